@@ -1,9 +1,9 @@
-"""Adapters: small trained layers behind or beside modules of a frozen backbone.
+"""Adapters: small trained layers after or parallel to modules of a frozen backbone.
 
 They are hooked from outside into any timm ViT with plain blocks. Axes: S sites (positions of an
-adapter, from the first block on), B images, N tokens, d width of the
-backbone, m width of the bottleneck. All adapters of a task are stacked: one tensor per kind, whose
-first axis counts sites.
+adapter, in the order of blocks), B images, N tokens, d width of the backbone, m width of the
+bottleneck. All adapters of a task are stacked: one tensor per kind with the sites as its first
+axis.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ def parallel(
     up_bias: Tensor,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up). out: (B, N, d),
-    behind the FFN's residual add; x: (B, N, d), the residual stream before the FFN and its norm;
-    kept: (B, N, m), dropout's factors."""
+    """Compute AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up).
+
+    `out` (B, N, d) is the output after the FFN's residual addition, `x` (B, N, d) the residual
+    stream before the FFN and its norm, `kept` (B, N, m) the factors of dropout.
+    """
     hidden = F.relu(F.linear(x, down, down_bias))
     return out + PARALLEL_SCALE * F.linear(hidden if kept is None else hidden * kept, up, up_bias)
 
 
 class Bottlenecks(nn.Module):
-    """The trained tensors of S adapters, stacked. Down-projections start as PyTorch's Linear
-    does with zero bias. The up-projections start at zero, so that an adapter starts as the
-    identity, or with `up_std` as normal numbers; never both projections at zero: neither would
-    get a gradient."""
+    """The trained tensors of S adapters, stacked.
+
+    Down-projections start like PyTorch's Linear with zero bias. Up-projections start at zero, so
+    that an adapter starts as the identity, or as normal numbers with `up_std`. Both projections
+    never start at zero, because neither would get a gradient.
+    """
 
     def __init__(
         self,
@@ -87,11 +91,12 @@ class Bottlenecks(nn.Module):
 
 
 class SwitchedForm:
-    """A function `form(x, **tensors)` in a backbone, which without tensors does nothing.
+    """A function `form(x, **tensors)` in a backbone that does nothing without tensors.
 
     It stays for the life of the backbone and only its tensors change, because a compiled backbone
-    looks at the attributes of its hooks, but not at which hooks there are. A copy of the backbone
-    gets forms without tensors, so it is the plain one."""
+    checks the attributes of its hooks, but not the list of hooks. A copy of the backbone gets forms
+    without tensors, so it is the plain backbone.
+    """
 
     def __init__(self, form: Callable[..., Tensor]):
         self.form = form
@@ -117,8 +122,10 @@ class Hook(SwitchedForm):
 
 
 class KeywordHook(SwitchedForm):
-    """Forward pre-hook with keywords: sends the argument `name` of a module, where it is not None,
-    through `form(argument, **tensors)`."""
+    """Forward pre-hook that passes the keyword argument `name`, if not None, through a form.
+
+    The form is called as `form(argument, **tensors)`.
+    """
 
     def __init__(self, form: Callable[..., Tensor], name: str):
         super().__init__(form)
@@ -137,8 +144,7 @@ class KeywordHook(SwitchedForm):
 
 
 class BesideHook(Hook):
-    """The same with a form that is also given what went into some module: `form(output, input,
-    **tensors)`."""
+    """Hook with a form that also gets the input of a module: `form(output, input, **tensors)`."""
 
     input: Tensor | None = None
 
@@ -155,10 +161,15 @@ class BesideHook(Hook):
 
 
 class AdapterSites:
-    """The places of a backbone that take adapters of one form; `form` is called as form(x (B, N,
-    d), **tensors of the site). positions: modules of a block, each with an adapter behind it; the
-    empty one is the block itself. beside: the module of a block whose input the form gets as its
-    second argument."""
+    """The places of a backbone for adapters of one form.
+
+    The form is called as form(x (B, N, d), **tensors of the site).
+
+    Args:
+        positions: Modules of a block, each followed by an adapter; the empty name is the block
+            itself.
+        beside: Module of a block with the input that the form gets as its second argument.
+    """
 
     def __init__(
         self,
@@ -191,9 +202,11 @@ class AdapterSites:
 
     @contextmanager
     def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
-        """Inside, the backbone has these adapters, differentiable in their tensors.
+        """Context manager that sets these adapters, differentiable in their tensors.
 
-        stacked: name -> (S, ...), or one tensor per site where sizes differ; empty for no adapters.
+        Args:
+            stacked: Tensors (S, ...) by name, or one tensor per site if sizes differ. Empty: no
+                adapters.
         """
         by_site: dict[str, Sequence[Tensor]] = {}
         for name, tensor in stacked.items():

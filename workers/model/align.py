@@ -1,4 +1,4 @@
-"""Weight alignment: weight vectors of new classes become as long, on average, as those of old."""
+"""Weight alignment: scale the weight vectors of new classes to the mean length of the old ones."""
 
 from __future__ import annotations
 

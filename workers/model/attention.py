@@ -1,4 +1,4 @@
-"""Measurement of what the heads of a ViT attend to, during any forward.
+"""Measure the attention of the heads of a ViT during any forward pass.
 
 Hooks read queries and keys; nothing of the model is copied.
 
@@ -29,8 +29,11 @@ L = TypeVar("L", "AttentionStatistics", "ClassAttention")
 class AttentionStatistics:
     """Sums over images for one attention layer of one network.
 
-    apart: distances between patches. entropy, distance: (H,), one sum per head. scale: mean
-    |Lambda| of the block's context, or None.
+    Attributes:
+        apart: Distances between patches.
+        entropy: One sum per head, (H,).
+        distance: One sum per head, (H,).
+        scale: Mean |Lambda| of the block's context, or None.
     """
 
     network: str
@@ -48,7 +51,7 @@ class AttentionStatistics:
         self.tokens = attention.shape[-1]
         self.images += len(attention)
         self.entropy = self.entropy + entropy(attention).sum(0).cpu()
-        patches = len(self.apart)  # the last tokens, whatever stands before them
+        patches = len(self.apart)  # the last tokens, after any prefix
         between_patches = attention[..., -patches:, -patches:]  # (B, H, n, n)
         self.distance = self.distance + distance(between_patches, self.apart).sum(0).cpu()
         if isinstance(self.context, ScaledContext):
@@ -84,8 +87,10 @@ class AttentionStatistics:
 class ClassAttention:
     """Attention of the class token to the patches, in one block of one network.
 
-    passes: for each forward a map (B, h, w) over the grid of patches, a mean over heads. Values are
-    relative to uniform attention, which has 1 everywhere. Attention to other tokens is left out.
+    Attributes:
+        passes: For each forward pass a map (B, h, w) over the grid of patches, averaged over heads.
+            Values are relative to uniform attention, which is 1 everywhere. Attention to other
+            tokens is ignored.
     """
 
     network: str
@@ -102,9 +107,9 @@ class ClassAttention:
 
 
 def entropy(attention: Tensor) -> Tensor:
-    """Return - sum_j A_ij ln A_ij, a mean over queries i: (B, H, N, N) -> (B, H).
+    """Return - sum_j A_ij ln A_ij, averaged over queries i: (B, H, N, N) -> (B, H).
 
-    The largest value is ln N, that of uniform attention.
+    The maximum is ln N, for uniform attention.
     """
     terms: Tensor = torch.special.entr(attention)
     return terms.sum(-1).mean(-1)
@@ -129,9 +134,9 @@ def patch_distances(grid: tuple[int, int]) -> Tensor:
 
 
 def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionStatistics]]:
-    """Inside, measure every forward of a ViT that is `model` or a part of it.
+    """Context manager that measures every forward pass of a ViT that is, or is in, `model`.
 
-    The weights and masks are those in effect during the forward.
+    It uses the effective weights and masks of the forward pass.
     """
 
     def statistics_of(name: str, index: int, vit: Any) -> AttentionStatistics:
@@ -157,9 +162,10 @@ def record_class_attention(model: nn.Module) -> AbstractContextManager[list[Clas
 def _listening(
     model: nn.Module, record_of: Callable[[str, int, Any], L | None]
 ) -> Iterator[list[L]]:
-    """Inside, hand each attention of each ViT to the record of its layer.
+    """Context manager that passes each attention of each ViT to the record of its layer.
 
-    Yield the records. `record_of(network, block, vit)` makes one, or None to leave the layer out.
+    It yields the records. `record_of(network, block, vit)` creates one, or returns None to skip the
+    layer.
     """
     records: list[L] = []
     handles: list[Any] = []
@@ -208,7 +214,7 @@ def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
 
 
 def _softmax(attn: Any, q: Tensor, k: Tensor) -> Tensor:
-    """(B, H, N, d) each -> (B, H, N, N), without the keys that are masked."""
+    """Compute the attention (B, H, N, N) of `q` and `k` (B, H, N, d), without masked keys."""
     scores: Tensor = (q * attn.scale) @ k.transpose(-2, -1)
     if getattr(attn, "keys", None) is not None:
         scores = scores.masked_fill(attn.policy() == 0, -torch.inf)

@@ -111,8 +111,9 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
 
 @torch.no_grad()
 def multiply_adds(model: nn.Module, *shape: int) -> int:
-    """Return the multiply-adds of one input (*shape) in linear layers, convolutions and products of
-    matrices. Nothing is computed.
+    """Count the multiply-adds of one input (*shape), without computing anything.
+
+    Linear layers, convolutions and products of matrices are counted.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()  # in training mode stochastic depth expects the batch that it was drawn for
@@ -127,8 +128,10 @@ def multiply_adds(model: nn.Module, *shape: int) -> int:
 
 
 class CompactBlock(nn.Module):
-    """One block, reduced to its plan. Norms, projection and layer scale are the backbone's own
-    modules."""
+    """One block, reduced to its plan.
+
+    Norms, projection and layer scale are the modules of the backbone.
+    """
 
     norm1: nn.Module
     ls1: nn.Module
@@ -281,9 +284,9 @@ def _times(weight: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _positions(tokens: Tensor, among: Tensor) -> Tensor | None:
-    """Return the positions of `tokens` in the sorted `among`, of which they are a subset.
+    """Return the positions of `tokens` in the sorted superset `among`.
 
-    None when they are all of it, so that nothing is gathered.
+    The result is None if both are equal, so that nothing is gathered.
     """
     if len(tokens) == len(among):
         return None

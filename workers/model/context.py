@@ -1,5 +1,6 @@
-"""Context Broadcasting: add the mean of all tokens to every token of a ViT, which is uniform
-attention. It is inserted into the blocks from outside.
+"""Context Broadcasting: add the mean of all tokens, uniform attention, to every token of a ViT.
+
+It is inserted into the blocks from outside.
 
 Hyeon-Woo, Yu-Ji, Heo, Han, Oh, Oh: Scratching Visual Transformer's Back with Uniform Attention,
 ICCV 2023. Axes: B images, N tokens (prefix first), D width, H heads, d width of a head.
@@ -22,10 +23,10 @@ PLAIN = "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
 
 
 class Context(nn.Module):
-    """CB(X)_i = (x_i + c) / 2, c = mean_j x_j over all tokens, the class token among them; no
-    parameters. (B, N, D) -> the same.
+    """CB(X)_i = (x_i + c) / 2 with c = mean_j x_j over all tokens including the class token.
 
-    With `max`, c is the maximum over tokens in each channel; with `class`, the class token.
+    It has no parameters, and maps (B, N, D) to the same shape. With `max`, c is the maximum over
+    tokens in each channel; with `class`, the class token.
     """
 
     def __init__(self, pool: str):
@@ -45,11 +46,11 @@ class Context(nn.Module):
 
 
 class ScaledContext(Context):
-    """CB_S(X)_i = a x_i + Lambda * c, Lambda (D,) learnt, its product elementwise: a = Lambda = 1/2
-    is CB, a = 1 and Lambda = 0 changes nothing.
+    """CB_S(X)_i = a x_i + Lambda * c with a learned Lambda (D,), elementwise.
 
-    Where it differs from the paper: its formula was not at hand. a = 1 is our reading, and Lambda
-    starts at 0, so that weights that were trained without it answer as before until it has learned.
+    a = Lambda = 1/2 is CB; a = 1 and Lambda = 0 changes nothing. Difference from the paper: its
+    formula was not available. a = 1 is our reading, and Lambda starts at 0, so that weights trained
+    without it give the same outputs until it has learned.
     """
 
     def __init__(self, pool: str, width: int, own: float, start: float):
@@ -81,9 +82,9 @@ class UniformHead(nn.Module):
         return projected
 
 
-# Each block gets the same hooks, and an attribute of the module says whether a hook does anything.
-# torch.compile guards on attributes of modules, but not on which hooks they have. So the code of
-# one block serves all blocks with the same attributes.
+# Each block gets the same hooks, and an attribute of the module enables a hook. torch.compile
+# guards on attributes of modules, but not on the list of hooks. So the code of one block serves all
+# blocks with equal attributes.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     mixed: Tensor = module.context(output)
     return mixed
@@ -97,9 +98,9 @@ def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
-    """Return queries (B, H, N, d) with those of the first head at 0.
+    """Return queries (B, H, N, d) with those of the first head set to 0.
 
-    The softmax of that head is then uniform over all keys that are not masked.
+    The softmax of that head is then uniform over all unmasked keys.
     """
     if not module.first_uniform:
         return queries
@@ -107,18 +108,24 @@ def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
 
 
 def insert(backbone: nn.Module, settings: ContextSettings) -> None:
-    """Put context into the chosen blocks, by hooks that stay for the life of the backbone.
+    """Insert context into the chosen blocks, with hooks that stay for the life of the backbone.
 
-    Parameters that the backbone had keep their names and values. Raise `UserError` when the
-    backbone cannot take the context.
+    Existing parameters keep their names and values.
 
     `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the
-    residual. CB commutes with what acts token by token and is affine, so that in the middle of the
-    MLP, behind the activation, it would be the same function at four times the cost. Inside
-    attention: `replace`, the first head attends to all tokens alike; its queries and keys stay
-    among the parameters, and nothing depends on them. `parallel`, a uniform head beside the others.
-    `compensate`, both: the new head has as many parameters as the queries and keys of a replaced
-    one, which is our reading of the paper's comparison at equal size.
+    residual. CB commutes with affine operations on single tokens, so in the middle of the MLP,
+    after the activation, it would be the same function at four times the cost. Inside attention:
+    `replace`, the first head attends uniformly to all tokens; its queries and keys stay among the
+    parameters, but nothing depends on them. `parallel`, an additional uniform head. `compensate`,
+    both: the new head has as many parameters as the queries and keys of a replaced one, which is
+    our reading of the paper's comparison at equal size.
+
+    Args:
+        backbone: The backbone.
+        settings: Settings of the context.
+
+    Raises:
+        UserError: If the backbone cannot have the context.
     """
     at = f"backbone.context.kind is {settings.kind!r}, and"
     if not isinstance(backbone, VisionTransformer):
@@ -195,15 +202,17 @@ def context_parameter_names(backbone: nn.Module) -> list[str]:
 
 
 def mixes_all_tokens(block: Any) -> bool:
-    """Whether every token that leaves a block depends on all that its MLP is given, so that none
-    can be left out."""
+    """Return whether every output token of a block depends on all inputs of its MLP.
+
+    In this case no token can be left out.
+    """
     return isinstance(getattr(block.mlp, "context", None), Context)
 
 
 def uniform_multiply_adds(backbone: nn.Module) -> int:
-    """Return the multiply-adds of uniform heads beside the others.
+    """Count the multiply-adds of additional uniform heads.
 
-    One token is projected, whatever the number of tokens.
+    One token is projected, for any number of tokens.
     """
     heads = [m for _, m in context_modules(backbone) if isinstance(m, UniformHead)]
     return sum(parameter.numel() for head in heads for parameter in head.parameters())

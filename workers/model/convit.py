@@ -1,5 +1,6 @@
-"""ConViT blocks as DyTox's encoder has them: timm's VisionTransformer with gated positional
-self-attention; enters timm's registry.
+"""ConViT blocks of DyTox's encoder: timm's VisionTransformer with gated positional self-attention.
+
+The model is registered in timm.
 
 d'Ascoli et al.: ConViT, ICML 2021; Douillard et al.: DyTox, CVPR 2022. Axes: B images, H heads, N
 patches, D width, d = D / H.
@@ -18,12 +19,11 @@ from torch.nn import functional as F
 
 
 class GatedAttention(nn.Module):
-    """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, P = softmax_j(u_h . r_ij + b_h), g_h =
-    sigmoid(gate_h): (B, N, D) -> (B, N, D).
+    """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, (B, N, D) -> (B, N, D).
 
-    P depends on no image: it is made once per forward, (H, N, N), and not once per image; the
-    content half is fused attention. Both halves have rows that sum to 1, so nothing is normalised
-    again.
+    P = softmax_j(u_h . r_ij + b_h) and g_h = sigmoid(gate_h). P does not depend on the image: it is
+    computed once per forward pass, (H, N, N). The content part is fused attention. The rows of both
+    parts sum to 1, so they are not normalised again.
     """
 
     # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; set by the network, which
@@ -40,8 +40,11 @@ class GatedAttention(nn.Module):
         self.gate = nn.Parameter(torch.ones(num_heads))
 
     def start_local(self) -> None:
-        """As a convolution: values pass as they are, and the first floor(sqrt(H))^2 heads look at
-        the neighbours of a square kernel."""
+        """Start like a convolution.
+
+        Values pass unchanged, and the first floor(sqrt(H))^2 heads attend to the neighbours of a
+        square kernel.
+        """
         side = math.isqrt(self.num_heads)
         with torch.no_grad():
             nn.init.eye_(self.v.weight)
@@ -81,12 +84,11 @@ def offsets(side: int) -> Tensor:
 
 
 class ConViT(VisionTransformer):
-    """Local blocks alone: patches and their positions, no class token, no norm at the end; features
-    are the mean over patches.
+    """Only local blocks: patches with positions, no class token, no final norm.
 
-    Where it differs from the original: the two global blocks that follow there are not here; what
-    looks at the patches globally stands outside (DyTox's task attention). Stochastic depth rises as
-    if that were one block more.
+    The features are the mean over patches. Difference from the original: its two global blocks are
+    not part of this model; DyTox's task attention outside attends globally to the patches. The rate
+    of stochastic depth rises as if the task attention were one more block.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ def convit_local(
     cache_dir: Any = None,
     **options: Any,
 ) -> ConViT:
-    """DyTox's encoder: width 384, 5 blocks of 12 heads, 8.9M parameters in its blocks. timm hands
-    the first four arguments to every model."""
+    """Build DyTox's encoder: width 384, 5 blocks with 12 heads, 8.9M parameters in its blocks.
+
+    timm passes the first four arguments to every model.
+    """
     if pretrained:
         raise ValueError("DyTox's encoder is trained from scratch; its authors publish no weights")
     return ConViT(**options)

@@ -51,7 +51,7 @@ class CosineHead(nn.Module):
 class CosineHeads(Heads):
     """A CosineHead by task name, with P vectors per class, and the scale eta of all heads.
 
-    eta is stored with every head; the head that is restored last decides its value. A stored head
+    eta is stored with every head; the last restored head determines its value. A stored head
     without eta is the linear head of a base task. It is not restored: the classes of that task get
     vectors by imprinting.
     """
@@ -125,10 +125,15 @@ def _distances(points: Tensor, centres: Tensor) -> Tensor:
 def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: float) -> Tensor:
     """Return UCIR's margin loss of each sample, (b,).
 
-    similarity: s (b, A); labels: (b,); old: the number of old classes, which come first.
-
     For a sample of an old class it is the mean of relu(margin - s_y + s_k) over the `top` most
     similar new classes k. For any other sample it is 0.
+
+    Args:
+        similarity: Similarities s, (b, A).
+        labels: Labels, (b,).
+        old: Number of old classes, which come first.
+        top: Number of new classes to compare.
+        margin: The margin.
     """
     true_class = similarity.gather(1, labels[:, None])  # (b, 1)
     new_classes = similarity[:, old:].topk(top, 1).values  # (b, top)
@@ -142,8 +147,14 @@ def nca(
 ) -> Tensor:
     """Return the mean NCA loss, -log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)).
 
-    similarity: s (b, A); labels: y (b,); scale: eta. The class y itself is not in the sum. `hinge`
-    clamps the loss of a sample at 0.
+    The sum excludes the class y.
+
+    Args:
+        similarity: Similarities s, (b, A).
+        labels: Labels y, (b,).
+        scale: The scale eta.
+        margin: The margin.
+        hinge: Clamp the loss of a sample at 0.
     """
     columns = labels[:, None]
     true_class = scale * (similarity.gather(1, columns).squeeze(1) - margin)  # (b,)

@@ -1,5 +1,4 @@
-"""Distillation: the network as it was before a task, and the losses that hold the new one to its
-answers."""
+"""Distillation: the network before a task, and losses that keep the new network close to it."""
 
 from __future__ import annotations
 
@@ -11,9 +10,12 @@ from torch.nn import functional as F
 
 
 class Teacher:
-    """Frozen copies of a backbone and of heads, by task. Not a module, on purpose: as a part of the
-    method it would be put into training mode, draw drop paths and go into checkpoints, where it is
-    the carried state of the task before, word for word."""
+    """Frozen copies of a backbone and of heads, by task.
+
+    It is intentionally not a module. As a part of the method it would be put into training mode,
+    draw drop paths and be stored in checkpoints, although it equals the carried state of the
+    previous task.
+    """
 
     def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):
         self.backbone = _frozen(backbone)
@@ -21,8 +23,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> dict[str, Tensor]:
-        """Images (b, 3, H, W) -> task -> logits (b, classes): one pass of the backbone for all
-        heads."""
+        """Return the logits (b, classes) of all heads by task, with one pass of the backbone."""
         features = self.backbone(images)
         return {task: head(features) for task, head in self.heads.items()}
 
@@ -36,15 +37,20 @@ def _frozen(module: nn.Module) -> nn.Module:
 
 
 def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
-    """-mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c over logits z, y (b, classes), in
-    fp32; no factor tau^2. Its gradient is that of the divergence KL(softmax(y / tau) || softmax(z /
-    tau)), a mean over the batch."""
+    """Return -mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c, in fp32 without tau^2.
+
+    z and y are the logits (b, classes) of student and teacher. The gradient is that of KL(softmax(y
+    / tau) || softmax(z / tau)), averaged over the batch.
+    """
     return F.cross_entropy(student.float() / tau, (teacher.float() / tau).softmax(1))
 
 
 def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
-    """tau^2 KL(softmax(y / tau) || softmax(z / tau)), a mean over all b * classes entries, in fp32:
-    of tau = 1 as many times weaker than `kd_ce` as there are classes."""
+    """Return tau^2 KL(softmax(y / tau) || softmax(z / tau)), averaged over all entries, in fp32.
+
+    The mean is over b * classes entries. With tau = 1 it is `kd_ce` divided by the number of
+    classes, up to a constant.
+    """
     log_q = (student.float() / tau).log_softmax(1)
     p = (teacher.float() / tau).softmax(1)
     divergence = F.kl_div(log_q, p, reduction="batchmean")
@@ -52,14 +58,15 @@ def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
 
 
 def kd_sig(student: Tensor, teacher: Tensor) -> Tensor:
-    """Binary cross-entropy of each logit of z (b, classes) to sigmoid(y), a mean over all entries,
-    in fp32."""
+    """Return the binary cross-entropy of logits z to sigmoid(y), averaged over entries, in fp32."""
     return F.binary_cross_entropy_with_logits(student.float(), teacher.float().sigmoid())
 
 
 def kd_bce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
-    """Binary cross-entropy of each of q = softmax(z / tau) to p = softmax(y / tau), a mean over all
-    entries, in fp32."""
+    """Return the binary cross-entropy of q = softmax(z / tau) to p = softmax(y / tau), in fp32.
+
+    It is averaged over all entries.
+    """
     scores = student.float() / tau
     p = (teacher.float() / tau).softmax(1)
     q = scores.softmax(1).clamp(max=1 - torch.finfo(torch.float32).eps)  # log(1 - q) stays finite

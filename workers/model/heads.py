@@ -12,10 +12,10 @@ from workers.rng import derive_seed
 
 
 class Heads(nn.Module):
-    """Linear(width, classes) by task name. Initialised from (seed, task name): equal on all ranks,
-    in any order of tasks.
+    """Linear(width, classes) by task name.
 
-    Truncated normal with std 0.02 and zero bias, as DeiT's head.
+    The initial values depend on (seed, task name): they are equal on all ranks, for any order of
+    tasks. Weights are truncated normal with std 0.02, biases zero, as in DeiT's head.
     """
 
     def __init__(self, width: int):
@@ -26,7 +26,7 @@ class Heads(nn.Module):
         self.device = torch.device("cpu")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Heads:
-        """Called by `to`: remember the device, so that heads that are added later go there too."""
+        """Remember the device of `to`, so that heads that are added later are created there."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.device = fn(torch.empty(0, device=self.device)).device
         return self
@@ -37,7 +37,7 @@ class Heads(nn.Module):
         return self.layers[self.names.index(task)]  # type: ignore[return-value]
 
     def add(self, task: str, classes: int, seed: int) -> nn.Linear:
-        """Return the head of a task; make it first if there is none."""
+        """Return the head of a task; create it first if it does not exist."""
         if task not in self.names:
             layer = self.layer(classes)
             self.start(layer, torch.Generator().manual_seed(derive_seed(seed, "head", task)))
@@ -74,8 +74,11 @@ class Heads(nn.Module):
 
 
 class JointHeads(Heads):
-    """One linear layer without bias over all tasks, as rows by task: all are renewed together when
-    there are more features. The bias of a head that comes with one stays until then."""
+    """One linear layer without bias over all tasks, as rows by task.
+
+    All rows are replaced together when the number of features grows. The bias of an added head
+    stays until then.
+    """
 
     def layer(self, classes: int) -> Any:
         return nn.Linear(self.width, classes, bias=False)
@@ -88,8 +91,7 @@ class JointHeads(Heads):
         )
 
     def renew(self, width: int) -> None:
-        """Layers for `width` features in place of those that are there; their values are to be
-        started."""
+        """Replace the layers by new ones for `width` features; their values must be initialised."""
         self.width = width
         for name in self.names:
             self._append(name, self.layer(self[name].out_features))

@@ -1,10 +1,10 @@
-"""LoRA: W + s B A, merged into W or as a branch beside it.
+"""LoRA: W + s B A, merged into W or as a parallel branch.
 
 On the fused query, key and value projection of every block of a timm VisionTransformer all updates
-are stacked; on linear layers of any other backbone each has tensors of its own.
+are stacked. On linear layers of other backbones each update has separate tensors.
 
-Axes: L blocks, P parts of the projection's rows with an update each, r rank, d width in, o rows of
-a part.
+Axes: L blocks, P parts of the projection's rows with one update each, r rank, d input width, o rows
+of a part.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def shapes(
 
 
 class LowRank(nn.Module):
-    """The trained factors. `a` starts as PyTorch's Linear does (Kaiming-uniform, slope sqrt 5), `b`
-    at zero."""
+    """The trained factors.
+
+    `a` starts like PyTorch's Linear (Kaiming-uniform, slope sqrt 5), `b` at zero.
+    """
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...]):
         super().__init__()
@@ -85,11 +87,11 @@ def weight_of(block: Any) -> Tensor:
 
 
 def linear_sites(backbone: nn.Module, target: Target) -> dict[str, int]:
-    """Return the linear layers that are updated by name, and how many parts of rows each has.
+    """Return the names of the updated linear layers, and the number of row parts of each.
 
-    `linear`: all of them, each by one update; a convolution of 1 x 1 is a linear layer of each
-    pixel. `qkv`, `qv`: the projections of attention, fused or
-    split; a fused one has two parts for `qv`, its first third and its last.
+    `linear`: all layers, each with one update; a convolution of 1 x 1 is a linear layer on each
+    pixel. `qkv`, `qv`: the projections of attention, fused or split; for `qv` a fused one has two
+    parts, its first and its last third.
     """
     sites = {}
     for name, module in backbone.named_modules():
@@ -110,10 +112,10 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 class LinearUpdates(nn.Module):
-    """The trained factors of linear layers, see `linear_sites`; of each A (P, r, d), B (P, o, r).
+    """The trained factors of linear layers: A (P, r, d) and B (P, o, r) for each.
 
-    The rank is that of the settings, or the smallest side of a layer that has fewer. They start as
-    those of `LowRank`. In a state they are `SITE.a` and `SITE.b`.
+    See `linear_sites`. The rank is that of the settings, or the smaller side of a layer if that is
+    less. They start like those of `LowRank`. In a state they are `SITE.a` and `SITE.b`.
     """
 
     def __init__(self, backbone: nn.Module, sites: dict[str, int], rank: int):

@@ -1,8 +1,7 @@
-"""Masked attention, gated neurons and gated channels: timm's own modules, given another forward
-from outside; nothing is copied.
+"""Masked attention, gated neurons and gated channels: timm's modules with a replaced forward.
 
-`make_maskable` changes the class of a module of a built backbone. Parameters, names, hooks and
-digest stay as they are, and with no mask set the forward is timm's. Axes: B images, H heads, N
+`make_maskable` changes the class of a module of a built backbone; nothing is copied. Parameters,
+names, hooks and digest stay, and without a mask the forward is timm's. Axes: B images, H heads, N
 tokens (prefix first), D head width, C channels.
 """
 
@@ -25,12 +24,11 @@ LARGEST_EXPONENT = 20.0  # a masked key may exceed all kept keys; exp(20) stays 
 
 
 class MaskedSoftmax(torch.autograd.Function):
-    """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5, in the dtype of
-    `scores` (use fp32).
+    """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5.
 
-    policy: 0/1, broadcastable to scores, with at least one kept key per row. The gradient of the
-    policy is nonzero for masked keys too, which masked_fill(-inf) would not give: d Psi / d
-    policy_j = exp(a_j) / sum * (delta - Psi).
+    It is computed in the dtype of `scores` (use fp32). `policy` is 0/1, broadcastable to scores,
+    with at least one kept key per row. The gradient of the policy is nonzero for masked keys too,
+    unlike with masked_fill(-inf): d Psi / d policy_j = exp(a_j) / sum * (delta - Psi).
     """
 
     @staticmethod
@@ -54,12 +52,14 @@ class MaskedSoftmax(torch.autograd.Function):
 
 
 class KeyMasks:
-    """Attention whose keys and values can be masked.
+    """Attention with maskable keys and values.
 
-    keys: None (timm's forward); bool (1 or B, N), True = kept, for evaluation: timm's forward with
-    a boolean mask; or float 0/1 (B, N) for training: the multiplicative form, in fp32, with a
-    gradient for the mask. self_loop: every query also sees itself (the released MEAT code; the
-    paper has no such term).
+    Attributes:
+        keys: None: timm's forward. Bool (1 or B, N), True = kept, for evaluation: timm's forward
+            with a boolean mask. Float 0/1 (B, N), for training: the multiplicative form in fp32,
+            with a gradient for the mask.
+        self_loop: Every query also attends to itself (the released MEAT code; the paper has no such
+            term).
     """
 
     keys: Tensor | None = None
@@ -104,9 +104,10 @@ class MaskedAttention(KeyMasks, Attention):
 
 
 class Multiplicative(TorchFunctionMode):
-    """Inside, scaled dot-product attention is that of `MaskedSoftmax` under one policy.
+    """Context manager that computes attention with `MaskedSoftmax` and one policy.
 
-    So the rest of a forward, which turns and biases queries and keys, is the module's.
+    It replaces scaled dot-product attention. The rest of the forward pass, which rotates and biases
+    queries and keys, stays that of the module.
     """
 
     def __init__(self, policy: Tensor):
@@ -158,7 +159,7 @@ class MaskedRopeAttention(RotaryKeyMasks, AttentionRope):
 
 
 class MaskedBeitAttention(KeyMasks, BeitAttention):
-    """timm's attention of BEiT with `KeyMasks`, beside its bias of relative positions."""
+    """timm's attention of BEiT with `KeyMasks`, in addition to its bias of relative positions."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         output: Tensor
@@ -187,19 +188,22 @@ MASKED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def mask_keys(attn: Any, where: str, instead: str) -> Any:
-    """Give an attention `KeyMasks`; raise `UserError` where its class is none of timm's."""
+    """Give an attention `KeyMasks`; raise `UserError` if its class is not one of timm's."""
     plain = next((kind for kind, masked in MASKED.items() if type(attn) in (kind, masked)), None)
     if plain is None:
         plain = Attention
     elif plain is not Attention:
-        attn.fused_attn = True  # `Multiplicative` stands in for the fused form
+        attn.fused_attn = True  # `Multiplicative` replaces the fused form
     return make_maskable(MASKED[plain], plain, attn, where, instead)
 
 
 class GatedLinear(nn.Linear):
-    """nn.Linear whose inputs can be gated: the mask of the neurons before it.
+    """nn.Linear with gated inputs: the mask of the neurons before it.
 
-    gate: 0/1 per feature. A frozen weight then needs no gradient, as it would if it were masked.
+    A frozen weight then needs no gradient, in contrast to a masked weight.
+
+    Attributes:
+        gate: 0/1 per feature.
     """
 
     gate: Tensor | None = None
@@ -211,7 +215,7 @@ class GatedLinear(nn.Linear):
 
 
 class GatedConv2d(nn.Conv2d):
-    """nn.Conv2d whose input channels can be gated. gate: 0/1, (C,) or (B, C)."""
+    """nn.Conv2d with gated input channels; `gate` is 0/1, (C,) or (B, C)."""
 
     gate: Tensor | None = None
 
@@ -223,10 +227,15 @@ class GatedConv2d(nn.Conv2d):
 
 @dataclass
 class BlockMasks:
-    """The masks of one block of a ViT. None = nothing masked.
+    """The masks of one block of a ViT; None means no mask.
 
-    tokens: (1 or B, n) without the prefix tokens. fc1, fc2: weight-shaped. neurons: (hidden,).
-    Boolean when serving, 0/1 floats with a gradient when training.
+    They are boolean in serving, and 0/1 floats with a gradient in training.
+
+    Attributes:
+        tokens: Mask of tokens without the prefix, (1 or B, n).
+        fc1: Mask of the weight.
+        fc2: Mask of the weight.
+        neurons: Mask of the hidden neurons, (hidden,).
     """
 
     tokens: Tensor | None = None
@@ -258,8 +267,15 @@ def make_maskable(
 ) -> Any:
     """Give `module` the class `masked`, which restates the forward of `plain`.
 
-    Raise `UserError` when its class is not exactly `plain`; the error names `where` it is, and what
-    to choose `instead`.
+    Args:
+        masked: The new class.
+        plain: The required class.
+        module: The module.
+        where: Name of the module in the message.
+        instead: Remedy in the message.
+
+    Raises:
+        UserError: If its class is not exactly `plain`.
     """
     if type(module) not in (plain, masked):
         raise UserError(

@@ -1,8 +1,7 @@
-"""Mask parametrisations: a trainable tensor that becomes a mask, differentiable by
-straight-through.
+"""Mask parametrisations: trainable tensors that become masks, differentiable by straight-through.
 
 Each has a trained tensor (fp32), `sample(...)` (the mask as floats with a gradient, for training)
-and `hard()` (the mask that is stored and served, without one).
+and `hard()` (the mask for storage and serving, without a gradient).
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from torch import Tensor, nn
 
 
 class GumbelHard(nn.Module):
-    """Hard two-class Gumbel-softmax (MEAT, Eq. 6, 7) with one logit u = t1 - t2 per entry instead
-    of the pair (t1, t2).
+    """Hard two-class Gumbel-softmax (MEAT, Eq. 6, 7) with one logit u = t1 - t2 per entry.
 
-    The difference of two Gumbel draws is logistic, so m = 1[u + logistic > 0] has the law of the
-    pair, and sigmoid((u + logistic) / tau) is the pair's first softmax output: same mask, same
-    gradient on t1, half the numbers. u starts at 2 gamma (the pair at +gamma, -gamma). Under Adam,
-    u moves by lr per step where t1 - t2 moves by 2 lr, so the rate on u must be twice the rate on
-    the pair.
+    The difference of two Gumbel draws is logistic, so m = 1[u + logistic > 0] has the distribution
+    of the pair (t1, t2), and sigmoid((u + logistic) / tau) is the pair's first softmax output: same
+    mask, same gradient on t1, half the numbers. u starts at 2 gamma (the pair at +gamma, -gamma).
+    Under Adam, u moves by lr per step while t1 - t2 moves by 2 lr, so the rate on u must be twice
+    the rate on the pair.
     """
 
     def __init__(
@@ -39,8 +37,11 @@ class GumbelHard(nn.Module):
         self.tau = tau
 
     def sample(self, uniform: Tensor) -> Tensor:
-        """uniform: [0, 1) numbers of shape (..., *shape) -> 0/1 float mask of the same shape
-        (straight-through)."""
+        """Sample a 0/1 float mask with a straight-through gradient.
+
+        Args:
+            uniform: [0, 1) numbers of shape (..., *shape), which is also the shape of the mask.
+        """
         mask: Tensor = HardSample.apply(self.logits, uniform, self.tau)
         return mask
 
@@ -71,8 +72,10 @@ class HardSample(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Forward: `hard` exactly, the tensor itself, which may be changed in place. Backward: its
-    gradient goes to `scores` as it is."""
+    """Return `hard` in the forward pass, and pass its gradient unchanged to `scores`.
+
+    The result is `hard` itself, which can be changed in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, hard: Tensor) -> Tensor:
@@ -85,8 +88,10 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Threshold(nn.Module):
-    """M = 1[scores > theta] (Piggyback), or >= (`inclusive`: SupSup's fast form); ternary: -1 below
-    0, 0 up to theta, 1 above."""
+    """M = 1[scores > theta] (Piggyback), or >= with `inclusive` (SupSup's fast form).
+
+    With `ternary`: -1 below 0, 0 up to theta, 1 above.
+    """
 
     def __init__(self, start: Tensor, theta: float, ternary: bool = False, inclusive: bool = False):
         super().__init__()
@@ -116,10 +121,12 @@ class Threshold(nn.Module):
 
 
 class SoftBinary(nn.Module):
-    """b + 0.5 a (KSM): b = 1[scores >= theta]; a is the score of an entry that is off, scaled to
-    [0, 1] by the least and the largest of the whole tensor, among which entries that are on count
-    as 0. The gradient of b is that of sigmoid(beta (scores - theta) / temperature); a has none.
-    `soft` False: b alone."""
+    """b + 0.5 a (KSM) with b = 1[scores >= theta].
+
+    For an entry that is off, a is its score, scaled to [0, 1] by the minimum and maximum of the
+    whole tensor, in which entries that are on count as 0. The gradient of b is that of sigmoid(beta
+    (scores - theta) / temperature); a has no gradient. With `soft` False the mask is b.
+    """
 
     def __init__(
         self,
@@ -159,9 +166,11 @@ class SoftBinary(nn.Module):
 
 
 class TopK(nn.Module):
-    """M = 1 for the share `density` of entries with the largest |score| (edge-popup): exactly n -
-    int((1 - density) n) ones, the first among equals. The gradient of M goes to |score| as it is,
-    so that of a negative score is turned round."""
+    """M = 1 for the share `density` of entries with the largest |score| (edge-popup).
+
+    Exactly n - int((1 - density) n) entries are 1, the first ones among equals. The gradient of M
+    is passed unchanged to |score|, so its sign is reversed for negative scores.
+    """
 
     def __init__(self, start: Tensor, density: float):
         super().__init__()
@@ -195,8 +204,10 @@ class TopK(nn.Module):
 
 
 def keep_largest(size: Tensor, dropped: int) -> Tensor:
-    """Size (n,) -> (n,) bool, all but the `dropped` smallest entries, the first among equals. The
-    host waits for nothing."""
+    """Return a bool mask (n,) of all but the `dropped` smallest entries of `size` (n,).
+
+    Among equals the first ones are kept. The host does not wait for the device.
+    """
     cut = size.kthvalue(dropped).values
     larger, equal = size > cut, size == cut
     missing = size.numel() - dropped - larger.sum()  # of those that equal the cut
@@ -207,13 +218,13 @@ Start = Literal["normal", "dense", "sparse", "uniform"]
 
 
 class AnnealedSigmoid(nn.Module):
-    """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large one. See
-    `annealed_scale` for s.
+    """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large scale.
 
-    The gradient of a becomes that of e as s_max sigmoid(e) sigmoid(-e) da, whatever s is, and 0
-    where |s e| > 50: what HAT's compensation amounts to (Sec. 2.5). `official` does it in two steps
-    as the released code: where s e is above 17 the sigmoid is exactly 1 in fp32, so that a unit
-    that is on late in an epoch cannot be switched off, while one that is off can be switched on.
+    See `annealed_scale` for s. The gradient of a is passed to e as s_max sigmoid(e) sigmoid(-e) da
+    for any s, and as 0 where |s e| > 50: this is the effect of HAT's compensation (Sec. 2.5).
+    `official` computes it in two steps like the released code: for s e above 17 the sigmoid is
+    exactly 1 in fp32, so a unit that is on late in an epoch cannot be switched off, while a unit
+    that is off can be switched on.
     """
 
     limit = 6.0  # |e| after a step
@@ -240,7 +251,7 @@ class AnnealedSigmoid(nn.Module):
 
     @torch.no_grad()
     def slope(self, scale: float) -> Tensor:
-        """What a gradient of the mask is multiplied by on its way to the embedding."""
+        """Return the factor on a gradient of the mask on its way to the embedding."""
         return compensated_slope(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
@@ -276,7 +287,7 @@ class AnnealedGate(torch.autograd.Function):
 def compensated_slope(
     e: Tensor, scale: float, s_max: float, bound: float, official: bool
 ) -> Tensor:
-    """Da / de as HAT has it: that of sigmoid(e), times s_max; 0 where |s e| is beyond the bound."""
+    """Return da / de as in HAT: that of sigmoid(e), times s_max; 0 if |s e| exceeds the bound."""
     if official:
         mask = torch.sigmoid(scale * e)
         return (
@@ -296,10 +307,20 @@ def annealed_scale(
     schedule: Literal["linear", "official", "cosine"] = "linear",
     s_min: float | None = None,
 ) -> float:
-    """The scale s at `step` (from 0) of the `steps` of an epoch. linear: from s_min, by default 1 /
-    s_max, at the first step to s_max at the last (HAT, Eq. 3). official: stops one step short of
-    s_max, as the released code. cosine: from s_max down to s_min and back, so that an epoch begins
-    and ends with hard masks. An epoch of one step has s_max."""
+    """Return the scale s at `step` (from 0) of the `steps` of an epoch.
+
+    An epoch with one step has s_max.
+
+    Args:
+        step: The step.
+        steps: Steps of the epoch.
+        s_max: Largest scale.
+        schedule: `linear`: from s_min (default 1 / s_max) at the first step to s_max at the last
+            (HAT, Eq. 3). `official`: stops one step short of s_max, like the released code.
+            `cosine`: from s_max down to s_min and back, so that an epoch begins and ends with hard
+            masks.
+        s_min: Smallest scale.
+    """
     low = 1 / s_max if s_min is None else s_min
     share = step / steps if schedule == "official" else step / (steps - 1) if steps > 1 else 1.0
     if schedule == "cosine":
@@ -310,9 +331,17 @@ def annealed_scale(
 def initial_embedding(
     shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10
 ) -> Tensor:
-    """Where embeddings start. normal: N(0, 1), half of the units on (HAT, Sec. 4). dense: all at 1.
-    uniform: U(0, 2], all on (HAT's compression). sparse: N(m, 1) such that a unit is on for 1 of
-    `tasks` (at least 2) tasks: the chance that exactly one task uses it is then highest."""
+    """Return initial embeddings.
+
+    Args:
+        shape: Shape of the embeddings.
+        how: `normal`: N(0, 1), half of the units on (HAT, Sec. 4). `dense`: all at 1. `uniform`:
+            U(0, 2], all on (HAT's compression). `sparse`: N(m, 1) such that a unit is on for 1 of
+            `tasks` (at least 2) tasks, which maximises the probability that exactly one task uses
+            it.
+        generator: Generator of the random numbers.
+        tasks: Number of tasks for `sparse`.
+    """
     if how == "dense":
         return torch.ones(shape)
     if how == "uniform":

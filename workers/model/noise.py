@@ -1,4 +1,4 @@
-"""Stochastic depth that is drawn per sample, and so is the same for any number of ranks."""
+"""Stochastic depth that is drawn per sample, and therefore equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from workers.rng import StepRng
 
 
 class DrawnDropPath(DropPath):
-    """timm's DropPath, but `draw_paths` decides which samples are dropped, before the forward.
+    """timm's DropPath, with samples that `draw_paths` selects before the forward pass.
 
-    uniform: [0, 1) numbers (b,) of the step, one per sample, or (b, ...) for parts of a sample.
     Before the first step nothing is dropped.
+
+    Attributes:
+        uniform: [0, 1) numbers of the step, (b,), one per sample, or (b, ...) for parts of a
+            sample.
     """
 
     uniform: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, ...) -> the same; a dropped sample's branch is zero, the others' grows by 1 / (1 -
-        drop_prob)."""
+        """Set the branch of dropped samples to zero, and divide the others by 1 - drop_prob."""
         if self.uniform is None or not self.training or self.drop_prob == 0:
             return x
         assert len(self.uniform) == len(x), "stochastic depth was drawn for another batch"
@@ -29,8 +31,7 @@ class DrawnDropPath(DropPath):
 
 
 class TokenDropPath(DrawnDropPath):
-    """For a branch (b, tokens, D) whose tokens know nothing of each other: each is dropped on its
-    own."""
+    """Stochastic depth for branches (b, tokens, D) with independent tokens: each is dropped alone."""
 
     tokens: int = 1  # how many there are from the next draw on
 

@@ -1,4 +1,4 @@
-"""Norm layers by what they are, and batch norms whose statistics never change."""
+"""Norm layers by kind, and batch norms with constant statistics."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ KINDS = (
 
 
 class Frozen(nn.Module):
-    """Mixed into a norm with running statistics: always in evaluation mode. Weight and bias may be
-    trained."""
+    """Mix-in for a norm with running statistics: always in evaluation mode.
+
+    Weight and bias can be trained.
+    """
 
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
@@ -34,7 +36,7 @@ _frozen_classes: dict[Any, Any] = {}  # class of norm -> the same, always in eva
 
 
 def _frozen(kind: Any) -> Any:
-    """Return a class of norm in a form that is always in evaluation mode."""
+    """Return a class of norm that is always in evaluation mode."""
     if kind not in _frozen_classes:
         _frozen_classes[kind] = type(f"Frozen{kind.__name__}", (Frozen, kind), {})
     return _frozen_classes[kind]

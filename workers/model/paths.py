@@ -1,5 +1,6 @@
-"""Random paths: behind every block of a ViT lies a bank of bottleneck modules, of which each path
-takes one; the modules that some path has taken are summed.
+"""Random paths: each path takes one bottleneck module from a bank after every block of a ViT.
+
+The modules that any path has taken are summed.
 
 Axes: S modules that a path adds, d width of the backbone, m units of a module.
 """
@@ -47,8 +48,11 @@ class Path(Bottlenecks):
 
 
 class PathNetwork(nn.Module):
-    """A ViT with the modules of some paths, all of which it shares: behind each block x <- x +
-    sum_j (W_up,j gelu(W_down,j x + b_j) + c_j), j over the modules that the paths have there."""
+    """A ViT with the shared modules of some paths.
+
+    After each block x <- x + sum_j (W_up,j gelu(W_down,j x + b_j) + c_j), with j over the modules
+    of the paths at that block.
+    """
 
     def __init__(self, backbone: nn.Module, sites: AdapterSites, paths: Iterable[Path]):
         super().__init__()
@@ -65,9 +69,9 @@ class PathNetwork(nn.Module):
 
 
 def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
-    """The modules of each block as one bottleneck with all their units.
+    """Return the modules of each block as one bottleneck with all their units.
 
-    Return name -> one tensor per block; empty where there is no path.
+    The result has one tensor per block by name. It is empty without paths.
     """
     parts: dict[str, list[list[Tensor]]] = {}
     for path in paths:

@@ -9,9 +9,14 @@ from torch import Tensor
 
 
 def newly_used(masks: Iterable[Tensor], used: Iterable[Tensor]) -> Tensor:
-    """HAT's R (Eq. 4, 5): sum of a (1 - used) over the sum of (1 - used), one ratio over all sites;
-    0 where everything is used. masks: a in [0, 1], one tensor per site, with gradients. used: which
-    units earlier tasks use, boolean, of the same shapes."""
+    """Return HAT's R (Eq. 4, 5): sum of a (1 - used) over the sum of (1 - used), over all sites.
+
+    It is 0 if everything is used.
+
+    Args:
+        masks: a in [0, 1], one tensor per site, with gradients.
+        used: Units that earlier tasks use, boolean, with the same shapes.
+    """
     taken = []
     unused = []
     for mask, is_used in zip(masks, used, strict=True):

@@ -1,5 +1,4 @@
-"""Distillation of features: their direction, and what the blocks of a ViT hand on, pooled over rows
-and columns (POD).
+"""Distillation of features: their direction, and the pooled outputs of the blocks of a ViT (POD).
 
 Axes: b images, d width, h x w grid of patches.
 """
@@ -14,14 +13,18 @@ from torch.nn import functional as F
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """1 - cos of the angle between features (b, d) and those of the teacher, a mean over the batch,
-    in fp32."""
+    """Return 1 - cos of the angle between the features (b, d) of student and teacher, in fp32.
+
+    It is averaged over the batch.
+    """
     return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=1).mean()
 
 
 def pool_axes(maps: Tensor) -> Tensor:
-    """(b, d, h, w) -> unit vectors (b, d (w + h)): squares, summed over the height, and over the
-    width."""
+    """Pool maps (b, d, h, w) to unit vectors (b, d (w + h)).
+
+    Squares are summed over the height, and over the width.
+    """
     squares = maps.float().square()
     columns = squares.sum(2).flatten(1)  # (b, d w)
     rows = squares.sum(3).flatten(1)  # (b, d h)
@@ -29,8 +32,7 @@ def pool_axes(maps: Tensor) -> Tensor:
 
 
 def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Distance between pooled maps of student and teacher, a mean over the batch and over
-    blocks."""
+    """Return the distance between pooled maps, averaged over the batch and over blocks."""
     return torch.stack(
         [
             (pool_axes(a) - pool_axes(b)).norm(dim=1).mean()
@@ -40,8 +42,11 @@ def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 
 def features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Images (b, 3, H, W) -> features (b, d), as `vit` itself gives them, and the patch tokens that
-    each block but the last hands on, as maps (b, d, h, w): class token and the like left out."""
+    """Return the features (b, d) and the patch tokens after each block but the last.
+
+    The patch tokens are maps (b, d, h, w) without the class token and other prefix tokens. The
+    features equal those of `vit`.
+    """
     tokens, blocks = vit.forward_intermediates(
         images, indices=[*range(len(vit.blocks) - 1)], output_fmt="NLC"
     )

@@ -1,5 +1,7 @@
-"""What timm and the hub say of a pretrained model: its architecture, the inputs it was trained on,
-and its weights as the backbone names them."""
+"""Information of timm and the hub about a pretrained model.
+
+It is the architecture, the inputs of its training, and its weights with the names of the backbone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a timm mode
 def check_name(name: str) -> str:
     """Return the architecture of NAME or NAME.TAG.
 
-    Raise `UserError` when timm has no such model, or no weights with this tag.
+    Raises:
+        UserError: If timm has no such model, or no weights with this tag.
     """
     architecture, _, tag = name.partition(".")
     if architecture not in timm.list_models(architecture):  # all would be sorted first
@@ -78,7 +81,7 @@ def input_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- weights -------------------------------------------------------------------------------------
-# What timm calls the function that renames and resamples published weights, in a model's module.
+# Name of timm's function that renames and resamples published weights, in a model's module.
 FILTERS = (
     "checkpoint_filter_fn",
     "_filter_fn",
@@ -87,7 +90,11 @@ FILTERS = (
     "checkpoint_filter_fn_classifier",
 )
 CLASSIFIERS = ("head", "fc", "classifier")  # of models that do not name theirs
-PLAIN_KINDS = (VisionTransformer, ResNet, ConvNeXt)  # whose weights are resampled when they load
+PLAIN_KINDS = (
+    VisionTransformer,
+    ResNet,
+    ConvNeXt,
+)  # models with weights that are resampled when they load
 
 
 def filter_of(name: str) -> Callable[..., dict[str, Tensor]] | None:
@@ -103,10 +110,15 @@ def filter_of(name: str) -> Callable[..., dict[str, Tensor]] | None:
 def fit(
     tensors: dict[str, Tensor], model: Any, name: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return published weights under the names and in the shapes of `model`, and the classifier
-    that was left out.
+    """Convert published weights to the names and shapes of `model`.
 
-    name: NAME or NAME.TAG of the model.
+    Args:
+        tensors: The weights.
+        model: The model.
+        name: NAME or NAME.TAG of the model.
+
+    Returns:
+        The weights, and the classifier that was left out.
     """
     if isinstance(model, T2TVit):
         tensors = model.released(tensors)
@@ -141,9 +153,9 @@ def classifiers_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def from_hub(name: str, img_size: int) -> dict[str, Tensor]:
-    """Return timm's pretrained weights of NAME or NAME.TAG, with those of its classifier.
+    """Return timm's pretrained weights of NAME or NAME.TAG, including the classifier.
 
-    A model that timm itself must resample to `img_size` is made in that size.
+    A model that timm must resample to `img_size` is created in that size.
     """
     sized: dict[str, Any] = {}
     try:

@@ -1,4 +1,4 @@
-"""Prompts: trained tokens among those of a frozen ViT, put in and taken out by hooks from outside.
+"""Prompts: trained tokens in a frozen ViT, inserted and removed by hooks from outside.
 
 Prompts have no position: rotary embeddings do not rotate them, and a bias of relative positions is
 0 between them and any token, as in the released code of VPT for Swin.
@@ -30,8 +30,10 @@ PLAIN_ATTENTION = (Attention, AttentionRope, EvaAttention, BeitAttention)
 
 
 def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """(B, T, d), (p, d) -> (B, T + p, d): prompts stand between prefix tokens and patches, without
-    a position."""
+    """Insert prompts (p, d) between prefix tokens and patches: (B, T, d) -> (B, T + p, d).
+
+    They have no position.
+    """
     return torch.cat([x[:, :prefix], prompts.expand(x.shape[0], -1, -1), x[:, prefix:]], 1)
 
 
@@ -46,9 +48,11 @@ def replace(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 
 
 def leave_unrotated(rope: Tensor, prompts: Tensor) -> Tensor:
-    """Add p rows in front that rotate nothing: (..., n, 2 d) -> (..., p + n, 2 d).
+    """Prepend p rows that rotate nothing: (..., n, 2 d) -> (..., p + n, 2 d).
 
-    rope: sines and cosines of the patches, behind each other.
+    Args:
+        rope: Concatenated sines and cosines of the patches.
+        prompts: The prompts.
     """
     sines = rope.new_zeros(*rope.shape[:-2], len(prompts), rope.shape[-1] // 2)
     rows = torch.cat([sines, torch.ones_like(sines)], -1)
@@ -64,7 +68,7 @@ def leave_unbiased(bias: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 
 
 class PromptedBeitAttention(BeitAttention):
-    """timm's attention of BEiT whose bias of relative positions goes through a form."""
+    """timm's attention of BEiT with a form on its bias of relative positions."""
 
     bias_form: SwitchedForm | None = None
 
@@ -74,11 +78,11 @@ class PromptedBeitAttention(BeitAttention):
 
 
 class PromptSites:
-    """A ViT whose blocks read p more tokens, the prompts.
+    """A ViT with p additional tokens in its blocks, the prompts.
 
-    They are inserted behind the last module before the blocks and removed behind the last block, so
-    that the final norm and pooling see the usual tokens. `deep`: behind each block but the last
-    they are replaced by those of the next.
+    They are inserted after the last module before the blocks and removed after the last block, so
+    that the final norm and pooling see the usual tokens. With `deep`, after each block but the last
+    they are replaced by those of the next block.
     """
 
     def __init__(self, vit: Any, depth: Depth):
@@ -127,9 +131,9 @@ class PromptSites:
 
 
 def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
-    """Return what a block needs to see prompts without a position, hooked into it.
+    """Hook the forms into a block that hide the position of prompts from it.
 
-    A VisionTransformer's block knows no positions.
+    A VisionTransformer's block has no positions.
     """
     unbiased = partial(leave_unbiased, prefix=vit.num_prefix_tokens)
     forms: list[SwitchedForm] = []
@@ -147,8 +151,10 @@ def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
 
 
 def initial_prompts(blocks: int, prompts: int, vit: Any) -> Tensor:
-    """(blocks, p, d), uniform within sqrt(6 / (3 h w + d)) for patches of h x w pixels: Xavier's
-    range of the patch embedding."""
+    """Return initial prompts (blocks, p, d), uniform within sqrt(6 / (3 h w + d)).
+
+    The patches have h x w pixels. This is Xavier's range of the patch embedding.
+    """
     height, width = vit.patch_embed.patch_size
     reach = math.sqrt(6 / (3 * height * width + vit.embed_dim))
     return torch.empty(blocks, prompts, vit.embed_dim).uniform_(-reach, reach)

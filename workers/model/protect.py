@@ -1,8 +1,7 @@
-"""Protection of entries that earlier tasks rely on: the gradient is gated, and what the optimizer
-moves all the same is put back.
+"""Protection of entries that earlier tasks rely on: gate gradients, and restore values.
 
-A zeroed gradient alone does not hold an entry still: decoupled weight decay and momentum of earlier
-steps move it.
+A zeroed gradient alone does not keep an entry constant: decoupled weight decay and momentum of
+earlier steps move it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,16 @@ from torch import Tensor, nn
 
 
 class Protector:
-    """locks: (parameter, lock) by name; a lock has a shape that broadcasts to its parameter.
-    Boolean: True must not change, bit for bit. Floating: the share of the step that is held back,
-    in [0, 1]. Under SGD without momentum that is the share of the gradient; Adam would divide a
-    factor on the gradient out again, and weight decay would pass it by.
+    """Gates the gradients of locked entries, and restores their values after a step.
 
-    Call order inside a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. A
+    Call order in a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. A
     boolean lock keeps the values at the time of construction.
+
+    Args:
+        locks: Pairs (parameter, lock) by name; a lock broadcasts to its parameter. Boolean: True
+            entries must not change, bit for bit. Float in [0, 1]: the share of the step that is
+            held back. Under SGD without momentum this equals the share of the gradient. Adam would
+            cancel a factor on the gradient, and weight decay would ignore it.
     """
 
     def __init__(self, locks: dict[str, tuple[nn.Parameter, Tensor]]):

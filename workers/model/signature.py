@@ -1,5 +1,7 @@
-"""Options of a backbone held against the signature of its model: known names, values of their
-types, layers that timm has by name."""
+"""Check options of a backbone against the signature of its model.
+
+Names must be known, values must have the right types, and layers must be known to timm by name.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def model_class(name: str) -> type[nn.Module]:
 
 @functools.lru_cache(maxsize=64)
 def arguments_of(name: str) -> Mapping[str, Argument]:
-    """Return the arguments of timm's model `name`, with those of base classes that it passes on."""
+    """Return the arguments of timm's model `name`, including those passed to base classes."""
     arguments: dict[str, Argument] = {}
     for owner in model_class(name).__mro__:
         constructor = vars(owner).get("__init__")
@@ -63,8 +65,11 @@ def arguments_of(name: str) -> Mapping[str, Argument]:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise a `UserError` unless every option is an argument of timm's model `name`, and of its
-    type."""
+    """Check that every option is an argument of timm's model `name`, with the right type.
+
+    Raises:
+        UserError: If an option is not accepted.
+    """
     arguments = arguments_of(name)
     for option, value in options.items():
         if option not in arguments:

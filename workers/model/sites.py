@@ -1,8 +1,8 @@
-"""Where a backbone is masked, by architecture: names and shapes of the masks, how they enter the
-forward, and the multiply-adds that they save.
+"""The masks of a backbone, by architecture.
 
-A method knows masks by name alone. `gates` are sampled for each image, `entries` once per forward.
-Both are boolean when serving, and 0/1 floats with a gradient when training.
+They are names and shapes, their use in the forward pass, and the saved multiply-adds. A method
+knows masks only by name. `gates` are sampled for each image, `entries` once per forward pass. Both
+are boolean in serving, and 0/1 floats with a gradient in training.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ Entries = Literal["weight", "neuron", "off"]
 class Sites(Protocol):
     """The masks of one architecture.
 
-    kinds: the words for gates and entries in messages. gates, entries: name -> shape; the last axis
-    of a gate's shape counts the gates of one layer. meta: fields of a task's state beside its
-    masks; `token_blocks` are the blocks with gates.
+    Attributes:
+        kinds: Words for gates and entries in messages.
+        gates: Shapes by name; the last axis counts the gates of one layer.
+        entries: Shapes by name.
+        meta: Fields of a task's state in addition to its masks; `token_blocks` are the blocks with
+            gates.
     """
 
     kinds: tuple[str, str]
@@ -68,9 +71,9 @@ class Sites(Protocol):
         """
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
-        """Return a network images -> logits that computes only what the masks keep.
+        """Return a network images -> logits that computes only the kept parts.
 
-        It equals the masked dense forward up to the order of summation.
+        It equals the masked dense forward pass up to the order of summation.
         """
 
     def flops_share(self, masks: Masks) -> float:
@@ -80,9 +83,16 @@ class Sites(Protocol):
 def sites_of(
     backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bool = False
 ) -> Sites:
-    """Return the sites of a backbone, whose modules become maskable in place.
+    """Return the sites of a backbone; its modules become maskable in place.
 
-    gated: the blocks with gates, from 0. Raise `UserError` when the architecture has no such masks.
+    Args:
+        backbone: The backbone.
+        gated: Blocks with gates, from 0.
+        entries: Kinds of entries to mask.
+        self_loop: See `KeyMasks`.
+
+    Raises:
+        UserError: If the architecture does not have such masks.
     """
     if isinstance(backbone, (VisionTransformer, Eva, Beit)):
         return TokenSites(backbone, gated, entries, self_loop)
@@ -205,7 +215,7 @@ class TokenSites:
 
     def flops_share(self, masks: Masks) -> float:
         if not isinstance(self.vit, VisionTransformer):
-            return 1.0  # what masks drop is computed
+            return 1.0  # masked parts are computed
         masked = flops(self.vit, plan_blocks(self.vit, self.by_block(masks)))
         return masked / flops(self.vit, plan_blocks(self.vit, self.by_block({})))
 
@@ -231,13 +241,13 @@ class TokenSites:
 
 
 class ChannelSites:
-    """The masks of a ResNet. Blocks are counted through all stages.
+    """The masks of a ResNet. Blocks are counted over all stages.
 
     Gates: the output channels of each convolution of a residual block but the last, after norm and
-    activation (`channels1`; in a bottleneck also `channels2`). They gate the inputs of the
-    convolution that follows. The residual stream is never gated, nor what writes to it: the stem,
-    the last convolution of a block, and the shortcut. Entries: the weights of all convolutions of
-    the blocks (`conv1`, ...), not those of stem and shortcuts.
+    activation (`channels1`; in a bottleneck also `channels2`). They gate the inputs of the next
+    convolution. The residual stream is never gated, nor its writers: the stem, the last convolution
+    of a block, and the shortcut. Entries: the weights of all convolutions of the blocks (`conv1`,
+    ...), without stem and shortcuts.
     """
 
     kinds = ("channel", "convolution")

@@ -1,9 +1,10 @@
-"""Inference of the mask that fits some images, among several masks of the same weights: from how
-the outputs' entropy changes with each mask's share.
+"""Infer the mask that fits some images, among several masks of the same weights.
+
+The inference uses the change of the outputs' entropy with the share of each mask.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. A network with weights W .* sum_i
-alpha_i M^i is as unsure as its masks are unfit, and the derivative in alpha_i says which mask would
-make it surer (Eq. 3 and 4: the entropy is minimised).
+alpha_i M^i has a high entropy if its masks do not fit, and the derivative in alpha_i shows which
+mask would lower it (Eq. 3 and 4: the entropy is minimised).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Judge = Callable[[Sequence[int], Tensor], Tensor]
 # judge, groups, number of masks -> the mask of each group (g,), how sure it is (g,)
 Rule = Callable[[Judge, Tensor, int], tuple[Tensor, Tensor]]
 
-GRADIENT_BYTES = 256 << 20  # of all weights, for the groups that are judged at once
+GRADIENT_BYTES = 256 << 20  # gradients of all weights, for groups that are judged together
 
 
 def entropy(outputs: Tensor) -> Tensor:
@@ -35,22 +36,29 @@ def entropy(outputs: Tensor) -> Tensor:
 
 
 def superfluous(outputs: Tensor, real: int) -> Tensor:
-    """G: logsumexp of the outputs, of which the first `real` get no gradient. (n, s) -> (n,). What
-    is left are outputs that no class stands behind: a mask that fits keeps them down."""
+    """Return G, the logsumexp of the outputs, without gradients for the first `real`: (n, s) ->
+    (n,).
+
+    The other outputs have no class; a fitting mask keeps them low.
+    """
     outputs = outputs.float()
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 
 
 def superfluous_share(outputs: Tensor, real: int) -> Tensor:
-    """The log of the share of the softmax that outputs beyond the first `real` have: what a single
-    mask leaves to superfluous ones. (n, s) -> (n,)."""
+    """Return the log of the softmax share of the outputs after the first `real`, (n, s) -> (n,)."""
     outputs = outputs.float()
     return outputs[:, real:].logsumexp(1) - outputs.logsumexp(1)
 
 
 def superpose(weights: Weights, masks: Sequence[Weights], alpha: Tensor) -> Weights:
-    """W .* sum_i alpha_i M^i by name, differentiable in alpha (k,). masks: k dictionaries with the
-    names of `weights`."""
+    """Return W .* sum_i alpha_i M^i by name, differentiable in alpha (k,).
+
+    Args:
+        weights: The weights W.
+        masks: k dictionaries with the names of `weights`.
+        alpha: Shares of the masks, (k,).
+    """
     superposed = {}
     for name, weight in weights.items():
         scaled = [share * mask[name] for share, mask in zip(alpha, masks, strict=True)]
@@ -67,10 +75,18 @@ def slopes(
     groups: Tensor,
     objective: Objective,
 ) -> Tensor:
-    """D mean objective / d alpha of each group, (g, k), also where gradients are switched off.
+    """Return d mean objective / d alpha of each group, (g, k), also with disabled gradients.
 
-    groups: (g, n, ...). The gradient of the superposed weights is computed per group, and summed
-    over what each mask keeps of W.
+    The gradient of the superposed weights is computed per group, and summed over the entries of W
+    that each mask keeps.
+
+    Args:
+        network: The network.
+        weights: The weights W.
+        masks: k masks.
+        alpha: Shares of the masks, (k,).
+        groups: Groups of images, (g, n, ...).
+        objective: Maps outputs (n, s) to an objective per image, (n,).
     """
     superposed = superpose(weights, masks, alpha)
 
@@ -100,8 +116,10 @@ def values(
     groups: Tensor,
     objectives: Sequence[Objective],
 ) -> Tensor:
-    """The mean of each mask's objective over each group under that mask alone, (g, k); one forward
-    per mask."""
+    """Return the mean objective of each group under each single mask, (g, k).
+
+    There is one forward pass per mask.
+    """
     means = []
     for mask, objective in zip(masks, objectives, strict=True):
         masked = {name: weight * mask[name] for name, weight in weights.items()}
@@ -111,7 +129,7 @@ def values(
 
 
 def shares(scores: Tensor) -> Tensor:
-    """nu: softmax of minus the scores (g, k)."""
+    """Return nu, the softmax of the negative scores (g, k)."""
     return (-scores).softmax(1)
 
 
@@ -122,15 +140,19 @@ def infer_at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def infer_by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mask for each group by binary search, (g,), and how sure it is, (g,).
+    """Find the mask of each group by binary search.
 
-    Judge all masks, go on with the better half (rounded up; the first among equals), until one is
-    left after ceil(log2 count) rounds. How sure: the product of the shares of the better halves.
+    All masks are judged, and the better half (rounded up; the first among equals) is kept, until
+    one is left after ceil(log2 count) rounds.
+
+    Returns:
+        The mask of each group, (g,), and its confidence, (g,): the product of the shares of the
+        better halves.
     """
     device = groups.device
     best_masks = torch.zeros(len(groups), dtype=torch.int64, device=device)
     sure = torch.ones(len(groups), device=device)
-    # (masks that are left, rows of the groups for which they are)
+    # pairs (remaining masks, rows of their groups)
     pending: list[tuple[tuple[int, ...], Tensor]] = [
         (tuple(range(count)), torch.arange(len(groups), device=device))
     ]

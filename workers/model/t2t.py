@@ -1,5 +1,6 @@
-"""T2T-ViT: timm's VisionTransformer whose patches come from a tokens-to-token module with
-performers; enters timm's registry.
+"""T2T-ViT: timm's VisionTransformer with patches from a tokens-to-token module with performers.
+
+The model is registered in timm.
 
 Yuan et al.: Tokens-to-Token ViT: Training Vision Transformers from Scratch on ImageNet, ICCV 2021.
 Axes: B images, N tokens, D width of the performer, M random features.
@@ -18,18 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STRIDE = 16  # of the three soft splits together
-MODULE = "patch_embed."  # timm's name of what the released weights call tokens_to_token
+MODULE = "patch_embed."  # timm's name for the module that the released weights call tokens_to_token
 
 
 class Performer(nn.Module):
-    """One head of attention by positive random features, which costs N instead of N^2, then an MLP:
-    (B, N, inputs) -> (B, N, D).
+    """One head of attention by positive random features, then an MLP: (B, N, inputs) -> (B, N, D).
 
-    softmax(q k^T) is estimated by phi(q) phi(k)^T with phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The
-    features w, (M, D), are drawn once: a buffer, so that they are never trained and are part of the
-    backbone's weights and digest. The shortcut around attention goes from the values, because
-    inputs and D differ. The paper's dropout of 0.1 is left out: timm would draw it anew on each
-    rank.
+    Its cost is linear in N. softmax(q k^T) is estimated by phi(q) phi(k)^T with phi(x) = exp(w x -
+    |x|^2 / 2) / sqrt(M). The features w, (M, D), are drawn once. They are a buffer, so they are
+    never trained and are part of the backbone's weights and digest. The shortcut around attention
+    starts from the values, because inputs and D differ. The paper's dropout of 0.1 is left out,
+    because timm would draw it separately on each rank.
     """
 
     w: Tensor
@@ -53,8 +53,10 @@ class Performer(nn.Module):
         return x + update
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, N, D) each, fp32 also under autocast: exponentials of bf16 scores would be far
-        off."""
+        """Attend with (B, N, D) tensors, in fp32 also under autocast.
+
+        Exponentials of bf16 scores would be inaccurate.
+        """
         with torch.autocast(q.device.type, enabled=False):
             q, k = self.phi(q), self.phi(k)  # (B, N, M)
             values = k.transpose(1, 2) @ v  # (B, M, D)
@@ -67,10 +69,10 @@ class Performer(nn.Module):
 
 
 class TokensToToken(nn.Module):
-    """images (B, C, H, W) -> (B, (H / 16) (W / 16), embed_dim), in the place of timm's PatchEmbed.
+    """Tokens (B, (H / 16) (W / 16), embed_dim) of images (B, C, H, W); replaces timm's PatchEmbed.
 
-    Three soft splits cut the image, then twice what a performer made of it, into overlapping
-    windows of 7, 3 and 3 pixels at strides of 4, 2 and 2; the last windows are projected.
+    Three soft splits cut the image, and then twice the output of a performer, into overlapping
+    windows of 7, 3 and 3 pixels with strides of 4, 2 and 2. The last windows are projected.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """(1, positions, width): sines at even and cosines at odd places, of position / 10000^(2
-    floor(i / 2) / width)."""
+    """Return sines at even and cosines at odd places, (1, positions, width).
+
+    The arguments are position / 10000^(2 floor(i / 2) / width).
+    """
     channel = torch.arange(width)
     periods = 10000.0 ** (2 * (channel // 2).double() / width)  # (width,)
     angles = torch.arange(positions)[:, None] / periods
@@ -134,12 +138,12 @@ class Times(nn.Module):
 
 
 class T2TVit(VisionTransformer):
-    """A T2T-ViT of the lite kind (7, 10 and 12 blocks): no qkv bias, an MLP of twice the width,
-    fixed sinusoidal positions.
+    """A T2T-ViT of the lite kind (7, 10 and 12 blocks).
 
-    The released weights were trained with attention scores over the square root of the whole width,
-    and not of a head's. timm's fused attention knows the latter alone, so queries are scaled by
-    what is missing, heads^-1/2 (1/2: no rounding).
+    It has no qkv bias, an MLP of twice the width, and fixed sinusoidal positions. The released
+    weights were trained with attention scores divided by the square root of the whole width instead
+    of a head's. timm's fused attention only supports the latter, so queries are scaled by the
+    missing factor, heads^-1/2 (1/2: no rounding).
     """
 
     def __init__(
@@ -193,8 +197,10 @@ def t2t_vit_12(
     cache_dir: Any = None,
     **options: Any,
 ) -> T2TVit:
-    """T2T-ViT-12: width 256, 12 blocks of 4 heads, 6.9M parameters. timm hands the first four
-    arguments to every model."""
+    """Build T2T-ViT-12: width 256, 12 blocks with 4 heads, 6.9M parameters.
+
+    timm passes the first four arguments to every model.
+    """
     if pretrained:
         raise ValueError("T2T-ViT is not on timm's hub: its authors publish files of their own")
     return T2TVit(**options)

@@ -56,7 +56,12 @@ class TaskAttention(nn.Module):
     def attention(self, tokens: Tensor, patches: Tensor) -> Tensor:
         """Attend with each token to the N + 1 keys [token itself, patches].
 
-        tokens: (T, D); patches: (B, N, D) -> (B, T, D).
+        Args:
+            tokens: Task tokens (T, D).
+            patches: Patches (B, N, D).
+
+        Returns:
+            Outputs (B, T, D).
         """
         q = self._split_heads(self.q(tokens))  # (H, T, d)
         k = self._split_heads(self.k(tokens))
@@ -111,9 +116,9 @@ class TokenHeads(Heads):
 
 @lru_cache(maxsize=64)
 def class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return which columns of logits that are padded to the most classes of a task are no padding.
+    """Return the columns without padding of logits padded to the largest number of classes.
 
-    They are copied to the device once: the host waits for it.
+    They are copied to the device once, because the host waits for the copy.
     """
     with torch.inference_mode(False):  # training takes the same tensor after serving
         is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (tasks, most classes)

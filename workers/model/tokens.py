@@ -1,8 +1,8 @@
-"""The way of tokens through the blocks of timm's vision transformers, for who runs them one by one.
+"""The path of tokens through the blocks of timm's vision transformers, to run blocks one by one.
 
-timm's classes differ in what stands before the blocks, in what a block is given beside tokens
-(rotary embeddings, a bias of relative positions), and in where the values of attention come from.
-Axes: B images, N tokens (prefix first), D width, A width of a block's values.
+timm's classes differ in the modules before the blocks, in the arguments of a block in addition to
+tokens (rotary embeddings, a bias of relative positions), and in the source of the values of
+attention. Axes: B images, N tokens (prefix first), D width, A width of a block's values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from timm.models.beit import Beit
 from timm.models.eva import Eva
 from torch import Tensor, cat, nn
 
-Arguments = dict[str, Any]  # keyword arguments of a block beside its tokens
+Arguments = dict[str, Any]  # keyword arguments of a block in addition to its tokens
 
 
 def tokens_of(vit: Any) -> int:
@@ -44,7 +44,7 @@ def _with_class_token(vit: Any, patches: Tensor) -> Tensor:
 
 
 def block_arguments(vit: Any) -> list[Arguments]:
-    """Return what each block is given beside its tokens; it does not depend on the images."""
+    """Return the arguments of each block in addition to tokens; images do not affect them."""
     depth = len(vit.blocks)
     if isinstance(vit, Eva) and vit.rope is not None:
         rope = _rotary_embedding(vit)
@@ -67,7 +67,7 @@ def _rotary_embedding(vit: Any) -> Tensor:
 
 
 def value_layer(attn: Any) -> nn.Linear | None:
-    """Return the layer whose last A outputs are the values; None where there is no such."""
+    """Return the layer with the values as its last A outputs, or None."""
     for name in ("qkv", "v_proj"):
         layer = getattr(attn, name, None)
         if isinstance(layer, nn.Linear):
@@ -98,10 +98,10 @@ def value_bias(attn: Any) -> Tensor | None:
 
 
 def call_value_layer(attn: Any) -> None:
-    """Let an attention call its `value_layer`, so that hooks on it act, and add biases behind it.
+    """Let an attention call its `value_layer`, so that hooks on it work, and add biases afterwards.
 
-    Attention whose biases of queries and values are parameters apart would else use the weight
-    alone.
+    Attention with separate parameters for the biases of queries and values would otherwise use only
+    the weight.
     """
     if hasattr(attn, "qkv_bias_separate"):
         attn.qkv_bias_separate = True

@@ -51,10 +51,11 @@ def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
 
 
 def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
-    """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block.
+    """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should invert its block.
 
-    stream: S + 1 tensors (B, N, D), in front of the lowest steered block and behind each. w1: (S,
-    D, D).
+    Args:
+        stream: S + 1 tensors (B, N, D), before the lowest steered block and after each.
+        w1: Feedback layers (S, D, D).
     """
     errors = []
     for index, layer in enumerate(w1):
@@ -64,7 +65,7 @@ def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
 
 
 class TopDown:
-    """The two passes of a ViT whose blocks start + 1 .. stop (counted from 1) are steered.
+    """The two passes of a ViT with steered blocks start + 1 .. stop (counted from 1).
 
     Pass 1 ends after block `stop`. Its output tokens x are selected, after the final norm if that
     block is the last. Pass 2 starts from the input of block start + 1 in pass 1. The feedback path
@@ -72,9 +73,9 @@ class TopDown:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l
 
-    It is therefore one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L P^T,
+    Therefore it is one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L P^T,
     and one product of tokens gives the feedback of all blocks. Training computes M_l too: a batch
-    has many more tokens than D, so that products of (D, D) matrices cost little.
+    has many more tokens than D, so products of (D, D) matrices cost little.
     """
 
     def __init__(
@@ -132,10 +133,15 @@ class TopDown:
     def folded(
         self, layers: Mapping[str, Tensor], transform: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Fold the feedback layers into `matrix` (S A, D), all M_l below each other.
+        """Fold the feedback layers into `matrix` (S A, D), the concatenation of all M_l.
 
-        layers: as in `shapes`. transform: P (D, D), None for the identity. With `value_bias` also
-        return `bias` (S A,), the value bias, which is then added a second time.
+        Args:
+            layers: Layers as in `shapes`.
+            transform: P (D, D). None: the identity.
+
+        Returns:
+            `matrix`, and with `value_bias` also `bias` (S A,), the value bias that is added a
+            second time.
         """
         w1, w2 = layers["w1"], layers["w2"]
         with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
@@ -154,11 +160,13 @@ class TopDown:
         return {"matrix": matrix, "bias": torch.cat(stated)}
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (b, 3, H, W) -> tokens in front of the first steered block, and the tokens that
-        feedback is taken from: (B, N, D) each.
+        """Return the tokens before the first steered block, and the source tokens of the feedback.
 
-        Nothing in it is trained. It has a graph only when the images need a gradient, and is the
-        same for all tasks.
+        Both are (B, N, D). Nothing in this pass is trained. It has a graph only if the images need
+        a gradient, and is the same for all tasks.
+
+        Args:
+            images: Images (b, 3, H, W).
         """
         vit = self.backbone
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
@@ -182,8 +190,12 @@ class TopDown:
     ) -> Tensor:
         """Return features (b, D) from the two results of `first_pass`.
 
-        feedback: `prior` xi, and the result of `folded`. stream: a list to which the tokens in
-        front of the first steered block and behind each are appended.
+        Args:
+            entered: Tokens before the first steered block.
+            seen: Source tokens of the feedback.
+            feedback: `prior` xi, and the result of `folded`.
+            stream: List to which the tokens before the first steered block and after each are
+                appended.
         """
         selected = select_tokens(seen, feedback["prior"])  # (B, N, D)
         added = F.linear(selected, feedback["matrix"], feedback.get("bias"))  # (B, N, S A)

@@ -20,26 +20,33 @@ from workers.errors import UserError
 from workers.model.compact import multiply_adds
 from workers.model.top_down import selection
 
-SIDE = 224  # pixels of the image whose multiply-adds are counted; their share hardly depends on it
+SIDE = 224  # side of the image for counting multiply-adds; their share hardly depends on it
 
 
 def upsample(x: Tensor, matrix: Tensor, stride: int) -> Tensor:
-    """Apply a transposed convolution without bias whose kernel is its stride k.
+    """Apply a transposed convolution without bias with a kernel equal to its stride k.
 
-    x: (B, C, H, W); matrix: (c k k, C), rows in the order (c, i, j) -> (B, c, k H, k W). It is
-    written as a 1 x 1 convolution and a pixel shuffle, which give the same bits each time; cuDNN's
-    transposed convolutions need not.
+    It is a 1 x 1 convolution and a pixel shuffle, which always give the same bits; cuDNN's
+    transposed convolutions may not.
+
+    Args:
+        x: Input (B, C, H, W).
+        matrix: Weights (c k k, C), rows in the order (c, i, j).
+        stride: The stride k.
+
+    Returns:
+        Output (B, c, k H, k W).
     """
     spread = F.conv2d(x, matrix[:, :, None, None])  # (B, c k k, H, W)
     return F.pixel_shuffle(spread, stride)
 
 
 class StageTopDown:
-    """The two passes of a ConvNeXt whose stages start + 1 .. stop (counted from 1) are steered.
+    """The two passes of a ConvNeXt with steered stages start + 1 .. stop (counted from 1).
 
-    It has the interface of `TopDown`. Pass 1 ends after stage `stop`, whose raw map x is fed back.
+    It has the interface of `TopDown`. Pass 1 ends after stage `stop`; its raw map x is fed back.
     Positions are selected by the cosine of x and xi. If that stage is the last one, the last norm
-    is applied to x before, which the network itself applies after its pooling. Pass 2 starts from
+    is first applied to x, which the network itself applies after its pooling. Pass 2 starts from
     the input of stage start + 1 in pass 1. The feedback path is linear and without bias:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  stage l is given x + td_l
@@ -70,7 +77,7 @@ class StageTopDown:
         for index in range(self.start, self.stop):
             self.widths.append((channels[max(index - 1, 0)], channels[index]))
             self.names.append((f"w1_{index}", f"w2_{index}"))
-        self.width: int = channels[self.stop - 1]  # of the map that is selected from
+        self.width: int = channels[self.stop - 1]  # width of the map for the selection
 
     def __len__(self) -> int:
         return len(self.steered)
@@ -107,7 +114,9 @@ class StageTopDown:
     ) -> dict[str, Tensor]:
         """Return the layers, with the transform P (C, C) folded into the topmost W1.
 
-        layers: as in `shapes`. transform: None for the identity.
+        Args:
+            layers: Layers as in `shapes`.
+            transform: P. None: the identity.
         """
         if transform is None:
             return dict(layers)
@@ -118,10 +127,11 @@ class StageTopDown:
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input map of the first steered stage and the output map of the last.
 
-        images: (b, 3, H, W).
+        Nothing in this pass is trained. It has a graph only if the images need a gradient, and is
+        the same for all tasks.
 
-        Nothing in it is trained. It has a graph only when the images need a gradient, and is the
-        same for all tasks.
+        Args:
+            images: Images (b, 3, H, W).
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             x = self.backbone.stem(images)
@@ -141,8 +151,11 @@ class StageTopDown:
     ) -> Tensor:
         """Return features (b, D) from the two results of `first_pass`.
 
-        feedback: `prior` xi, and the result of `folded`. stream: a list to which the input and the
-        output of each steered stage are appended.
+        Args:
+            entered: Input map of the first steered stage.
+            seen: Output map of the last steered stage.
+            feedback: `prior` xi, and the result of `folded`.
+            stream: List to which the input and the output of each steered stage are appended.
         """
         x = entered
         if stream is None:
@@ -163,9 +176,9 @@ class StageTopDown:
         return seen * share[:, None]
 
     def compared(self, seen: Tensor) -> Tensor:
-        """Return the map that is compared with xi, (B, C, H, W).
+        """Return the map to compare with xi, (B, C, H, W).
 
-        It is `seen`, behind the last norm where it is the map of the last stage.
+        It is `seen`, after the last norm if it is the map of the last stage.
         """
         if self.stop < len(self.backbone.stages):
             return seen
@@ -176,7 +189,7 @@ class StageTopDown:
         return compared
 
     def handed_down(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
-        """r_{L+1} (B, C, H, W) -> td_l of each steered stage, of the shape of its input."""
+        """Return td_l of each steered stage in the shape of its input, from r_{L+1} (B, C, H, W)."""
         added: list[Tensor] = []
         for (w1, w2), stride in zip(reversed(self.names), reversed(self.strides), strict=True):
             r = upsample(r, feedback[w1], stride)
@@ -190,9 +203,11 @@ class StageTopDown:
     def inversion(
         self, stream: Sequence[tuple[Tensor, Tensor]], layers: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage.
+        """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should invert its stage.
 
-        stream: input and output of each steered stage.
+        Args:
+            stream: Input and output of each steered stage.
+            layers: The feedback layers.
         """
         errors = []
         for maps, (w1, _), stride in zip(stream, self.names, self.strides, strict=True):

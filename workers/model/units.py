@@ -1,8 +1,8 @@
-"""Hidden units of a ViT that a task can switch off, and the entries of weights that belong to them.
+"""Hidden units of a ViT that a task can switch off, and the entries of weights of each unit.
 
 Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons of the
 FFN. Channels of the residual stream are not units: every task uses all of them. Biases of proj and
-fc2, norms, layer scales and tokens act on that stream, and therefore belong to all tasks, as do
+fc2, norms, layer scales and tokens act on that stream, and therefore belong to all tasks, like
 biases of relative positions.
 """
 
@@ -25,14 +25,16 @@ KINDS = ("qk", "v", "ff")
 ATTENTIONS = (Attention, AttentionRope, EvaAttention, BeitAttention)
 FFNS = (Mlp, GluMlp, SwiGLU)  # a gated one makes a neuron of two rows
 FC1 = ("fc1", "fc1_g", "fc1_x")  # the first layer of an FFN, or its gates and its values
-# of each backbone that exists, what `unit_rows` returns
+# results of `unit_rows` of each existing backbone
 _rows_of: WeakKeyDictionary[nn.Module, list[UnitRows]] = WeakKeyDictionary()
 
 
 class UnitRows(NamedTuple):
-    """A parameter whose rows, or columns, belong to units, in equal parts one behind the other.
+    """A parameter with rows, or columns, that belong to units, in consecutive equal parts.
 
-    kinds: of the units of each part. num_masked: of the first parts, on which a task's mask acts.
+    Attributes:
+        kinds: Kinds of the units of each part.
+        num_masked: Number of leading parts on which a task's mask acts.
     """
 
     name: str
@@ -42,10 +44,11 @@ class UnitRows(NamedTuple):
 
 
 def unit_sites(vit: Any) -> dict[str, int]:
-    """Return the number of units of each site, such as `blocks.0.qk`, in the order of blocks.
+    """Return the number of units of each site, for example `blocks.0.qk`, in the order of blocks.
 
-    Raise `UserError` when units of a block depend on each other: masks could then not protect
-    earlier tasks from later ones.
+    Raises:
+        UserError: If units of a block depend on each other. Masks could then not protect earlier
+            tasks from later ones.
     """
     sites: dict[str, int] = {}
     for index, block in enumerate(vit.blocks):
@@ -64,7 +67,7 @@ def unit_sites(vit: Any) -> dict[str, int]:
 
 
 def _has_units(attn: Any, mlp: Any) -> bool:
-    """Return whether attention and FFN are of known classes, and nothing in them mixes units.
+    """Return whether attention and FFN have known classes, and nothing in them mixes units.
 
     The gate of a gated FFN acts neuron by neuron; that of gated attention reads all channels.
     """
@@ -128,11 +131,15 @@ def _ffn_rows(mlp: Any) -> list[UnitRows]:
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the masked parameters of `vit` by name. masks: boolean or soft, by site.
+    """Return the masked parameters of `vit` by name.
 
     They are the rows of queries with their bias (of rotary attention those of keys too), and the
     columns of proj and fc2. This equals masking the outputs of units, but costs operations on
     weights instead of activations.
+
+    Args:
+        vit: The backbone.
+        masks: Boolean or soft masks, by site.
     """
     tensors: dict[str, Tensor] = {}
     factors: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
@@ -176,10 +183,14 @@ def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor,
 
 
 def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return, by parameter name, the value of the unit that each entry belongs to.
+    """Return, by parameter name, the value of the unit of each entry.
 
-    values: by site, a value per unit. It is, for example, whether earlier tasks use the unit, which
-    gives the lock of the entry, or how many tasks use it. Results broadcast to their parameters.
+    A value can tell, for example, whether earlier tasks use the unit (this gives the lock of the
+    entry), or how many tasks use it. Results broadcast to their parameters.
+
+    Args:
+        vit: The backbone.
+        values: A value per unit, by site.
     """
     tensors: dict[str, Tensor] = {}
     joined: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
@@ -201,8 +212,8 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
     """Return the magnitude of each unit by site, (units,).
 
     It is the norm of the weights into the unit, with its bias, times the norm of the weights out of
-    it. For `qk` it is the norm of the query's row times that of the key's row. The key's bias is
-    left out: it adds the same number to all scores of a query, so that the softmax ignores it.
+    the unit. For `qk` it is the norm of the query's row times that of the key's row. The key's bias
+    is ignored: it adds the same number to all scores of a query, which does not change the softmax.
     """
     sizes: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
@@ -249,7 +260,11 @@ def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
 def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all parameters of `vit` by name, without the entries of units that are off.
 
-    masks: boolean, by site. A parameter with entries of units becomes a vector of those that stay.
+    A parameter with entries of units becomes a vector of the remaining entries.
+
+    Args:
+        vit: The backbone.
+        masks: Boolean masks, by site.
     """
     locks = unit_values(vit, masks)
     tensors = {}
@@ -264,10 +279,16 @@ def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
 def unpack(
     vit: Any, tensors: dict[str, Tensor], masks: dict[str, Tensor], fill: bool
 ) -> dict[str, Tensor]:
-    """The inverse of `pack`: parameters in the shapes of `vit`.
+    """Invert `pack`: return parameters in the shapes of `vit`.
 
-    Entries of other units are those of `vit` where `fill` is true, else 0. Raise `UserError` when
-    tensors, masks and `vit` do not belong together.
+    Args:
+        vit: The backbone.
+        tensors: The packed parameters.
+        masks: The masks of `pack`.
+        fill: Fill the entries of other units from `vit`. Otherwise they are 0.
+
+    Raises:
+        UserError: If tensors, masks and `vit` do not belong together.
     """
     sizes = {site: tuple(mask.shape) for site, mask in masks.items()}
     expected_sizes = {site: (size,) for site, size in unit_sites(vit).items()}
@@ -303,11 +324,11 @@ def unpack(
 
 @torch.no_grad()
 def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
-    """Remove units that are off from the layers of `vit`, in place. Their weights are 0 already.
+    """Remove units that are off from the layers of `vit`, in place. Their weights must be 0.
 
-    All heads of a block keep the same number of channels of queries, keys and values: as many as
-    the head with most units on, at least one. A head keeps its units that are on, then some that
-    are off. timm divides scores by the square root of that number, so queries are scaled.
+    All heads of a block keep the same number of channels of queries, keys and values: the largest
+    number of active units of a head, at least one. A head keeps its active units, then some
+    inactive ones. timm divides scores by the square root of that number, so queries are scaled.
     """
     for index, block in enumerate(vit.blocks):
         attn = block.attn
@@ -336,9 +357,11 @@ def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
 
 
 def _channels_on(mask: Tensor, count: int) -> Tensor:
-    """Return the indices (heads * count,) of `count` channels of each head.
+    """Return the indices (heads * count,) of `count` channels of each head, active ones first.
 
-    Channels that are on come first. mask: (heads, width).
+    Args:
+        mask: Active channels, (heads, width).
+        count: Channels per head.
     """
     heads, width = mask.shape
     order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :count]

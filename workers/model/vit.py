@@ -1,11 +1,10 @@
-"""The backbone: any timm model of images, built, loaded, digested and hooked from outside; never
-copied.
+"""The backbone: any timm model of images, built, loaded, digested and hooked from outside.
 
-timm's registry of models is the registry of backbones: one of our own enters it as timm's do, by
-`register_model` (see t2t.py). Batch norm stays in evaluation mode for every method, also where the
-backbone is trained: its running statistics are those of the loaded weights and never change, so
-that answers depend on nothing but an image, the shared weights and its task's state. Where no
-weights are loaded, they are measured once, on noise.
+It is never copied. timm's registry of models is the registry of backbones: our own models are added
+with `register_model`, like timm's (see t2t.py). Batch norm stays in evaluation mode for every
+method, also if the backbone is trained: its running statistics are those of the loaded weights and
+never change, so outputs depend only on the image, the shared weights and the state of its task.
+Without loaded weights, the statistics are measured once on noise.
 """
 
 from __future__ import annotations
@@ -116,15 +115,17 @@ def _prepared(model: Any, settings: BackboneSettings) -> nn.Module:
 
 
 def feature_width(model: Any) -> int:
-    """Return the width of the features before the classifier; of some models it is a layer of its
-    own that makes them."""
+    """Return the width of the features before the classifier.
+
+    Some models have an extra layer that sets it.
+    """
     return int(getattr(model, "head_hidden_size", None) or model.num_features)
 
 
 def remove_dropout(model: nn.Module) -> None:
     """Switch off the dropout that a few models have by default.
 
-    timm draws it anew on each rank, so that results would depend on the number of ranks.
+    timm draws it separately on each rank, so results would depend on the number of ranks.
     """
     for module in model.modules():
         if isinstance(module, (nn.Dropout, nn.Dropout2d)):
@@ -136,10 +137,10 @@ def remove_dropout(model: nn.Module) -> None:
 
 @torch.no_grad()
 def measure_statistics(model: nn.Module, img_size: int) -> None:
-    """Set the statistics of batch norms to those of noise, as random weights have none.
+    """Set the statistics of batch norms by running random noise, because random weights have none.
 
-    A network starts with unit variance in all its layers, as batch norm would keep it. The noise
-    is the same everywhere.
+    A network then starts with unit variance in all its layers, as batch norm would keep it. The
+    noise is the same everywhere.
     """
     layers = [*norms.layers_with_statistics(model).values()]
     if not layers:
@@ -165,9 +166,13 @@ def measure_statistics(model: nn.Module, img_size: int) -> None:
 def compile_blocks(model: Any, **options: Any) -> None:
     """Compile each block of a ViT or ConvNeXt in place; compile another backbone as a whole.
 
-    options: those of torch.compile. Blocks are compiled in every way to run the backbone, such as
-    forward_features or stage by stage. Blocks are alike, in a ConvNeXt those of a stage, so that
-    the code of the first one serves all.
+    Blocks run compiled for every way to call the backbone, for example forward_features or stage by
+    stage. Blocks (in a ConvNeXt those of a stage) are alike, so the code of the first one serves
+    all.
+
+    Args:
+        model: The backbone.
+        options: Options of torch.compile.
     """
     # One block's code serves the widths of four stages, each with and without gradients.
     torch_internals.set_compile_options(max_variants=32)
@@ -191,7 +196,8 @@ def blocks_of(model: Any) -> list[nn.Module]:
 def outline(settings: BackboneSettings) -> nn.Module:
     """Return the backbone on the meta device, without memory for its weights.
 
-    Raise `UserError` when `build` would, or when the backbone would be too large.
+    Raises:
+        UserError: If `build` would raise it, or if the backbone would be too large.
     """
     with torch.device("meta"):
         model = build(settings)
@@ -207,7 +213,7 @@ def outline(settings: BackboneSettings) -> nn.Module:
 
 
 def shared_outline(settings: BackboneSettings) -> nn.Module:
-    """Return what `outline` does, to read only; the same object for the same settings.
+    """Return the read-only result of `outline`; equal settings share one object.
 
     Seeds of a run, trials of a search and versions of a model folder have the same backbone.
     """
@@ -225,7 +231,7 @@ def size_of(model: nn.Module) -> int:
 
 
 def most_bytes(model: nn.Module) -> int:
-    """Return the largest size of a file of weights, or of a task's state, that is read.
+    """Return the largest accepted size of a file of weights, or of a task's state.
 
     It is eight bytes for each number of the backbone, and a gigabyte for heads and names.
     """
@@ -235,16 +241,20 @@ def most_bytes(model: nn.Module) -> int:
 def check(settings: BackboneSettings) -> nn.Module:
     """Return the backbone on the meta device, without memory for its weights.
 
-    Raise `UserError` when `build` would.
+    Raises:
+        UserError: If `build` would raise it.
     """
     return outline(settings)
 
 
 def _check_features(model: Any, settings: BackboneSettings) -> None:
-    """Raise `UserError` unless the model makes one row of features per image, as wide as it says.
+    """Check that the model computes one row of features per image with its declared width.
 
-    Options may reach its head, which stays. Nothing is computed. The random projections of our
+    Options can change its head, which stays. Nothing is computed. The random projections of our
     T2T-ViT cannot be drawn without memory.
+
+    Raises:
+        UserError: If it does not.
     """
     if isinstance(model, T2TVit):
         return
@@ -272,9 +282,14 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
 def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
     """Fill `model` from `settings.weights`: `hub`, a model on the hub or a local safetensors file.
 
-    Position embeddings are resampled. Parameters of context that the weights lack keep their start.
-    Return a sentence on what was left out of a person's own weights. Raise `UserError` when they do
-    not fit.
+    Position embeddings are resampled. Parameters of context that the weights lack keep their
+    initial values.
+
+    Returns:
+        Notes about ignored parts of a person's own weights.
+
+    Raises:
+        UserError: If the weights do not fit.
     """
     if settings.weights == "none":
         return []
@@ -336,9 +351,11 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, in order of name;
-    and over the settings of context, which has no parameters and still makes another function of
-    the same weights."""
+    """Return the sha256 of names, dtypes, shapes and bytes of all parameters and buffers, by name.
+
+    It includes the settings of context, which has no parameters but changes the function of the
+    weights.
+    """
     digest = hashlib.sha256(context.identity_of(model))
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -351,7 +368,7 @@ def digest_of(model: nn.Module) -> str:
 def to_bytes(model: nn.Module) -> bytes:
     """Return the weights of a model as safetensors.
 
-    A few models, such as CoaT, use a layer under several names; each name gets a copy.
+    A few models, for example CoaT, use a layer under several names; each name gets a copy.
     """
     weights: dict[str, Tensor] = {}
     addresses: set[int] = set()

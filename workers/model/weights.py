@@ -1,6 +1,8 @@
-"""Where masks and copies apply: the parameters of a backbone by name. A method gives other tensors
-for some of them, and `torch.func.functional_call` runs the backbone with those: no module is
-edited, any timm model will do."""
+"""Masks and copies replace parameters of a backbone by name.
+
+A method gives other tensors for some parameters, and `torch.func.functional_call` runs the backbone
+with them. No module is edited, so any timm model works.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from torch import Tensor, nn
 
 
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
-    """Module name -> weight of every Linear and Conv2d, in order; together N_w entries. Biases,
-    norms, class token and position embedding are not among them."""
+    """Return the weight of every Linear and Conv2d by module name, in order; N_w entries together.
+
+    Biases, norms, class token and position embedding are not included.
+    """
     return {
         name: module.weight
         for name, module in backbone.named_modules()

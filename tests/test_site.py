@@ -93,10 +93,39 @@ def test_the_page_on_python_has_every_public_name_with_its_types(site: dict[str,
     for line in (
         "- `status(self) -> pd.DataFrame`: Return how far the run is",
         "- `summary: pd.DataFrame`: A row for each method",
-        "- `winner: dict[str, Any]`: The config of the winner",
+        "- `winner: dict[str, Any]`: Config of the winner",
         "open_model(folder: AnyPath) -> Model",
     ):
         assert line in text
+
+
+def test_sections_of_a_docstring_become_lists() -> None:
+    text = from_docstring(
+        """Add two numbers.
+
+        Args:
+            left: The first number,
+                of any size.
+            right: The second.
+
+        Returns:
+            The sum.
+
+        Raises:
+            UserError: If there is none.
+
+        Example:
+            >>> add(1, 2)
+            3
+        """
+    )
+    assert text == (
+        "Add two numbers.\n\n"
+        "**Args:**\n\n- `left`: The first number, of any size.\n- `right`: The second.\n\n"
+        "**Returns:**\n\nThe sum.\n\n"
+        "**Raises:**\n\n- `UserError`: If there is none.\n\n"
+        "**Example:**\n\n```text\n>>> add(1, 2)\n3\n```"
+    )
 
 
 def test_every_setting_says_what_it_is_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ CODE_INDENT = 4  # columns by which a docstring sets its examples and equations 
 BULLET = "- "
 # A term of a docstring's list, such as `trains: ...` with its other lines indented.
 ENTRY = re.compile(r"^[a-z_][\w, ]*: ")
+# A section of a Google-style docstring, and an entry in it.
+SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):")
+SECTION_ENTRY = re.compile(r"^\*{0,2}[A-Za-z_][\w., ]*: ")
 
 
 class Term(NamedTuple):
@@ -63,8 +67,31 @@ def from_docstring(docstring: str) -> str:
     return "\n\n".join(_joined_code(blocks))
 
 
+def _entries_of(lines: list[str]) -> list[str]:
+    """Return the entries of a section, for example `Args`, as a list."""
+    items: list[list[str]] = []
+    for line in lines:
+        if line.startswith(" ") and items:
+            items[-1].append(line.strip())
+        else:
+            items.append([line.strip()])
+    texts = [" ".join(item) for item in items]
+    if not all(SECTION_ENTRY.match(text) for text in texts):
+        return [escape(" ".join(texts))]
+    bullets = []
+    for text in texts:
+        name, _, meaning = text.partition(": ")
+        bullets.append(f"{BULLET}`{name}`: {escape(meaning)}")
+    return ["\n".join(bullets)]
+
+
 def _blocks_of(lines: list[str]) -> list[str]:
     """Return the blocks of one paragraph of a docstring."""
+    if SECTION.fullmatch(lines[0]) and len(lines) > 1:
+        body = textwrap.dedent("\n".join(lines[1:]))
+        if lines[0] == "Example:":
+            return [f"**{lines[0]}**", code(body)]
+        return [f"**{lines[0]}**", *_entries_of(body.split("\n"))]
     if all(line.startswith(" " * CODE_INDENT) for line in lines):
         return [code("\n".join(line[CODE_INDENT:] for line in lines))]
     items: list[list[str]] = [[]]

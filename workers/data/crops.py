@@ -114,7 +114,7 @@ class CropDraws:
 
     @cached_property
     def _flat_corners(self) -> list[float]:
-        """(k * 2)"""
+        """The corners as one vector, (k * 2,)."""
         return _flat(self.corners)
 
     @cached_property

@@ -11,7 +11,7 @@ METHODS: dict[str, type[Method]] = {}  # by name; filled below, because some mod
 def find_methods() -> dict[str, type[Method]]:
     """Import the modules of this package and return their methods by name.
 
-    A method is a subclass of `Method` with a `name` of its own. Modules of `bases` define none.
+    A method is a subclass of `Method` that sets `name`. Modules of `bases` define none.
     """
     methods: dict[str, type[Method]] = {}
     for info in iter_modules(__path__):

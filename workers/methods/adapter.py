@@ -38,6 +38,8 @@ Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
 
 
 class AdapterSettings(MethodSettings):
+    """Settings of `adapter`."""
+
     width: PositiveInt = Field(
         24, description="m, number of hidden units of an adapter; 64 in AdaptFormer's paper"
     )
@@ -58,18 +60,18 @@ class AdapterSettings(MethodSettings):
 class Adapter(Method[AdapterSettings]):
     """A star: every task trains its own adapters.
 
-    - `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN, inside the
+    - `houlsby`: a(x) = x + W_up gelu(W_down x), after attention and after the FFN, inside the
       residual branch;
-    - `pfeiffer`: the same behind the FFN alone;
-    - `adaptformer`: x' + FFN(LN x') + 0.1 W_up relu(W_down x'), where x' is the residual stream
-      before the FFN.
+    - `pfeiffer`: the same after the FFN only;
+    - `adaptformer`: x' + FFN(LN x') + 0.1 W_up relu(W_down x'), with the residual stream x' before
+      the FFN.
 
-    Stored per task: 2 d m + d + m floats for each adapter (2 L of Houlsby's, L of the others) and a
+    Stored per task: 2 d m + d + m floats for each adapter (2 L for Houlsby, L for the others) and a
     head.
 
-    Where it differs from the papers: W_up starts at zero for every kind, so that a task starts from
-    the backbone's features. (W_down does not: if both were zero, neither would get a gradient.)
-    Layer norms stay frozen with the rest. Learning rate and weight decay are those of the head.
+    Differences from the papers: W_up starts at zero for every kind, so that a task starts from the
+    backbone's features. (W_down does not: if both were zero, neither would get a gradient.) Layer
+    norms stay frozen with the rest. Learning rate and weight decay are those of the head.
     """
 
     name = "adapter"
@@ -136,14 +138,14 @@ class Adapter(Method[AdapterSettings]):
         return self.state(copies=copies, meta=meta), Carried()
 
     def load_task(self, state: TaskState) -> None:
-        """Load the task's adapters beside those of other tasks. A base task has none."""
+        """Load the adapters of a finished task. A base task has none."""
         super().load_task(state)
         if "down" in state.copies:
             self.check_adapters(state)
         self.loaded[state.task] = dict(state.copies)
 
     def check_adapters(self, state: TaskState) -> None:
-        """Raise `UserError` when the state's adapters are not of these settings."""
+        """Raise `UserError` if the state's adapters do not match these settings."""
         stored_shape = tuple(state.copies["down"].shape)
         expected_shape = (len(self.sites), self.settings.width, self.sites.width)
         if stored_shape != expected_shape:
@@ -191,7 +193,9 @@ def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
 def added_share(backbone: Any, weights: int) -> float:
     """Return the multiply-adds of added layers, relative to those of the plain backbone.
 
-    weights: number of entries of the added layers in all, each of which is used for every token.
+    Args:
+        backbone: The backbone.
+        weights: Number of entries of all added layers, each used for every token.
     """
     if not isinstance(backbone, VisionTransformer):
         whole = multiply_adds(backbone, 3, *backbone.patch_embed.img_size)

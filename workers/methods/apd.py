@@ -1,6 +1,6 @@
 """APD: each weight is a shared part, scaled per task and output feature, plus a sparse task part.
 
-Later tasks go on training the shared part, and the sparse parts of earlier tasks follow.
+Later tasks continue to train the shared part, and the sparse parts of earlier tasks follow.
 
 Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter
 Decomposition, ICLR 2020.
@@ -42,6 +42,8 @@ REPLACED_SHARE_LIMIT = 0.5
 
 
 class ApdSettings(MethodSettings):
+    """Settings of `apd`."""
+
     lambda1: NonNegativeFloat = Field(
         4e-4,
         description="weight of the L1 penalty on tau; for `zeros: threshold` also the "
@@ -93,10 +95,11 @@ class ApdSettings(MethodSettings):
 class Sparse:
     """The nonzero entries of a tensor, on the CPU.
 
-    values: (n,), in the order of the flat tensor.
-    where: for kind `at` their int32 positions (n,) in the flat tensor, for kind `bits` one packed
-        bit per entry of the tensor. The smaller form is used, which is `bits` if at least one entry
-        in 32 is nonzero.
+    Attributes:
+        values: Values (n,), in the order of the flat tensor.
+        where: For kind `at` the int32 positions (n,) in the flat tensor, for kind `bits` one packed
+            bit per entry of the tensor. The smaller form is used, which is `bits` if at least one
+            entry in 32 is nonzero.
     """
 
     values: Tensor
@@ -149,37 +152,37 @@ def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, s
 
 
 class Apd(Method[ApdSettings]):
-    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of a ViT's blocks, in all linear
-    layers and convolutions of another backbone.
+    """A chain: theta_t = sigma .* M_t + tau_t, with M_t = sigmoid(v_t) per output feature.
 
-    M_t = sigmoid(v_t) has one number per output feature, and tau_t is sparse. Every task trains
-    sigma, so that answers on earlier tasks change. Two penalties beside the cross-entropy limit the
-    change, where theta_i* is the weight of task i when task t began:
+    This holds in the linear layers of a ViT's blocks, and in all linear layers and convolutions of
+    another backbone. tau_t is sparse. Every task trains sigma, so the outputs on earlier tasks
+    change. Two penalties in addition to the cross-entropy limit the change, where theta_i* is the
+    weight of task i at the start of task t:
 
         lambda1 sum_{i<=t} |tau_i|_1 + lambda2 sum_{i<t} 1/2 |theta_i* - (sigma .* M_i + tau_i)|^2
 
-    The state of a task holds what later tasks do not change: v_t, copies of norms and biases, head.
-    The chain carries what they change: sigma, and tau_i of each task as a sparse tensor.
+    The state of a task contains the parts that later tasks do not change: v_t, copies of norms and
+    biases, head. The chain carries the parts that they change: sigma, and tau_i of each task as a
+    sparse tensor.
 
-    Where it differs from the reference code, and why:
-    - The tau of earlier tasks are in these two penalties only. Their optimum for a given sigma is
-      therefore known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). It is computed
-      (`retro: train`) instead of trained. The penalties become Huber's function of
-      theta_i* - sigma .* M_i, with the same minimum. This takes one tensor per earlier task in
-      memory instead of five, its zeros are exact, and the gradient never exceeds lambda1. In one
-      task theta_i moves by at most lambda1 / lambda2, and by lambda1 more where `zeros: threshold`
-      cuts an entry.
+    Differences from the reference code, and the reasons:
+    - The tau of earlier tasks occur only in these two penalties. Therefore their optimum for a
+      given sigma is known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). It is computed
+      (`retro: train`) instead of trained. The penalties become Huber's function of theta_i* - sigma
+      .* M_i, with the same minimum. This takes one tensor per earlier task in memory instead of
+      five, its zeros are exact, and the gradient never exceeds lambda1. In one task theta_i moves
+      by at most lambda1 / lambda2, and by lambda1 more if `zeros: threshold` cuts an entry.
     - v of earlier tasks is fixed, as the reference code intends but does not do. Weight decay is
       the optimizer's: on v_t, tau_t and the head, and on sigma at the first task.
-    - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone itself.
-    - `zeros: proximal` holds an entry of tau_t at zero until its gradient exceeds lambda1. An entry
+    - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone.
+    - `zeros: proximal` keeps an entry of tau_t at zero until its gradient exceeds lambda1. An entry
       that would change its sign stops at zero. So the trained tau is the stored one.
     - Consolidation shares an entry only if at least two tasks of the cluster have it; for one task
-      nothing would be saved. Shared values are constants afterwards. Later tasks train sigma, and
+      it would save nothing. Shared values are constants afterwards. Later tasks train sigma, and
       the rest of each tau follows it.
     - `gap` is relative to the entries of tau. The absolute gap of the reference code (1e-2 for a
       LeNet) is several times the size of most entries that a ViT trains. It would replace all of
-      them, whatever the tasks have learned.
+      them, for any tasks.
     """
 
     name = "apd"
@@ -247,8 +250,8 @@ class Apd(Method[ApdSettings]):
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        # Weights of a vision transformer's blocks, of another backbone all. A kernel's entries
-        # stand in the row of its output channel: (o, i h w).
+        # Weights of a vision transformer's blocks, or all weights of another backbone. A kernel's
+        # entries are in the row of its output channel: (o, i h w).
         self.sites: dict[str, Tensor] = {}
         for site, weight in weight_sites(backbone).items():
             if site.startswith("blocks.") or not isinstance(backbone, VisionTransformer):
@@ -261,7 +264,7 @@ class Apd(Method[ApdSettings]):
         # task -> v by site, copies by parameter name
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.step = ""  # the step that trains; empty while consolidating and serving
-        # task -> nonzero entries of its tau, and how many of them a consolidation replaced
+        # nonzero entries of tau, and the number replaced by a consolidation, by task
         self.replaced: dict[str, tuple[int, int]] = {}
 
     # ---- training --------------------------------------------------------------------------------
@@ -373,10 +376,11 @@ class Apd(Method[ApdSettings]):
     def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
         """Return the penalty on earlier tasks' weights at a site, and its gradient in sigma (o, i).
 
-        With d = sigma - sigma*, task i needs a = tau_i* - d .* M_i to keep theta_i*.
-        retro train: tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| +
-        lambda2 / 2 (a - tau_i)^2 = lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2.
-        frozen_tau: lambda2 / 2 (d .* M_i)^2. The gradient is None without earlier tasks.
+        With d = sigma - sigma*, task i needs a = tau_i* - d .* M_i to keep theta_i*. For `retro:
+        train`, tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| + lambda2 / 2 (a -
+        tau_i)^2 = lambda2 (c a - c^2 / 2), with c = a clipped at lambda1 / lambda2. For
+        `frozen_tau` the penalty is lambda2 / 2 (d .* M_i)^2. The gradient is None without earlier
+        tasks.
         """
         if not self.rows:
             return self.start[site].new_zeros(()), None
@@ -517,7 +521,7 @@ class Apd(Method[ApdSettings]):
         return state, carried
 
     def own_parts(self) -> dict[str, Tensor]:
-        """Return v and copies of the task in training, under the names of its state."""
+        """Return v and the copies of the current task, with the names of its state."""
         parts = {f"{site}.v": v for site, v in self.own_v.items()} | self.own_copies.tensors()
         return {name: t.detach() for name, t in parts.items()}
 
@@ -544,9 +548,9 @@ class Apd(Method[ApdSettings]):
     def consolidate(self) -> None:
         """Replace similar entries of tau by values that a cluster of tasks shares.
 
-        At each site, tasks with similar tau, including what they share already, form a cluster.
-        An entry is shared where its range in the cluster is at most `gap` mean magnitudes: all
-        members take the midpoint from one shared tensor, and their tau is zero there.
+        At each site, tasks with similar tau, including already shared values, form a cluster. An
+        entry is shared if its range in the cluster is at most `gap` mean magnitudes: all members
+        take the midpoint from one shared tensor, and their tau is zero there.
         """
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
         self.replaced = dict.fromkeys(self.tau, (0, 0))
@@ -617,7 +621,7 @@ class Apd(Method[ApdSettings]):
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Sigma .* M_i + tau_i with sigma and tau as they stand now."""
+        """Return sigma .* M_i + tau_i with the current sigma and tau."""
         parts = self.loaded[task] if task in self.loaded else self.own_parts()
         if not parts:
             return {}
@@ -642,11 +646,11 @@ class Apd(Method[ApdSettings]):
 
 
 class Decomposed(torch.autograd.Function):
-    """sigma (o, i), v (o,), tau (o, i) -> (theta, |tau|_1, value).
+    """Autograd function: sigma (o, i), v (o,), tau (o, i) -> (theta, |tau|_1, value).
 
     theta is sigma .* sigmoid(v) + tau. value is a scalar function of sigma; the caller computes it
-    with its gradient in sigma (None: zero). One autograd function does all of it, because every
-    pass over (o, i) costs about as much as the optimizer's step.
+    with its gradient in sigma (None: zero). One function does everything, because every pass over
+    (o, i) costs about as much as the optimizer's step.
     """
 
     @staticmethod
@@ -713,7 +717,7 @@ def copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose name starts with `prefix`, by the rest of the name."""
+    """Return the tensors with a name that starts with `prefix`, by the rest of the name."""
     below: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith(prefix):

@@ -5,7 +5,7 @@
         Settings = MineSettings
         ...
 
-The planner asks the class (`MethodPlan`) before anything runs:
+The planner calls the class (`MethodPlan`) before anything runs:
 
     Mine.validate(settings, train, data, scenario)  # when the config is read
     Mine.steps_for(settings, position)              # when the graph is built
@@ -17,7 +17,7 @@ The loop (`workers/loop.py`) runs one step of one task:
     method.scenario, method.stream = "task", tasks
     method.load_task(state)                  # for each earlier task, if `loads_states(scenario)`
     groups = method.begin(context)
-    for batch in feed:                       # not where the step has `trains=False`
+    for batch in feed:                       # skipped if the step has `trains=False`
         loss, terms = method.loss(batch, progress)
         loss.backward()
         method.after_backward()
@@ -25,16 +25,16 @@ The loop (`workers/loop.py`) runs one step of one task:
         method.after_step(progress)
     state, carried = method.finish()
 
-A served method gets `load_task(state)` for each task, `load_carried(carried)` where something was
-carried, and then `logits(images, task)`.
+In serving, `load_task(state)` is called for each task, `load_carried(carried)` if there is carried
+state, and then `logits(images, task)`.
 
-What only some methods do is not part of the base class: `workers/methods/protocols.py` lists the
-optional protocols (rehearsal memory, cached features, sharpness-aware steps, inferred tasks), and
-`bases/class_incremental.py` holds the output space of scenario `class`.
+Features of only some methods are not part of the base class: `workers/methods/protocols.py` lists
+the optional protocols (rehearsal memory, cached features, sharpness-aware steps, inferred tasks),
+and `bases/class_incremental.py` has the output space of scenario `class`.
 
-Random numbers: the loop seeds the process's generator from (seed, task, step) before it makes the
-method. Parameters drawn in the constructor or in `begin` are therefore the same on all ranks and in
-every retry. While training, random numbers come from `Batch.draw` and from nowhere else.
+Random numbers: the loop seeds the process's generator from (seed, task, step) before it creates the
+method. Therefore parameters drawn in the constructor or in `begin` are equal on all ranks and in
+every retry. In training, random numbers must come from `Batch.draw` only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ EXAMPLES: dict[type[nn.Module], str] = {
     Eva: "eva02_tiny_patch14_224",
     Beit: "beit_base_patch16_224",
 }
-BLOCK_VITS = tuple(EXAMPLES)  # whose blocks have `attn` and `mlp` as modules
+BLOCK_VITS = tuple(EXAMPLES)  # classes with `attn` and `mlp` as modules of their blocks
 
 ParamGroup = dict[str, Any]  # `params`, and optionally `name`, `lr`, `weight_decay`, `eps`
 
@@ -86,17 +86,17 @@ IGNORED = -100  # a label that cross-entropy leaves out
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a task.
+    """One step of a task. The last step in the list returns the task's state.
 
-    trains: False for a step without epochs: `begin` and `finish` do all of it (herding, pruning).
-    measured: validate after a step that does not train, to see its effect on the accuracy.
-    after: the steps of the same task whose carried states this one starts from, merged. None: the
-        step before it in the list. (): it starts from the same state as the first step. The next
-        task waits for the steps that no other step waits for.
-    later: skip the step at the first task of the stream, or at the base task, where no earlier
-        classes exist.
-
-    The last step in the list leaves the task's state.
+    Attributes:
+        trains: False for a step without epochs: `begin` and `finish` do everything (herding,
+            pruning).
+        measured: Validate after a step without training, to see its effect on the accuracy.
+        after: Steps of the same task with the carried states that this step starts from, merged.
+            None: the previous step in the list. (): the start of the first step. The next task
+            waits for the steps that no other step waits for.
+        later: Skip the step at the first task of the stream, or at the base task, where no earlier
+            classes exist.
     """
 
     name: str
@@ -108,10 +108,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands.
+    """Position in the training.
 
-    epoch: from 0.
-    step: inside the epoch, from 0.
+    Attributes:
+        epoch: Epoch, from 0.
+        step: Step within the epoch, from 0.
     """
 
     epoch: int
@@ -132,13 +133,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class OptimPlan:
-    """What `begin` needs to choose learning rates.
+    """Information for `begin` to choose learning rates.
 
-    lr: the configured peak.
-    batch_size: global, over all ranks.
-    full_rate_steps: sum of the schedule's factors over all steps. lr * full_rate_steps bounds how
-        far AdamW can move one entry.
-    optimizer: `adamw` or `sgd`.
+    Attributes:
+        lr: The configured peak rate.
+        batch_size: Global batch size, over all ranks.
+        full_rate_steps: Sum of the schedule's factors over all steps. lr * full_rate_steps limits
+            how far AdamW can move one entry.
+        optimizer: `adamw` or `sgd`.
     """
 
     lr: float
@@ -156,14 +158,15 @@ class OptimPlan:
 
 @dataclass(frozen=True)
 class StepData:
-    """The images that a step may read; none is read before `feed` is called.
+    """The images that a step can read; nothing is read before `feed` is called.
 
-    make_feed: (split, training) -> a feed over the step's tasks; with split `train` also over the
-        exemplars that the step asked for.
-    task_keys: task -> the keys of its train split, by class.
-    has_validation: whether a `val` split was held out of train.
+    Without the functions, a request for images raises `LookupError`.
 
-    Without the functions, asking for images raises `LookupError`.
+    Attributes:
+        make_feed: Maps (split, training) to a feed over the step's tasks; with split `train` also
+            over the requested exemplars.
+        task_keys: Maps a task to the keys of its train split, by class.
+        has_validation: Whether a `val` split was held out of train.
     """
 
     make_feed: Callable[[str, bool], Feed] | None = None
@@ -177,7 +180,7 @@ class StepData:
         return self.make_feed(split, training)
 
     def keys(self, task: Task) -> dict[str, list[str]]:
-        """Return class -> keys of its images in the train split of `task`."""
+        """Return the keys of the images in the train split of `task`, by class."""
         if self.task_keys is None:
             raise LookupError("this step was given no keys of samples")
         return self.task_keys(task)
@@ -185,11 +188,12 @@ class StepData:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step of a task starts from.
+    """Inputs of a step of a task.
 
-    stream: the tasks so far in stream order, the base task first, `task` last.
-    training_tasks: the tasks that the feed gives samples of, in the order of `Batch.tasks`.
-    carried: merged from the stages before; None at the start of a chain, and in a star.
+    Attributes:
+        stream: Tasks so far in stream order, the base task first, `task` last.
+        training_tasks: Tasks with samples in the feed, in the order of `Batch.tasks`.
+        carried: Merged state of the previous stages. None at the start of a chain, and in a star.
     """
 
     task: Task
@@ -212,9 +216,10 @@ S = TypeVar("S", bound=MethodSettings, default=Any)
 
 
 def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
-    """Raise `UserError` for `mask_lr: auto` under SGD, whose steps depend on the gradients' size.
+    """Raise `UserError` for `mask_lr: auto` with SGD.
 
-    Adam's steps do not, so that only there a rate follows from how far masks should move.
+    The rate follows from how far masks should move. This is possible only for Adam, because SGD's
+    steps depend on the size of the gradients.
     """
     if mask_lr == "auto" and train.optimizer != "adamw":
         raise UserError(
@@ -224,13 +229,13 @@ def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
 
 
 class MethodPlan(Generic[S]):
-    """What the planner asks a method's class before anything runs; `S` is the type of settings."""
+    """The part of a method that the planner calls before anything runs; `S`: its settings type."""
 
     # The name in configs, records and keys.
     name: ClassVar[str]
     # The kind of method, in the field's words.
     family: ClassVar[Family] = "baseline"
-    # What is stored for each task, in a few words.
+    # The stored state per task, in a few words.
     keeps: ClassVar[str] = "a head"
     # Title, venue and year.
     paper: ClassVar[str] = ""
@@ -240,21 +245,21 @@ class MethodPlan(Generic[S]):
     train_defaults: ClassVar[TrainDefaults] = TrainDefaults(lr=1e-3, source="none: set `train.lr`")
     # Terms of the loss, besides the cross-entropy, that protect earlier tasks -> their setting
     penalty_terms: ClassVar[Mapping[str, str]] = {}
-    # Raise it when the method's results change: it is part of the keys of its stages.
+    # Raise it if the method's results change: it is part of the keys of its stages.
     revision: ClassVar[int] = 1
 
     # The steps of a task, in order.
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
-    # What a task hands on to the next one. Empty: the tasks form a star and run in parallel.
+    # State that a task hands on to the next one. Empty: the tasks form a star and run in parallel.
     carries: ClassVar[tuple[str, ...]] = ()
-    # Of a star: steps on the base task, or on images without labels, whose carried states all tasks
-    # start from and are served with.
+    # For a star: steps on the base task, or on images without labels. All tasks start from their
+    # carried states and are served with them.
     starts_from: ClassVar[tuple[str, ...]] = ()
     # `task`: the task is given at test time (TIL). `class`: it is not (CIL).
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
-    # Whose data a step trains on. `seen`: of all tasks so far, as in joint training.
+    # Training data of a step. `seen`: of all tasks so far, as in joint training.
     trains_on: ClassVar[Literal["task", "seen"]] = "task"
-    # Whose data the stages wait for. None: what they train on. A rehearsal memory needs `seen`.
+    # Data that the stages wait for. None: the training data. A rehearsal memory needs `seen`.
     reads: ClassVar[Literal["task", "seen"] | None] = None
     # Of a chain: the states of all earlier tasks are loaded before `begin`.
     needs_states: ClassVar[bool] = False
@@ -276,11 +281,11 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
-        """Raise `UserError` when these settings cannot work together."""
+        """Raise `UserError` if these settings cannot work together."""
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
-        """Raise `UserError` when the method cannot work on this backbone or these tasks.
+        """Raise `UserError` if the method cannot work on this backbone or these tasks.
 
         The backbone has shapes but no weights: its parameters are on device `meta`.
         """
@@ -307,7 +312,7 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return the settings that a step does not read: they are in no key of it.
+        """Return the settings that a step does not read. They are not in its key.
 
         The step gets their defaults.
         """
@@ -339,7 +344,7 @@ class MethodPlan(Generic[S]):
 
 
 class Method(nn.Module, MethodPlan[S], Generic[S]):
-    """One backbone and one head per task; a subclass overrides what differs."""
+    """One backbone and one head per task; a subclass overrides the differences."""
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__()
@@ -355,9 +360,9 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         self.task: Task | None = None
         self.training_tasks: tuple[Task, ...] = ()
         self.context: StepContext
-        # Parameter of the backbone, by name -> the tensor that stands in for it.
+        # Replacement tensors for parameters of the backbone, by name.
         self.weight_overrides: dict[str, Tensor] = {}
-        # The task, and the device, whose `serving_weights` are in effect.
+        # The task and the device of the current `serving_weights`.
         self.active_task: tuple[str, torch.device] | None = None
         # Set by a server of many tasks: a cache in front of `serving_weights`.
         self.override_cache: Callable[[str], dict[str, Tensor]] | None = None
@@ -420,7 +425,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return self.backbone(images)  # type: ignore[no-any-return]
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of the samples, each under the head of its own task."""
+        """Return the mean cross-entropy of the samples, each with the head of its own task."""
         if len(self.training_tasks) == 1:
             logits = self.heads[self.training_tasks[0].name](features).float()
             targets = batch.labels if batch.targets is None else batch.targets
@@ -452,7 +457,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return []
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """Return the task's state, and what the next task starts from."""
+        """Return the task's state, and the state for the next task."""
         return self.state(), Carried()
 
     def state(self, **parts: Any) -> TaskState:
@@ -469,13 +474,14 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """Use the carried state of a chain, or what a star `starts_from`, in `logits`."""
+        """Use the carried state of a chain, or of the steps of a star in `starts_from`."""
         self.active_task = None
 
     def load_task(self, state: TaskState) -> None:
         """Make a finished task servable.
 
-        Raise `UserError` when the state was written by another method or on another backbone.
+        Raises:
+            UserError: If the state was written by another method or on another backbone.
         """
         if state.method not in (self.name, "base"):
             raise UserError(
@@ -499,10 +505,9 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         self.active_task = None
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Return what replaces parameters of the backbone while `task` is served, by name.
+        """Return the replacements of backbone parameters for serving `task`, by name.
 
-        `task` is a loaded one, or the one in training as it stands, under the hard masks that would
-        be stored.
+        `task` is a loaded task, or the current one with the hard masks that would be stored.
         """
         return {}
 
@@ -521,10 +526,12 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         self.active_task = None if is_training_it else key
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """Images (b, 3, H, W) -> logits (b, classes of `task`).
+        """Return the logits (b, classes of `task`) of images (b, 3, H, W).
 
-        It also serves the task in training as it stands: the loop validates after every epoch.
-        Raise `UserError` when `task` is None and the method needs to be given the task.
+        This also works for the current task during training: the loop validates after every epoch.
+
+        Raises:
+            UserError: If `task` is None and the method needs the task.
         """
         if task is None:
             raise UserError(
@@ -538,11 +545,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     # ---- bookkeeping -----------------------------------------------------------------------------
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        """Return boolean masks by name, True where the task uses an entry.
-
-        For pictures, overlaps and used capacity. A chain whose masks follow from what it carries
-        (an owner map) derives them. carried: what the task's own last step left.
-        """
+        """Return boolean masks by name: True for entries that the task uses."""
         return {name: mask for name, mask in state.masks.items() if mask.dtype == torch.bool}
 
     def flops_share(self, state: TaskState) -> float:

@@ -32,6 +32,8 @@ BIAS = "bias/"
 
 
 class BicSettings(RehearsalSettings):
+    """Settings of `bic`."""
+
     tau: PositiveFloat = Field(
         2.0,
         description="temperature of the softmax of student and teacher in the distillation loss",
@@ -56,24 +58,23 @@ class BicSettings(RehearsalSettings):
 class Bic(Rehearsal[BicSettings]):
     """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t.
 
-    Both terms are on raw outputs z. The teacher's outputs for the classes of the previous task are
+    Both terms use raw outputs z. The teacher's outputs for the classes of the previous task are
     first corrected by that task's bias.
 
-    `calibrate` then fits z' = alpha z + beta for the new classes alone, on held-out images of every
-    class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64; the network is fixed, in
-    evaluation mode. The logits that are served are z' for the last task and z for older ones.
-    `bias_mode: all` corrects every task's classes by the task's bias, in student, teacher and
-    served logits.
+    `calibrate` then fits z' = alpha z + beta for the new classes, on held-out images of every
+    class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64 with the fixed network in
+    evaluation mode. The served logits are z' for the last task and z for older ones. `bias_mode:
+    all` corrects every task's classes by the task's bias, in student, teacher and served logits.
 
     Of each class's share of the memory, floor(val_share share) images, at least one, fit the bias
-    and are never trained on. Those of new classes, as many as each old class still has, are drawn
-    before `train` by a hash of seed and key; `herd` chooses from the rest. `calibrate` and `herd`
-    both follow `train` and run in parallel: the first hands on biases, the second the network and
+    and are never trained on. For new classes, as many images as each old class still has are drawn
+    before `train` by a hash of seed and key; `herd` selects from the rest. `calibrate` and `herd`
+    both follow `train` and run in parallel: the first carries biases, the second the network and
     the memory.
 
-    Where it differs from the paper: old lists are shortened and not chosen anew; weight decay does
-    not fall from task to task; a base task was trained on all its images before any could be held
-    out.
+    Differences from the paper: old lists are shortened instead of selected again; weight decay does
+    not decrease from task to task; a base task was trained on all its images before any could be
+    held out.
     """
 
     name = "bic"
@@ -133,7 +134,7 @@ class Bic(Rehearsal[BicSettings]):
     def validation_keys(
         self, context: StepContext, held_out: dict[str, list[str]]
     ) -> dict[str, list[str]]:
-        """Return task -> keys of its held-out images; held_out: those of the current task."""
+        """Return the keys of each task's held-out images; `held_out` has the current task's."""
         validation: Memory = {}
         if context.carried is not None:
             validation = context.carried.meta[VALIDATION]
@@ -226,10 +227,10 @@ class Bic(Rehearsal[BicSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def corrected(self, logits: Tensor, names: list[str]) -> Tensor:
-        """Correct logits (b, classes) by the biases in effect; names: their tasks, in order.
+        """Correct logits (b, classes) by the current biases; `names` are their tasks, in order.
 
-        In effect is the bias of the last task, with `bias_mode: all` that of every task. A task
-        that has not been calibrated has none.
+        The bias of the last task is used, with `bias_mode: all` that of every task. A task without
+        calibration has no bias.
         """
         slices = self.class_slices()
         corrected_names = names if self.settings.bias_mode == "all" else names[-1:]

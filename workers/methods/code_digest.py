@@ -1,8 +1,8 @@
-"""A digest of the code of a class that somebody defines outside of this project.
+"""A digest of the code of a class that is defined outside of this project.
 
 It covers the class, its bases, and the functions, classes and values that its functions name: those
-of its own package, and of modules that are neither of this project, nor of Python, nor installed.
-Comments, docstrings of functions, names of files and numbers of lines are not in it.
+of its own package, and of modules that belong neither to this project nor to Python and are not
+installed. Comments, docstrings of functions, file names and line numbers are not included.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the printed form of an object
 
 
 def code_digest(value: type[Any]) -> str:
-    """Return 16 hexadecimal digits that change when the code of a class changes.
+    """Return 16 hexadecimal digits that change if the code of a class changes.
 
-    They also change with the minor version of Python, whose bytecode differs.
+    They also change with the minor version of Python, because its bytecode differs.
     """
     digest = _CodeDigest(_root_of(value.__module__))
     digest.add("class", value)
@@ -39,9 +39,10 @@ def _root_of(module: str) -> str:
 
 
 class _CodeDigest:
-    """Takes values one after another, and each class and function once.
+    """Collects values one after another, and each class and function once.
 
-    package: the one whose code is taken wherever it lies.
+    Args:
+        package: Package with code that is always included.
     """
 
     def __init__(self, package: str) -> None:
@@ -94,7 +95,7 @@ class _CodeDigest:
         self.containers.pop()
 
     def _add_definition(self, value: Any) -> None:
-        """Take a class or a function: its name, and its code where that is outside."""
+        """Add a class or a function: its name, and its code if it is outside of this project."""
         module = str(value.__module__ or "")
         self._note(value.__qualname__)
         if not self._is_outside(module):
@@ -136,7 +137,7 @@ class _CodeDigest:
                 self._add_global(name, function.__globals__[name], function.__code__)
 
     def _add_global(self, name: str, value: Any, code: CodeType) -> None:
-        """Take what code reads of its module; of a module outside, all that it may name of that."""
+        """Add a global name that code reads; for an outside module, every attribute it may use."""
         self.add(name, value)
         if not isinstance(value, ModuleType) or not self._is_outside(value.__name__):
             return
@@ -145,7 +146,7 @@ class _CodeDigest:
                 self.add(f"{name}.{attribute}", vars(value)[attribute])
 
     def _add_code(self, code: CodeType, docstring: str | None = None) -> None:
-        """Take compiled code without the docstring of its function."""
+        """Add compiled code without the docstring of its function."""
         self._note(code.co_code.hex(), str(code.co_flags), code.co_exceptiontable.hex())
         self._note(*code.co_names, "", *code.co_varnames, "", *code.co_freevars, *code.co_cellvars)
         constants = list(code.co_consts)
@@ -154,7 +155,7 @@ class _CodeDigest:
         self._add_items(enumerate(constants))
 
     def _add_object(self, value: Any) -> None:
-        """Take what wraps functions, or the printed form of another object and its class."""
+        """Add a wrapper of functions, or the printed form of another object and its class."""
         wrapped = _wrapped_by(value)
         if wrapped:
             self._add_items(enumerate(wrapped))
@@ -179,7 +180,7 @@ def _wrapped_by(value: Any) -> list[Any]:
 
 
 def _content_of(cell: CellType) -> Any:
-    """Return what a variable of an enclosing function holds; None where it has no value yet."""
+    """Return the value of a variable of an enclosing function, or None if it has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -187,9 +188,11 @@ def _content_of(cell: CellType) -> Any:
 
 
 def _names_in(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
-    """Return the names that code uses, with the functions inside it, sorted.
+    """Return the sorted names that code uses, including functions inside it.
 
-    instructions: those of Python's bytecode that use them; empty for all.
+    Args:
+        code: The code.
+        instructions: Bytecode instructions that use the names. Empty: all.
     """
     names = set(code.co_names)
     if instructions:

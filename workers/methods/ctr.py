@@ -43,6 +43,8 @@ FEW = 0.01
 
 
 class CtrSettings(MethodSettings):
+    """Settings of `ctr_tsm`."""
+
     width: PositiveInt = Field(
         64, description="A, number of hidden units of an adapter; all tasks share them"
     )
@@ -97,15 +99,15 @@ S = TypeVar("S", bound=CtrSettings, default=Any)
 class CtrTsm(Method[S]):
     """A chain: x + z2 with z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1).
 
-    Such an adapter is behind attention and behind the FFN of every block of a frozen ViT. The
-    linear layers are shared, and every task trains them further. m = sigmoid(s e) per task as in
-    HAT, stored as 1[e > 0]. Entries that earlier tasks use are locked: rows of fc1 and its bias by
-    m1, entries of fc2 by the smaller of m2 (out) and m1 (in), the bias of fc2 by m2. Stored per
-    task: (A + d) 2 L bits and a head.
+    Such an adapter follows attention and FFN in every block of a frozen ViT. The linear layers are
+    shared, and every task trains them further. m = sigmoid(s e) per task as in HAT, stored as 1[e >
+    0]. Entries that earlier tasks use are locked: rows of fc1 and its bias by m1, entries of fc2 by
+    the smaller of m2 (out) and m1 (in), the bias of fc2 by m2. Stored per task: (A + d) 2 L bits
+    and a head.
 
-    Where it differs from the released code: all layer norms are frozen, masks are hard when served
-    and locked, and locked entries are restored after each step, so that nothing is forgotten. A
-    base task is served by the backbone alone.
+    Differences from the released code: all layer norms are frozen, masks are hard when served and
+    locked, and locked entries are restored after each step, so that nothing is forgotten. A base
+    task is served by the plain backbone.
     """
 
     name = "ctr_tsm"
@@ -158,7 +160,7 @@ class CtrTsm(Method[S]):
         self.loaded: dict[str, dict[str, Tensor]] = {}
 
     def split(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """Units (S, A + d) -> those of the bottleneck (S, A), those of the output (S, d)."""
+        """Split units (S, A + d) into those of the bottleneck (S, A) and of the output (S, d)."""
         inner, outer = units.split([self.settings.width, self.sites.width], 1)
         return inner, outer
 
@@ -193,8 +195,8 @@ class CtrTsm(Method[S]):
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Return the shared parameters by name, each with a mask of its locked entries.
 
-        By HAT's rule an entry is locked when its output and its input are both used by earlier
-        tasks. Inputs of fc1 always are.
+        By HAT's rule an entry is locked if earlier tasks use both its output and its input. Inputs
+        of fc1 are always used.
         """
         inner, outer = self.split(self.used)
         a = self.adapters
@@ -289,9 +291,9 @@ class CtrTsm(Method[S]):
         self.position = carried.meta["tasks"]
 
     def load_task(self, state: TaskState) -> None:
-        """Load the task's masks beside those of other tasks.
+        """Load the masks of a finished task.
 
-        A base task has no masks: the backbone alone serves it.
+        A base task has no masks: the plain backbone serves it.
         """
         super().load_task(state)
         if state.masks:
@@ -299,7 +301,7 @@ class CtrTsm(Method[S]):
         self.loaded[state.task] = dict(state.masks)
 
     def check_masks(self, state: TaskState) -> None:
-        """Raise `UserError` when the state's masks are not of these settings."""
+        """Raise `UserError` if the state's masks do not match these settings."""
         for name, size in (("inner", self.settings.width), ("outer", self.sites.width)):
             mask = state.masks.get(name)
             stored_shape = None if mask is None else tuple(mask.shape)

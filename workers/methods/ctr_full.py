@@ -1,14 +1,13 @@
 """The full CTR: a knowledge-sharing module in front of the task-specific module of `ctr`.
 
 The knowledge-sharing module routes capsules of all tasks so far; gates let those of similar tasks
-through.
+pass.
 
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021.
 
-Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width,
-J x P transfer capsules, R filters of each kernel size. Transfer capsules are flattened to J P
-channels.
+Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width, J x P
+transfer capsules, R filters of each kernel size. Transfer capsules are flattened to J P channels.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ PER_TASK = ("p", "p_bias", "transfer")
 
 
 class CtrFullSettings(CtrSettings):
+    """Settings of `ctr_full`."""
+
     max_tasks: PositiveInt = Field(
         10,
         description="largest number of tasks in the stream; each has its capsules from the "
@@ -61,10 +62,13 @@ def squash(z: Tensor) -> Tensor:
 def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the maximum over positions of a convolution over tokens, (b, R).
 
-    u: (b, N, channels); weight: (R, K, channels); bias: (R,).
+    Only the window of the maximum has a gradient. Therefore the maximum is found without a
+    gradient, and its window is computed again with one.
 
-    Only the window of the maximum has a gradient. It is therefore searched for without one, and
-    computed once more with it.
+    Args:
+        u: Tokens (b, N, channels).
+        weight: Filters (R, K, channels).
+        bias: Biases (R,).
     """
     batch, tokens, _ = u.shape
     count, size, channels = weight.shape
@@ -85,7 +89,11 @@ def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
     """Return the transfer capsules u_c = W_c squash(F_c x) of each task c, (B, T, N, J P).
 
-    x: (B, N, d); p: (T, P, d); p_bias: (T, P); transfer: (T, J P, P).
+    Args:
+        x: Tokens (B, N, d).
+        p: Weights F (T, P, d).
+        p_bias: Biases of F (T, P).
+        transfer: Weights W (T, J P, P).
     """
     tasks, size, width = p.shape
     votes = F.linear(x, p.reshape(tasks * size, width), p_bias.reshape(-1))
@@ -111,11 +119,10 @@ def knowledge(
 ) -> Tensor:
     """Return h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j, (B, N, d).
 
-    x: (B, N, d). v is the knowledge of the tasks so far about x, u their capsules, a the similarity
-    of their routes, and delta (0 or 1) the gate of a task.
-
-    noise: (B, T) uniform numbers in training: delta is then sampled, with the gradient of a Gumbel
-    softmax. None: delta is its mode.
+    v is the knowledge of the tasks so far about x (B, N, d), u their capsules, a the similarity of
+    their routes, and delta (0 or 1) the gate of a task. In training `noise` (B, T) has uniform
+    numbers, and delta is sampled with the gradient of a Gumbel softmax. Without noise delta is its
+    mode.
     """
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
@@ -187,7 +194,7 @@ class Capsules(nn.Module):
             self.register_parameter(full_name, nn.Parameter(start))
 
     def tensors(self, tasks: int) -> dict[str, Tensor]:
-        """Return all tensors by name, with the capsules of the first `tasks` tasks alone.
+        """Return all tensors by name, with the capsules of only the first `tasks` tasks.
 
         Those of later tasks are not used, and get no gradient.
         """
@@ -211,18 +218,18 @@ class Capsules(nn.Module):
 
 
 class CtrFull(CtrTsm[CtrFullSettings]):
-    """CTR's TSM behind a knowledge-sharing module: the bottleneck gets h = x + v instead of x.
+    """CTR's TSM after a knowledge-sharing module: the bottleneck gets h = x + v instead of x.
 
-    v sums the capsules of the tasks so far that a gate lets through. The chain carries capsules and
+    v sums the capsules of the tasks so far that a gate lets pass. The chain carries capsules and
     routing weights together with the adapters. All tasks train them, and only the adapters are
-    protected, so later tasks can change the answers on earlier ones.
+    protected, so later tasks can change the outputs on earlier ones.
 
-    Where it differs from the released code:
+    Differences from the released code:
     - The axes of tasks and of channels in a capsule are not mixed up, and squash runs over a
       capsule instead of over tasks.
-    - Gates draw noise in training only. The penalty R is that of the task in training.
-    - A gate has one logit, the difference of the pair there; its distribution is the same.
-    - The largest number of tasks must be known before: `max_tasks`.
+    - Gates draw noise only in training. The penalty R is that of the current task.
+    - A gate has one logit, the difference of the pair in the code; its distribution is the same.
+    - The largest number of tasks must be known in advance: `max_tasks`.
     """
 
     name = "ctr_full"
@@ -262,7 +269,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
             settings.filters,
         )
         self.shared["capsules"] = self.capsules
-        # task -> the index of its capsules
+        # index of the capsules of each task
         self.positions: dict[str, int] = {}
 
     def begin(self, context: StepContext) -> list[ParamGroup]:

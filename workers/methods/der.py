@@ -1,5 +1,6 @@
-"""DER: a feature extractor of its own for every task, all older ones frozen, and one classifier
-over all their features.
+"""DER: a separate feature extractor for every task, and one classifier over all their features.
+
+All older extractors are frozen.
 
 Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021.
 """
@@ -30,6 +31,8 @@ Parts = dict[str, dict[str, Tensor]]
 
 
 class DerSettings(RehearsalSettings):
+    """Settings of `der`."""
+
     auxiliary: NonNegativeFloat = Field(
         1.0, description="weight of the auxiliary loss, which classifies by the new extractor alone"
     )
@@ -58,22 +61,23 @@ S = TypeVar("S", bound=DerSettings, default=Any)
 
 
 class Der(Rehearsal[S]):
-    """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features. `train`: F_t
-    starts as F_{t-1}, W anew, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'), where y' has
-    one class for all old ones; aux: D -> K_t + 1, thrown away afterwards. The first task is CE
-    alone. `finetune`, from the second task on: all extractors are frozen, W starts anew and learns
-    CE(W u / temperature) on a balanced subset: of the task's images and the exemplars equally many
-    of each class, drawn by a hash of seed and key. `herd` chooses exemplars by u. Answers are the
-    largest of W u.
+    """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features.
 
-    Stored per task: its extractor, which never changes again, and its rows of W as they were then;
-    a base task's extractor is the backbone itself. The chain carries W and the memory. Frozen
-    extractors are in evaluation mode and leave no graph.
+    `train`: F_t starts as F_{t-1}, W is new, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'),
+    where y' has one class for all old ones; the head aux: D -> K_t + 1 is discarded afterwards. For
+    the first task L is CE only. `finetune`, from the second task on: all extractors are frozen, and
+    a new W learns CE(W u / temperature) on a balanced subset: the same number of images of each
+    class, from the task's images and the exemplars, drawn by a hash of seed and key. `herd` selects
+    exemplars by u. The prediction is the largest entry of W u.
 
-    Where it differs from the paper: extractors keep all their units (see `der_p`). Its warm-up,
-    after which classifier and auxiliary head start anew, is the setting `restart`, off by default:
-    it is for 170 epochs from random weights, and the optimizer's moments stay. A base task answers
-    with the head that it was trained with, bias and all, until W takes its place.
+    Stored per task: its extractor, which never changes again, and its rows of W at that time; a
+    base task's extractor is the backbone. The chain carries W and the memory. Frozen extractors are
+    in evaluation mode and have no graph.
+
+    Differences from the paper: extractors keep all their units (see `der_p`). Its warm-up, after
+    which classifier and auxiliary head are initialised again, is the setting `restart`, off by
+    default: it is meant for 170 epochs from random weights, and the optimizer's moments stay. A
+    base task uses the head of its own training, including the bias, until W replaces it.
     """
 
     name = "der"
@@ -214,9 +218,12 @@ class Der(Rehearsal[S]):
         return loss, values
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
-        """Return the terms that `train` adds to the cross-entropy: name -> (weight, scalar).
+        """Return the terms that `train` adds to the cross-entropy: weight and scalar by name.
 
-        u: (b, (t + 1) D). z: (b, classes so far).
+        Args:
+            u: Features (b, (t + 1) D).
+            z: Logits (b, classes so far).
+            batch: The batch.
         """
         if self.auxiliary is None:
             return {}
@@ -254,8 +261,11 @@ class Der(Rehearsal[S]):
         return {"copies": dict(self.backbone.named_parameters())}
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """After the last step the extractor is in the task's state alone, before that it is handed
-        on alone. A base task has none."""
+        """Return the task's state and the carried state.
+
+        After the last step only the task's state has the extractor, before that only the carried
+        state. A base task has none.
+        """
         state, carried = super().finish()
         parts = self.parts()
         if self.ends:
@@ -300,7 +310,8 @@ class Der(Rehearsal[S]):
     def extractor(self, task: str, parts: Parts) -> Any:
         """Return a copy of the backbone with the parameters in `parts`, if there are any.
 
-        Raise `UserError` when they belong to another architecture.
+        Raises:
+            UserError: If they belong to another architecture.
         """
         network = copy.deepcopy(self.backbone)
         if parts["copies"]:

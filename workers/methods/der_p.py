@@ -35,11 +35,11 @@ S = TypeVar("S", bound=DerSettings, default=Any)
 
 
 class PrunedDer(Der[S]):
-    """DER on a ViT whose extractors lose units (`workers.model.units`).
+    """DER on a ViT with extractors that lose units (`workers.model.units`).
 
-    While an extractor is trained its units are masked. After `train` the masks are those of `hard`,
-    so that `finetune` and `herd` work on the network that is served. Stored are the masks, as bits,
-    and the entries of remaining units alone; the network that runs is cut to these units.
+    During the training of an extractor its units are masked. After `train` the masks are those of
+    `hard`, so that `finetune` and `herd` use the served network. Stored are the masks as bits, and
+    only the entries of remaining units; the running network is cut to these units.
 
     The next extractor has all units again: it starts from the entries of the remaining units, and
     for the others from those of the backbone. A base task's extractor, the backbone, is not pruned.
@@ -120,6 +120,8 @@ class PrunedDer(Der[S]):
 
 
 class DerPSettings(DerSettings):
+    """Settings of `der_p`."""
+
     s_max: float = Field(
         100.0,
         gt=1,
@@ -141,20 +143,20 @@ class DerPSettings(DerSettings):
 
 
 class DerP(PrunedDer[DerPSettings]):
-    """The units of an extractor in training are multiplied by m = sigmoid(s e).
+    """The units of the current extractor are multiplied by m = sigmoid(s e).
 
-    s rises from 1 / s_max to s_max within every epoch, and sparsity * L_S is added to the loss.
-    L_S = sum_l K_l |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two
-    groups of units. In a ViT K_l is 1, and no unit of the residual stream is masked. Every unit
-    then stands for 2 D weights (a row and a column; queries and keys a row each), and L_S is the
-    mean of m. Units with e <= 0 are cut.
+    s rises from 1 / s_max to s_max within every epoch, and sparsity * L_S is added to the loss. L_S
+    = sum_l K_l |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two groups
+    of units. In a ViT K_l is 1, and no unit of the residual stream is masked. Every unit then
+    stands for 2 D weights (a row and a column; queries and keys a row each), and L_S is the mean of
+    m. Units with e <= 0 are cut.
 
     A reconstruction: no code of the masks was published, and the paper has channels of convolutions
-    where a ViT has units. Where it differs: masks become 0 or 1 after `train`, so that the
-    classifier is tuned on the network that is served; the first task, which has no `finetune`, is
-    served under hard masks and trained under those of s_max. The compensated gradient of e also has
-    HAT's factor s_max, which Adam divides out. Embeddings start in (0, 2], with all units on;
-    s_max, the weight of L_S and the learning rate are our choice.
+    instead of units of a ViT. Differences from the paper: masks become 0 or 1 after `train`, so
+    that the classifier is tuned on the served network; the first task, which has no `finetune`, is
+    served with hard masks and trained with those of s_max. The compensated gradient of e also has
+    HAT's factor s_max, which Adam cancels. Embeddings start in (0, 2], with all units on; s_max,
+    the weight of L_S and the learning rate are our choice.
     """
 
     name = "der_p"

@@ -35,6 +35,8 @@ DECODER = "decoder/"
 
 
 class DyToxSettings(RehearsalSettings):
+    """Settings of `dytox`."""
+
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
         "rebuffi",
         description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
@@ -64,33 +66,34 @@ class DyToxSettings(RehearsalSettings):
 
 
 class DyTox(Rehearsal[DyToxSettings]):
-    """L = (1 - a) BCE + a KL + divergence * BCE_div with a = O_t / A_t, by steps:
+    """L = (1 - a) BCE + a KL + divergence * BCE_div with a = O_t / A_t, by steps.
 
     - `train` minimises L over the task's data and the exemplars. It trains the encoder, the
       decoder, and the task's token and head; older tokens and heads stay. BCE is over all classes.
       KL keeps the softmax over old classes near that of the network before the task. BCE_div is the
       loss of an auxiliary head on the task's token, with one class for all old classes.
-    - `herd` chooses exemplars by the tokens' embeddings, concatenated.
-    - `finetune`, from the second task on, minimises BCE on the exemplars alone, equally many of
+    - `herd` selects exemplars by the concatenated embeddings of the tokens.
+    - `finetune`, from the second task on, minimises BCE on the exemplars, with the same number for
       each class. The encoder is frozen; the decoder and all tokens and heads are trained.
 
-    DyTox+ is this with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho: 3`.
+    DyTox+ is this method with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho:
+    3`.
 
-    On any vision transformer but `convit_local` the decoder, whose FFN is as wide as that of the
-    encoder, replaces the last block, and the other blocks are the encoder. This is our addition,
-    for pretrained encoders. Stored per task: token and head as the task's own steps left them; the
-    chain carries the rest in its latest state.
+    On any vision transformer except `convit_local` the decoder, with an FFN of the encoder's width,
+    replaces the last block, and the other blocks are the encoder. This is our addition, for
+    pretrained encoders. Stored per task: token and head after the task's own steps; the chain
+    carries the rest in its latest state.
 
-    Where it differs from the paper's code:
+    Differences from the paper's code:
 
-    - All ranks share one memory, chosen under the evaluation transform. There each rank chooses its
-      own, under augmentation.
+    - All ranks share one memory, selected with the evaluation transform. In the code each rank
+      selects its own, with augmentation.
     - The fine-tuning set is shuffled and divided among the ranks, and the encoder is in evaluation
-      mode. There it is neither, and stochastic depth stays on.
-    - Augmentation repeats images as `data.repeats` says, 3 in the paper's setting, in `finetune`
-      too. There it does so in `train` alone.
-    - MixUp pairs images at random, with a factor for each image. There it pairs a batch with itself
-      reversed, with one factor.
+      mode. In the code it is neither, and stochastic depth stays on.
+    - Augmentation repeats images according to `data.repeats`, 3 in the paper's setting, in
+      `finetune` too. The code does so only in `train`.
+    - MixUp pairs images at random, with a factor for each image. The code pairs a batch with the
+      reversed batch, with one factor.
     """
 
     name = "dytox"
@@ -152,7 +155,7 @@ class DyTox(Rehearsal[DyToxSettings]):
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
-        # The network before the task, in a tuple so that it is no submodule of this one.
+        # The network before the task, in a tuple so that it is not a submodule.
         self.before: Any = None
         self.auxiliary: TokenHead | None = None
 

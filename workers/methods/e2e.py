@@ -21,6 +21,8 @@ from workers.model.distill import Teacher, kd_bce, kd_ce
 
 
 class E2eSettings(RehearsalSettings):
+    """Settings of `e2e`."""
+
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
         "closest",
         description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
@@ -47,22 +49,22 @@ class E2e(Rehearsal[E2eSettings]):
     """L = CE over all classes + mean over tasks s of KD_s.
 
     KD_s is the distance of softmax(z_s / tau) to the teacher's softmax(y_s / tau), over the classes
-    of s alone.
+    of s only.
 
     - `train`: the teacher is the network before the task, and s runs over earlier tasks.
-    - `balance` chooses as many images of each new class as there are exemplars of each old one,
+    - `balance` selects as many images of each new class as there are exemplars of each old one,
       floor(M / O_t).
     - `finetune` trains all weights again on these and the old exemplars. The teacher is the network
       after `train`, and s runs over all tasks.
-    - `herd` makes the memory that is handed on: floor(M / A_t) exemplars of each class. Those of
-      new classes are chosen anew, by the network after `finetune`.
+    - `herd` creates the memory for the next task: floor(M / A_t) exemplars of each class. Those of
+      new classes are selected again, by the network after `finetune`.
 
-    `finetune` has the learning rate of `train` unless the config says otherwise. The paper gives it
-    a tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
+    `finetune` has the learning rate of `train` unless the config sets another. The paper uses a
+    tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
 
-    Where it differs from the paper: KD_s is a mean, over tasks and with `kd: bce` over classes too,
-    where the paper sums cross-entropies; gradients are noisy only under `noise`; images are
-    augmented as they are drawn, not twelvefold beforehand.
+    Differences from the paper: KD_s is a mean, over tasks and with `kd: bce` over classes too,
+    while the paper sums cross-entropies; gradients are noisy only with `noise`; images are
+    augmented when they are drawn, not twelvefold in advance.
     """
 
     name = "e2e"
@@ -117,9 +119,9 @@ class E2e(Rehearsal[E2eSettings]):
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
-        """G <- g + N(0, 0.3 / (1 + iteration)^0.55).
+        """Add noise to gradients: G <- g + N(0, 0.3 / (1 + iteration)^0.55).
 
-        The noise is the same on all ranks, whose gradients have been summed before.
+        The noise is the same on all ranks; their gradients have been summed before.
         """
         if not self.settings.noise:
             return

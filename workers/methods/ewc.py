@@ -24,13 +24,15 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-# Names in the carried state, beside those of `network_of`.
+# Names in the carried state, in addition to those of `network_of`.
 IMPORTANCE = "importance/"
 ANCHORS = "anchors/"
 OFFSET = "offset"
 
 
 class EwcSettings(MethodSettings):
+    """Settings of `ewc`."""
+
     model_config = ConfigDict(populate_by_name=True)
 
     lambda_: NonNegativeFloat = Field(1.0, alias="lambda", description="weight of the penalty")
@@ -58,27 +60,27 @@ class EwcSettings(MethodSettings):
 class Ewc(ClassIncremental[EwcSettings]):
     """L = CE + lambda/2 * sum over earlier tasks k and weights i of F_k,i (theta_i - theta_k,i)^2.
 
-    That is equation 3 of the paper. theta_k are the weights after task k, its anchor. F_k is the
+    This is equation 3 of the paper. theta_k are the weights after task k, its anchor. F_k is the
     diagonal of its Fisher information: the mean over images of E_c[(d log p_c / d theta_i)^2], with
-    c drawn from the network's own softmax. The step `importance` computes it image by image, under
-    the evaluation transform, in fp32. `exact` takes the expectation over c, one backward pass per
-    image and class. `sampled` draws one c. `empirical` takes the true class, which is another
-    matrix.
+    c drawn from the network's own softmax. The step `importance` computes it image by image, with
+    the evaluation transform, in fp32. `exact` takes the expectation over c, with one backward pass
+    per image and class. `sampled` draws one c. `empirical` takes the true class, which gives
+    another matrix.
 
     A sum of quadratic functions is one quadratic function. So the chain carries, for any number of
     tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and the
-    function's least value, `offset`.
+    function's minimum, `offset`.
 
     With `online`, A = gamma * A + F_k, and the latest weights are the anchor of all tasks.
 
     All weights of the backbone are protected. In scenario `class` the heads of earlier tasks are
-    too; in scenario `task` they are not trained any more. Of a base task the importance is computed
-    as well.
+    protected too; in scenario `task` they are no longer trained. The importance of a base task is
+    computed as well.
 
-    Where it differs from the paper: F uses at most `samples` images of a task, and is divided by
-    its mean over all weights (`scale: none`: it is not). F of a trained network is small, so that
-    a lambda of the size of 100 would have no effect without. Plain SGD diverges
-    where lr * lambda * max(A) is above 2; `warnings` says so.
+    Differences from the paper: F uses at most `samples` images of a task, and is divided by its
+    mean over all weights (unless `scale: none`). F of a trained network is small, so without this a
+    lambda of about 100 would have no effect. Plain SGD diverges if lr * lambda * max(A) exceeds 2;
+    `warnings` reports this.
     """
 
     name = "ewc"
@@ -130,7 +132,7 @@ class Ewc(ClassIncremental[EwcSettings]):
         return groups
 
     def load_penalty(self, carried: Carried) -> None:
-        """Take the penalty on what earlier tasks need from the carried state."""
+        """Load the penalty for earlier tasks from the carried state."""
         self.importance = with_prefix(IMPORTANCE, carried)
         self.anchors = with_prefix(ANCHORS, carried)
         self.offset = carried.tensors.get(OFFSET, self.offset)
@@ -167,8 +169,8 @@ class Ewc(ClassIncremental[EwcSettings]):
     def fisher(self) -> dict[str, Tensor]:
         """Return the diagonal of the Fisher information on the task's images, by parameter.
 
-        It is divided by its mean, if `scale` says so; 0 stays 0 if all gradients vanish. Each rank
-        squares the gradients of its share of the images.
+        It is divided by its mean if `scale` asks for it; it stays 0 if all gradients vanish. Each
+        rank squares the gradients of its share of the images.
         """
         self.eval()
         parameters = self.protected()
@@ -218,7 +220,7 @@ class Ewc(ClassIncremental[EwcSettings]):
         """Add the squared gradients of one image's log-probabilities (K,) to `sums`."""
         assert self.task is not None
         p = log_p.detach().exp().cpu()
-        weights = {}  # class -> weight of its squared gradient
+        weights = {}  # weight of the squared gradient of each class
         if self.settings.fisher == "exact":
             weights = dict(enumerate(p.tolist()))
         elif self.settings.fisher == "sampled":
@@ -239,7 +241,7 @@ class Ewc(ClassIncremental[EwcSettings]):
 
     @torch.no_grad()
     def consolidate(self, fisher: dict[str, Tensor]) -> None:
-        """Add the task's penalty, at the weights as they stand, to that of earlier tasks."""
+        """Add the task's penalty at the current weights to that of earlier tasks."""
         for name, parameter in self.protected().items():
             old = self.importance.get(name, torch.zeros_like(parameter))
             anchor = self.anchors.get(name, parameter)
@@ -295,7 +297,7 @@ class Ewc(ClassIncremental[EwcSettings]):
 
 
 def with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
-    """Return the carried tensors whose names start with `prefix`, by the rest of their names."""
+    """Return the carried tensors with names that start with `prefix`, by the rest of a name."""
     tensors = {}
     for name, tensor in carried.tensors.items():
         if name.startswith(prefix):

@@ -54,10 +54,10 @@ class FineTune(ClassIncremental[MethodSettings]):
 
 
 def weight_groups(module: nn.Module, optim: OptimPlan) -> list[ParamGroup]:
-    """Return the parameters in two groups, as DeiT has them.
+    """Return the parameters in two groups, like DeiT.
 
-    Biases, norms, class token and position embedding have no weight decay, nor has what else timm
-    exempts in a model, such as Swin's relative positions.
+    Biases, norms, class token and position embedding have no weight decay, and neither have other
+    parameters that timm exempts, for example Swin's relative positions.
     """
     decayed = []
     exempt = []
@@ -104,9 +104,9 @@ def heads_of(method: Method, tasks: list[str]) -> dict[str, Tensor]:
 
 
 def restore_network(method: Method, tensors: dict[str, Tensor]) -> None:
-    """Load what `network_of` or `heads_of` returned; what has no tensor here stays as it is."""
+    """Load the result of `network_of` or `heads_of`; parameters without a tensor stay unchanged."""
     backbone = {}
-    heads: dict[str, dict[str, Tensor]] = {}  # task -> tensors of its head
+    heads: dict[str, dict[str, Tensor]] = {}  # tensors of each task's head
     for name, tensor in tensors.items():
         owner, rest = name.split("/", 1)
         if owner == "backbone":

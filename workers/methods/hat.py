@@ -47,9 +47,11 @@ MIN_FREE_SHARE = 0.01  # free units / all units; below it a task learns little b
 
 
 class HatSettings(MethodSettings):
-    """Defaults are for a pretrained ViT and few epochs. The paper's, for 200 epochs of plain SGD
-    from random weights: s_max 400, c 0.75, price absolute, schedule linear, s_min null, start
-    normal, mask_lr that of the weights (0.05)."""
+    """Settings of HAT. The defaults are for a pretrained ViT and few epochs.
+
+    The paper's values, for 200 epochs of plain SGD from random weights: s_max 400, c 0.75, price
+    absolute, schedule linear, s_min null, start normal, mask_lr that of the weights (0.05).
+    """
 
     s_max: float = Field(100.0, gt=1, description="largest s of sigmoid(s e); useful: 25 to 800")
     c: NonNegativeFloat = Field(
@@ -106,11 +108,11 @@ S = TypeVar("S", bound=HatSettings, default=Any)
 
 
 class Hat(Method[S]):
-    """Tasks are learned in sequence: each starts from the weights of the one before.
+    """Tasks are learned in sequence: each starts from the weights of the previous one.
 
     A unit's output h becomes a h with a = sigmoid(s e) (Eq. 1); s is annealed in every epoch. The
-    code scales the weights of the unit, which is the same. The binary masks 1[e > 0] are stored.
-    Passed on to the next task are the weights and, for each unit, the number of tasks that use it.
+    code scales the weights of the unit, which is equivalent. The binary masks 1[e > 0] are stored.
+    The weights and, for each unit, the number of tasks that use it are passed on to the next task.
     A base task, on which the backbone was fine-tuned, is trained once more with masks, as a first
     task.
 
@@ -118,15 +120,15 @@ class Hat(Method[S]):
     (biases of relative ones too), class token, norms, layer scales, biases of proj and fc2. With
     `per_task_affine` each task trains its own copies of class token, norms and these two biases.
 
-    Where it differs from the paper:
+    Differences from the paper:
     - Masks of finished tasks are binary in inference, in locking and in R: soft masks let training
       change weights that earlier tasks use.
     - Locked entries of weights are restored after each optimizer step, because weight decay and
       momentum move them.
-    - For pretrained weights and few epochs, s goes from s_max down to 1 and back in an epoch
+    - For pretrained weights and few epochs, s decreases from s_max to 1 and rises again in an epoch
       (cosine). So an epoch begins and ends with hard masks, and never scales all outputs by 0.5.
-    - Rotary embeddings mix queries, and keys, of two channels. There a mask acts on the keys of a
-      unit too, so that a unit that is off has no part in the scores.
+    - Rotary embeddings mix two channels of queries, and of keys. Then a mask acts on the keys of a
+      unit too, so that a unit that is off does not contribute to the scores.
     - c is multiplied by `price`. The gradient of c R with respect to a mask value is c / N, with N
       free units. On a pretrained ViT that is a hundredth of the noise of the gradient of the cross
       entropy: no unit would be turned off before the paper's 200 epochs.
@@ -192,7 +194,7 @@ class Hat(Method[S]):
         self.shared = dict(backbone.named_parameters())
         # (units,) in order of sites: how many finished tasks use each unit
         self.uses = torch.zeros(sum(self.sites.values()), dtype=torch.int16)
-        self.register_buffer("price", torch.ones(()))  # what c is multiplied by in the next step
+        self.register_buffer("price", torch.ones(()))  # factor of c in the next step
         # finished task -> its masks by site, and its copies of parameters by name
         self.loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
@@ -220,7 +222,7 @@ class Hat(Method[S]):
         self.copies = Copies(
             self.backbone, affine_names(self.backbone) if self.settings.per_task_affine else []
         )
-        # parameter -> how many finished tasks use each of its entries
+        # number of finished tasks that use each entry, by parameter
         uses_by_name = unit_values(self.backbone, self.by_site(self.uses))
         locks = {}
         for name, count in uses_by_name.items():
@@ -278,9 +280,9 @@ class Hat(Method[S]):
     def relative_price(self) -> Tensor:
         """Return the root mean square of dCE / da in this step, times the number of free units.
 
-        With this price and c = 1, the gradient of R with respect to a mask value is as large as
-        that of the cross entropy typically is. Units whose gradient vanishes are left out; where
-        all do, the price stays.
+        With this price and c = 1, the gradient of R with respect to a mask value has the typical
+        size of the gradient of the cross entropy. Units with a zero gradient are ignored; if all
+        are zero, the price stays.
         """
         slope = self.mask.slope(self.scale)  # (units,) d(loss) / d(e) = slope * d(loss) / d(a)
         gradient = self.mask.embedding.grad
@@ -298,7 +300,7 @@ class Hat(Method[S]):
         self.mask.clamp()
 
     def metrics(self) -> dict[str, float]:
-        """Shares of all units: used by this task, by this or earlier tasks, and by none of them."""
+        """Return shares of all units: used by this task, by this or earlier tasks, and free."""
         task_mask = self.mask.hard()
         used = float((task_mask | (self.uses > 0)).float().mean())
         return {"density": float(task_mask.float().mean()), "capacity": used, "free": 1 - used}
@@ -394,6 +396,8 @@ class Hat(Method[S]):
 
 
 class AdaHatSettings(HatSettings):
+    """Settings of `adahat`."""
+
     intensity: PositiveFloat = Field(
         0.01, description="A: how far weights of units that earlier tasks use may move"
     )
@@ -401,10 +405,10 @@ class AdaHatSettings(HatSettings):
 
 
 class AdaHat(Hat[AdaHatSettings]):
-    """HAT with soft locks, which goes on learning when no unit is free, and forgets a little.
+    """HAT with soft locks, which continues to learn without free units, and forgets a little.
 
-    The optimizer step of an entry whose unit n earlier tasks use is multiplied by r / (n + r), with
-    r = A / (eps + R of the unit's site alone). The factor acts on the step, not on the gradient
+    The optimizer step of an entry of a unit that n earlier tasks use is multiplied by r / (n + r),
+    with r = A / (eps + R of the unit's site only). The factor acts on the step, not on the gradient
     (see Protector).
     """
 
@@ -425,7 +429,7 @@ class AdaHat(Hat[AdaHatSettings]):
 
     def after_backward(self) -> None:
         soft = self.by_site(self.soft.detach())
-        blocked = {}  # by site: the part of the optimizer step that is undone, in [0, 1)
+        blocked = {}  # part of the optimizer step that is undone, in [0, 1), by site
         for site, count in self.by_site(self.uses).items():
             regularizer = newly_used([soft[site]], [count > 0])
             rate = self.settings.intensity / (self.settings.eps + regularizer)
@@ -437,11 +441,11 @@ class AdaHat(Hat[AdaHatSettings]):
         super().after_backward()
 
     def warnings(self) -> list[str]:
-        return []  # it goes on learning without free units
+        return []  # it continues to learn without free units
 
 
 def affine_names(backbone: Any) -> list[str]:
-    """Return the names of parameters that belong to no unit and are shared by all of them.
+    """Return the names of the parameters that belong to no unit and are shared by all units.
 
     These are the class token, norms, biases of proj and fc2, and scales of Context Broadcasting.
     """

@@ -1,5 +1,4 @@
-"""iCaRL: sigmoid outputs that old classes inherit from the network before, and answers by the
-nearest mean of exemplars.
+"""iCaRL: sigmoid outputs with distillation, and predictions by the nearest mean of exemplars.
 
 Rebuffi, Kolesnikov, Sperl, Lampert: iCaRL: Incremental Classifier and Representation Learning, CVPR
 2017.
@@ -23,6 +22,8 @@ from workers.model.exemplars import nearest_mean
 
 
 class IcarlSettings(RehearsalSettings):
+    """Settings of `icarl`."""
+
     loss: Literal["bce", "ce_kd"] = Field(
         "bce",
         description="training loss: `bce`: binary cross-entropy per class, for labels and "
@@ -41,16 +42,18 @@ class IcarlSettings(RehearsalSettings):
 
 
 class Icarl(Rehearsal[IcarlSettings]):
-    """loss `bce`: binary cross-entropy of all outputs, a mean over entries, to the teacher's
-    sigmoid for the O_t old classes, of exemplars too, whatever their label, and to the labels for
-    the K_t new ones: L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t. loss `ce_kd`: L = CE over
-    all classes + KD_ce(tau) over the old ones, under which the name is often reported.
+    """L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t, for the loss `bce`.
 
-    `herd` hands on nu_c, the direction of the mean of class c's exemplars, each as a unit vector,
-    by the network as it is now; an image goes to the class with the nearest nu_c, within the task
-    where that is told. While training, outputs answer.
+    It is the binary cross-entropy of all outputs, averaged over entries: to the teacher's sigmoid
+    for the O_t old classes, also for exemplars of any label, and to the labels for the K_t new
+    ones. The loss `ce_kd` is L = CE over all classes + KD_ce(tau) over the old ones, which is often
+    reported under the name iCaRL.
 
-    Where it differs from the paper: binary cross-entropies are averaged over classes, not summed.
+    `herd` carries nu_c, the direction of the mean of class c's exemplars, each a unit vector from
+    the current network. The prediction is the class with the nearest nu_c, within the task if it is
+    given. During training the outputs are used.
+
+    Differences from the paper: binary cross-entropies are averaged over classes instead of summed.
     """
 
     name = "icarl"
@@ -93,8 +96,10 @@ class Icarl(Rehearsal[IcarlSettings]):
         return (1 - a) * ce + a * kd if sigmoids else ce + kd, {**terms, "kd": kd.detach()}
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """Minus squared distances to the class means, where there are means and `infer` asks for
-        them."""
+        """Return the negative squared distances to the class means.
+
+        Without class means, or if `infer` asks for outputs, the outputs are returned.
+        """
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)
         scores = nearest_mean(self.features(images), self.means.to(images.device))

@@ -39,7 +39,7 @@ class Individual(Method[MethodSettings]):
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        # Empty for the base task, whose weights are those of the common backbone.
+        # Empty for the base task, which has the weights of the common backbone.
         self.weights[state.task] = state.copies
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:

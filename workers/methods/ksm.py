@@ -26,6 +26,8 @@ from workers.storage.taskstate import TaskState
 
 
 class KsmSettings(ThresholdSettings):
+    """Settings of `ksm`."""
+
     granularity: Literal["kernel", "channel", "element"] = Field(
         "kernel",
         description="which weights share a mask value: `kernel`: those of a kernel; "
@@ -45,7 +47,7 @@ class KsmSettings(ThresholdSettings):
     norms: bool = Field(
         True, description="whether each task trains its own copies of the norms' weights and biases"
     )
-    # Farther than Piggyback's: a kernel that is off keeps a part of its weights.
+    # Larger than Piggyback's, because a kernel that is off keeps a part of its weights.
     mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         2.0,
         description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
@@ -64,16 +66,15 @@ class KsmSettings(ThresholdSettings):
 class Ksm(ThresholdMasks[KsmSettings]):
     """W' = (b + 0.5 a) .* W, with one b and one a per kernel, see `SoftBinary`.
 
-    All real values start above theta, so that training starts from the backbone itself. Stored: the
-    bits b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order), and copies of
-    norms. The real values are not stored: a is relative to the smallest and the largest of its
-    layer, so that only the final mask matters.
+    All real values start above theta, so that training starts from the backbone. Stored: the bits
+    b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order), and copies of
+    norms. The real values are not stored: a is relative to the smallest and the largest value of
+    its layer, so only the final mask matters.
 
-    Where it differs from the paper: a Linear has no kernels, so that `group` consecutive input
-    columns of an output row form one; the patch embedding has true kernels. The learning rate of
-    real values follows from the number of steps (see `rate`); copies of norms have that of heads. A
-    kernel that is on counts exactly as 0 for the range of a, where the released code has a rounding
-    error.
+    Differences from the paper: a Linear has no kernels, so `group` consecutive input columns of an
+    output row form one; the patch embedding has true kernels. The learning rate of real values
+    follows from the number of steps (see `rate`); copies of norms have that of heads. A kernel that
+    is on counts exactly as 0 for the range of a, where the released code has a rounding error.
     """
 
     name = "ksm"
@@ -108,7 +109,10 @@ class Ksm(ThresholdMasks[KsmSettings]):
             )
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
-        """kernel: (out, in / group), of a convolution (out, in). channel: (out,)."""
+        """Return the shape of a mask.
+
+        `kernel`: (out, in / group), for a convolution (out, in). `channel`: (out,).
+        """
         shape = tuple(self.sites[site].shape)
         if self.settings.granularity == "element":
             return shape

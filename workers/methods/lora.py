@@ -41,6 +41,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class LoraSettings(MethodSettings):
+    """Settings of `lora`."""
+
     target: Target = Field(
         "qkv",
         description="projections that are updated: `qkv`: the fused one, by one update; `qv`: "
@@ -158,14 +160,14 @@ class Lora(Method[LoraSettings]):
         return self.state(copies=copies, meta={"alpha": self.settings.alpha}), Carried()
 
     def load_task(self, state: TaskState) -> None:
-        """Load the task's update beside those of other tasks. A base task has none."""
+        """Load the update of a finished task. A base task has none."""
         super().load_task(state)
         if state.method == self.name:
             self.check_update(state)
         self.loaded[state.task] = dict(state.copies)
 
     def check_update(self, state: TaskState) -> None:
-        """Raise `UserError` when the state's update is not of these settings."""
+        """Raise `UserError` if the state's update does not match these settings."""
         stored_shapes = {name: tuple(tensor.shape) for name, tensor in state.copies.items()}
         stored_alpha = state.meta.get("alpha")
         if stored_shapes != self.shapes or stored_alpha != self.settings.alpha:
@@ -188,5 +190,5 @@ class Lora(Method[LoraSettings]):
 
 
 def is_stacked(backbone: nn.Module, settings: LoraSettings) -> bool:
-    """Return whether the updates are those of equal projections in all blocks, and stacked."""
+    """Return whether all blocks have equal projections, so that their updates are stacked."""
     return isinstance(backbone, VisionTransformer) and settings.target != "linear"

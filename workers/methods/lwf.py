@@ -1,5 +1,6 @@
-"""LwF: the whole network goes on learning, and distillation holds its old heads to what they
-answered before, on new images.
+"""LwF: the whole network is trained, and distillation keeps the outputs of its old heads.
+
+The distillation uses images of the new task.
 
 Li, Hoiem: Learning without Forgetting, ECCV 2016.
 """
@@ -29,6 +30,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class LwfSettings(MethodSettings):
+    """Settings of `lwf`."""
+
     model_config = ConfigDict(populate_by_name=True)
 
     lambda_: NonNegativeFloat = Field(
@@ -47,14 +50,15 @@ class LwfSettings(MethodSettings):
 
 
 class Lwf(ClassIncremental[LwfSettings]):
-    """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), all on images of the new task.
-    The teacher is the network before the task; the old heads, a base task's among them, are trained
-    along. In scenario `class` the old heads' outputs form one softmax, and cross-entropy stays
-    among the new ones. Stored per task: the head as its own training left it; the chain carries the
-    weights and the older heads as they are by now.
+    """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), on images of the new task.
 
-    Where it differs from the paper: the first phase, which trains the new head alone, is off unless
-    `head_first` asks for it.
+    The teacher is the network before the task; the old heads, including that of a base task, are
+    trained too. In scenario `class` the old heads' outputs form one softmax, and cross-entropy uses
+    only the new ones. Stored per task: the head after its own training; the chain carries the
+    weights and the current older heads.
+
+    Differences from the paper: the first phase, which trains only the new head, is off unless
+    `head_first` is set.
     """
 
     name = "lwf"
@@ -113,8 +117,11 @@ class Lwf(ClassIncremental[LwfSettings]):
         ).sum()
 
     def after_backward(self) -> None:
-        """A parameter without a gradient is passed over by the optimizer: neither weight decay nor
-        momentum touches it."""
+        """Remove gradients of parameters that must not change.
+
+        The optimizer skips a parameter without a gradient: neither weight decay nor momentum
+        changes it.
+        """
         if self.head_alone:
             assert self.task is not None
             new = {id(p) for p in self.heads[self.task.name].parameters()}

@@ -1,5 +1,6 @@
-"""MEAT: per task, hard masks on image tokens (as attention keys) and FFN weights of a frozen ViT,
-by Gumbel-softmax; on a ResNet on channels and convolutions.
+"""MEAT: hard masks per task on image tokens (as attention keys) and FFN weights of a frozen ViT.
+
+The masks are trained by Gumbel-softmax. On a ResNet they act on channels and convolutions.
 
 Xue, Zhang, Song, Song: Meta-attention for ViT-backed Continual Learning, CVPR 2022. Equation
 numbers are the paper's.
@@ -38,10 +39,11 @@ ADAM_EPS = 1e-15
 
 
 class MeatSettings(MethodSettings):
-    """The paper's ablation by settings alone. M1 (classifier): token_masks false, ffn_masks off. M2
-    (tokens without drop control): ffn_masks off, alpha 0. M3 (with it): ffn_masks off. M4 (FFN):
-    token_masks false. M5 (all): defaults. On a ResNet `token_masks` are those of channels and
-    `ffn_masks` those of convolutions, per weight.
+    """Settings of MEAT, which include the paper's ablation.
+
+    M1 (classifier): token_masks false, ffn_masks off. M2 (tokens without drop control): ffn_masks
+    off, alpha 0. M3 (with it): ffn_masks off. M4 (FFN): token_masks false. M5 (all): defaults. On a
+    ResNet `token_masks` are those of channels and `ffn_masks` those of convolutions, per weight.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -94,19 +96,19 @@ class MeatSettings(MethodSettings):
 
 
 class Meat(Method[MeatSettings]):
-    """A star: the backbone is shared and frozen, each task leaves packed mask bits and a head.
+    """A star: the backbone is shared and frozen, each task stores packed mask bits and a head.
 
-    Where it differs from the paper: one logit per entry (see GumbelHard); logits start at +-gamma,
-    as in the released code (uniform ones would start with half of everything dropped); the learning
-    rate of masks follows from the number of steps, because the paper's flips nothing in a short
+    Differences from the paper: one logit per entry (see GumbelHard); logits start at +-gamma, as in
+    the released code (uniform ones would start with half of everything dropped); the learning rate
+    of masks follows from the number of steps, because the paper's rate flips nothing in a short
     training.
 
     On EVA-02, DINOv3 and BEiT masks are those of a ViT; a gated FFN packs its gates and values in
-    fc1. What masks drop is computed there: `compact` is refused.
+    fc1. Masked parts are computed there: `compact` is refused.
 
-    On a ResNet channels take the place of tokens and convolutions that of the FFN; `ChannelSites`
-    says which. The reading is ours, of the paper's figure 4, where the method is carried over to
-    CNNs: by default both kinds are trained, as on a ViT.
+    On a ResNet channels replace tokens and convolutions replace the FFN; see `ChannelSites`. This
+    is our reading of the paper's figure 4, which transfers the method to CNNs: by default both
+    kinds are trained, as on a ViT.
     """
 
     name = "meat"
@@ -124,8 +126,11 @@ class Meat(Method[MeatSettings]):
     def validate(
         cls, settings: MeatSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        """`mask_lr: auto` follows from how far Adam can go in a step; SGD's way depends on the
-        gradients."""
+        """Check that `mask_lr: auto` is used with Adam.
+
+        The automatic rate follows from the largest step of Adam; SGD's steps depend on the
+        gradients.
+        """
         masked = settings.token_masks or settings.ffn_masks != "off"
         if masked:
             needs_adamw(settings.mask_lr, train)
@@ -170,9 +175,11 @@ class Meat(Method[MeatSettings]):
         return groups
 
     def rate(self, optim: OptimPlan) -> float:
-        """Peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard. Adam moves an
-        entry by at most the rate per step, so `auto` sets rate * full_rate_steps = mask_travel * 2
-        gamma: long and short trainings reach equally far."""
+        """Return the peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard.
+
+        Adam moves an entry by at most the rate per step, so `auto` sets rate * full_rate_steps =
+        mask_travel * 2 gamma: long and short trainings reach equally far.
+        """
         if self.settings.mask_lr == "auto":
             return (
                 self.settings.mask_travel
@@ -187,8 +194,11 @@ class Meat(Method[MeatSettings]):
         )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + alpha * L_dc (Eq. 9). Masks of tokens or channels are sampled per image, those of
-        weights and neurons once per forward."""
+        """Return CE + alpha * L_dc (Eq. 9).
+
+        Masks of tokens or channels are sampled per image, those of weights and neurons once per
+        forward pass.
+        """
         gates = self.sample_gates(batch.draw)
         masks = {name: gate[batch.draw.positions_on_device] for name, gate in gates.items()}
         masks |= {
@@ -207,9 +217,11 @@ class Meat(Method[MeatSettings]):
         }
 
     def sample_gates(self, draw: StepRng) -> dict[str, Tensor]:
-        """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows
-        everybody's noise, so the keep ratio over the global batch needs no message and does not
-        depend on ranks or accumulation."""
+        """Sample masks of tokens or channels of the WHOLE global batch, (size, *shape).
+
+        Each rank knows the noise of all ranks, so the keep ratio over the global batch needs no
+        communication and does not depend on ranks or accumulation.
+        """
         return {
             name: self.masks[name].sample(draw.every_sample(f"meat.{name}", *shape))
             for name, shape in self.sites.gates.items()
@@ -220,9 +232,11 @@ class Meat(Method[MeatSettings]):
         return {name: mask.hard() for name, mask in self.masks.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Shares of kept entries of either kind (`token_keep`, `ffn_density`; on a ResNet
-        `channel_keep`, `convolution_density`), and of entries that left their initial state
-        `keep`."""
+        """Return shares of kept entries of both kinds, and of entries that left their start.
+
+        The names are `token_keep` and `ffn_density` (on a ResNet `channel_keep` and
+        `convolution_density`).
+        """
         masks = self.hard()
         gate, entry = (kind.lower() for kind in self.sites.kinds)
         values = {f"{gate}_keep": self.sites.gates, f"{entry}_density": self.sites.entries}
@@ -236,7 +250,7 @@ class Meat(Method[MeatSettings]):
         return shares
 
     def warnings(self) -> list[str]:
-        """Warn of each kind of mask whose entries all kept their initial state.
+        """Warn about each kind of mask with only entries in their initial state.
 
         Gates nearly always flip under drop control; masks of weights need a high enough rate.
         """
@@ -261,7 +275,7 @@ class Meat(Method[MeatSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's masks beside those of other tasks. A base task has none: all ones."""
+        """Load the masks of a finished task. A base task has none: all ones."""
         super().load_task(state)
         shapes = self.mask_shapes() if state.method == self.name else {}
         for name in {**shapes, **state.masks}:
@@ -290,12 +304,11 @@ class Meat(Method[MeatSettings]):
         return self.loaded[task] if task in self.loaded else self.hard()
 
     def compact(self, task: str) -> nn.Module:
-        """A module images -> logits of a task that computes only what its masks leave."""
+        """Return a module images -> logits of a task that computes only the unmasked parts."""
         return self.sites.compact(self.hard_masks(task), self.heads[task])
 
     def flops_share(self, state: TaskState) -> float:
-        """Multiply-adds that `compact` does with these masks, relative to what it does with
-        none."""
+        """Return the multiply-adds of `compact` with these masks, relative to no masks."""
         return self.sites.flops_share(state.masks)
 
 
@@ -309,8 +322,12 @@ def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
 
 
 def drop_control(gates: list[Tensor], keep: float) -> Tensor:
-    """L_dc = mean over layers of (lambda - share of kept tokens or channels)^2 (Eq. 10). gates:
-    0/1, (b, layers, n) without the class token, or (b, n) of a single layer."""
+    """Return L_dc = mean over layers of (lambda - share of kept tokens or channels)^2 (Eq. 10).
+
+    Args:
+        gates: 0/1 tensors (b, layers, n) without the class token, or (b, n) of a single layer.
+        keep: The target share lambda.
+    """
     shares = torch.cat([gate.mean(dim=(0, -1)).reshape(-1) for gate in gates])
     return (keep - shares).square().mean()
 

@@ -1,5 +1,6 @@
-"""PackNet: every weight belongs to one task; a task trains what is free, gives part of it back, and
-keeps the rest for good.
+"""PackNet: every weight belongs to one task.
+
+A task trains the free weights, frees a part of them again, and keeps the rest permanently.
 
 Mallya, Lazebnik: PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR
 2018.
@@ -41,6 +42,8 @@ SHARE_SCHEMA: dict[str, JsonValue] = {"anyOf": [PRUNED, {"type": "null"}, {"cons
 
 
 class PackNetSettings(MethodSettings):
+    """Settings of `packnet`."""
+
     prune: float | tuple[float | None, ...] = Field(
         0.75,
         description="share of a task's new weights that are pruned, and so free for later "
@@ -82,8 +85,11 @@ class PackNetSettings(MethodSettings):
         return shares if listed else value
 
     def share(self, position: int) -> float | None:
-        """What the task at `position` (-1: the base) gives back; None: nothing. Raises UserError
-        where the list is too short."""
+        """Return the share that the task at `position` (-1: the base) frees, or None.
+
+        Raises:
+            UserError: If the list is too short.
+        """
         if position < 0:
             return self.base_prune
         if isinstance(self.prune, float):
@@ -98,26 +104,27 @@ class PackNetSettings(MethodSettings):
 
 
 class PackNet(Method[PackNetSettings]):
-    """Task t claims all free weights and trains them (`train`), gives the smallest round(p * count)
-    of each layer back, which become 0 (`prune`), and trains those that it kept (`retrain`). It is
-    served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of earlier tasks take part and never
-    change. While t is trained W_eff is W, since free weights are 0 and locked as well.
+    """Task t claims all free weights and trains them, prunes a share, and retrains the rest.
+
+    `prune` frees the smallest round(p * count) weights of each layer, which become 0. A task is
+    served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of earlier tasks are used and never
+    change. During the training of t W_eff is W, since free weights are 0 and locked as well.
 
     Stored for a task: its head and its owner number. Carried: weights, and the owner map, one byte
     per weight of patch embedding and blocks (qkv is one tensor). Biases, norms, class token and
     position embedding stay those of the backbone, unless `per_task_affine` gives each task its own.
 
     base_mode: with `own_nothing` the first task claims every weight *at its pretrained value*, so
-    that it is fine-tuned; what it gives back starts from 0 for the others, and a base task in the
-    stream is answered by the weights as they stand: it is forgotten. `prune_only` keeps the
-    backbone's largest weights as they are (the base's row of the matrix shows what that costs).
-    `prune_retrain` is the paper's way: the base task is pruned, and trained again together with
-    biases and norms.
+    that it is fine-tuned; the weights that it frees start from 0 for the others, and a base task in
+    the stream is served by the current weights: it is forgotten. `prune_only` keeps the backbone's
+    largest weights (the base's row of the matrix shows the cost). `prune_retrain` is the paper's
+    way: the base task is pruned, and trained again together with biases and norms.
 
-    All steps train alike unless the config says otherwise under `steps`; the released code retrains
-    for half of the epochs at a tenth of the rate: `steps: {retrain: {epochs: 10, lr: 1e-4}}` beside
-    `train: {epochs: 20, lr: 1e-3}`. It also frees all that equals the cut, evaluates by writing
-    zeros into W, and lets decay and momentum move what is owned; not so here.
+    All steps have the same training settings unless the config sets others under `steps`; the
+    released code retrains for half of the epochs at a tenth of the rate: `steps: {retrain: {epochs:
+    10, lr: 1e-4}}` with `train: {epochs: 20, lr: 1e-3}`. It also frees all weights equal to the
+    threshold, evaluates by writing zeros into W, and lets decay and momentum move owned weights;
+    this code does not.
     """
 
     name = "packnet"
@@ -134,7 +141,7 @@ class PackNet(Method[PackNetSettings]):
     )
     carries = ("weights", "owners")
     steps = (Step("train"), Step("prune", trains=False, measured=True), Step("retrain"))
-    needs_states = True  # for the head of a base task that goes through steps of its own
+    needs_states = True  # for the head of a base task with separate steps
     freezes_backbone = False
     Settings = PackNetSettings
     per_task = frozenset({"prune", "per_task_affine"})
@@ -210,8 +217,11 @@ class PackNet(Method[PackNetSettings]):
             self.latest_name = task.name
 
     def claim(self, task: Task) -> None:
-        """All that is free is the task's from here on. Raises UserError where the owner map cannot
-        hold one more owner."""
+        """Assign all free weights to a task.
+
+        Raises:
+            UserError: If the owner map cannot store one more owner.
+        """
         if self.latest == MOST_OWNERS:
             raise UserError(
                 f"packnet: task {task.name!r} would be owner {MOST_OWNERS + 1}, and one byte "
@@ -224,15 +234,17 @@ class PackNet(Method[PackNetSettings]):
 
     @torch.no_grad()
     def give_back(self, share: float) -> None:
-        """In each layer the smallest round(share * count) of the latest owner's weights become
-        free, and 0."""
+        """Free the smallest round(share * count) weights of the latest owner in each layer.
+
+        They become 0.
+        """
         for site, weight in self.sites.items():
             freed = smallest(weight, self.owners[site] == self.latest, share)
             weight.view(-1)[freed] = 0
             self.owners[site].view(-1)[freed] = FREE
 
     def trained_others(self, carried: Carried | None) -> list[nn.Parameter]:
-        """Return the parameters that are trained beside weights and head.
+        """Return the trained parameters other than weights and head.
 
         For the base task these are the backbone's other parameters, for a later task its copies.
         """
@@ -264,7 +276,7 @@ class PackNet(Method[PackNetSettings]):
     def metrics(self) -> dict[str, float]:
         """Return shares of all weights: owned by the task, used by it, and free.
 
-        A task uses its weights and those of the tasks before it.
+        A task uses its own weights and those of earlier tasks.
         """
         free = self.owned_share(FREE)
         return {"own": self.owned_share(self.latest), "used": 1 - free, "free": free}
@@ -290,7 +302,7 @@ class PackNet(Method[PackNetSettings]):
         tensors = {f"backbone/{name}": t for name, t in tensors_of(self.backbone).items()}
         tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
         last_step = self.steps_for(self.settings, self.position)[-1]
-        if self.step != last_step.name:  # the next step of the same task goes on from these
+        if self.step != last_step.name:  # the next step of the same task continues from these
             tensors |= {f"head/{name}": t.clone() for name, t in state.head.items()}
             tensors |= {f"copies/{name}": t.clone() for name, t in state.copies.items()}
         return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
@@ -314,7 +326,7 @@ class PackNet(Method[PackNetSettings]):
         self.loaded[state.task] = state.copies
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """W_eff of the task, and its copies. What the latest owner uses is W itself."""
+        """Return W_eff of the task, and its copies. The latest owner uses W."""
         if self.task is not None and self.task.name == task:
             return self.copies.tensors() if self.copies else {}
         device = self.device
@@ -336,8 +348,10 @@ class PackNet(Method[PackNetSettings]):
 
 
 def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:
-    """Positions in the flattened weight of the round(share * count) smallest |w| `among` those, the
-    first among equals."""
+    """Return the positions in the flattened weight of the round(share * count) smallest |w|.
+
+    Only weights in `among` are considered; among equals the first ones are taken.
+    """
     candidates = among.flatten().nonzero().squeeze(1)
     order = weight.flatten()[candidates].abs().argsort(stable=True)
     return candidates[order[: round(share * len(candidates))]]

@@ -1,5 +1,6 @@
-"""Piggyback: per task one bit for every weight of a frozen backbone, by thresholding trained real
-values.
+"""Piggyback: one bit per task for every weight of a frozen backbone.
+
+The bits are thresholded real values that are trained.
 
 Mallya, Davis, Lazebnik: Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask
 Weights, ECCV 2018.
@@ -23,6 +24,8 @@ from workers.storage.taskstate import TaskState
 
 
 class PiggybackSettings(ThresholdSettings):
+    """Settings of `piggyback`."""
+
     ternary: bool = Field(
         False,
         description="whether masks have values -1, 0 and 1, at 2 bits per weight; false: 0 and 1",
@@ -43,14 +46,15 @@ class PiggybackSettings(ThresholdSettings):
 
 
 class Piggyback(ThresholdMasks[PiggybackSettings]):
-    """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M goes to M^r as it is. All real
-    values start above theta, so that training starts from the backbone itself. Stored: a bit per
-    weight; ternary: two, `SITE` for what is not 0, `SITE.minus` for what is -1.
+    """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M is passed unchanged to M^r.
 
-    Where it differs from the paper: masks of all Linear and Conv weights of a ViT. Biases, norms,
-    class token and position embedding stay frozen. The rate of M^r follows from the number of steps
-    (see `rate`): the paper's 1e-4 is for its 30 epochs and flips nothing in a short training.
-    Weight decay never acts on M^r: it would switch everything off.
+    All real values start above theta, so that training starts from the backbone. Stored: a bit per
+    weight; ternary: two, `SITE` for nonzero values, `SITE.minus` for -1.
+
+    Differences from the paper: masks of all Linear and Conv weights of a ViT. Biases, norms, class
+    token and position embedding stay frozen. The rate of M^r follows from the number of steps (see
+    `rate`): the paper's 1e-4 is for its 30 epochs and flips nothing in a short training. Weight
+    decay never acts on M^r, because it would switch everything off.
     """
 
     name = "piggyback"

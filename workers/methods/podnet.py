@@ -23,6 +23,8 @@ from workers.model.pod import cosine_distance, features_and_maps, pod
 
 
 class PodNetSettings(CosineSettings):
+    """Settings of `podnet`."""
+
     finetune: bool = Field(
         True,
         description="whether step `finetune` trains the classifier once more, on equally many "
@@ -47,15 +49,16 @@ class PodNetSettings(CosineSettings):
 
 
 class PodNet(CosineRehearsal[PodNetSettings]):
-    """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD). NCA =
-    -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance of
-    each block's map, squared, summed over rows and over columns and normalised, to the teacher's.
-    `finetune` trains the classifier with NCA; the paper does so for 20 epochs at half of the rate:
-    `steps: {finetune: {epochs: 20, lr: 0.05}}` beside `train: {epochs: 160, lr: 0.1}`.
+    """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD).
 
-    Where it differs from the paper: a block's map is that of the ViT's patch tokens on their grid,
-    and h takes the place of the last one; s is the cosine itself, and eta starts at 10. The
-    released code's margin and its exclusion of the own class have no effect; here they have.
+    NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance
+    of each block's map, squared, summed over rows and over columns and normalised, to the
+    teacher's. `finetune` trains the classifier with NCA; the paper does so for 20 epochs at half of
+    the rate: `steps: {finetune: {epochs: 20, lr: 0.05}}` with `train: {epochs: 160, lr: 0.1}`.
+
+    Differences from the paper: a block's map is that of the ViT's patch tokens on their grid, and h
+    replaces the last one; s is the cosine, and eta starts at 10. The margin and the exclusion of
+    the own class have no effect in the released code; here they have.
     """
 
     name = "podnet"

@@ -1,6 +1,6 @@
-"""What only some methods do: small protocols, checked with `isinstance` where they are used.
+"""Small protocols for features of only some methods, checked with `isinstance` where they are used.
 
-A method takes part by defining the functions of a protocol; it inherits from none of them.
+A method takes part by defining the functions of a protocol; it does not inherit from it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from workers.methods.bases.class_incremental import ClassIncremental
 
 @runtime_checkable
 class RemembersSamples(Protocol):
-    """A rehearsal memory: the feed gives samples of earlier tasks beside the task's own."""
+    """A rehearsal memory: the feed gives samples of earlier tasks in addition to the task's own."""
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return task name -> keys in its train split that this step trains on.
+        """Return the keys in the train split of each task that this step trains on.
 
-        Where the task in training is itself named, the feed gives only these keys of it. The class
-        needs `reads = "seen"`. Called before `begin`.
+        If the current task is named, the feed gives only these keys of it. The class needs `reads =
+        "seen"`. It is called before `begin`.
         """
 
 
@@ -32,10 +32,10 @@ class PrecomputesFeatures(Protocol):
     """Some of the forward pass is the same in every epoch."""
 
     def precompute(self, feed: Feed) -> None:
-        """Cache in the feed what can be computed once (`Feed.cache_features`).
+        """Cache constant values in the feed (`Feed.cache_features`).
 
-        Called before the first step, also of a resumed stage, with the feed of the epochs and with
-        the one of validation, when it is known which parameters are trained.
+        It is called before the first step, also of a resumed stage, with the feed of the epochs and
+        with that of validation, when the trained parameters are known.
         """
 
 
@@ -49,15 +49,16 @@ class UsesSharpness(Protocol):
 
 @runtime_checkable
 class InfersTask(Protocol):
-    """The method finds out by itself what an image belongs to, and then answers as if given it.
+    """The method infers the task of an image, and then predicts as if the task were given.
 
-    `logits` is `answer` with what `infer` picks; measuring records the picks.
+    `logits` is `answer` with the picks of `infer`; evaluation records the picks.
     """
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """Return what `infer` chooses among: candidate -> the tasks for which it is right.
+        """Return the candidates of `infer`, each with the tasks for which it is right.
 
-        Empty when the method, with its settings, is given the task or lets all outputs compete.
+        The result is empty if the method, with its settings, is given the task or lets all outputs
+        compete.
         """
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ class SharesForward(Protocol):
     def grouped_logits(
         self, images: Tensor, rows: Mapping[str, Tensor | slice]
     ) -> dict[str, Tensor]:
-        """Return task -> its logits on its rows of images (b, 3, H, W).
+        """Return the logits of each task on its rows of images (b, 3, H, W).
 
         They equal those of `logits` up to the order of summation.
         """
@@ -83,7 +84,7 @@ class SharesForward(Protocol):
 def grouped_logits(
     method: Method, images: Tensor, rows: Mapping[str, Tensor | slice]
 ) -> dict[str, Tensor]:
-    """Return task -> its logits on its rows of images (b, 3, H, W).
+    """Return the logits of each task on its rows of images (b, 3, H, W).
 
     Parts that tasks share are computed once. The logits equal those of `Method.logits` up to the
     order of summation.
@@ -99,5 +100,5 @@ def grouped_logits(
 
 
 def candidates_of(method: Method) -> dict[str, tuple[str, ...]]:
-    """Return what `method` infers the task from (`InfersTask.candidates`); empty if it does not."""
+    """Return the candidates for the task inference of `method` (`InfersTask.candidates`), or {}."""
     return method.candidates() if isinstance(method, InfersTask) else {}

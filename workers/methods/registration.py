@@ -13,17 +13,19 @@ from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
 
-REGISTERED: dict[str, type[Method[Any]]] = {}  # those of `METHODS` that `register` put there
+REGISTERED: dict[str, type[Method[Any]]] = {}  # methods in `METHODS` that `register` added
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 MethodClass = TypeVar("MethodClass", bound=type[Method[Any]])
 
 
 def register(method: MethodClass) -> MethodClass:
-    """Let configs name a method by its `name`; a decorator of its class, which is returned.
+    """Register a method, so that configs can use its `name`; a decorator that returns the class.
 
-    A class that was registered under the name before is replaced, so that a cell of a notebook can
-    be run again. Raise `UserError` when the class cannot be a method of a config.
+    A class with the same name is replaced, so that a cell of a notebook can be run again.
+
+    Raises:
+        UserError: If the class cannot be a method of a config.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(
@@ -55,7 +57,8 @@ def register(method: MethodClass) -> MethodClass:
 def code_of(name: str) -> str:
     """Return the digest of the code of a registered method; empty for a method of this project.
 
-    It is in the keys of its stages beside `revision`, so that a changed class reuses no result.
+    It is in the keys of its stages together with `revision`, so that a changed class reuses no
+    result.
     """
     if name not in REGISTERED:
         return ""
@@ -84,9 +87,10 @@ def method_module(name: str) -> str:
 
 
 def method_of(job: StageJob) -> type[Method[Any]]:
-    """Return the class of a job's method, imported where another process registered it.
+    """Return the class of a job's method, imported if another process registered it.
 
-    Raise `UserError` when this process cannot import it, or has another version of it.
+    Raises:
+        UserError: If this process cannot import it, or has another version of it.
     """
     if not job.method_code or code_of(job.method) == job.method_code:
         return METHODS[job.method]
@@ -95,7 +99,9 @@ def method_of(job: StageJob) -> type[Method[Any]]:
         if module is None:
             import_module(job.method_module)
         elif job.method_module != "__main__":
-            reload(module)  # a worker that goes on between two runs has the class of the first one
+            reload(
+                module
+            )  # a worker that stays alive between two runs has the class of the first one
     except ImportError as error:
         raise UserError(
             f"method {job.method!r} is in the module {job.method_module}, which a worker cannot "

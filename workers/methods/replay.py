@@ -11,8 +11,7 @@ from workers.methods.train_defaults import TrainDefaults
 
 
 class Replay(Rehearsal[RehearsalSettings]):
-    """L = CE over all classes so far, on the task's images and all exemplars, each as often as any
-    other."""
+    """L = CE over all classes so far, on the task's images and all exemplars, equally often."""
 
     name = "replay"
     family = "rehearsal"

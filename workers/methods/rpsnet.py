@@ -1,9 +1,10 @@
-"""RPS-Net: every few tasks a random path through banks of parallel modules is added and trained;
-what earlier paths hold is frozen.
+"""RPS-Net: every few tasks a random path through banks of parallel modules is added and trained.
+
+The modules of earlier paths are frozen.
 
 Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019. A
-RECONSTRUCTION: the paper's banks are the convolutional layers of a network of its own, and no one
-has shown them on a ViT.
+RECONSTRUCTION: the paper's banks are the convolutional layers of its own network, and there is no
+published result on a ViT.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's ow
 
 
 class RpsnetSettings(RehearsalSettings):
+    """Settings of `rpsnet`."""
+
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
         "random",
         description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
@@ -68,7 +71,7 @@ class RpsnetSettings(RehearsalSettings):
 
 
 class Rival(nn.Module):
-    """A candidate: a path, and the heads that are trained with it."""
+    """A candidate: a path, and the heads trained with it."""
 
     def __init__(self, path: Path, heads: Heads):
         super().__init__()
@@ -76,30 +79,31 @@ class Rival(nn.Module):
 
 
 class Rpsnet(Rehearsal[RpsnetSettings]):
-    """A RECONSTRUCTION. Behind each block of a ViT, the trunk, stands a bank of M bottlenecks; the
-    outputs of those that any path has taken are added to the residual stream (`PathNetwork`), in
-    training and in serving. Every J tasks a path is drawn, one module of each bank, and learns
-    during these tasks; modules of earlier paths stay active and are frozen, also where the new path
-    meets them. The trunk is a part of the first path, whatever its weights, and then frozen; where
-    the stream has a base task it has learned there. Heads always learn.
+    """A RECONSTRUCTION: banks of M bottlenecks after each block of a ViT, the trunk.
+
+    The outputs of the modules that any path has taken are added to the residual stream
+    (`PathNetwork`), in training and in serving. Every J tasks a path is drawn, one module of each
+    bank, and it learns during these tasks; modules of earlier paths stay active and are frozen,
+    also if the new path uses them. The trunk belongs to the first path, with any weights, and is
+    then frozen; in a stream with a base task it has learned there. Heads always learn.
 
     L = CE over all classes + phi KD_ce(tau) over the old ones, to the network before the task; phi
-    = 1 while t <= J earlier tasks came before, then `phi` (t - J). From the second path on,
-    `candidates` paths are drawn, and each trains as if it were alone, with heads of its own, on the
-    same batches: what is minimised is the sum of their losses. Kept is the one with the lowest L
-    after training, on the task's held-out images, or, where none are held out, on all that it was
-    trained on, both under the evaluation transform. Until then the first answers.
+    = 1 for t <= J earlier tasks, then `phi` (t - J). From the second path on, `candidates` paths
+    are drawn, and each trains as if it were alone, with its own heads, on the same batches: the sum
+    of their losses is minimised. The candidate with the lowest L after training is kept, measured
+    on the task's held-out images, or without held-out images on all its training data, both with
+    the evaluation transform. Until then the first candidate is used.
 
     Stored: a path of at most L (2 d m + d + m) floats, in the state of the last task that trained
-    it, the first one with its trunk; a path that goes on learning is carried. Once frozen, neither
-    is stored again.
+    it, the first one with its trunk; a path that continues to learn is carried. Once frozen,
+    neither is stored again.
 
-    Where it differs from the paper: modules stand beside a trunk where there they are the network.
-    The official script selects candidates by test accuracy; no test image is read here. 2
-    candidates, since each costs a training; the first path has none beside it, since before
-    anything is frozen all paths are alike. The head grows where there it has 1000 outputs from the
-    start: its loss too is over the classes so far. With `train.clip` the gradients of all
-    candidates are clipped as one.
+    Differences from the paper: modules are parallel to a trunk, while in the paper they are the
+    network. The official script selects candidates by test accuracy; this code reads no test image.
+    There are 2 candidates, because each costs a training; the first path has no rival, because
+    before anything is frozen all paths are alike. The head grows, while the paper's has 1000
+    outputs from the start: its loss too is over the classes so far. With `train.clip` the gradients
+    of all candidates are clipped together.
     """
 
     name = "rpsnet"
@@ -208,8 +212,11 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def terms(self, rival: Any, images: Tensor, target: Tensor, taught: Tensor | None) -> Tensor:
         """Return (CE, KD) of a candidate, (2,).
 
-        target: labels (b,) or soft targets (b, classes).
-        taught: the teacher's logits (b, old classes); None without a teacher, then KD is 0.
+        Args:
+            rival: The candidate.
+            images: Images (b, 3, H, W).
+            target: Labels (b,) or soft targets (b, classes).
+            taught: The teacher's logits (b, old classes). None: no teacher, and KD is 0.
         """
         features = self.network(rival.path)(images)
         logits = torch.cat([rival.heads[name](features) for name in self.class_slices()], 1).float()

@@ -1,5 +1,6 @@
-"""Simple-DER: a pruned extractor for each task, and distillation of the classifier over those
-before. A reconstruction.
+"""Simple-DER: a pruned extractor for each task, and distillation of the joint classifier.
+
+A reconstruction.
 
 Li, Zhong, Liu, Wang, Zheng: Preserving Earlier Knowledge in Continual Learning with the Help of All
 Previous Feature Extractors, arXiv 2104.13614, 2021.
@@ -25,6 +26,8 @@ from workers.model.units import magnitudes, masked_weights
 
 
 class SimpleDerSettings(DerSettings):
+    """Settings of `simple_der`."""
+
     keep: float = Field(
         0.5,
         gt=0,
@@ -47,14 +50,16 @@ class SimpleDerSettings(DerSettings):
 
 
 class SimpleDer(PrunedDer[SimpleDerSettings]):
-    """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task,
-    which are the old W on the features of frozen extractors, at no further forward. In the middle
-    of `train` the units with the smallest weights are dropped for good, as many of every head and
-    every FFN, and what is left goes on learning: each extractor has the same, small size.
+    """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task.
 
-    A reconstruction: no code was published. That all extractors so far are used with a new one,
-    that knowledge is distilled and that each extractor is pruned is the paper's; by what loss,
-    which units, when and how many is ours, and so is the balanced `finetune`, DER's.
+    These are the old W on the features of frozen extractors, without a further forward pass. In the
+    middle of `train` the units with the smallest weights are pruned permanently, the same number in
+    every head and every FFN, and the rest continues to learn: each extractor has the same small
+    size.
+
+    A reconstruction: no code was published. From the paper: all extractors so far are used with a
+    new one, knowledge is distilled, and each extractor is pruned. Our choices: the loss, the
+    selection, number and time of pruned units, and the balanced `finetune` of DER.
     """
 
     name = "simple_der"

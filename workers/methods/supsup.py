@@ -46,8 +46,8 @@ from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
-# Logits of other tasks' classes are so far below those of the inferred task that a softmax gives
-# them no probability.
+# Logits of other tasks' classes are so far below those of the inferred task that their softmax is
+# zero.
 BELOW = 100.0
 
 
@@ -130,20 +130,20 @@ S = TypeVar("S", bound=SupSupSettings, default=Any)
 class SupSup(WeightMasks[S], ClassIncremental[S]):
     """A star: W is frozen, and each task stores one bit per weight.
 
-    No task has a head. All tasks share a last layer with random signs, which is masked like the
-    other layers. The classes of a task are its first outputs; the further ones are superfluous, and
-    training pushes them down.
+    There are no heads per task. All tasks share a last layer with random signs, which is masked
+    like the other layers. The classes of a task are its first outputs; the other outputs are
+    superfluous, and training lowers them.
 
-    Without the task of an image, the task is inferred. By default it is the one under whose mask
-    the superfluous outputs have the smallest share of the softmax. `infer` and `objective` also
-    offer the paper's ways: the mask whose share in the superposition of all masks would lower the
-    entropy fastest.
+    If the task of an image is not given, it is inferred. By default it is the one with the mask
+    that gives the superfluous outputs the smallest share of the softmax. `infer` and `objective`
+    also offer the paper's ways: the mask with the share in the superposition of all masks that
+    would lower the entropy fastest.
 
-    Where it differs from the paper:
-    - Each mask is tried. Masks that keep nine tenths of a pretrained ViT cannot be told apart in a
-      superposition of five or more.
+    Differences from the paper:
+    - Each mask is tried. Masks that keep nine tenths of a pretrained ViT cannot be distinguished in
+      a superposition of five or more.
     - W is the pretrained backbone by default. Masks then start without its smallest weights,
-      because a random half of a pretrained ViT has lost what it learned.
+      because a random half of a pretrained ViT has lost its knowledge.
     - Biases, norms, class token and position embedding are the backbone's. With signed constants
       biases are 0 and norms have no affine part.
     - Images are judged in evaluation mode; the released code leaves training mode on.
@@ -260,7 +260,7 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
                 self.fixed[name] = self.constant(values)
 
     def constant(self, values: Tensor) -> nn.Parameter:
-        """Register values as a parameter that is not trained, and return it."""
+        """Register values as a parameter without training, and return it."""
         parameter = nn.Parameter(values, requires_grad=False)
         self.constants.append(parameter)
         return parameter
@@ -335,9 +335,9 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         return super().training_weights(batch, progress) | self.fixed
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy; with shared outputs over all of them.
+        """Return the cross-entropy; with shared outputs it is over all of them.
 
-        It pushes down the superfluous outputs.
+        It lowers the superfluous outputs.
         """
         if not self.settings.outputs:
             return super().classification_loss(features, batch)
@@ -365,7 +365,8 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
     def features(self, images: Tensor) -> Tensor:
         """Return the input of heads: class-token features (b, d), or the shared outputs (b, s).
 
-        images: (b, 3, H, W).
+        Args:
+            images: Images (b, 3, H, W).
         """
         return self.network(self.weight_overrides, images)
 
@@ -405,7 +406,7 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
 
         The confidence is nu = softmax(-dH / dalpha) at the inferred task. For brute force it is the
         softmax of the compared values. For binary search it is the product, over its rounds, of the
-        share of nu in the half that was kept.
+        share of nu in the kept half.
         """
         masks: list[Weights] = []
         for name in self.class_slices():
@@ -423,8 +424,11 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
     ) -> tuple[Tensor, Tensor]:
         """Return the index of the mask that `rule` picks, and its confidence, (b,) each.
 
-        masks: by site. `rule` picks once for each group of `infer_images` consecutive images; the
-        last group may be smaller.
+        Args:
+            images: Images (b, 3, H, W).
+            masks: Masks by site.
+            rule: Picks once for each group of `infer_images` consecutive images; the last group can
+                be smaller.
         """
         if len(masks) == 1:
             return images.new_zeros(len(images), dtype=torch.int64), images.new_ones(len(images))
@@ -445,7 +449,10 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
     def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
         """Return how badly each mask fits each group of images, (g, k); lower is better.
 
-        masks: by site. alive: indices of the k masks that are compared. groups: (g, n, 3, H, W).
+        Args:
+            masks: Masks by site.
+            alive: Indices of the k compared masks.
+            groups: Images (g, n, 3, H, W).
         """
         weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
         alive_masks: list[Weights] = []  # by parameter name
@@ -476,9 +483,9 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         return slopes(network, weights, alive_masks, alphas, groups, objective)
 
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
-        """Return each image's logits (b, classes so far) under the task inferred for it.
+        """Return each image's logits (b, classes so far) with the task inferred for it.
 
-        All columns but those of that task are lower.
+        All columns of other tasks are lower.
         """
         slices = self.class_slices()
         width = max(columns.stop for columns in slices.values())
@@ -505,7 +512,7 @@ class SharedOutputs(Heads):
 
 
 class First(nn.Module):
-    """outputs (b, s) -> the first `classes` of them, (b, classes)."""
+    """Select the first `classes` outputs: (b, s) -> (b, classes)."""
 
     def __init__(self, classes: int):
         super().__init__()

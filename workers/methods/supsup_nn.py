@@ -30,6 +30,8 @@ TINY = 1e-8  # smallest magnitude of a score, so that its sign keeps a bit of a 
 
 
 class SupSupNNSettings(SupSupSettings):
+    """Settings of `supsup_nn`."""
+
     scores: Literal["threshold"] = Field(
         "threshold", description="which weights a mask keeps: those with a score of at least 0"
     )
@@ -70,25 +72,24 @@ class SupSupNNSettings(SupSupSettings):
 class SupSupNN(SupSup[SupSupNNSettings]):
     """A chain that carries all masks so far, one bit per weight and mask.
 
-    Before the first step of a task, and every `every` steps, it chooses which mask to train. It
-    runs the next batch under the superposition of k masks: the known ones, and untrained ones to
-    fill up. Each mask has a share nu = softmax(-dH / dalpha). The known mask with the largest share
-    is trained further. A new mask is started when that share is below (1 + eps) / k, or when an
-    untrained mask has the largest one.
+    Before the first step of a task, and every `every` steps, it selects the mask to train. It runs
+    the next batch with the superposition of k masks: the known ones, filled up with untrained ones.
+    Each mask has a share nu = softmax(-dH / dalpha). The known mask with the largest share is
+    trained further. A new mask is started if that share is below (1 + eps) / k, or if an untrained
+    mask has the largest one.
 
     Labels are positions in the task's class list, so that all tasks share the outputs. At test time
-    each image gets the mask with the largest nu. Nothing of its task is used but the number of
-    classes.
+    each image gets the mask with the largest nu. Only the number of classes of its task is used.
 
-    Where it differs from the released code:
-    - A mask that is trained again starts from its bits, with magnitudes drawn as those of a new
+    Differences from the released code:
+    - A mask that is trained again starts from its bits, with magnitudes drawn like those of a new
       mask. Its scores are not carried, because they take 32 times the space.
-    - The optimizer keeps its moments when the mask changes in the middle of a task.
-    - An untrained mask with the largest share becomes a new mask. There it is trained and then
-      lost.
-    - When all masks are taken, the best known one is trained further. There training stops.
+    - The optimizer keeps its moments if the mask changes in the middle of a task.
+    - An untrained mask with the largest share becomes a new mask. In the code it is trained and
+      then lost.
+    - If all masks are taken, the best known one is trained further. In the code training stops.
 
-    Further training of an old mask changes earlier answers, so forgetting is possible.
+    Further training of an old mask changes earlier outputs, so forgetting is possible.
     """
 
     name = "supsup_nn"
@@ -271,7 +272,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return self.answer(images, choices, task)
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """Return the known masks. A mask is right for the tasks whose training ended with it."""
+        """Return the known masks; a mask is right for the tasks that ended training with it."""
         known, current = self.counter.tolist()
         mask_of_task = dict(self.used)
         if self.task is not None and current >= 0:

@@ -1,5 +1,7 @@
-"""What shows after a step has trained that it did not learn: too few steps, a loss that diverged,
-masks that are empty. Each symptom is one sentence with a remedy."""
+"""Signs after training that a step did not learn, each a sentence with a remedy.
+
+They are too few steps, a diverged loss, and empty masks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from workers.storage.taskstate import TaskState
 
 # A step with less than this share of the method's own number of steps has few.
 FEW_STEPS_SHARE = 0.25
-# A loss that is larger than that of guessing by more than this, in nats, has diverged.
+# A loss that exceeds that of guessing by more than this, in nats, has diverged.
 LOSS_MARGIN = 1.0
 # A penalty below this share of the loss in every epoch has no effect.
 PENALTY_SHARE = 0.01
@@ -26,9 +28,13 @@ def symptoms_of_training(
     history: Sequence[Mapping[str, Any]],
     length: Mapping[str, int],
 ) -> list[str]:
-    """Return a sentence on each thing by which a trained step shows that it did not learn.
+    """Describe each sign that a trained step did not learn.
 
-    history: of its epochs. length: of its training.
+    Args:
+        job: The stage.
+        method: The method.
+        history: Metrics of its epochs.
+        length: Length of its training.
     """
     if not length or not history or job.task is None:
         return []
@@ -74,7 +80,7 @@ def divergence_remedy(job: StageJob, method: Method) -> str:
 
 
 def _added_share(row: Mapping[str, Any]) -> float:
-    """Return the share of an epoch's loss that is not cross-entropy."""
+    """Return the share of an epoch's loss other than the cross-entropy."""
     return float(abs(row["loss"] - row[CROSS_ENTROPY]) / max(abs(row["loss"]), 1e-30))
 
 

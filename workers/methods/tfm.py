@@ -1,9 +1,10 @@
-"""TFM (ternary feature masks): hidden layers grow with every task; what earlier tasks learned is
-used, renormalised, and never changed.
+"""TFM (ternary feature masks): hidden layers grow with every task.
+
+Features of earlier tasks are used and renormalised, and never change.
 
 Masana, Tuytelaars, van de Weijer: Ternary Feature Masks: zero-forgetting for task-incremental
-learning, CVPR Workshops 2021. A RECONSTRUCTION: no code was ever released, and what is not in the
-abstract is ours.
+learning, CVPR Workshops 2021. A RECONSTRUCTION: no code was ever released, and all details beyond
+the abstract are ours.
 
 Axes: parts (q, k, v of an attention; one of an FFN), n units, d width of the residual stream.
 """
@@ -36,7 +37,7 @@ from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
 
 ALIGNED = 8  # new FFN units come in multiples of this, which matrix products like
-NORM = (".gamma", ".beta")  # at the end of the names of what renormalises a site
+NORM = (".gamma", ".beta")  # suffixes of the names of a site's renormalisation
 WEIGHTS = "weights/"  # in front of a parameter's name: the backbone as the first task left it
 
 # rows that make them (parts, n, d), their biases (parts, n), columns that read them (d, n)
@@ -44,6 +45,8 @@ Units = tuple[Tensor, Tensor, Tensor]
 
 
 class TfmSettings(MethodSettings):
+    """Settings of `tfm`."""
+
     growth: float = Field(
         0.1,
         ge=0,
@@ -70,8 +73,11 @@ class TfmSettings(MethodSettings):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two linear layers with units between them. `sites`: whose normalisation acts on each part of
-    the rows of `into`."""
+    """Two linear layers with units between them.
+
+    Attributes:
+        sites: Sites with the normalisation of each part of the rows of `into`.
+    """
 
     name: str
     into: str
@@ -80,20 +86,21 @@ class Pair:
 
 
 class Tfm(Method[TfmSettings]):
-    """A unit is, for a task, 0 unused (it came later), 1 forward-only (an earlier task learned it:
-    used and frozen), or 2 normal (new: used and trained). Forward-only units get a scale and a
-    shift per task: y <- gamma y + beta, folded into the rows in effect. New units read the residual
-    stream and write to it, so no weight leads from a new unit to an old one, and what is left out
-    for an older task is all that came later. Their columns start at 0: a task starts from what
-    there is.
+    """A unit is, for a task, 0 unused, 1 forward-only, or 2 normal.
+
+    Unused units came later. Forward-only units were learned by an earlier task and are used but
+    frozen. Normal units are new: used and trained. Forward-only units get a scale and a shift per
+    task: y <- gamma y + beta, folded into the effective rows. New units read the residual stream
+    and write to it, so no weight leads from a new unit to an old one, and for an older task all
+    later units are left out. Their columns start at 0: a task starts from the existing network.
 
     Sites per block: `qk` and `v` (channels of the attention), `ff` (hidden units). Of q and k only
-    q is renormalised: attention sees their product, where a scale of k is one of q, and a shift of
-    k adds the same to all keys. Layer norms, embeddings and the biases of the two layers that write
-    to the residual stream belong to all tasks and stay frozen. Stored per task: two bits per unit
-    (`used`, `own`: trained by this task), gamma and beta of forward-only units, the head. Carried:
-    the rows, biases and columns that tasks added; with `first: trained` also the backbone as the
-    first task left it.
+    q is renormalised: attention uses their product, in which a scale of k is a scale of q, and a
+    shift of k adds the same to all keys. Layer norms, embeddings and the biases of the two layers
+    that write to the residual stream belong to all tasks and stay frozen. Stored per task: two bits
+    per unit (`used`, `own`: trained by this task), gamma and beta of forward-only units, the head.
+    Carried: the rows, biases and columns that tasks added; with `first: trained` also the backbone
+    after the first task.
     """
 
     name = "tfm"
@@ -119,8 +126,10 @@ class Tfm(Method[TfmSettings]):
         super().__init__(backbone, settings, seed)
         self.pairs = pairs_of(backbone)
         self.original = dict(backbone.named_parameters())
-        self.shared: dict[str, Tensor] = {}  # what earlier tasks left: added units by pair, weights
-        self.new: dict[str, nn.Parameter] = {}  # what the task in training trains beside its head
+        self.shared: dict[str, Tensor] = {}  # state of earlier tasks: added units by pair, weights
+        self.new: dict[
+            str, nn.Parameter
+        ] = {}  # trained parameters of the current task except its head
         self.masks: dict[str, Tensor] = {}  # of the task in training
         self.loaded: dict[str, TaskState] = {}
 
@@ -193,9 +202,9 @@ class Tfm(Method[TfmSettings]):
         return self.in_effect(self.masks, self.new)
 
     def metrics(self) -> dict[str, float]:
-        """Return how far the normalisation is from the identity.
+        """Return the distance of the normalisation from the identity.
 
-        That is the mean |gamma - 1| over all forward-only units.
+        It is the mean |gamma - 1| over all forward-only units.
         """
         scales = [p.detach() for name, p in self.new.items() if name.endswith(".gamma")]
         if not scales:
@@ -230,8 +239,8 @@ class Tfm(Method[TfmSettings]):
     def units(self, pair: Pair) -> Units:
         """Return all units between two layers.
 
-        They are the backbone's, then those that each earlier task added, then those of the task in
-        training.
+        They are the backbone's, then those that each earlier task added, then those of the current
+        task.
         """
         weight = self.weight(f"{pair.into}.weight")
         columns = self.weight(f"{pair.out}.weight")
@@ -254,7 +263,7 @@ class Tfm(Method[TfmSettings]):
     def in_effect(
         self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return what replaces the backbone's parameters under a task's masks, gamma and beta.
+        """Return the replacements of the backbone's parameters for a task's masks, gamma and beta.
 
         Units that later tasks added are left out.
         """
@@ -294,8 +303,8 @@ class Tfm(Method[TfmSettings]):
     def split_heads(self, weights: dict[str, Tensor]) -> None:
         """Set the width and number of heads of timm's attention modules to those of `weights`.
 
-        Where `weights` has no entry, set those of the backbone. timm splits channels into heads by
-        these two attributes and not by the weights' shapes.
+        Without an entry in `weights`, those of the backbone are set. timm splits channels into
+        heads by these two attributes and not by the weights' shapes.
         """
         for pair in self.pairs:
             if len(pair.sites) > 1:
@@ -331,8 +340,10 @@ class Tfm(Method[TfmSettings]):
 
     # ---- bookkeeping -----------------------------------------------------------------------------
     def flops_share(self, state: TaskState) -> float:
-        """Multiply-adds of the patch embedding and the blocks at this task's widths, relative to
-        the backbone's."""
+        """Return the multiply-adds at this task's widths, relative to those of the backbone.
+
+        Patch embedding and blocks are counted.
+        """
         vit: Any = self.backbone
         tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
         embedding = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
@@ -387,7 +398,8 @@ def _normalisation(
 def pairs_of(backbone: nn.Module) -> list[Pair]:
     """Return the pairs of layers that can get units between them, block by block.
 
-    Raise `UserError` when a block has no plain attention or no plain FFN.
+    Raises:
+        UserError: If a block has no plain attention or no plain FFN.
     """
     pairs = []
     for i, block in enumerate(backbone.blocks):  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""TOAST: a frozen ViT or ConvNeXt looks twice, and what matters to the task in its first look
-steers the second.
+"""TOAST: a frozen ViT or ConvNeXt runs twice; the first pass steers the second.
+
+Features of the first pass that matter for the task are fed back.
 
 Shi, Gai, Darrell, Wang: TOAST: Transfer Learning via Attention Steering, 2023.
 """
@@ -36,6 +37,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class ToastSettings(MethodSettings):
+    """Settings of `toast`."""
+
     feedback_from: PositiveInt | None = Field(
         None,
         description="number, from 1, of the block (ConvNeXt: stage) whose output tokens are "
@@ -72,34 +75,35 @@ S = TypeVar("S", bound=ToastSettings, default=Any)
 
 
 class Toast(Method[S]):
-    """A star: tokens of a first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P
-    and from block to block down a chain of linear feedback layers (W1_l, W2_l), and are added to
-    the values of a second pass. Stored per task: xi, P, the feedback layers and a head. A base task
-    goes through `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)), from whose
-    feedback layers and prior every task starts, and by which the base task is answered. Images
-    without labels do so too, by the second term alone.
+    """A star: tokens of a first pass steer a second pass through linear feedback layers.
 
-    Where it differs from the paper and its code:
-    - The value bias is not added twice, so that P = 0 is the backbone itself to the last bit
-      (`td_value_bias` for the code's way). P is trained, as the paper counts it (`train_P`). Weight
-      decay acts on P and the feedback layers, not on xi: its length has no meaning.
-    - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start as those
+    Tokens are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P and down a chain of linear
+    feedback layers (W1_l, W2_l) from block to block, and are added to the values of a second pass.
+    Stored per task: xi, P, the feedback layers and a head. A base task goes through `pretune`:
+    cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)). Every task starts from its
+    feedback layers and prior, which also serve the base task. Images without labels are used in the
+    same way, with the second term only.
+
+    Differences from the paper and its code:
+    - The value bias is not added twice, so that P = 0 is the backbone to the last bit
+      (`td_value_bias` selects the code's way). P is trained, as the paper counts it (`train_P`).
+      Weight decay acts on P and the feedback layers, not on xi, because its length has no effect.
+    - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start like those
       of all methods.
-    - Feedback from a block below the last takes its raw output, as the paper's language models do;
-      there is no norm for it in a ViT.
-    - In `pretune` the cross-entropy is that of the second pass; that of the first would train
-      nothing but the head.
+    - Feedback from a block below the last takes its raw output, like in the paper's language
+      models; a ViT has no norm for it.
+    - In `pretune` the cross-entropy is that of the second pass; that of the first would train only
+      the head.
     - Before any tuning a task starts as the backbone, and feedback reaches every block: W1 = I, W2
-      = 0, and xi is the mean token of an image of noise, which tokens of any image look towards.
-      The code's random numbers (std 0.02) fade on their way down, and disturb the backbone until
-      they are tuned.
-    - Where a family of ViTs has the biases of values as parameters apart, they are added behind the
-      fused product instead of in it: equal but for rounding.
-    - On a ConvNeXt the map behind the last stage is fed back raw, and selected by its cosine behind
-      the last norm. From stage to stage W1_l is a transposed convolution whose kernel is the
-      stage's stride, W2_l one of 1 x 1; what comes down is added to what the stage is given, and
-      W1_l should undo the stage on just that. W1 starts by repeating the channels that there are
-      room for.
+      = 0, and xi is the mean token of a noise image, which has a positive cosine with tokens of any
+      image. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone
+      until they are tuned.
+    - If a family of ViTs has separate parameters for the biases of values, they are added after the
+      fused product: equal except for rounding.
+    - On a ConvNeXt the map after the last stage is fed back raw, and selected by its cosine after
+      the last norm. From stage to stage W1_l is a transposed convolution with the stage's stride as
+      kernel, W2_l is 1 x 1; the feedback is added to the input of the stage, and W1_l should invert
+      the stage on this input. W1 starts by repeating the channels as far as there is room.
     """
 
     name = "toast"
@@ -174,9 +178,9 @@ class Toast(Method[S]):
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """The feedback layers that every task starts from: those of `pretune`, else fresh ones.
+        """The feedback layers from which every task starts: those of `pretune`, or new ones.
 
-        From the first `begin` on, also the prior.
+        After the first `begin`, also the prior.
         """
         return self.top_down.fresh()
 
@@ -213,7 +217,7 @@ class Toast(Method[S]):
         return groups
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
-        """Return the initial values of what a task trains beside P and the head, by name."""
+        """Return the initial values of a task's trained tensors except P and the head, by name."""
         return dict(self.start)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
@@ -227,7 +231,9 @@ class Toast(Method[S]):
         self.weight_overrides = self.training_weights(batch, progress)
         stream: list[Any] = []
         is_labelled = self.task.role != "unlabelled"
-        with torch.set_grad_enabled(is_labelled):  # what layers should undo is detached
+        with torch.set_grad_enabled(
+            is_labelled
+        ):  # the input that layers should reconstruct is detached
             entered, seen = self.top_down.first_pass(batch.images)
             features = self.top_down.second_pass(entered, seen, self.weight_overrides, stream)
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
@@ -276,7 +282,7 @@ class Toast(Method[S]):
         return {} if tensors is None else self.in_effect(tensors)
 
     def in_effect(self, task_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the second pass needs of a task: its prior and its folded feedback."""
+        """Return the tensors of a task for the second pass: its prior and its folded feedback."""
         device = self.device
         tensors = {name: t.to(device) for name, t in {**self.start, **task_tensors}.items()}
         return {
@@ -325,6 +331,8 @@ def top_down_of(backbone: Any, settings: ToastSettings) -> TopDown | StageTopDow
 
 
 class ToastLiteSettings(ToastSettings):
+    """Settings of `toast_lite`."""
+
     rank: PositiveInt = Field(4, description="r, rank of the update of each feedback layer")
     alpha: PositiveFloat = Field(
         1.0, description="factor of an update, which is scaled by alpha / r"
@@ -332,9 +340,10 @@ class ToastLiteSettings(ToastSettings):
 
 
 class ToastLite(Toast[ToastLiteSettings]):
-    """TOAST whose feedback layers are shared: a task trains W + alpha / r B A beside xi and P, with
-    B = 0 at the start. `pretune` trains W1 and W2 themselves, as in TOAST. Stored per task: xi, P,
-    the low-rank parts and a head.
+    """TOAST with shared feedback layers: a task trains W + alpha / r B A in addition to xi and P.
+
+    B is 0 at the start. `pretune` trains W1 and W2, as in TOAST. Stored per task: xi, P, the
+    low-rank parts and a head.
     """
 
     name = "toast_lite"

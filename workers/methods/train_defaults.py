@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a rate is chosen for: it says nothing about another optimizer.
+# The optimizer of a rate: the rate is not valid for another optimizer.
 OF_THE_OPTIMIZER = ("lr", "weight_decay", "clip")
 
 
@@ -14,14 +14,16 @@ OF_THE_OPTIMIZER = ("lr", "weight_decay", "clip")
 class TrainDefaults:
     """The training settings of a method that a config need not set.
 
-    lr: peak learning rate on a pretrained backbone. source: where the numbers come from, the paper
-    or our measurement. scratch_lr: the rate with `backbone.weights: none`, where another one is
-    needed. steps: what differs in a step, by its name; a step's rates are its own.
+    The length is a number of epochs for tasks with many images, and a number of optimizer steps for
+    tasks with few (`optim.fit_to_images`): batches of `batch_size` are reduced to `min_batch_size`,
+    then the number of epochs is raised up to `max_epochs`. A step with other epochs has
+    proportionally other numbers of steps.
 
-    The length is a number of epochs for tasks of many images, and for those of few a number of
-    optimizer steps (`optim.fit_to_images`): batches of `batch_size` down to
-    `min_batch_size`, then up to `max_epochs` epochs. A step with other epochs has as many fewer, or
-    more, steps.
+    Attributes:
+        lr: Peak learning rate on a pretrained backbone.
+        source: Source of the numbers: the paper or our measurement.
+        scratch_lr: Rate with `backbone.weights: none`, if another one is needed.
+        steps: Differences of a step, by its name. A step has its own rates.
     """
 
     lr: float
@@ -43,7 +45,9 @@ class TrainDefaults:
     def of_step(self, step: str, from_scratch: bool) -> dict[str, Any]:
         """Return the fields of `TrainSettings` that this declares for a step.
 
-        from_scratch: whether the backbone starts from random weights.
+        Args:
+            step: Name of the step.
+            from_scratch: Whether the backbone starts from random weights.
         """
         values: dict[str, Any] = {
             "lr": self.lr,
@@ -68,11 +72,15 @@ class TrainDefaults:
     def complete(
         self, configured: Mapping[str, Any], step: str, from_scratch: bool
     ) -> dict[str, Any]:
-        """Return the fields of `TrainSettings` of a step: what a config sets, then these defaults.
+        """Return the fields of `TrainSettings` of a step: those of a config, then these defaults.
 
-        A config that sets `epochs` has that number and no more, and one that sets `batch_size` no
-        smaller batches, unless it also sets `min_steps`. Where it sets another optimizer, the rates
-        declared here do not apply.
+        If a config sets `epochs` or `batch_size`, this value is used unchanged, unless it also sets
+        `min_steps`. If it sets another optimizer, the rates declared here do not apply.
+
+        Args:
+            configured: Fields that the config sets.
+            step: Name of the step.
+            from_scratch: Whether the backbone starts from random weights.
         """
         values = self.of_step(step, from_scratch)
         if configured.get("optimizer", values["optimizer"]) != values["optimizer"]:

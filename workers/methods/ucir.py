@@ -1,5 +1,6 @@
-"""UCIR (LUCIR): cosine heads, features that keep their direction, and a margin between each old
-class and the new ones like it.
+"""UCIR (LUCIR): cosine heads, features that keep their direction, and a margin between classes.
+
+The margin separates each old class from the most similar new ones.
 
 Hou, Pan, Loy, Wang, Lin: Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019.
 """
@@ -23,6 +24,8 @@ from workers.model.pod import cosine_distance
 
 
 class UcirSettings(CosineSettings):
+    """Settings of `ucir`."""
+
     model_config = ConfigDict(populate_by_name=True)
 
     lambda_: NonNegativeFloat = Field(
@@ -43,12 +46,13 @@ class UcirSettings(CosineSettings):
 
 
 class Ucir(CosineRehearsal[UcirSettings]):
-    """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank, where rank is the mean
-    over the samples of old classes in the global batch, and over their K most similar new classes
-    k, of relu(margin - s_y + s_k), s without eta. With `finetune` the classifier is then trained
-    with CE alone.
+    """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank.
 
-    Where it differs from the paper: no activation is taken off the backbone, since a ViT's features
+    rank is the mean of relu(margin - s_y + s_k) over the samples of old classes in the global
+    batch, and over their K most similar new classes k, with s without eta. With `finetune` the
+    classifier is then trained with CE only.
+
+    Differences from the paper: no activation is removed from the backbone, since a ViT's features
     have both signs; eta starts at 10.
     """
 

@@ -1,5 +1,6 @@
-"""VPT: trained tokens beside the patches of a frozen ViT, in front of the first block (shallow) or
-of every block (deep), per task.
+"""VPT: trained tokens per task between class token and patches of a frozen ViT.
+
+They are inserted before the first block (shallow) or before every block (deep).
 
 Jia et al.: Visual Prompt Tuning, ECCV 2022.
 """
@@ -35,6 +36,8 @@ PROMPTS = "prompts"
 
 
 class VptSettings(MethodSettings):
+    """Settings of `vpt`."""
+
     prompts: PositiveInt = Field(5, description="p, number of prompt tokens that a block gets")
     depth: Depth = Field(
         "shallow",
@@ -45,11 +48,12 @@ class VptSettings(MethodSettings):
 
 class Vpt(Method[VptSettings]):
     """A star: p prompts after the class token and before the patches, without position embeddings.
+
     Stored per task: p d floats (shallow) or L p d (deep) and a head.
 
-    Where it differs from the paper: neither a projection nor dropout of prompts, both options
-    there; learning rate and weight decay are those of the head. Where a backbone pools its patches,
-    prompts are no part of the pool.
+    Differences from the paper: there is neither a projection nor dropout of prompts, both options
+    in the paper; learning rate and weight decay are those of the head. If a backbone pools its
+    patches, prompts are not pooled.
     """
 
     name = "vpt"
@@ -106,7 +110,7 @@ class Vpt(Method[VptSettings]):
         return self.state(tokens=tokens), Carried()
 
     def load_task(self, state: TaskState) -> None:
-        """Add the task's prompts to those of other tasks."""
+        """Load the prompts of a finished task."""
         super().load_task(state)
         shapes = {name: tuple(t.shape) for name, t in state.tokens.items()}
         shape = (self.settings.prompts, self.sites.width)
@@ -128,8 +132,7 @@ class Vpt(Method[VptSettings]):
         return {} if prompts is None else {PROMPTS: prompts.to(self.device)}
 
     def flops_share(self, state: TaskState) -> float:
-        """Prompts are p keys more in every block, and p queries more in every block but the
-        last."""
+        """Count p more keys in every block, and p more queries in every block but the last."""
         vit: Any = self.backbone
         if not isinstance(vit, VisionTransformer):
             return self.measured_share(vit)

@@ -1,5 +1,4 @@
-"""WA: after training with distillation, the weight vectors of new classes are scaled down to the
-mean length of the old ones.
+"""WA: after distillation, scale the weight vectors of new classes to the mean length of the old.
 
 Zhao, Xiao, Gan, Zhang, Xia: Maintaining Discrimination and Fairness in Class Incremental Learning,
 CVPR 2020.
@@ -21,6 +20,8 @@ from workers.model.distill import kd_ce
 
 
 class WaSettings(RehearsalSettings):
+    """Settings of `wa`."""
+
     tau: PositiveFloat = Field(
         2.0,
         description="temperature of the softmax of student and teacher in the distillation loss",
@@ -33,14 +34,15 @@ class WaSettings(RehearsalSettings):
 
 
 class Wa(Rehearsal[WaSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t: old classes
-    among all. Then `align` multiplies the weight vectors of the task's classes by gamma, the mean
-    length of the old ones over that of the new ones; directions, biases and old heads stay. What is
-    aligned is the next task's teacher.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t.
 
-    Where it differs from the paper: weights are not clamped at 0 unless `nonnegative` asks for it,
-    since a ViT's features have both signs. Its premise, that new classes have the longer vectors,
-    may fail under AdamW in a short training: gamma above 1 is warned about.
+    a is the share of old classes among all. Then `align` multiplies the weight vectors of the
+    task's classes by gamma, the mean length of the old ones over that of the new ones; directions,
+    biases and old heads stay. The aligned network is the next task's teacher.
+
+    Differences from the paper: weights are not clamped at 0 unless `nonnegative` is set, since a
+    ViT's features have both signs. Its premise, that new classes have the longer vectors, can fail
+    under AdamW in a short training: there is a warning if gamma exceeds 1.
     """
 
     name = "wa"
@@ -94,7 +96,7 @@ class Wa(Rehearsal[WaSettings]):
                     self.heads[name].weight.clamp_(min=0)
 
     def metrics(self) -> dict[str, float]:
-        """gamma: below 1, the task's classes had grown above the old ones."""
+        """Return gamma: below 1, the new vectors had become longer than the old ones."""
         if self.gamma is None:
             return {}
         return {"gamma": self.gamma}

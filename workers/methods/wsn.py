@@ -1,5 +1,6 @@
-"""WSN: each task trains weights and scores together, uses the weights with the highest scores, and
-leaves those of earlier tasks alone.
+"""WSN: each task trains weights and scores together, and uses the weights with the highest scores.
+
+Weights of earlier tasks do not change.
 
 Kang, Mina, Madjid, Yoon, Hasegawa-Johnson, Hwang, Yoo: Forget-free Continual Learning with Winning
 Subnetworks, ICML 2022.
@@ -23,6 +24,8 @@ from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
 
 class WsnSettings(WeightMaskSettings):
+    """Settings of `wsn`."""
+
     density: float = Field(
         0.5,
         gt=0,
@@ -37,17 +40,18 @@ class WsnSettings(WeightMaskSettings):
 
 
 class Wsn(WeightMasks[WsnSettings]):
-    """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W; the gradient of
-    m_t goes to the scores as it is. What some earlier task uses is locked (M = m_1 or ... or
-    m_{t-1}, Eq. 4): task t may use it, and changes the rest only.
+    """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W.
+
+    The gradient of m_t is passed unchanged to the scores. Weights that any earlier task uses are
+    locked (M = m_1 or ... or m_{t-1}, Eq. 4): task t can use them, but changes only the rest.
 
     Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases,
     norms, class token and position embedding stay those of the backbone. A base task in the stream
-    has no mask: it is answered by the weights as they stand.
+    has no mask: it is served by the current weights.
 
-    Where it differs from the paper: it starts from a pretrained backbone, of which a random choice
-    of weights would leave nothing, so scores start at |W|. They start anew with each task, where
-    the released code goes on with those of the task before.
+    Differences from the paper: it starts from a pretrained backbone, and a random choice of its
+    weights would destroy it, so scores start at |W|. They are initialised for each task, while the
+    released code continues with those of the previous task.
     """
 
     name = "wsn"
@@ -105,8 +109,8 @@ class Wsn(WeightMasks[WsnSettings]):
     def metrics(self) -> dict[str, float]:
         """Return three shares of all weights.
 
-        density: those that the task uses. reused: those of them that an earlier task uses too.
-        used: those that any task uses.
+        `density`: used by the task. `reused`: used by the task and an earlier one. `used`: used by
+        any task.
         """
         total = sum(weight.numel() for weight in self.sites.values())
         # on the device until the end: one copy to the host instead of three per layer

@@ -31,7 +31,7 @@ class DrawnDropPath(DropPath):
 
 
 class TokenDropPath(DrawnDropPath):
-    """Stochastic depth for branches (b, tokens, D) with independent tokens: each is dropped alone."""
+    """Stochastic depth for branches (b, tokens, D) that drops each token independently."""
 
     tokens: int = 1  # how many there are from the next draw on
 

@@ -36,11 +36,7 @@ def entropy(outputs: Tensor) -> Tensor:
 
 
 def superfluous(outputs: Tensor, real: int) -> Tensor:
-    """Return G, the logsumexp of the outputs, without gradients for the first `real`: (n, s) ->
-    (n,).
-
-    The other outputs have no class; a fitting mask keeps them low.
-    """
+    """Return G, the logsumexp of outputs (n, s), with gradients for those after `real`: (n,)."""
     outputs = outputs.float()
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 

@@ -189,7 +189,7 @@ class StageTopDown:
         return compared
 
     def handed_down(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return td_l of each steered stage in the shape of its input, from r_{L+1} (B, C, H, W)."""
+        """Return td_l of each steered stage in the shape of its input; `r` is (B, C, H, W)."""
         added: list[Tensor] = []
         for (w1, w2), stride in zip(reversed(self.names), reversed(self.strides), strict=True):
             r = upsample(r, feedback[w1], stride)

@@ -51,9 +51,9 @@ class ClassIncremental(Method[S]):
         return torch.cat([self.heads[name](features) for name in self.class_slices()], 1)
 
     def class_slices(self) -> dict[str, slice]:
-        """Return task -> the positions of its classes in the one output space.
+        """Return the positions of each task's classes in the one output space.
 
-        Tasks that are loaded or in training, in stream order.
+        They are the loaded tasks and the current one, in stream order.
         """
         names = [task.name for task in self.stream if task.name in self.heads.names]
         slices = {}

@@ -1,4 +1,4 @@
-"""What UCIR and PODNet share: cosine classifiers whose new class vectors are imprinted.
+"""Shared base of UCIR and PODNet: cosine classifiers with imprinted vectors for new classes.
 
 Class vectors of earlier tasks are frozen. The classifier can be fine-tuned at the end of a task.
 """
@@ -86,7 +86,7 @@ class CosineRehearsal(Rehearsal[S]):
         return groups
 
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        """The vectors of the task, in `finetune` those of all tasks, and eta."""
+        """Return the vectors of the task (in `finetune` of all tasks) and eta."""
         assert self.task is not None
         trained_names = names if self.step == "finetune" else [self.task.name]
         weights = [self.heads[name].weight for name in names if name in trained_names]

@@ -55,6 +55,8 @@ class FeatureBatch(NamedTuple):
 
 
 class RehearsalSettings(MethodSettings):
+    """Settings of `replay`."""
+
     memory: Annotated[PositiveInt, ActiveIf("per_class", (0,))] = Field(
         2000, description="number of exemplars of all classes so far, which share them equally"
     )
@@ -129,7 +131,7 @@ class Rehearsal(ClassIncremental[S]):
 
     # ---- training --------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the keys of all exemplars of the tasks whose own data the step does not read."""
+        """Return the keys of all exemplars of tasks that the step does not read as a whole."""
         if context.step == "herd" and not self.uses_class_means:
             return {}
         if context.carried is None:
@@ -175,10 +177,13 @@ class Rehearsal(ClassIncremental[S]):
 
     @torch.no_grad()
     def herd(self, task: Task, sharers: int = 0) -> None:
-        """Choose the exemplars of `task`, and shorten the lists of older classes.
+        """Select the exemplars of `task`, and shorten the lists of older classes.
 
-        Each rank extracts features of its share of the images; every rank chooses among all.
-        sharers: number of classes that share the memory; 0: all so far.
+        Each rank extracts features of its share of the images; every rank selects among all.
+
+        Args:
+            task: The task.
+            sharers: Number of classes that share the memory. 0: all so far.
         """
         count = self.share(sharers or self.num_classes)
         batch = self.extract_features()
@@ -218,7 +223,7 @@ class Rehearsal(ClassIncremental[S]):
         return class_means(batch.features[rows], global_labels, self.num_classes)
 
     def task_names(self) -> list[str]:
-        """Return the names of the tasks whose data this step reads, in their order."""
+        """Return the names of the tasks with data that this step reads, in order."""
         return [task.name for task in self.training_tasks]
 
     def extract_features(self) -> FeatureBatch:

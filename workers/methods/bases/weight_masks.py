@@ -28,6 +28,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class WeightMaskSettings(MethodSettings):
+    """Settings of masks of weights."""
+
     mask_lr: PositiveFloat = Field(
         1e-3, description="peak learning rate of the real values behind the masks"
     )
@@ -37,9 +39,11 @@ S = TypeVar("S", bound=WeightMaskSettings, default=Any)
 
 
 class WeightMasks(Method[S]):
-    """A star: W stays, task t is served with M_t .* W, multiplied once when the method turns to it.
-    A subclass says what a mask is (`new_mask`: a module with `sample()` and `hard()`) and, where it
-    is more than bits, how it is stored (`packed`, `unpacked`)."""
+    """A star: W stays, and task t is served with M_t .* W, multiplied once per switch of tasks.
+
+    A subclass defines a mask (`new_mask`: a module with `sample()` and `hard()`) and, if it is more
+    than bits, its storage (`packed`, `unpacked`).
+    """
 
     Settings = WeightMaskSettings
     per_task = frozenset({"mask_lr"})
@@ -62,8 +66,10 @@ class WeightMasks(Method[S]):
         raise NotImplementedError
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
-        """One value for every weight, or one for every run of weights that follow each other in
-        memory, see `masked`."""
+        """Return the shape of a mask: one value per weight, or per run of weights.
+
+        The weights of a run are consecutive in memory, see `masked`.
+        """
         return tuple(self.sites[site].shape)
 
     def rate(self, site: str, optim: OptimPlan) -> float:
@@ -71,7 +77,7 @@ class WeightMasks(Method[S]):
         return self.settings.mask_lr
 
     def copied(self) -> list[str]:
-        """Parameters of the backbone that each task trains a copy of, beside its masks."""
+        """Names of backbone parameters with a trained copy per task, in addition to its masks."""
         return []
 
     def in_use(self, mask: Tensor) -> Tensor:
@@ -115,7 +121,7 @@ class WeightMasks(Method[S]):
         return {site: mask.hard() for site, mask in self.masks.items()}  # type: ignore[operator]
 
     def metrics(self) -> dict[str, float]:
-        """The share of mask entries that are switched on."""
+        """Return the share of mask entries that are on."""
         return {"density": _share([self.in_use(mask) for mask in self.hard().values()])}
 
     def warnings(self) -> list[str]:
@@ -142,18 +148,19 @@ class WeightMasks(Method[S]):
         ), Carried()
 
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Masks by site -> boolean masks and floats as they are stored: under the name of their
-        site, or of `SITE.SUFFIX`."""
+        """Convert masks by site to stored boolean masks and floats.
+
+        Their names are `SITE` or `SITE.SUFFIX`.
+        """
         return masks, {}
 
     # ---- serving ---------------------------------------------------------------------------------
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
-        """The inverse of `packed`: masks by site, of the shapes that `mask_shape` says."""
+        """Invert `packed`: return masks by site, in the shapes of `mask_shape`."""
         return dict(state.masks)
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's masks and copies beside those of other tasks. A base task has none: it
-        is served by W."""
+        """Load the masks and copies of a finished task. A base task has none: it is served by W."""
         super().load_task(state)
         own = dict(self.backbone.named_parameters())
         for name, mask in state.masks.items():
@@ -184,7 +191,7 @@ class WeightMasks(Method[S]):
 
 
 class ThresholdSettings(WeightMaskSettings):
-    """For masks that are on where a real value is above a threshold."""
+    """Settings of masks that are on where a real value exceeds a threshold."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
         "auto",
@@ -210,8 +217,7 @@ T = TypeVar("T", bound=ThresholdSettings, default=Any)
 
 
 class ThresholdMasks(WeightMasks[T]):
-    """Real values start at `start` (or where `start_of` says) and switch an entry off as they fall
-    below theta."""
+    """Masks by real values from `start` (or `start_of`) on; below theta an entry is off."""
 
     Settings = ThresholdSettings
     per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
@@ -231,10 +237,13 @@ class ThresholdMasks(WeightMasks[T]):
         return self.settings.start
 
     def rate(self, site: str, optim: OptimPlan) -> float:
-        """A step of Adam is about the rate long, so n steps in random directions carry a value
-        sqrt(n) rates. `auto` makes that mask_travel * (start - theta), in short and long trainings
-        alike. A smaller rate flips nothing; with a far larger one most entries reach the threshold
-        in the same few steps, and the network falls apart."""
+        """Return the learning rate of real values.
+
+        A step of Adam has about the length of the rate, so n steps in random directions move a
+        value by sqrt(n) rates. `auto` sets this to mask_travel * (start - theta), in short and long
+        trainings alike. A smaller rate flips nothing; with a far larger one most entries reach the
+        threshold in the same few steps, and the network collapses.
+        """
         if self.settings.mask_lr == "auto":
             return (
                 self.settings.mask_travel
@@ -245,8 +254,11 @@ class ThresholdMasks(WeightMasks[T]):
 
 
 def masked(weight: Tensor, mask: Tensor) -> Tensor:
-    """M .* W. A mask with fewer values than W has one for each run of weights that follow each
-    other in memory: of a group of input columns, of a kernel, of an output row."""
+    """Return M .* W.
+
+    A mask with fewer values than W has one for each run of consecutive weights in memory: a group
+    of input columns, a kernel, or an output row.
+    """
     if mask.shape != weight.shape:
         return (weight.reshape(mask.numel(), -1) * mask.reshape(-1, 1)).view_as(weight)
     if mask.requires_grad and not weight.requires_grad:
@@ -256,6 +268,7 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def full(weight: Tensor, value: float) -> Tensor:
+    """Return an fp32 tensor in the shape of `weight`, filled with a value."""
     return torch.full_like(weight, value, dtype=torch.float32)
 
 

@@ -1,10 +1,11 @@
-"""The driver: a config becomes a graph, the graph becomes stages, results become records.
+"""Continual learning for vision transformers: the Python interface.
 
-What a notebook or a script needs is in this module; `import pipeline` works from any folder of the
-environment, and imports nothing heavy. `load` reads a config, as the commands `plan` and `run` do;
-what the command line can do with it, its `Experiment` can do. `load_search` is the same for a
-search; the other functions are called as their commands. A mistake in the input raises `UserError`,
-whose text is one sentence, the same as on the command line. Tables are data frames of pandas.
+A config becomes a graph of stages, the stages produce results, and the results are recorded. `load`
+reads a config, like the commands `plan` and `run`, and returns an `Experiment`. `load_search` does
+the same for a search. The other functions have the names of their commands. `import pipeline` works
+from any folder of the environment, and imports nothing heavy. A mistake in the input raises
+`UserError` with the same one-sentence message as on the command line. Tables are pandas data
+frames.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ __all__ = [
     "write_config",
 ]
 AnyPath = str | os.PathLike[str]
-# what `load` takes: a config as a file or a mapping, or data, as one path or several
+# argument of `load`: a config as a file or a mapping, or data as one path or several
 LoadSource = AnyPath | Sequence[AnyPath] | Mapping[str, Any]
 # public name -> its module, which is imported when the name is first used
 MODULES = {
@@ -130,16 +131,23 @@ def __dir__() -> list[str]:
 
 
 def load(config: LoadSource, /, **overrides: Any) -> Experiment:
-    """Read a config and check it; nothing is run.
+    """Read a config and check it. Nothing is run.
 
-    config: path of a YAML file, or a mapping of what such a file holds, whose paths start at the
-    current folder; a card in it may be a mapping too, and is written there as `NAME-card.yaml`.
-    Or a path of data, or a list of such, as `accrete run` takes: a card and a config for it are
-    written into the current folder unless they are there, and what was detected is printed.
+    Args:
+        config: Path of a YAML file, or a mapping with the content of such a file. Its paths are
+            relative to the current folder, and a card in it can be a mapping too, which is written
+            to the current folder as `NAME-card.yaml`. It can also be a path of data, or a list of
+            paths, as for `accrete run`: a card and a config are written to the current folder
+            unless they exist, and the detected layout is printed.
+        **overrides: Settings that replace those of the config, like `--set`. Pass a dotted name as
+            `**{"train.epochs": 3}`. If overrides change the results, the run gets another name.
 
-    overrides: settings that replace those of the config, as `--set` does: `load(path, seed=1)`, or
-    with a dotted name `load(path, **{"train.epochs": 3})`. A run whose overrides change what is
-    computed has a name of its own. Raise `UserError` when the config cannot be used.
+    Raises:
+        UserError: If the config is invalid.
+
+    Example:
+        >>> experiment = pipeline.load("configs/demo.yaml", seed=1)
+        >>> experiment.plan()
     """
     from pipeline import config as configs
     from pipeline.experiment import Experiment
@@ -151,10 +159,18 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
 
 
 def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
-    """Read a search file and its base config; nothing is run.
+    """Read a search file and its base config. Nothing is run.
 
-    overrides: as for `load`: settings of the search file, else of its base, as `--set` takes them:
-    `load_search(path, **{"budget.trials": 4})`. Raise `UserError` when one of the two is wrong.
+    Args:
+        path: Path of the search file.
+        **overrides: Settings of the search file, or else of its base, like `--set`.
+
+    Raises:
+        UserError: If one of the files is invalid.
+
+    Example:
+        >>> search = pipeline.load_search("configs/search/meat-lambda-alpha.yaml")
+        >>> search.run().winner
     """
     from pipeline.search import spec  # start-up time: imports torch
     from pipeline.search.experiment import SearchExperiment
@@ -178,21 +194,21 @@ def add_data(
     max_drop: float = 1.0,
     quiet: bool = False,
 ) -> Results:
-    """Take new classes or images into a run, as `accrete add` does, and return all results.
+    """Add new classes or images to a run, like `accrete add`, and return all results.
 
     Args:
         config: Path of the config file, which is changed.
-        data: The new data, or the data of a card of the config, which have grown.
-        kind: What the data are, where they leave a doubt: `task`, `classes` or `images`.
-        into: The task that new classes join. Empty: they are a new task.
-        name: Of the new task. Empty: the next free one.
+        data: The new data, or the grown source of a card of the config.
+        kind: Interpretation of ambiguous data: `task`, `classes` or `images`.
+        into: Task for the new classes. Empty: they become a new task.
+        name: Name of the new task. Empty: the next free one.
         model: Folder that serves the run, which gets a new version. Empty: none.
-        method: Label of the method that the folder serves, where the run has several.
-        max_drop: Points of accuracy that a task of the folder may lose.
-        quiet: Whether nothing is printed.
+        method: Label of the method that the folder serves, if the run has several.
+        max_drop: Largest accepted loss of accuracy of a task of the folder, in points.
+        quiet: Print nothing.
 
     Raises:
-        UserError: If the data cannot be taken in, a stage fails, or a task of the model gets worse.
+        UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
     """
     from pipeline.experiment import console_on, printer, stream_of
     from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
@@ -224,18 +240,18 @@ def remove_data(
     method: str | None = None,
     quiet: bool = False,
 ) -> Results:
-    """Take a task, a class or images out of a run, as `accrete remove --yes` does.
+    """Remove a task, a class or images from a run, like `accrete remove --yes`.
 
-    What was learned from them is deleted, without a question. Returns all results.
+    Everything trained on them is deleted without confirmation. Returns all results.
 
     Args:
         config: Path of the config file, which is changed.
         task: The task to remove.
-        class_name: The class to remove, out of every task that has it.
-        images: Text file that names the images to remove.
+        class_name: The class to remove, from every task that has it.
+        images: Text file with the names of the images to remove.
         model: Folder that serves the run, which gets a new version. Empty: none.
-        method: Label of the method that the folder serves, where the run has several.
-        quiet: Whether nothing is printed.
+        method: Label of the method that the folder serves, if the run has several.
+        quiet: Print nothing.
 
     Raises:
         UserError: If it cannot be removed, or a stage fails.
@@ -258,10 +274,19 @@ def remove_data(
 
 # ---- runs and models -----------------------------------------------------------------------------
 def runs(storage: AnyPath = "storage") -> pd.DataFrame:
-    """Return a row for each run of a storage and each of its methods, those started last first.
+    """Return a row for each run of a storage and each of its methods, latest first.
 
-    `done` of `total` stages have a result; `average_accuracy` is that after the last finished task,
-    the mean over several seeds. storage: a folder or URI. Raise `UserError` when there is none.
+    `done` of `total` stages have a result. `average_accuracy` is that after the last finished task,
+    averaged over seeds.
+
+    Args:
+        storage: Folder or URI of the storage.
+
+    Raises:
+        UserError: If the storage does not exist.
+
+    Example:
+        >>> pipeline.runs("storage")[["run", "label", "average_accuracy"]]
     """
     from pipeline import app
     from pipeline.results.data_frame import data_frame
@@ -278,11 +303,18 @@ def runs(storage: AnyPath = "storage") -> pd.DataFrame:
 def compare(
     *runs: AnyPath | Results | Experiment, storage: AnyPath = "storage"
 ) -> ComparisonResult:
-    """Lay two or more runs side by side, and write the page and its tables as CSV.
+    """Compare two or more runs, and write the page and its tables as CSV.
 
-    runs: experiments, results, names of runs in a storage, paths of configs, files of
-    `Results.save`, or accuracy matrices as CSV or JSON. storage: of runs that are given by name.
-    Raise `UserError` when one cannot be read, or when they have no task in common.
+    Args:
+        *runs: Experiments, results, names of runs in a storage, paths of configs, files of
+            `Results.save`, or accuracy matrices as CSV or JSON.
+        storage: Storage of runs that are given by name.
+
+    Raises:
+        UserError: If a run cannot be read, or the runs have no common task.
+
+    Example:
+        >>> pipeline.compare("demo", "demo-seed-1").tables["summary"]
     """
     from pipeline.report import comparison_files
 
@@ -290,9 +322,13 @@ def compare(
 
 
 def open_model(folder: AnyPath) -> Model:
-    """Return the model of a folder, or a URI, that `Model.save` or `accrete bundle` wrote.
+    """Open the model in a folder, or URI, that `Model.save` or `accrete bundle` wrote.
 
-    Raise `UserError` when it is none, or was changed.
+    Raises:
+        UserError: If it is not a model folder, or was changed.
+
+    Example:
+        >>> pipeline.open_model("model").predict(["leaf.png"], task="oaks")
     """
     from pipeline.results.bundles import open_folder  # start-up time: imports torch
     from pipeline.results.model import Model
@@ -317,9 +353,17 @@ def import_task(folder: AnyPath, file: AnyPath, replace: bool = False) -> str:
 
 
 def remove_task(folder: AnyPath, task: str) -> str:
-    """Let a model folder serve a task no more; return what stays of it in a sentence, or "".
+    """Remove a task from a model folder.
 
-    Raise `UserError` when the others need it.
+    Args:
+        folder: The model folder.
+        task: Name of the task.
+
+    Returns:
+        A note about files that were kept, or "".
+
+    Raises:
+        UserError: If other tasks need it.
     """
     from pipeline.results import bundles  # start-up time: imports torch
 
@@ -327,12 +371,13 @@ def remove_task(folder: AnyPath, task: str) -> str:
 
 
 def model_inputs(folder: AnyPath) -> pd.DataFrame:
-    """Return a row for each day, model and task that `predict` and `serve` answered with a folder.
+    """Return a row for each day, model and task with predictions of a model folder.
 
-    `finding` says how the inputs differ from the test images of the task; empty if they do not.
+    `finding` describes how the inputs differ from the test images of the task; it is empty if they
+    do not.
 
     Raises:
-        UserError: If the folder is no model folder, or its counts cannot be read.
+        UserError: If it is not a model folder, or its counts cannot be read.
     """
     from dataclasses import asdict
 
@@ -344,12 +389,12 @@ def model_inputs(folder: AnyPath) -> pd.DataFrame:
 
 
 def model_versions(folder: AnyPath) -> pd.DataFrame:
-    """Return a row for each version that a model folder keeps; the last is the current one.
+    """Return a row for each version in a model folder; the last is the current one.
 
     `written` is in seconds since the epoch, `tasks` a tuple of names.
 
     Raises:
-        UserError: If the folder is no model folder, or the file of a version is damaged.
+        UserError: If it is not a model folder, or the file of a version is damaged.
     """
     from pipeline.results.data_frame import data_frame
     from pipeline.yaml_files import absolute
@@ -360,10 +405,10 @@ def model_versions(folder: AnyPath) -> pd.DataFrame:
 
 
 def rollback_model(folder: AnyPath) -> int:
-    """Let a model folder serve the version before the current one, and drop the current one.
+    """Restore the previous version of a model folder, and drop the current one.
 
     Returns:
-        The number of the version that is current now.
+        The number of the version that is now current.
 
     Raises:
         UserError: If no earlier version is kept, or one of its files is missing.
@@ -381,12 +426,21 @@ def collect_garbage(
     older_than_days: float = 0.0,
     keep_gb: float = 0.0,
 ) -> pd.DataFrame:
-    """Return what no named run and no search needs: a row for each folder, with its `bytes`.
+    """Find results that no named run and no search needs, and optionally delete them.
 
-    earlier: also what runs needed only before their configs or images were changed.
-    older_than_days: only what is older. keep_gb: the newest stay, so many GB of them. dry_run:
-    False deletes the rest; `deleted` is False where a run that has begun needs it, or a process is
-    at work. Raise `UserError` when there is no such storage.
+    Args:
+        storage: Folder or URI of the storage.
+        earlier: Include results that runs needed only before their configs or images were changed.
+        dry_run: Only list the results. False deletes them.
+        older_than_days: Include only older results.
+        keep_gb: Keep the newest results up to this size.
+
+    Returns:
+        A row for each folder with its `bytes`. `deleted` is False if a new run needs it, or a
+        process is computing it.
+
+    Raises:
+        UserError: If the storage does not exist.
     """
     from pipeline import app
     from pipeline.graph.store import Store
@@ -410,7 +464,11 @@ def collect_garbage(
 
 # ---- methods and data ----------------------------------------------------------------------------
 def methods() -> pd.DataFrame:
-    """Return a row for each method: family, scenarios, whether it forgets, what it keeps."""
+    """Return a row for each method: family, scenarios, whether it forgets, stored state.
+
+    Example:
+        >>> pipeline.methods().query("not forgets")
+    """
     from pipeline.results.data_frame import data_frame
     from pipeline.shell import method_list  # start-up time: imports torch
 
@@ -420,7 +478,13 @@ def methods() -> pd.DataFrame:
 def method_settings(method: str) -> pd.DataFrame:
     """Return a row for each setting of a method: kind, default, bounds, the paper's value, meaning.
 
-    Values are texts, as in YAML. Raise `UserError` when there is no such method.
+    Values are texts, as in YAML.
+
+    Raises:
+        UserError: If there is no such method.
+
+    Example:
+        >>> pipeline.method_settings("meat")
     """
     from pipeline.results.data_frame import data_frame
     from pipeline.shell import method_list  # start-up time: imports torch
@@ -447,12 +511,19 @@ def data_sets() -> pd.DataFrame:
 def prepare_data(
     card: str, source: AnyPath, folder: AnyPath | None = None, copy: bool = False
 ) -> pd.DataFrame:
-    """Sort official files that were fetched by hand into class folders, as `data prepare` does.
+    """Sort official files that were downloaded by hand into class folders, like `data prepare`.
 
-    card: name or path. source: folder of the unpacked files. folder: to be filled; None for the one
-    that the card reads. copy: whether copies are written in place of links. Return a row with the
-    folder, its classes, and its train and test images. Raise `UserError` where files are missing or
-    are not those of the card.
+    Args:
+        card: Name or path of the card.
+        source: Folder of the unpacked files.
+        folder: Folder to fill. None: the one that the card reads.
+        copy: Write copies instead of links.
+
+    Returns:
+        A row with the folder, its classes, and its train and test images.
+
+    Raises:
+        UserError: If files are missing or do not belong to the card.
     """
     from pipeline.data import card_files, preparation  # start-up time: imports pyarrow
     from pipeline.results.data_frame import data_frame
@@ -467,11 +538,17 @@ def prepare_data(
 
 
 def shards(card: str, storage: AnyPath | None = None) -> pd.DataFrame:
-    """Return where the shards of a card, or of all cards of a config, lie.
+    """Return the locations of the shards of a card, or of all cards of a config.
 
-    A row for each `url`, which may stand for several with braces, as WebDataset takes them. card:
-    name or path of a card, or path of a config. storage: where it was ingested; None for `storage`,
-    or the config's. Raise `UserError` where it was not ingested yet.
+    Args:
+        card: Name or path of a card, or path of a config.
+        storage: Storage with the ingested data. None: `storage`, or that of the config.
+
+    Returns:
+        A row for each `url`, which can stand for several with braces, as in WebDataset.
+
+    Raises:
+        UserError: If the data were not ingested yet.
     """
     from pipeline.results import shard_urls  # start-up time: imports pyarrow
     from pipeline.results.data_frame import data_frame
@@ -489,23 +566,23 @@ def write_config(
     label: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """Look at data, print what it is, and write a card, a config and a preview for it.
+    """Inspect data, print the detected layout, and write a card, a config and a preview.
 
-    `load(paths)` does so by itself.
+    `load(paths)` calls this function itself.
 
     Args:
-        *paths: As `accrete init` takes them, a task each.
-        name: Of the run; empty for that of the data.
-        image: Column of the image in a table, if it is not clear.
-        label: Column of the label in a table, if it is not clear.
-        settings: Of the card, if the data can be read in several ways, such as
-            `{"source.split": "fold", "source.splits": {"train": [1, 2], "test": [0]}}`.
+        *paths: Data as for `accrete init`, one task each.
+        name: Name of the run. Empty: that of the data.
+        image: Column of the image in a table, if it is ambiguous.
+        label: Column of the label in a table, if it is ambiguous.
+        settings: Settings of the card for ambiguous data, for example `{"source.split": "fold",
+            "source.splits": {"train": [1, 2], "test": [0]}}`.
 
     Returns:
         The path of the config.
 
     Raises:
-        UserError: If the data does not fit, or another file is there.
+        UserError: If the data do not fit, or another file exists.
     """
     from pipeline.data import starter  # start-up time: imports pyarrow
     from pipeline.shell.invocation import this_command
@@ -524,11 +601,11 @@ def write_config(
 def preview_data(card: str) -> str:
     """Write a page with images of each class and split of a card, and return its path.
 
-    It stands in the current folder, and shows what `ingest` would read: the account of files, and
-    what is left out.
+    The page is in the current folder, and shows what `ingest` would read: the account of files, and
+    the skipped files.
 
     Args:
-        card: Name or path.
+        card: Name or path of the card.
 
     Raises:
         UserError: If the card or its source cannot be read.
@@ -552,7 +629,7 @@ def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
 
 
 def _config_of(source: LoadSource) -> ConfigSource:
-    """Return the path of a config, or its values; for data, that of the config that is written."""
+    """Return the path or the values of a config; for data, the path of a config written for it."""
     if isinstance(source, Mapping):
         from pipeline.data.inline_cards import write_inline_cards  # start-up time: imports pyarrow
         from pipeline.yaml_files import plain_values
@@ -567,7 +644,7 @@ def _config_of(source: LoadSource) -> ConfigSource:
 
 
 def _paths_of(source: AnyPath | Sequence[AnyPath]) -> list[str]:
-    """Return paths as texts. Raise `UserError` when there is none, or something else."""
+    """Return paths as texts; raise `UserError` for no path or another type."""
     from workers.errors import UserError
 
     paths: list[Any] = [source]

@@ -1,7 +1,7 @@
-"""The Python face of the driver: typed functions that return values and print nothing.
+"""Typed functions of the driver that return values and print nothing.
 
-`prepare` turns a config file into a `PreparedRun`; `execute` runs it and records it. The command
-line parses arguments, calls these functions and prints what they return.
+`prepare` turns a config into a `PreparedRun`; `execute` runs and records it. The command line
+parses arguments, calls these functions and prints their results.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
 ANALYSIS_FILE = "analysis.json"
-REPORT_FILES = "report-files.json"  # names and digests of what the report wrote beside it
+REPORT_FILES = "report-files.json"  # names and digests of the files of the report
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 FP32_ON_GPU = (
     "stages train in fp32 on a GPU; train.precision=tf32 or bf16 is usually faster, with slightly "
@@ -113,11 +113,11 @@ PACKAGES = (
     "pyarrow",
     "numpy",
     "pillow",
-)  # whose versions are noted beside a result
+)  # packages with versions in the provenance of results
 
 
 class Screen(Watcher, Protocol):
-    """Shows a run to a person while it goes on, as `pipeline.shell.console.Console` does."""
+    """Shows the progress of a run to a person, for example `pipeline.shell.console.Console`."""
 
     def progress(self, event: Event) -> None:
         """Show the progress of a stage."""
@@ -126,7 +126,7 @@ class Screen(Watcher, Protocol):
         """Show one line of text."""
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Inside, show what `describe` returns when nothing was shown for a while."""
+        """Context manager that shows the text of `describe` after a while without output."""
 
 
 OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]
@@ -134,11 +134,12 @@ OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked config with its store and its graph of stages; nothing has been run yet.
+    """A checked config with its store and its graph of stages, before the run.
 
-    has_jobs: False for a graph from the cache, whose stages cannot be run; see `with_jobs`.
-    replicas: of a run of several seeds or class orders, each as a run by itself; `graph` is then
-    theirs in one, and `tasks` are those of the first.
+    Attributes:
+        has_jobs: False for a cached graph; its stages cannot be run; see `with_jobs`.
+        replicas: Replicas of a run with several seeds or class orders, each like a run of its own.
+            `graph` then contains all of them, and `tasks` are those of the first.
     """
 
     config: Config
@@ -156,9 +157,11 @@ class PreparedRun:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run would do.
+    """The plan of a run.
 
-    stages_to_run: ids. notes: sentences on what an upgrade means for the results that stand.
+    Attributes:
+        stages_to_run: Ids of the stages.
+        notes: Notes about the effect of an upgrade on existing results.
     """
 
     run: PreparedRun
@@ -177,9 +180,11 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report that was written, and what was said while it was recorded in MLflow.
+    """A written report, and the messages of its recording in MLflow.
 
-    page: path or URI of the page. links: lines that name where the record is.
+    Attributes:
+        page: Path or URI of the page.
+        links: Lines with the location of the record.
     """
 
     page: str
@@ -194,11 +199,12 @@ class WrittenReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that finished: its tables, how its stages ended, and its report.
+    """A finished run: its tables, the outcome of its stages, and its report.
 
-    run: with the keys that follow from its data, which may have been ingested meanwhile. replicas:
-    tables of each replica of a run of several seeds or class orders; `tables` is then the first of
-    them.
+    Attributes:
+        run: The run with the keys of its data, which may have been ingested during the run.
+        replicas: Tables of each replica of a run with several seeds or class orders. `tables` are
+            then those of the first.
     """
 
     tables: RunTables
@@ -209,14 +215,14 @@ class RunResult:
 
 
 class IngestedData(NamedTuple):
-    """What an ingest stage read.
+    """The data of an ingest stage.
 
     Attributes:
-        stage: Its id.
+        stage: Id of the stage.
         counts: Images by split.
         rejected: Images by reason.
-        account: Lines on what became of every file of the source.
-        preview: Path or URI of the page that shows some images; empty if there is none.
+        account: Lines about every file of the source.
+        preview: Path or URI of the page with some images. Empty if there is none.
     """
 
     stage: str
@@ -227,13 +233,13 @@ class IngestedData(NamedTuple):
 
     @property
     def rejected_text(self) -> str:
-        """The rejected images by reason, for a person; empty when there are none."""
+        """The rejected images by reason, as text; empty if there are none."""
         return counts_text(self.rejected)
 
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """What `analyse` measured. pictures: name of a part -> path of its first picture."""
+    """Results of `analyse`; `pictures` has the path of the first picture of each part."""
 
     analysis: Analysis = field(repr=False)
     pictures: dict[str, str]
@@ -251,7 +257,7 @@ class AnalysisResult:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what could not be measured."""
+        """Notes about measurements that were not possible."""
         return self.analysis.notes
 
 
@@ -266,12 +272,18 @@ def prepare(
 ) -> PreparedRun:
     """Read a config, open its storage and build its graph.
 
-    source: path of the config, or its values. to_run: raw data that was written again in place is
-    read first; without it, a source on another machine whose ingested result stands is not asked.
-    say: is given a line about such raw data. with_jobs: False takes the graph from the cache where
-    its config is unchanged, without jobs and without importing torch. several: whether a run of
-    several seeds or class orders will do. Raise `UserError` when the config or its storage cannot
-    be used.
+    Args:
+        source: Path of the config, or its values.
+        overrides: Overrides in the form of `--set`.
+        to_run: Read raw data that was rewritten in place. Otherwise a source on another machine
+            with an existing result is not checked.
+        say: Called with a line about such raw data.
+        with_jobs: Build stages that can be run. False takes the graph from the cache if its config
+            is unchanged, without importing torch.
+        several: Accept a config with several seeds or class orders.
+
+    Raises:
+        UserError: If the config or its storage cannot be used.
     """
     if not to_run:
         return _prepare(source, overrides, to_run, say, with_jobs, several)
@@ -288,7 +300,7 @@ def _prepare(
     with_jobs: bool,
     several: bool,
 ) -> PreparedRun:
-    """Do what `prepare` says."""
+    """Implement `prepare`."""
     # Where the builder is imported already there is nothing to save.
     may_use_cache = BUILD_MODULE not in sys.modules
     config = configs.load(source, list(overrides), with_methods=not may_use_cache)
@@ -333,9 +345,15 @@ def _with_graph(
     may_use_cache: bool,
     checked: Callable[[], Config],
 ) -> PreparedRun:
-    """Return a run with its graph, from the cache or built.
+    """Return a run with its graph, from the cache or newly built.
 
-    checked: returns the config after the checks that import torch, which the cache saves.
+    Args:
+        config: The config.
+        store: Its store.
+        to_run: See `prepare`.
+        with_jobs: See `prepare`.
+        may_use_cache: Whether the cache can be used.
+        checked: Returns the config after the checks that import torch, which the cache saves.
     """
     inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None
     if inputs is not None and not with_jobs:
@@ -360,12 +378,12 @@ def _with_replicas(config: Config, replicas: Mapping[str, PreparedRun]) -> Prepa
 
 
 def with_jobs(run: PreparedRun) -> PreparedRun:
-    """Return the same run with a graph whose stages can be run; it may have been cached."""
+    """Return the same run with a graph of stages that can be run."""
     return run if run.has_jobs else rebuild(run)
 
 
 def rebuild(run: PreparedRun) -> PreparedRun:
-    """Return the same run with its graph as it is now, whose stages can be run."""
+    """Return the same run with its graph built from the current data."""
     if run.replicas:
         replicas = {name: rebuild(replica) for name, replica in run.replicas.items()}
         return _with_replicas(run.config, replicas)
@@ -385,7 +403,7 @@ def _build(
 
 
 def provenance() -> dict[str, Any]:
-    """Return what results are made with: git commit, versions of packages and Python, the time."""
+    """Return the provenance of results: git commit, versions of packages and Python, time."""
     import importlib.metadata
     import platform
 
@@ -405,7 +423,7 @@ def provenance() -> dict[str, Any]:
 
 
 def version() -> versions.Version:
-    """Return which Accrete this is: its version, the commit of its checkout, and where it lies."""
+    """Return the version of Accrete, the commit of its checkout, and its location."""
     return versions.get_version()
 
 
@@ -420,7 +438,7 @@ def command_text(
 
 
 def plan(run: PreparedRun) -> RunPlan:
-    """Look up every stage, compare the sizes of its files, and return what a run would do."""
+    """Look up every stage, compare the sizes of its files, and return the plan of a run."""
     previous = previous_record(run.store, run.config)
     lookups = look_up_all(run.graph, run.store, previous, "sizes")
     return RunPlan(
@@ -432,7 +450,7 @@ def plan(run: PreparedRun) -> RunPlan:
 
 
 def previous_record(store: Store, config: Config) -> RunRecord | None:
-    """Return the record that explains misses: of this run, else of its config without `--set`."""
+    """Return the record that explains misses: of this run, or of its config without `--set`."""
     return store.record(config.name) or store.record(config.base_name)
 
 
@@ -444,11 +462,19 @@ def execute(
     report_command: str,
     selection: Selection = EVERYTHING,
 ) -> RunResult:
-    """Run the stages that are missing, write the report, and record the run in MLflow.
+    """Run the missing stages, write the report, and record the run in MLflow.
 
-    resume_command, report_command: what a person types to go on with the run, or to write its
-    record again; error messages name them. selection: what of the graph is to run. What happens is
-    logged in the run's driver.log. Raise `UserError` when a stage fails, or is not known.
+    The events are logged in the run's driver.log.
+
+    Args:
+        run: The prepared run.
+        open_screen: Creates the screen.
+        resume_command: Command that resumes the run, for messages.
+        report_command: Command that writes its record again, for messages.
+        selection: Part of the graph to run.
+
+    Raises:
+        UserError: If a stage fails, or is unknown.
     """
     for option, names in selection.options:
         stages_named(run.graph, names, option)  # before anything is written
@@ -470,7 +496,9 @@ def _execute(
     record = record_of(graph, config, run.tasks, provenance())
     records = records_of(run)
     for saved in (record, *records.values()):
-        store.save_record(saved)  # before the look-up: from now on `gc` keeps what this run needs
+        store.save_record(
+            saved
+        )  # before the look-up, because from now on `gc` keeps the results that this run needs
     with at_work(lambda: "looking for results in the storage"):
         lookups = force(graph, look_up_all(graph, store, previous), selection)
     todo = selected_to_run(graph, lookups, selection)
@@ -502,7 +530,7 @@ def _execute(
 
 
 def _comparison(before: Lookup, outcome: Outcome, stage_id: str) -> str:
-    """Return whether a stage that was forced to run came out as it was before."""
+    """Describe whether the result of a forced stage is the same as before."""
     after = outcome.manifests[stage_id]
     if before.manifest is None or after is None:
         return "it had no result before"
@@ -521,7 +549,7 @@ def _run_and_record(
     resume_command: str,
     report_command: str,
 ) -> RunResult:
-    """Run the stages `todo`, and record the run while it goes on."""
+    """Run the stages `todo`, and record the run at the same time."""
     # start-up time: they import torch and matplotlib
     from pipeline.graph.walk import State
     from pipeline.launch.time_left import TimeLeftEstimator
@@ -584,8 +612,7 @@ def _run_and_record(
         links = recorder.links()
         location = recorder.writer.location
         if config.tracking.enabled and is_whole and not recorder.warnings:
-            # What an executor reports of a stage may lack the name of the attempt; the store has
-            # it.
+            # An executor's report about a stage can lack the name of the attempt; the store has it.
             stored = look_up_all(graph, store, None, "nothing")
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.state_of(config.tracking, store.storage, record, manifests, files)
@@ -601,14 +628,14 @@ def _look_up_again(
     lookups: Mapping[str, Lookup],
     ingested: Outcome,
 ) -> dict[str, Lookup]:
-    """Look up the stages whose keys changed when data were ingested.
+    """Look up the stages with keys that changed during ingest.
 
     Args:
-        graph: With the keys as they are now.
-        store: Of the run.
-        before: The graph before the ingest.
-        lookups: Of its stages.
-        ingested: How the ingest stages ended; their results need not be read again.
+        graph: Graph with the current keys.
+        store: Store of the run.
+        before: Graph before the ingest.
+        lookups: Results of its stages.
+        ingested: Outcome of the ingest stages; their results need not be read again.
     """
     known: dict[str, Lookup] = {}
     for stage in graph:
@@ -643,14 +670,14 @@ def _metrics_of(
 class Walks:
     """The two walks of a run on one executor: over its ingest stages, and over all others.
 
-    Keys of other stages follow from what ingest finds. Each walk is watched by the screen, the log
-    and the journal.
+    Keys of other stages follow from the result of ingest. The screen, the log and the journal
+    observe both walks.
 
     Args:
-        run: As it is before its data are ingested.
+        run: The run before its data are ingested.
         todo: Ids of the stages to run.
         screen: Shows the run to a person.
-        journal: The status of the run.
+        journal: Status of the run.
     """
 
     def __init__(self, run: PreparedRun, todo: set[str], screen: Screen, journal: Journal):
@@ -766,7 +793,7 @@ def _finish(
     warnings: list[str],
     links: list[str],
 ) -> RunResult:
-    """Copy the report to where people look for it, and return what came out."""
+    """Copy the report to the folder of the run, and return the results."""
     page = export(run.store, run.config.name, files)
     written = WrittenReport(page, warnings, links)
     if not run.replicas:
@@ -789,7 +816,7 @@ def _add_analysis(files: dict[str, bytes], record: RunRecord, store: Store) -> d
 
 
 def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> list[IngestedData]:
-    """Run the ingest stages of a graph that are missing; return what each of all of them read."""
+    """Run the missing ingest stages of a graph; return the data of all its ingest stages."""
     stages = [stage for stage in run.graph if stage.step == "ingest"]
     ingest_graph = Graph.of(run.graph.name, stages)
     bring(ingest_graph, run.config, run.store, open_screen, resume_command)
@@ -804,8 +831,10 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
 
 
 def _account_of(store: Store, key: str) -> tuple[list[str], str]:
-    """Return the lines of an ingest stage's account, and its preview; results of older versions
-    have neither."""
+    """Return the lines of an ingest stage's account, and its preview.
+
+    Results of older versions have neither.
+    """
     artifact = Artifact.open(store.root, key)
     if artifact is None or not {ACCOUNT, PREVIEW} <= artifact.manifest["files"].keys():
         return [], ""
@@ -817,7 +846,7 @@ def _account_of(store: Store, key: str) -> tuple[list[str], str]:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Return numbers with what they count, such as `20 train, 10 test`."""
+    """Format counts with their names, for example `20 train, 10 test`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
@@ -828,7 +857,18 @@ def bring(
     open_screen: OpenScreen,
     resume_command: str,
 ) -> None:
-    """Run the stages of `ingest_graph` that are missing. Raise `UserError` when one fails."""
+    """Run the missing stages of `ingest_graph`.
+
+    Args:
+        ingest_graph: Graph of ingest stages.
+        config: The config.
+        store: The store.
+        open_screen: Creates the screen.
+        resume_command: Command that resumes the run, for messages.
+
+    Raises:
+        UserError: If a stage fails.
+    """
     from pipeline.launch import executor as launch  # imports torch
 
     previous = previous_record(store, config)
@@ -887,7 +927,7 @@ def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str,
 
 
 def report_files(run: PreparedRun) -> dict[str, bytes]:
-    """Return the files of the report stage by name. Raise `UserError` when it has no result."""
+    """Return the files of the report stage by name; raise `UserError` if it has no result."""
     artifact = Artifact.need(run.store.root, run.graph["report"].key)
     return {name: artifact.read(name) for name in artifact.manifest["files"]}
 
@@ -954,7 +994,7 @@ def tables_of(run: PreparedRun) -> dict[str, RunTables]:
 
 
 def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
-    """Return what records a run in MLflow, with all its replicas."""
+    """Create the recorder of a run and all its replicas in MLflow."""
     from pipeline.tracking.recorder import Recorder  # start-up time
     from pipeline.tracking.replicas import ReplicatedRecorder
 
@@ -975,8 +1015,8 @@ def log_models(recorder: Recorder, run: PreparedRun) -> None:
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
     """Write the files of a report to `<storage>/runs/NAME/`, and return the path of the page.
 
-    Files of an earlier report that this one does not have are removed: they are of another config.
-    Changed files, and those of an analysis, stay.
+    Unchanged files of an earlier report that this one does not have are removed, because they
+    belong to another config. Changed files, and those of an analysis, stay.
     """
     folder = join(store.storage, "runs", name)
     list_uri = join(folder, REPORT_FILES)
@@ -1043,7 +1083,7 @@ def _earlier_failures(run: PreparedRun) -> dict[str, str]:
 
 
 def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
-    """Write what serves all tasks of one method of a finished run into a folder."""
+    """Write a model folder that serves all tasks of one method of a finished run."""
     from pipeline.results.bundles import bundle_of  # imports torch
 
     bundle_of(run.graph, run.store, label).write(folder)
@@ -1071,10 +1111,15 @@ def analyse(
 
     The tables and pictures go to the first run; the numbers of a method go to its own record.
 
-    finished_runs: each is taken when those before it were checked, and may be prepared then.
-    images: about how many test images of each task are measured. map_images: over how many maps
-    are drawn. robustness: whether images are also occluded and attacked. other_cards: cards that
-    are tested on too. command: what a person types to repeat this.
+    Args:
+        finished_runs: The runs. Each is taken after the previous ones were checked, so it can be
+            prepared lazily.
+        open_screen: Creates the screen.
+        command: Command that repeats this, for messages.
+        images: Approximate number of test images per task.
+        map_images: Approximate number of images for maps.
+        robustness: Also measure occluded and adversarial images.
+        other_cards: Cards to test on in addition.
     """
     # They import torch and matplotlib.
     from pipeline.graph.tasks import cards_graph
@@ -1123,7 +1168,7 @@ def analyse(
 
 
 def check_image_count(option: str, count: int, least: int, most: float) -> None:
-    """Raise `UserError` when a number of test images is out of bounds."""
+    """Raise `UserError` if a number of test images is out of bounds."""
     if not least <= count <= most:
         bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
         raise UserError(
@@ -1165,12 +1210,17 @@ def find_garbage(
     older_than_s: float = 0.0,
     keep_bytes: float = 0.0,
 ) -> list[Garbage]:
-    """Return folders below the storage that no named run and no search needs, by their path.
+    """Return folders of the storage that no named run and no search needs, by path.
 
-    changed: names of runs; also what they needed only before their configs were changed.
-    older_than_s: only what is older. keep_bytes: the newest ones stay, so many bytes of them. Raise
-    `UserError` when there is no such storage, when a record cannot be read, or when a bound is no
-    finite number of at least 0.
+    Args:
+        store: The store.
+        changed: Names of runs with earlier records; include results that only these need.
+        older_than_s: Include only older folders, in seconds.
+        keep_bytes: Keep the newest folders up to this size.
+
+    Raises:
+        UserError: If the storage does not exist, a record cannot be read, or a limit is negative or
+            not finite.
     """
     for what, bound in (("age", older_than_s), ("size", keep_bytes)):
         if not math.isfinite(bound) or bound < 0:
@@ -1195,11 +1245,18 @@ def find_garbage(
 def delete_garbage(
     store: Store, paths: list[str], changed: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Delete the garbage in `paths` that is garbage still.
+    """Delete the folders in `paths` that are still garbage.
 
-    changed: names of runs; also forget what they were before their configs were changed, as far as
-    none of it is left. Return the paths that a run needs by now, and those that a process is
-    computing. Raise `UserError` when the storage may only be read.
+    Args:
+        store: The store.
+        paths: The folders.
+        changed: Names of runs; also delete their earlier records if none of their results is left.
+
+    Returns:
+        The paths that a run needs by now, and those that a process is computing.
+
+    Raises:
+        UserError: If the storage is read-only.
     """
     try:
         return _delete_garbage(store, paths, changed)

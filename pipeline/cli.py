@@ -1,9 +1,11 @@
-"""The command line: init, data, run, plan, add, remove, launch, search, ingest, shards, report,
-analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema,
-completion. Few flags, else `--set key=value`.
+"""The command line.
 
-Help, version and a mistyped command need no package but the standard library; what imports others
-is imported by the command that needs it.
+The commands are init, data, run, plan, add, remove, launch, search, ingest, shards, report,
+analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema and
+completion. There are few flags; `--set key=value` sets everything else.
+
+Help, version and a mistyped command need only the standard library. Each command imports the
+packages that it needs.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 BUCKET = re.compile(r"in bucket '([^']+)'")  # names the bucket in an error of pyarrow
 AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[dhm])")
 AGE_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}  # in seconds
-LONGEST_ERROR = 4000  # characters of an error that are printed; that of a worker may be long
+LONGEST_ERROR = (
+    4000  # largest number of printed characters of an error; errors of workers can be long
+)
 
 
 def leave(code: int) -> NoReturn:
@@ -67,8 +71,9 @@ def leave(code: int) -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0: success. 2: the input cannot work; one sentence on stderr says why. 130: ended by Ctrl-C.
-    143: ended by SIGTERM.
+    Returns:
+        0: success. 2: the input is invalid; one sentence on stderr gives the reason. 130: ended by
+            Ctrl-C. 143: ended by SIGTERM.
     """
     try:
         args = parser().parse_args(argv)
@@ -139,7 +144,7 @@ def one_line(text: str) -> str:
     """Return a text as one line that is safe to print on a terminal.
 
     Secrets are redacted, escape sequences and other unprintable characters are replaced, and the
-    middle of a very long text is left out.
+    middle of a very long text is removed.
     """
     line = secrets.printable(" ".join(text.split()))
     if len(line) <= LONGEST_ERROR:
@@ -174,14 +179,15 @@ CONFIG_OR_DATA = {
     "help": "a config, e.g. configs/demo.yaml, or images, for which one is written: " + DATA_HELP,
 }  # the argument of a command that takes either
 
-# adds one command: (name, function, help text, config=True, ...) -> the parser of its options
+# adds one command: (name, function, help text, config=True, ...) -> parser of its options
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 
 def parser(program: str = "") -> argparse.ArgumentParser:
     """Return the parser of the whole command line; each command sets `command` to its function.
 
-    program: its name; by default as this process was started.
+    Args:
+        program: Name of the program. Default: the name with which this process was started.
     """
     program = program or invocation.program()
     top = GroupedParser(
@@ -275,8 +281,10 @@ class AddMethod(argparse.Action):
 
 
 def _add_run_commands(add_command: AddCommand) -> None:
-    """Add the commands that make a config, or compute or plan its graph: init, run, plan, search,
-    ingest, shards, report."""
+    """Add the commands that create a config or compute its graph.
+
+    They are init, run, plan, search, ingest, shards and report.
+    """
     _add_init_command(add_command)
     run_parser = add_command(
         "run", run, "run what is missing of a config's graph, then report", **CONFIG_OR_DATA
@@ -611,7 +619,7 @@ def _add_looking_commands(add_command: AddCommand) -> None:
 
 
 def _add_reference_commands(add_command: AddCommand) -> None:
-    """Add the commands that say what can be written in files: methods, schema."""
+    """Add the commands that document the content of files: methods, schema."""
     methods_parser = add_command(
         "methods", methods, "list the methods, or the settings of one", config=False
     )
@@ -641,7 +649,7 @@ def _add_completion_command(add_command: AddCommand) -> None:
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write a card, a config and a preview for images, and print what was found."""
+    """Write a card, a config and a preview for images, and print the detected layout."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
     lines: list[str] = []
@@ -667,7 +675,7 @@ def _take_config(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what is missing of a config's graph, and print what came out."""
+    """Run the missing stages of a config's graph, and print the results."""
     _take_config(args)
     from pipeline import app  # imports torch
     from pipeline.graph.selection import Selection
@@ -708,7 +716,7 @@ def search(args: argparse.Namespace) -> int:
         prepared,
         SearchScreen(prepared),
         app.command_text("search", args.config, args.overrides),
-        # of a config and a method, `report` is that of the run
+        # with a config and a method, `report` is that of the run
         app.command_text(
             "report" if searches.is_search(args.config) else "search", args.config, args.overrides
         ),
@@ -764,7 +772,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def forecast_of(prepared: PreparedRun, run_plan: RunPlan, calibrate: bool = False) -> Forecast:
-    """Return what the stages will cost that a plan is to run."""
+    """Forecast the cost of the stages that a plan runs."""
     from pipeline.launch import cost  # imports torch
 
     return cost.forecast(
@@ -790,7 +798,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
-    """Return the text that `plan` prints beside a stage: why it will run, or what is missing."""
+    """Return the note of `plan` about a stage: why it will run, or what is missing."""
     lookup = lookups[stage.id]
     text = ""
     if stage.id in stages_to_run:
@@ -801,7 +809,7 @@ def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> s
 
 
 def ingest(args: argparse.Namespace) -> int:
-    """Ingest the raw data of a config, and print what was read and what was rejected."""
+    """Ingest the raw data of a config, and print the read and rejected images."""
     _take_config(args)
     from pipeline import app  # imports torch
     from pipeline.shell import console
@@ -943,13 +951,13 @@ def status(args: argparse.Namespace) -> int:
         return 0
     try:
         run_text.watch(name, storage, args.all)
-    except KeyboardInterrupt:  # the run goes on
+    except KeyboardInterrupt:  # the run continues
         print()
     return 0
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Print what happened in a run or a stage."""
+    """Print the events of a run or a stage."""
     from pipeline.report.log_text import log_text
     from pipeline.results.runs import named_run
 
@@ -1033,7 +1041,7 @@ def garbage_text(garbage: Sequence[Garbage]) -> str:
 
 
 def age_seconds(text: str) -> float:
-    """Return an age such as `30d`, `12h` or `90m` in seconds."""
+    """Parse an age, for example `30d`, `12h` or `90m`, into seconds."""
     match = AGE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from workers.methods.base import Method
 
 ConfigSource = str | Mapping[str, Any]  # path of a config file, or the values of one
-MAPPING = "the config"  # what errors call one that is no file
+MAPPING = "the config"  # name of a config without a file in errors
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are in no key of a result
+ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are not part of any key
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
 MAX_PROBLEM_TEXT = 500  # characters; further mistakes of a file are counted
 LONGEST_VALUE = 80  # characters of a value in an error
@@ -67,7 +67,7 @@ PLAIN_WORDS = {
     r"^(list|tuple)": "this list",
     r"^string": "this text",
     r"a valid string": "text",
-}  # what pydantic's names of Python types are replaced by
+}  # replacements for pydantic's names of Python types
 
 
 class TaskEntry(Frozen):
@@ -145,9 +145,9 @@ Gpus = Annotated[float, Field(ge=0, le=1000), AfterValidator(_check_gpus)]
 
 
 class StageLimits(Frozen):
-    """What a rank takes while it runs one kind of stage, and how long a try may take.
+    """Resources of a rank for one kind of stage, and its time limit.
 
-    What is not set is as in `cluster`.
+    Missing values are those of `cluster`.
     """
 
     cpus: int | None = Field(
@@ -295,8 +295,10 @@ class ClusterSettings(Frozen):
         return self.model_copy(update=changed)
 
     def of_any_step(self) -> ClusterSettings:
-        """Return the settings of a rank that can run every kind of stage: the most of each
-        resource that one of them takes."""
+        """Return the settings of a rank that can run every kind of stage.
+
+        Each resource is the maximum over the kinds.
+        """
         kinds = [self, *(self.of_step(step) for step in self.stages)]
         resources: dict[str, float] = {}
         for kind in kinds:
@@ -317,9 +319,13 @@ class ClusterSettings(Frozen):
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Return host and port of the setting `tracking.prometheus`. Raise `ValueError` for no address.
+    """Parse the setting `tracking.prometheus` into host and port.
 
-    text: `HOST:PORT`, `[IPv6]:PORT`, or `PORT`.
+    Args:
+        text: `HOST:PORT`, `[IPv6]:PORT`, or `PORT`.
+
+    Raises:
+        ValueError: If it is not an address.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
@@ -381,7 +387,8 @@ class TrackingSettings(Frozen):
 class TaskOverrides(Frozen):
     """The settings of a method that differ for one task.
 
-    settings: those of the method's own settings that serving does not read.
+    Attributes:
+        settings: The method's own settings that serving does not read.
     """
 
     train: dict[str, Any] = Field(default_factory=dict)
@@ -392,8 +399,12 @@ class TaskOverrides(Frozen):
 class MethodEntry(Frozen):
     """The settings of one method of the run, under its label.
 
-    train, data: what differs from the config's `train` and `data`. steps: training settings by
-    step. tasks: what differs for a task, by its name. settings: the method's own settings.
+    Attributes:
+        train: Differences from the config's `train`.
+        data: Differences from the config's `data`.
+        steps: Training settings by step.
+        tasks: Differences for a task, by its name.
+        settings: The method's own settings.
     """
 
     method: str
@@ -409,7 +420,7 @@ class MethodEntry(Frozen):
 class BackboneChoice(BackboneModel):
     """The backbone that all tasks share: any timm model of images.
 
-    What is not set is that of the model's own configuration in timm, or on the hub.
+    Missing values come from the model's configuration in timm or on the hub.
     """
 
     name: str = Field(
@@ -558,13 +569,15 @@ class Config(Frozen):
 
     @property
     def base_name(self) -> str:
-        """The name in the file; `--set` changes `name` when it changes what is computed."""
+        """The name in the file; `--set` changes `name` if it changes the results."""
         return self._base_name or self.name
 
     def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
         """Return the settings of a method, with those under `tasks` for one task.
 
-        task: None for the settings of all tasks.
+        Args:
+            label: Label of the method.
+            task: The task. None: the settings of all tasks.
         """
         entry = self.methods[label]
         task_entry = entry.tasks.get(task or "", TaskOverrides())
@@ -595,7 +608,8 @@ class Config(Frozen):
     def backbone_train(self) -> TrainSettings:
         """Return the training settings of a backbone that is trained on the base task.
 
-        That is plain fine-tuning, and what `train` does not set is as `finetune` declares it.
+        This is plain fine-tuning; values that `train` does not set are those declared by
+        `finetune`.
         """
         return self._complete_train("finetune", "train", self._set_train(), "train", "")
 
@@ -609,7 +623,7 @@ class Config(Frozen):
         return checked(TrainSettings, values, path, where)
 
     def _set_train(self) -> dict[str, Any]:
-        """Return what the section `train` sets, without what it leaves to the methods."""
+        """Return the values that the section `train` sets, without those left to the methods."""
         return self.train.model_dump(exclude_unset=True)
 
     def _configured_train(self, label: str, step: str, task: str | None) -> dict[str, Any]:
@@ -635,9 +649,10 @@ class Config(Frozen):
 
 
 def as_name(value: Any) -> str:
-    """Return a name, which YAML may have read as a whole number, as text.
+    """Return a name as text, because YAML may have read it as an integer.
 
-    Raise `ValueError` when YAML reads it as something else.
+    Raises:
+        ValueError: If YAML read it as another type.
     """
     if type(value) not in (str, int):
         raise ValueError(
@@ -647,9 +662,12 @@ def as_name(value: Any) -> str:
 
 
 def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
-    """Return a mapping of settings with all but the `shared` keys moved below `settings`.
+    """Move all keys except the `shared` ones of a mapping into `settings`.
 
-    path: of the mapping in the config. shared: keys that every method has.
+    Args:
+        raw: The mapping.
+        path: Its path in the config, for errors.
+        shared: Keys that every method has.
     """
     if not isinstance(raw, (dict, type(None))):
         raise ValueError(f"{path} is {raw!r}, it must be a mapping of settings")
@@ -674,9 +692,14 @@ def load(
 ) -> Config:
     """Read a config, apply `key.sub=value` overrides and check everything.
 
-    source: path of a file, or what such a file holds, with paths from the current folder.
-    with_methods: False leaves out the checks of the methods' own settings, which import torch.
-    Raise `UserError` with one sentence.
+    Args:
+        source: Path of a file, or the content of such a file with paths relative to the current
+            folder.
+        overrides: Overrides in the form of `--set`.
+        with_methods: Check the methods' own settings, which imports torch.
+
+    Raises:
+        UserError: If the config is invalid.
     """
     body = read_values(source, overrides or ())
     where = name_of_source(source)
@@ -740,7 +763,7 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
 
 
 def name_of_source(source: ConfigSource) -> str:
-    """Return what errors call a config: the path of its file where it has one."""
+    """Return the name of a config in errors: the path of its file if it has one."""
     return source if isinstance(source, str) else MAPPING
 
 
@@ -759,7 +782,16 @@ def _missing_config(file: Path, path: str) -> UserError:
 
 
 def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config:
-    """Return the settings that plain YAML values stand for. Raise `UserError` with one sentence."""
+    """Validate the plain YAML values of a config.
+
+    Args:
+        body: The values.
+        where: Name of the config in errors.
+        with_methods: Check the methods' own settings, which imports torch.
+
+    Raises:
+        UserError: If a value is invalid.
+    """
     if "seed" in body and "seeds" in body:
         raise UserError(
             f"{where}: seed is {body['seed']!r:.80} and seeds is {body['seeds']!r:.80}, and a "
@@ -779,7 +811,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
 
 
 def _check_orders(config: Config, where: str) -> None:
-    """Raise `UserError` when there are class orders, and no task that they order."""
+    """Raise `UserError` if there are class orders, but no task that they order."""
     if config.orders and not any(entry.split for entry in config.stream.tasks):
         raise UserError(
             f"{where}: orders is {list(config.orders)}, and no task of stream.tasks has `split`, "
@@ -788,8 +820,7 @@ def _check_orders(config: Config, where: str) -> None:
 
 
 def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
-    """Return (label, None) for every method, each followed by (label, task) for every task that
-    overrides its settings."""
+    """Return (label, None) for every method, followed by (label, task) for its task overrides."""
     pairs: list[tuple[str, str | None]] = []
     for label, entry in config.methods.items():
         pairs.append((label, None))
@@ -827,7 +858,7 @@ def _check_methods(config: Config, where: str) -> None:
 
 
 def _check_kinds_of_stages(config: Config, where: str) -> None:
-    """Raise `UserError` when `cluster.stages` names a kind of stage that no run has."""
+    """Raise `UserError` if `cluster.stages` names a kind of stage that does not exist."""
     if not config.cluster.stages:
         return
     from workers.methods import METHODS  # imports torch
@@ -846,7 +877,7 @@ def _check_kinds_of_stages(config: Config, where: str) -> None:
 def _check_entry(
     config: Config, label: str, task: str | None, method_class: type[Method[Any]], where: str
 ) -> None:
-    """Raise `UserError` when a method does not accept its settings, or those of one task."""
+    """Raise `UserError` if a method does not accept its settings, or those of one task."""
     entry = config.entry_of(label, task)
     path = settings_path(label, task)
     if task is not None:
@@ -951,7 +982,7 @@ def _yaml_text(value: Any) -> str:
 def _check_task_overrides(
     settings: dict[str, Any], method_class: type[Method[Any]], path: str, label: str, where: str
 ) -> None:
-    """Raise `UserError` when a task overrides a setting that only the whole method may have."""
+    """Raise `UserError` if a task overrides a setting that must be the same for all tasks."""
     allowed = [*sorted(method_class.per_task), "steps", "train"]
     common = {"data", *_keys_at(method_class.Settings, [])} - method_class.per_task
     for key, value in settings.items():
@@ -976,9 +1007,16 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> Settings:
-    """Return the checked settings. Raise `UserError` with one sentence per mistake.
+    """Validate settings.
 
-    prefix: path of the settings in a config. where: the file that they come from.
+    Args:
+        model: The model.
+        body: The values.
+        prefix: Path of the settings in a config.
+        where: Name of their file in errors.
+
+    Raises:
+        UserError: With one sentence per mistake.
     """
     try:
         return model.model_validate(body)
@@ -992,13 +1030,13 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
 def sentence_of(
     error: ValidationError, model: type[BaseModel], prefix: str = "", body: Any = None
 ) -> str:
-    """Return the problems of a validation error as one sentence: key, value, rule, remedy.
+    """Describe a validation error in one sentence: key, value, rule, remedy.
 
     Args:
-        error: Of a model.
-        model: That was validated.
+        error: The error.
+        model: The validated model.
         prefix: Path of the settings in a config.
-        body: That was validated; without it, the first problem alone is sentences.
+        body: The validated values. Without them, only the first problem is described.
     """
     problems: dict[tuple[Any, ...], Any] = {}
     for problem in error.errors():  # of a value that may be of several types, there are several
@@ -1055,7 +1093,7 @@ def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
 def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
     """Yield the keys that a model accepts below `path`.
 
-    Parts of the path that are no fields, such as list positions and labels, are skipped.
+    Parts of the path that are not fields, for example list positions and labels, are skipped.
     """
     current: list[type[BaseModel]] = [model]
     for part in path:
@@ -1070,7 +1108,7 @@ def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in a type annotation, such as `dict[str, MethodEntry]`."""
+    """Yield the models in a type annotation, for example `dict[str, MethodEntry]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -1091,10 +1129,13 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def named_by_overrides(config: Config, plain: Config) -> Config:
-    """Return the config under a name of its own when the overrides change what is computed.
+    """Return the config with a derived name if the overrides change the results.
 
-    So it has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`. plain: the
-    config of the file without overrides.
+    Then it has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`.
+
+    Args:
+        config: The config.
+        plain: The config of the file without overrides.
     """
     before = flatten(computed(plain))
     after = flatten(computed(config))
@@ -1122,14 +1163,14 @@ def named_by_overrides(config: Config, plain: Config) -> Config:
 
 
 def computed(config: Config) -> dict[str, Any]:
-    """Return the settings that decide what is computed, without names, folders and resources."""
+    """Return the settings that determine the results, without names, folders and resources."""
     return {key: value for key, value in dump(config).items() if key not in ELSEWHERE}
 
 
 def dump(config: Config) -> dict[str, Any]:
     """Return the resolved config as plain values, in the layout of a config file."""
     body = config.model_dump(mode="json", by_alias=True)
-    # what is left to the methods must not come back as something that the config sets
+    # values left to the methods must not come back as values set by the config
     body["train"] = config.train.model_dump(mode="json", exclude_unset=True)
     if config.seeds:
         del body["seed"]

@@ -26,11 +26,14 @@ Names = str | Sequence[str]  # one name or several
 
 @dataclass(frozen=True)
 class Experiment:
-    """A config that can be planned, run and looked at, any number of times.
+    """A config that can be planned, run and inspected any number of times.
 
-    source: path of the config, or its values. overrides: as `--set` takes them. config: all
-    settings, as they were when it was loaded. folder: where relative paths start, the current
-    folder when it was loaded; while it is at work, the process is in that folder.
+    Attributes:
+        source: Path of the config, or its values.
+        overrides: Overrides in the form of `--set`.
+        config: All settings at the time of loading.
+        folder: Folder of relative paths: the current one at loading. The process works in this
+            folder during a call.
     """
 
     source: ConfigSource
@@ -51,9 +54,16 @@ class Experiment:
 
     # ---- before a run ----------------------------------------------------------------------------
     def plan(self) -> pd.DataFrame:
-        """Return a row for each stage with its key, and whether it is a `hit` or a `miss` and why.
+        """Return a row for each stage with its key, whether it is a `hit` or a `miss`, and why.
 
-        Nothing is run. Raise `UserError` when the config or its storage cannot be used.
+        Nothing is run.
+
+        Raises:
+            UserError: If the config or its storage cannot be used.
+
+        Example:
+            >>> plan = pipeline.load("configs/demo.yaml").plan()
+            >>> plan[plan.status == "miss"]
         """
         from pipeline import app
         from pipeline.results.data_frame import data_frame
@@ -98,15 +108,17 @@ class Experiment:
         return data_frame(rows)
 
     def cost(self, calibrate: bool = False) -> pd.DataFrame:
-        """Return what the stages that `run` would run will take, as `plan --cost` forecasts it.
-
-        A row for each method, the last, `together`, for all: `stages`, `images` times epochs,
-        `device_hours` and `wall_hours` with the ends of their likely ranges (`_low`, `_high`), and
-        how many stages rest on what. Hours are NaN if no number of images is known.
+        """Forecast the cost of the stages that `run` would run, like `plan --cost`.
 
         Args:
-            calibrate: where the storage has measured nothing, measure this machine for a few
-                seconds, as `plan --calibrate` does.
+            calibrate: If the storage has no measurements, measure this machine for a few seconds,
+                like `plan --calibrate`.
+
+        Returns:
+            A row for each method, and `together` for all: `stages`, `images` times epochs,
+            `device_hours` and `wall_hours` with the limits of their likely ranges (`_low`,
+            `_high`), and the number of stages by source of the estimate. Hours are NaN if no number
+            of images is known.
         """
         from pipeline import app
         from pipeline.launch import cost  # start-up time: imports torch
@@ -121,8 +133,12 @@ class Experiment:
         return data_frame([cost.label_row(forecast, label) for label in forecast.walls])
 
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:
-        """Return the picture of the graph as SVG. of: `plan`, hits and misses; or `status`, with
-        the state and the time of each stage of a run that has begun."""
+        """Return the picture of the graph as SVG.
+
+        Args:
+            of: `plan`: hits and misses. `status`: state and duration of each stage of a started
+                run.
+        """
         from pipeline import app
         from pipeline.graph import diagram
 
@@ -136,10 +152,17 @@ class Experiment:
 
     # ---- running ---------------------------------------------------------------------------------
     def ingest(self, quiet: bool = False) -> pd.DataFrame:
-        """Bring the raw data into the store, and train nothing.
+        """Ingest the raw data, and train nothing.
 
-        Return a row for each data set: number of `train` and `test` images, and of `rejected` ones
-        with the `reasons`. quiet: as for `run`. Raise `UserError` when data cannot be used.
+        Args:
+            quiet: Print nothing.
+
+        Returns:
+            A row for each data set: number of `train`, `test` and `rejected` images, and the
+            `reasons` of rejections.
+
+        Raises:
+            UserError: If data cannot be used.
         """
         from pipeline import app
         from pipeline.results.data_frame import data_frame
@@ -166,11 +189,22 @@ class Experiment:
     ) -> Results:
         """Run the stages that have no result yet, record the run, and return all results.
 
-        They run where `cluster` says: with `workers: 0` in this process, else on Ray. quiet:
-        whether nothing is printed: no line for a stage when it ends, or of what goes on in a long
-        one, no warnings, and not where the report and the record in MLflow are. only, start, until,
-        force: stages, as `--only`, `--from`, `--until` and `--force` of `accrete run` name them.
-        Raise `UserError` when a stage fails.
+        The stages run according to `cluster`: with `workers: 0` in this process, otherwise on Ray.
+
+        Args:
+            quiet: Print nothing: no line for a finished stage, no progress of a long one, no
+                warnings, and no location of the report and the record in MLflow.
+            only: Stages, in the form of `accrete run --only`.
+            start: Stages, in the form of `--from`.
+            until: Stages, in the form of `--until`.
+            force: Stages, in the form of `--force`.
+
+        Raises:
+            UserError: If a stage fails.
+
+        Example:
+            >>> results = pipeline.load("configs/demo.yaml").run(quiet=True)
+            >>> results.summary
         """
         from pipeline import app
         from pipeline.graph.selection import Selection
@@ -192,12 +226,14 @@ class Experiment:
 
     # ---- looking at a run ------------------------------------------------------------------------
     def status(self) -> pd.DataFrame:
-        """Return how far the run is: a row for each stage, also while another process runs it.
+        """Return the progress of the run: a row for each stage, also while another process runs it.
 
         `state` is `done`, `reused`, `running`, `queued`, `waiting`, `interrupted` (the next run
-        continues from its checkpoint), `missing`, `failed` or `blocked`; `since_s` are the seconds
-        that it has been so, `wall_s` those that it took, NaN where they are not known.
-        Raise `UserError` when the run was never started.
+        resumes from its checkpoint), `missing`, `failed` or `blocked`. `since_s` is the time in
+        this state and `wall_s` the duration, in seconds; NaN if unknown.
+
+        Raises:
+            UserError: If the run was never started.
         """
         from pipeline.report.run_text import progress_line
         from pipeline.results.data_frame import data_frame
@@ -209,19 +245,26 @@ class Experiment:
         )
 
     def logs(self, stage: str | None = None, every: bool = False) -> str:
-        """Return what happened in the run, or in one stage with the traceback of each failure.
+        """Return the events of the run, or of one stage with the traceback of each failure.
 
-        stage: an id as in `plan()`. every: all events and failures, however old. Raise `UserError`
-        when the run was never started, or has no such stage.
+        Args:
+            stage: Id of a stage as in `plan()`.
+            every: Include all old events and failures.
+
+        Raises:
+            UserError: If the run was never started, or has no such stage.
         """
         from pipeline.report.log_text import log_text
 
         return log_text(self._storage(), self.name, stage or "", every)
 
     def results(self) -> Results:
-        """Return the results that the storage holds; of an unfinished run, those that exist.
+        """Return the stored results; for an unfinished run, the existing ones.
 
-        Nothing is run. Raise `UserError` when the config or its storage cannot be used.
+        Nothing is run.
+
+        Raises:
+            UserError: If the config or its storage cannot be used.
         """
         from pipeline import app
 
@@ -231,8 +274,11 @@ class Experiment:
         return self._results(run, tables)
 
     def report(self) -> WrittenReport:
-        """Write the report and the record in MLflow again from the store, also of an unfinished
-        run; return where they are."""
+        """Write the report and the MLflow record again from the store, also for an unfinished run.
+
+        Returns:
+            The locations of the report and the record.
+        """
         from pipeline import app
 
         with self._in_folder() as change_folder:
@@ -250,10 +296,16 @@ class Experiment:
     ) -> AnalysisResult:
         """Measure the attention of the finished run, and add it to its report and its record.
 
-        others: finished runs that are measured too, for comparison. images: test images of each
-        task, about. maps: of how many maps are drawn. robustness: whether images are also occluded
-        and attacked. on: cards on whose test images is tested too. quiet: as for `run`. Raise
-        `UserError` when a run is not finished.
+        Args:
+            *others: Further finished runs for comparison.
+            images: Approximate number of test images per task.
+            maps: Approximate number of images for maps.
+            robustness: Also measure occluded and adversarial images.
+            on: Cards to test on in addition.
+            quiet: Print nothing.
+
+        Raises:
+            UserError: If a run is not finished.
         """
         from pipeline import app
 
@@ -284,9 +336,13 @@ class Experiment:
     def _command(
         self, command: str, run: PreparedRun, change_folder: str, options: Sequence[str] = ()
     ) -> str:
-        """Return what a person types to give a command on this config.
+        """Return the command line for a command on this config.
 
-        change_folder: what they type before it, where the current folder is another one.
+        Args:
+            command: The command.
+            run: The prepared run.
+            change_folder: Prefix that changes the folder, if needed.
+            options: Options of the command.
         """
         from pipeline import app
 
@@ -317,10 +373,13 @@ class Experiment:
 # ---- what experiments and searches share ---------------------------------------------------------
 @contextlib.contextmanager
 def in_folder(folder: str, loaded: object) -> Iterator[str]:
-    """Be in the folder in which something was loaded; yield the command that goes there.
+    """Context manager that works in the folder of loading; yields the command to change to it.
 
-    So relative paths of a config, its cards, its weights and its storage stay what they were. The
-    command is empty in that folder. Raise `UserError` when the folder is gone.
+    Relative paths of a config, its cards, its weights and its storage then keep their meaning. The
+    command is empty in that folder.
+
+    Raises:
+        UserError: If the folder no longer exists.
     """
     from workers.errors import UserError
 

@@ -1,9 +1,9 @@
-"""YAML files as plain values, safe, strict and bounded; `extends`, `--set` and `${NAME}`.
+"""YAML files as plain values: safe, strict and bounded; `extends`, `--set` and `${NAME}`.
 
 Scalars follow the core schema of YAML 1.2. Only true and false are booleans: `no`, `on` and `off`
-are text. 010 is ten, 0o10 is eight, 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are text. A
-setting that is a number or a boolean also takes a text with one possible meaning: 1_000 is a
-thousand, `yes` is true.
+are text. 010 is ten, 0o10 is eight, 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are text. A number
+or boolean setting also accepts a text with an unambiguous meaning: 1_000 is a thousand, `yes` is
+true.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ MOST_VALUES = 200_000  # values, each alias counted in full
 MOST_LEVELS = 50  # levels of nesting
 MOST_FILES = 100  # files of a config, each counted as often as it is extended
 LONGEST_UTF8 = 4  # bytes of a character
-# settings of which a config has one: a file, or `--set`, with one of them replaces the other
+# Mutually exclusive settings: a file, or `--set`, with one of them replaces the other.
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
-# A checkout has configs and cards beside the packages, a wheel has them inside of `pipeline`.
+# In a checkout configs and cards are next to the packages, in a wheel they are in `pipeline`.
 PACKAGE = Path(__file__).resolve().parent
 IS_CHECKOUT = not (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE.parent / "configs" if IS_CHECKOUT else PACKAGE / "configs"
 CARDS = PACKAGE.parent / "datasets" if IS_CHECKOUT else PACKAGE / "cards"
 STREAMS = CONFIGS / "streams"
 METHODS = CONFIGS / "methods"
-# Keys of METHODS/NAME.yaml beside those of a config.
+# Keys of METHODS/NAME.yaml in addition to those of a config.
 RECOMMENDED = "recommended"  # stream -> settings of the method for it
-SEARCH = "search"  # a search of its settings, by their keys below `methods.NAME`
+SEARCH = "search"  # a search of its settings, by their keys in `methods.NAME`
 TAG = "tag:yaml.org,2002:"
 UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
 
 class ScalarKind(NamedTuple):
-    """A kind of value that is no text. first: the characters that it may begin with."""
+    """A kind of value other than text; `first` has the possible first characters."""
 
     pattern: str
     first: list[str]
@@ -65,10 +65,10 @@ INT_BASES = {"0o": 8, "0x": 16}  # by prefix
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values only, and refuses a key that occurs twice.
+    """Reads only plain values, and refuses a key that occurs twice.
 
-    A file may come from a stranger. One that is huge by its aliases, or nested without end, is
-    refused before its values are made.
+    A file may come from a stranger. If its aliases make it huge, or it is nested too deeply, it is
+    refused before its values are created.
     """
 
     def __init__(self, text: str):
@@ -173,9 +173,14 @@ for _name, _scalar in SCALARS.items():
 
 
 def read_yaml(file: Path, kind: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file. kind: what it is, e.g. `a config`.
+    """Return the mapping in a YAML file.
 
-    Raise `UserError` when the file cannot be read or holds something else, or a secret.
+    Args:
+        file: Path of the file.
+        kind: Kind of the file in errors, e.g. `a config`.
+
+    Raises:
+        UserError: If the file cannot be read, is not a mapping, or contains a secret.
     """
     body = parse_yaml(_read_text(file, kind), str(file))
     if not isinstance(body, dict):
@@ -204,9 +209,14 @@ def _read_text(file: Path, kind: str) -> str:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the plain values of a YAML text. where: its source, which errors name.
+    """Return the plain values of a YAML text.
 
-    Raise `UserError` when it is not valid YAML.
+    Args:
+        text: The text.
+        where: Name of its source, for errors.
+
+    Raises:
+        UserError: If it is not valid YAML.
     """
     try:
         return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
@@ -232,9 +242,11 @@ def compose_yaml(text: str) -> yaml.Node | None:
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """Return plain values as YAML, which `parse_yaml` reads back unchanged.
+    """Return plain values as YAML that `parse_yaml` reads back unchanged.
 
-    options: of PyYAML's `dump`.
+    Args:
+        value: The values.
+        **options: Options of PyYAML's `dump`.
     """
     options = {"sort_keys": False, "allow_unicode": True, **options}
     return str(yaml.dump(value, Dumper=_Dumper, **options))
@@ -268,8 +280,10 @@ def read_with_bases(file: Path) -> dict[str, Any]:
     """Return the values of a config, merged over those of the files that it `extends`.
 
     `extends` is a path or a list of paths, relative to the folder of the file; later ones override
-    earlier ones. Raise `UserError` when a file extends itself or a missing file, or when there are
-    too many files.
+    earlier ones.
+
+    Raises:
+        UserError: If a file extends itself or a missing file, or there are too many files.
     """
     return _read_over_bases(file, (), [])
 
@@ -279,7 +293,10 @@ def _read_over_bases(
 ) -> dict[str, Any]:
     """Return the values of `file` merged over its bases, and append all files to `files_read`.
 
-    extending: the chain of files that leads to this one, the outermost first.
+    Args:
+        file: The file.
+        extending: Chain of files that leads to this one, the outermost first.
+        files_read: All files read so far.
     """
     files_read.append(file)
     if len(files_read) > MOST_FILES:
@@ -291,10 +308,15 @@ def _read_over_bases(
 
 
 def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values of a config that is a mapping, as if it was a file in the current folder.
+    """Return the values of a config given as a mapping, like a file in the current folder.
 
-    name: what errors call it. Raise `UserError` when it has a value that no file can hold, or a
-    secret, and as `read_with_bases` does.
+    Args:
+        values: The mapping.
+        name: Its name in errors.
+
+    Raises:
+        UserError: If it has a value that a file cannot contain, or a secret, and as
+            `read_with_bases`.
     """
     body = plain_values(values)
     refuse_secrets(body, f"{name}: ")
@@ -302,7 +324,7 @@ def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a mapping as plain values. Raise `UserError` when a file cannot hold it."""
+    """Return a copy of a mapping as plain values; raise `UserError` if a file cannot contain it."""
     return {str(key): json.loads(_json_text(str(key), value)) for key, value in values.items()}
 
 
@@ -342,11 +364,11 @@ def _merged_over_bases(
 
 # ---- methods given by name alone -----------------------------------------------------
 def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
-    """Return the name of the file in configs/streams that a config is or extends.
+    """Return the name of the file in configs/streams that a config is, or extends.
 
     Args:
         file: Path of the config.
-        bases: Names of the files that it extends; by default they are read from it.
+        bases: Names of the files that it extends. Default: read from the file.
 
     Returns:
         The name without its extension, or "" if there is no such file.
@@ -365,10 +387,10 @@ def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[st
     Args:
         body: Values of a config. If its `methods` is a name or a list of names, it is removed.
         stream: Name of the stream, see `find_stream`.
-        where: What to call the config in errors.
+        where: Name of the config in errors.
 
     Returns:
-        The values of a config with these methods, {} if `body` names none.
+        The values of a config with these methods, or {} if `body` names none.
 
     Raises:
         UserError: If a name occurs twice, or several methods need different backbones.
@@ -428,9 +450,9 @@ def _read_method_file(method: str) -> dict[str, Any]:
 
 
 def _find_cards(body: dict[str, Any], folder: Path) -> None:
-    """Let the stream of a config name the cards that lie below `folder`, that of its file.
+    """Resolve the cards in a config's stream relative to `folder`, the folder of its file.
 
-    A path of a card that leads to nothing from there is left as it is.
+    A path that leads to no card from there stays unchanged.
     """
     stream = body.get("stream")
     tasks = stream.get("tasks") if isinstance(stream, dict) else None
@@ -443,7 +465,7 @@ def _find_cards(body: dict[str, Any], folder: Path) -> None:
         path = os.path.normpath(folder / card)
         if not os.path.exists(path):
             continue
-        if not is_path_of_card(path):  # a folder beside the current one
+        if not is_path_of_card(path):  # a folder next to the current one
             path = os.path.join(".", path)
         if isinstance(entry, dict):
             entry["card"] = path
@@ -452,13 +474,12 @@ def _find_cards(body: dict[str, Any], folder: Path) -> None:
 
 
 def is_path_of_card(card: str) -> bool:
-    """Whether the card of a stream is named by the path of its file, or of the folder it lies in,
-    and not by its name."""
+    """Return whether a stream names a card by the path of its file or folder, not by its name."""
     return "/" in card or card.endswith((".yaml", ".yml"))
 
 
 def merge_files(base: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config over those of one that it extends; `seeds` replaces `seed`."""
+    """Merge the values of a config over those of its base; `seeds` replaces `seed`."""
     replaced = {other for key, other in ALTERNATIVES.items() if key in body}
     remaining = {key: value for key, value in base.items() if key not in replaced}
     return merge(remaining, body)
@@ -487,9 +508,10 @@ def apply_override(body: dict[str, Any], override: str) -> None:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Return the dotted path of `a.b.0.c=value`, and the value read as YAML.
+    """Parse `a.b.0.c=value` into the dotted path, and the value read as YAML.
 
-    Raise `UserError` when the text has no such form.
+    Raises:
+        UserError: If the text does not have this form.
     """
     path, equals_sign, text = override.partition("=")
     where = f"--set {override!r:.200}"
@@ -497,7 +519,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise UserError(
             f"{where} is not of the form key=value; write for example --set train.epochs=3"
         )
-    if any("\ud800" <= sign <= "\udfff" for sign in override):  # bytes that are no text here
+    if any("\ud800" <= sign <= "\udfff" for sign in override):  # bytes that are not valid text
         raise UserError(
             f"{where} has letters that the locale of this shell does not know; set LC_ALL=C.UTF-8"
         )
@@ -505,15 +527,20 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def override_of(path: str, value: Any) -> str:
-    """Return `a.b.0.c=value`, which `parse_override` reads as this path and this value.
+    """Return `a.b.0.c=value`, the inverse of `parse_override`.
 
-    value: plain; paths and single numbers of NumPy count as such. Raise `UserError` otherwise.
+    Args:
+        path: The dotted path.
+        value: A plain value; paths and NumPy numbers are accepted too.
+
+    Raises:
+        UserError: If the value is of another type.
     """
     return f"{path}={_json_text(path, value)}"
 
 
 def _json_text(path: str, value: Any) -> str:
-    """Return a plain value as JSON. path: what it is in a config, for the error."""
+    """Return a plain value as JSON; `path` is its path in a config, for the error."""
     try:
         return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -538,9 +565,16 @@ def _plain(value: Any) -> Any:
 
 
 def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
-    """Set the value at the dotted `path` in nested plain values. where: what errors name.
+    """Set the value at a dotted path in nested plain values.
 
-    Raise `UserError` when the path leads through a value that has no keys.
+    Args:
+        body: The values.
+        path: The path.
+        value: The new value.
+        where: Name of the override in errors.
+
+    Raises:
+        UserError: If the path leads through a value without keys.
     """
     *parents, last = path.split(".")
     node: Any = body
@@ -563,7 +597,7 @@ def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
 
 
 def _position(values: list[Any], part: str, where: str) -> int:
-    """Return the index that a part of a path names. Raise `UserError` when it is none."""
+    """Return the list index that a part of a path names; raise `UserError` if it is invalid."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(values):
         raise UserError(
             f"{where}: {part!r:.60} is not a position in a list of {len(values)}; count from 0"
@@ -577,7 +611,8 @@ VARIABLE = re.compile(r"\$\{([^}]+)\}")  # ${NAME} and ${NAME:-default}
 def expand(text: str) -> str:
     """Replace ${NAME} and ${NAME:-default} by values of the environment.
 
-    Raise `UserError` when a variable is not set, or when the result holds a secret.
+    Raises:
+        UserError: If a variable is not set, or the result contains a secret.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -613,9 +648,10 @@ def similar_file(file: Path) -> str:
 
 
 def absolute(uri: str) -> str:
-    """Return a path as an absolute one, and a URI as it is.
+    """Return a path as an absolute path, and a URI unchanged.
 
-    Raise `UserError` when the URI holds a secret.
+    Raises:
+        UserError: If the URI contains a secret.
     """
     refuse_secrets(uri)
     if "://" in uri:

@@ -208,8 +208,8 @@ def _check_order(low: float, high: float) -> None:
 class Space:
     """Dimensions by dotted key.
 
-    A dimension `methods.LABEL...` applies only to points with that method, and a dimension with `when`
-    only to points that fulfil it. Therefore a point has only keys with an effect.
+    A dimension `methods.LABEL...` applies only to points with that method, and a dimension with
+    `when` only to points that fulfil it. Therefore a point has only keys with an effect.
     """
 
     def __init__(self, dimensions: Mapping[str, Dimension]):

@@ -1,1 +1,1 @@
-"""What a person's shell needs: the script `accrete`, its help, version and completion."""
+"""Terminal interface: the script `accrete`, its help, version and completion."""

@@ -10,11 +10,11 @@ def parse_amount(text: str, noun: str) -> float:
     """Parse a finite number of at least 0.
 
     Args:
-        text: What a person typed.
-        noun: What is counted, for the error: `number of gigabytes`.
+        text: The argument.
+        noun: Meaning of the number in the error, for example `number of gigabytes`.
 
     Raises:
-        argparse.ArgumentTypeError: If the text is no such number.
+        argparse.ArgumentTypeError: If the text is not such a number.
     """
     try:
         number = float(text)

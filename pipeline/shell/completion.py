@@ -40,8 +40,8 @@ _accrete_run_files() {
 }
 CONFIGS = {"bash": "_accrete_config_files", "zsh": "_accrete_config_files"}
 RUNS = {"bash": "_accrete_run_files", "zsh": "_accrete_run_files"}
-FOLDERS = ("storage", "out", "model")  # arguments that are folders
-FILES = ("FILE", "IMAGE")  # metavars of arguments that are files
+FOLDERS = ("storage", "out", "model")  # arguments with folders as values
+FILES = ("FILE", "IMAGE")  # metavars of arguments with files as values
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:

@@ -1,5 +1,4 @@
-"""What a run prints: a live line for each stage that runs on a terminal, plain lines elsewhere, and
-tables at its end."""
+"""Print a run: live lines for running stages on a terminal, plain lines elsewhere, final tables."""
 
 from __future__ import annotations
 
@@ -50,17 +49,18 @@ def print_to_stderr(text: str) -> None:
 
 
 class Activity(NamedTuple):
-    """What a command is doing. started: by a monotonic clock."""
+    """The current activity of a command; `started` is on the monotonic clock."""
 
     describe: Callable[[], str]
     started: float
 
 
 class Heartbeat:
-    """Calls `show` when nothing was printed for QUIET_S seconds, inside `activity` alone.
+    """Calls `show` if nothing was printed for QUIET_S seconds, only within `activity`.
 
-    show: prints what the command is doing. It is called in a thread, with the activity and the
-    seconds since it began.
+    Args:
+        show: Prints the activity. It is called in a thread, with the activity and its duration in
+            seconds.
     """
 
     def __init__(self, show: Callable[[str, float], None]):
@@ -74,7 +74,7 @@ class Heartbeat:
 
     @contextmanager
     def activity(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Inside, `describe` says what the command is doing. Activities may be nested."""
+        """Context manager for an activity with the text of `describe`. Activities can be nested."""
         self.activities.append(Activity(describe, time.monotonic()))
         if len(self.activities) > 1:
             try:
@@ -110,8 +110,12 @@ class Heartbeat:
 def at_work(
     describe: Callable[[], str], say: Callable[[str], object] = print_to_stderr
 ) -> Iterator[None]:
-    """Inside, `say` is given what a command is doing when QUIET_S seconds have passed, again and
-    again. For what prints nothing meanwhile."""
+    """Context manager that reports an activity every QUIET_S seconds, for silent work.
+
+    Args:
+        describe: Returns the text of the activity.
+        say: Called with each line.
+    """
 
     def show(activity: str, seconds: float) -> None:
         say(f"{activity} ({format_seconds(seconds)} so far)")
@@ -123,23 +127,23 @@ def at_work(
 class Console:
     """Prints the progress of a run.
 
-    On a terminal each stage that runs has a line at the end of the output, which is rewritten.
-    Elsewhere, as in the log of a CI job, a stage prints a line when it ends. When nothing was
-    printed for a while, a line says how far the stages are that run, one after the other, or what
-    the command is doing.
+    On a terminal each running stage has a line at the end of the output, which is rewritten.
+    Elsewhere, for example in the log of a CI job, a stage prints a line when it ends. After a while
+    without output, a line shows the progress of one running stage after another, or the activity of
+    the command.
     """
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
         self.stream = stream or sys.stdout
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.guard = threading.Lock()  # ingest stages report from threads
-        self.live: dict[str, str] = {}  # stage that runs -> its line; "": what the command does
+        self.live: dict[str, str] = {}  # line of each running stage; "": activity of the command
         self.num_drawn = 0  # lines at the end of the output that will be rewritten
         self.total = len(graph)
         self.ended = 0
         self.num_queued = 0  # stages that run or wait for a worker
         self.heartbeat = Heartbeat(self._show_activity)
-        self.warnings: dict[str, Sequence[str]] = {}  # stage that is done -> its warnings
+        self.warnings: dict[str, Sequence[str]] = {}  # warnings of each finished stage
         for stage_id, lookup in lookups.items():
             if lookup.hit and lookup.manifest:
                 self.warnings[stage_id] = lookup.manifest.get("warnings") or []
@@ -147,7 +151,7 @@ class Console:
                 self.say(f"{stage_id}: {lookup.reason}")
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Inside, print what `describe` returns when nothing was printed for a while."""
+        """Context manager that prints the text of `describe` after a while without output."""
         return self.heartbeat.activity(describe)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
@@ -208,7 +212,7 @@ class Console:
         self.num_queued = walk.count(State.RUNNING)
 
     def _show_activity(self, activity: str, seconds: float) -> None:
-        """Print how far a stage is that runs, or what the command has been doing for `seconds`."""
+        """Print the progress of a running stage, or the command's activity and its duration."""
         with self.guard:
             stage_ids = [stage_id for stage_id in self.live if stage_id]
         if self.is_terminal and stage_ids:
@@ -253,14 +257,16 @@ class Console:
             self.live.pop(stage_id, None)
 
     def _erase(self) -> str:
-        """Return what moves a terminal to the start of the live lines, and clears them."""
+        """Return the control sequence that moves to the start of the live lines and clears them."""
         if not self.is_terminal:
             return ""
         return CLEAR_LINE + CLEAR_LINE_ABOVE * max(0, self.num_drawn - 1)
 
     def _live_block(self) -> str:
-        """Return the live lines. One that is longer than the terminal is wide would wrap, and could
-        not be rewritten."""
+        """Return the live lines, cut to the width of the terminal.
+
+        A wrapped line could not be rewritten.
+        """
         texts = list(self.live.values())
         self.num_drawn = min(len(texts), MOST_LIVE_LINES)
         if not self.is_terminal or not texts:
@@ -279,7 +285,7 @@ def columns_of_output() -> int:
 
 
 def progress_text(body: Mapping[str, Any]) -> str:
-    """Return how far a stage is, from what its worker reports."""
+    """Format the progress of a stage from its worker's report."""
     if "waiting_for" in body:
         return f"waits for {body['waiting_for']}"
     if "doing" in body:  # ingest
@@ -330,7 +336,7 @@ def _accuracies_text(rows: Sequence[Row]) -> str:
 
 
 def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
-    """Return what is printed at the end of a run: matrices, metrics, warnings, and links."""
+    """Format the end of a run: matrices, metrics, warnings, and links."""
     lines: list[str] = []
     for label in tables.labels:
         lines += ["", matrix_text(tables, label)]
@@ -342,7 +348,7 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
 
 
 def warning_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a blank line and the first warnings, for a person; nothing if there are none."""
+    """Return a blank line and the first warnings; nothing without warnings."""
     if not rows:
         return []
     first = rows[:MOST_WARNINGS]
@@ -353,7 +359,7 @@ def warning_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:
-    """Return what is printed last: how many stages were run, and links."""
+    """Return the last lines of a run: number of executed stages, and links."""
     duration = format_seconds(outcome.seconds)
     if outcome.ran == 0:
         text = (
@@ -380,10 +386,10 @@ def _summary_cells(row: Row) -> list[str]:
 
 
 def matrix_text(tables: RunTables, label: str) -> str:
-    """Return the accuracy matrix of one method in per cent: row after task, column on task.
+    """Format the accuracy matrix of one method in per cent: row after task, column on task.
 
-    Of a matrix that is too wide for the output: its diagonal and its last row, or, of very many
-    tasks, where it is.
+    If it is too wide for the output, only its diagonal and its last row are shown, or, for very
+    many tasks, its location.
     """
     matrix = tables.matrix(label)
     width = 1 + max([len("test images"), *map(len, matrix.tasks)])
@@ -429,9 +435,12 @@ def _cell_text(rate: float) -> str:
 
 
 def table_text(heading: list[str], rows: list[list[str]], left: Sequence[str] | None = None) -> str:
-    """Return a table in columns of equal width.
+    """Format a table in columns of equal width.
 
-    left: headings of the columns that are aligned to the left; by default the first one.
+    Args:
+        heading: Headings of the columns.
+        rows: Cells.
+        left: Headings of left-aligned columns. Default: the first one.
     """
     if left is None:
         left = heading[:1]

@@ -93,9 +93,10 @@ def preview_card(args: argparse.Namespace) -> int:
 
 
 def list_cards(args: argparse.Namespace) -> int:
-    """Print a line for each card, or all that is known of some.
+    """Print a line for each card, or all information about some cards.
 
-    Raise `UserError` where a card cannot be read, after what can be.
+    Raises:
+        UserError: If a card cannot be read, after printing the others.
     """
     from pipeline.data import catalogue
     from pipeline.shell.console import table_text  # imports pyarrow

@@ -78,10 +78,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class GroupedParser(Parser):
-    """The parser of all commands, whose help lists them in groups."""
+    """The parser of all commands; its help lists them in groups."""
 
     def format_help(self) -> str:
-        """Return the help: what this is, the commands in groups, the options."""
+        """Return the help: description, commands in groups, options."""
         formatter = HelpFormatter(self.prog, max_help_position=HELP_POSITION)
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)

@@ -16,10 +16,10 @@ def this_python() -> str:
 
 
 def this_command() -> str:
-    """Return what a person types to start Accrete as this process was started.
+    """Return the command that starts Accrete in the same way as this process.
 
-    `accrete` where the script is on the search path of the shell, else its path, or the interpreter
-    with `-m pipeline`.
+    It is `accrete` if the script is on the search path of the shell, else its path, or the
+    interpreter with `-m pipeline`.
     """
     script = sys.argv[0]
     if os.path.basename(script) != SCRIPT:
@@ -38,7 +38,7 @@ def program() -> str:
 
 
 def logs_command(storage: str, name: str) -> str:
-    """Return what a person types, with the id of a stage behind it, to see the log of a stage."""
+    """Return the command that shows the log of a stage, to be followed by the stage's id."""
     return f"{this_command()} logs --storage {shlex.quote(storage)} {name}"
 
 

@@ -1,5 +1,4 @@
-"""The methods and their settings as text: type, range, default, meaning, and where numbers come
-from."""
+"""The methods and their settings as text: type, range, default, meaning, and sources of numbers."""
 
 from __future__ import annotations
 
@@ -33,8 +32,11 @@ SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 class Setting(NamedTuple):
     """A setting of a method.
 
-    kind: of its values, in words. default: None where it is required. bounds: such as `> 0, <= 1`.
-    paper: the value of the method's paper where it is another one, else None.
+    Attributes:
+        kind: Kind of its values, in words.
+        default: Default value. None if it is required.
+        bounds: Range of a number, for example `> 0, <= 1`.
+        paper: Value of the method's paper if it differs, else None.
     """
 
     name: str
@@ -46,8 +48,7 @@ class Setting(NamedTuple):
 
 
 def method_rows() -> list[Row]:
-    """Return for each method its name, family, scenarios, whether it forgets, and what it keeps for
-    a task; a family after the other."""
+    """Return name, family, scenarios, forgetting and stored state of each method, by family."""
     from workers.methods import METHODS  # imports torch
 
     rows: list[Row] = []
@@ -65,7 +66,7 @@ def method_rows() -> list[Row]:
 
 
 def list_methods() -> str:
-    """Return a line for each method: its name, family, scenarios, and what it keeps for a task."""
+    """Return a line for each method: name, family, scenarios, forgetting, and stored state."""
     rows = []
     for row in method_rows():
         forgets = "no"
@@ -85,9 +86,10 @@ def list_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Return what a method is, how it is trained by default, and its settings.
+    """Describe a method: its idea, its default training, and its settings.
 
-    Raise `UserError` when there is no such method.
+    Raises:
+        UserError: If there is no such method.
     """
     from workers.methods import METHODS  # imports torch
 
@@ -118,7 +120,7 @@ def paper_config(method: str) -> Path:
 
 
 def settings_of(name: str) -> list[Setting]:
-    """Return the settings of a method. Raise `UserError` when there is no such method."""
+    """Return the settings of a method; raise `UserError` if there is no such method."""
     from workers.methods import METHODS  # imports torch
 
     if name not in METHODS:
@@ -126,7 +128,7 @@ def settings_of(name: str) -> list[Setting]:
         raise UserError(f"there is no method {name!r}; {hint}")
     path = paper_config(name)
     in_paper: dict[str, Any] = {}
-    if path.exists():  # a method that was registered has none
+    if path.exists():  # a registered method has no file
         in_paper = load(str(path)).methods[name].settings
     settings = []
     for key, info in fields_of(METHODS[name].Settings):
@@ -194,7 +196,7 @@ def value_text(value: Any) -> str:
 
 
 def bounds_of(info: FieldInfo) -> str:
-    """Return the range of a number, such as `> 0, <= 1`; empty where there is none."""
+    """Return the range of a number, for example `> 0, <= 1`, or "" without limits."""
     bounds = []
     for mark in _marks(info.annotation, info.metadata):
         for kind, sign in SIGNS.items():

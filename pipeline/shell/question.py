@@ -13,5 +13,5 @@ def ask(question: str) -> str:
 
 
 def is_confirmed(question: str) -> bool:
-    """Whether a person says yes to a question."""
+    """Ask a question, and return whether the answer is yes."""
     return ask(f"{question} [y/N] ") in ("y", "yes")

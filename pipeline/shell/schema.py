@@ -1,8 +1,7 @@
-"""JSON schemas of configs and cards, by which an editor completes and checks them while they are
-written.
+"""JSON schemas of configs and cards, for completion and checks in editors.
 
-They follow draft 7, which editors know. A file may extend others, so that nothing is required; what
-is more than the shape of a value is checked when the file is read.
+They follow draft 7, which editors support. A file can extend others, so nothing is required. Rules
+beyond the type of a value are checked when the file is read.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def config_schema() -> Schema:
 
 
 def _methods_schema(definitions: Schema) -> Schema:
-    """Return the schema of `methods`: label -> settings of the method that the label names, or that
-    `method` names."""
+    """Return the schema of `methods`: settings by label, of the method in label or `method`."""
     from workers.methods import METHODS  # imports torch
 
     properties: Schema = {}
@@ -97,7 +95,7 @@ def _methods_schema(definitions: Schema) -> Schema:
 
 
 def _other_method(name: str) -> Schema:
-    """Return the schema of an entry whose label is a method's name and that names another one."""
+    """Return the schema of an entry with a method's name as label that names another method."""
     another = {"type": "object", "required": ["method"]}
     same = {"properties": {"method": {"const": name}}}
     return {"allOf": [another, {"not": same}, {"$ref": f"#/{DEFINITIONS}/labelled method"}]}
@@ -145,7 +143,7 @@ def model_schema(model: type[BaseModel]) -> Schema:
 
 
 def define(definitions: Schema, model: type[BaseModel]) -> None:
-    """Add the schema of a model, and of the models inside of it, to the definitions."""
+    """Add the schema of a model, and of its nested models, to the definitions."""
     body = model_schema(model)
     definitions.update(body.pop(DEFINITIONS))
     definitions[model.__name__] = body
@@ -159,9 +157,9 @@ def finished(schema: Schema) -> Schema:
 
 
 def _as_draft_7(value: Any) -> Any:
-    """Return the same schema with tuples as draft 7 writes them, and without pydantic's titles.
+    """Return the schema with tuples in the form of draft 7, and without pydantic's titles.
 
-    A mapping may be null, which takes away what a file below has set.
+    A mapping can be null, which removes the value of an extended file.
     """
     if isinstance(value, list):
         return [_as_draft_7(item) for item in value]
@@ -181,10 +179,13 @@ def _as_draft_7(value: Any) -> Any:
 
 
 def _by_kind(key: str, references: Mapping[str, str]) -> Schema:
-    """Return the schema of a mapping whose kind stands at one of its keys, so that an editor speaks
-    of that kind alone.
+    """Return the schema of a mapping with its kind in a key.
 
-    references: kind -> where its schema is.
+    An editor then shows only that kind.
+
+    Args:
+        key: The key.
+        references: Location of the schema of each kind.
     """
     conditions = []
     for kind, reference in references.items():

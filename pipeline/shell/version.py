@@ -1,4 +1,4 @@
-"""Which Accrete this is: its version, the commit of its checkout, and where that lies."""
+"""The version of Accrete, the commit of its checkout, and its location."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 5.0
-CODE = ("pipeline", "workers", "pyproject.toml", "constraints.txt")  # what results depend on
+CODE = ("pipeline", "workers", "pyproject.toml", "constraints.txt")  # files that results depend on
 COMMIT = "ACCRETE_COMMIT"  # variable that names the commit of a copy without git
 
 
 class Version(NamedTuple):
-    """number: of pyproject.toml. commit: as `git_commit` returns it."""
+    """The version in pyproject.toml, and the commit as returned by `git_commit`."""
 
     number: str
     commit: str
@@ -36,10 +36,10 @@ def get_version(checkout: Path = CHECKOUT) -> Version:
 
 
 def git_commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit of a checkout, with `-dirty` where its code differs or has new files.
+    """Return the commit of a checkout, with `-dirty` if its code differs or has new files.
 
-    Of a copy without git, such as an image or a job of Ray, it is what the variable ACCRETE_COMMIT
-    says. Empty where that is not set, and where git does not answer.
+    For a copy without git, for example an image or a job of Ray, it is the value of ACCRETE_COMMIT.
+    It is empty if the variable is not set, and if git does not answer.
     """
     if not (checkout / ".git").exists():  # git would look in the folders above
         return os.environ.get(COMMIT, "")
@@ -54,7 +54,7 @@ def git_commit(checkout: Path = CHECKOUT) -> str:
 
 
 def _ask_git(checkout: Path, *arguments: str) -> str:
-    """Return what git prints. Raise SubprocessError where it fails or takes too long."""
+    """Return the output of git; raise SubprocessError if it fails or takes too long."""
     # other processes may be at work on the checkout, and it may be read-only
     command = ["git", "--no-optional-locks", "-C", str(checkout), *arguments]
     process = subprocess.run(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks import stream
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from workers.data import accelerator

@@ -56,7 +56,7 @@ from benchmarks.gpu_results import (
     stage_metadata,
     stage_tensors,
 )
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.graph.run import look_up_all, run_graph
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store

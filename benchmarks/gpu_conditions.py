@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
 from pipeline.launch.local import LocalExecutor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.config import flatten
+from pipeline.config.settings import flatten
 from workers.errors import UserError
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, TaskState

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
-from pipeline.config import ClusterSettings, Config
+from pipeline.config.settings import ClusterSettings, Config
 from pipeline.graph.run import Executor, Outcome, Watcher, look_up_all, run_graph
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from pipeline import app
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.graph.build import graph_of
 from pipeline.graph.event_log import FILE as EVENTS_FILE
 from pipeline.graph.journal import journal_of

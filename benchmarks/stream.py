@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.graph.build import graph_of
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from pipeline.app import AnalysisResult, WrittenReport
-    from pipeline.config import ConfigSource
+    from pipeline.config.settings import ConfigSource
     from pipeline.experiment import Experiment
     from pipeline.growing.stream_edits import Kind
     from pipeline.report.comparison_files import ComparisonResult, RunSource
@@ -149,9 +149,9 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
         >>> experiment = pipeline.load("configs/demo.yaml", seed=1)
         >>> experiment.plan()
     """
-    from pipeline import config as configs
+    from pipeline.config import settings as configs
+    from pipeline.config.yaml_files import override_of
     from pipeline.experiment import Experiment
-    from pipeline.yaml_files import override_of
 
     texts = tuple(override_of(key, value) for key, value in overrides.items())
     source = _config_of(config)
@@ -172,9 +172,9 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
         >>> search = pipeline.load_search("configs/search/meat-lambda-alpha.yaml")
         >>> search.run().winner
     """
+    from pipeline.config.yaml_files import override_of
     from pipeline.search import spec  # start-up time: imports torch
     from pipeline.search.experiment import SearchExperiment
-    from pipeline.yaml_files import override_of
 
     texts = tuple(override_of(key, value) for key, value in overrides.items())
     source = os.fspath(path)
@@ -210,10 +210,10 @@ def add_data(
     Raises:
         UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
     """
+    from pipeline.config.invocation import this_command
     from pipeline.experiment import console_on, printer, stream_of
     from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
     from pipeline.shell.console import ending
-    from pipeline.shell.invocation import this_command
 
     source = os.fspath(config)
     say = printer(stream_of(quiet))
@@ -256,12 +256,12 @@ def remove_data(
     Raises:
         UserError: If it cannot be removed, or a stage fails.
     """
-    from pipeline import config as configs
+    from pipeline.config import settings as configs
+    from pipeline.config.invocation import this_command
     from pipeline.experiment import console_on, printer, stream_of
     from pipeline.growing.add import changing  # start-up time: imports torch
     from pipeline.growing.removals import Target
     from pipeline.growing.remove import RemoveRequest, remove
-    from pipeline.shell.invocation import this_command
 
     source = os.fspath(config)
     say = printer(stream_of(quiet))
@@ -381,9 +381,9 @@ def model_inputs(folder: AnyPath) -> pd.DataFrame:
     """
     from dataclasses import asdict
 
+    from pipeline.config.yaml_files import absolute
     from pipeline.results.data_frame import data_frame
     from pipeline.results.input_days import read_inputs
-    from pipeline.yaml_files import absolute
 
     return data_frame([asdict(row) for row in read_inputs(absolute(os.fspath(folder))).rows])
 
@@ -396,8 +396,8 @@ def model_versions(folder: AnyPath) -> pd.DataFrame:
     Raises:
         UserError: If it is not a model folder, or the file of a version is damaged.
     """
+    from pipeline.config.yaml_files import absolute
     from pipeline.results.data_frame import data_frame
-    from pipeline.yaml_files import absolute
     from workers.serving import versions
 
     rows = [version._asdict() for version in versions.list_versions(absolute(os.fspath(folder)))]
@@ -413,7 +413,7 @@ def rollback_model(folder: AnyPath) -> int:
     Raises:
         UserError: If no earlier version is kept, or one of its files is missing.
     """
-    from pipeline.yaml_files import absolute
+    from pipeline.config.yaml_files import absolute
     from workers.serving import versions
 
     return versions.rollback(absolute(os.fspath(folder))).number
@@ -443,9 +443,9 @@ def collect_garbage(
         UserError: If the storage does not exist.
     """
     from pipeline import app
+    from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
     from pipeline.results.data_frame import data_frame
-    from pipeline.yaml_files import absolute
 
     store = Store(absolute(os.fspath(storage)))
     changed = store.earlier_names() if earlier else []
@@ -584,9 +584,9 @@ def write_config(
     Raises:
         UserError: If the data do not fit, or another file exists.
     """
+    from pipeline.config.invocation import this_command
+    from pipeline.config.yaml_files import override_of
     from pipeline.data import starter  # start-up time: imports pyarrow
-    from pipeline.shell.invocation import this_command
-    from pipeline.yaml_files import override_of
 
     given = [override_of(key, value) for key, value in (settings or {}).items()]
     return starter.start(
@@ -631,14 +631,14 @@ def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
 def _config_of(source: LoadSource) -> ConfigSource:
     """Return the path or the values of a config; for data, the path of a config written for it."""
     if isinstance(source, Mapping):
+        from pipeline.config.yaml_files import plain_values
         from pipeline.data.inline_cards import write_inline_cards  # start-up time: imports pyarrow
-        from pipeline.yaml_files import plain_values
 
         body = plain_values(source)
         write_inline_cards(body)
         return body
+    from pipeline.config.invocation import this_command
     from pipeline.data import starter  # start-up time: imports pyarrow
-    from pipeline.shell.invocation import this_command
 
     return starter.config_of(_paths_of(source), this_command(), print)
 

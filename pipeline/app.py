@@ -21,8 +21,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pipeline import config as configs
-from pipeline.config import Config, ConfigSource
+from pipeline.config import settings as configs
+from pipeline.config import version as versions
+from pipeline.config.invocation import logs_command, this_command
+from pipeline.config.settings import Config, ConfigSource
+from pipeline.config.yaml_files import absolute
 from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
@@ -60,12 +63,9 @@ from pipeline.results.data_frame import data_frame
 from pipeline.results.runs import RunOverview
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
-from pipeline.shell import version as versions
 from pipeline.shell.console import at_work
-from pipeline.shell.invocation import logs_command, this_command
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
-from pipeline.yaml_files import absolute
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import (

@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pipeline.config import invocation
 from pipeline.data.errors import UnfitSource
 from pipeline.graph import diagram, run_log
 from pipeline.growing import commands as growing_commands
 from pipeline.serving import commands as serving_commands
-from pipeline.shell import data_commands, invocation
+from pipeline.shell import data_commands
 from pipeline.shell.arguments import parse_amount
 from pipeline.shell.completion import SHELLS
 from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
@@ -163,7 +164,7 @@ class PrintVersion(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        from pipeline.shell.version import get_version  # start-up time: asks git
+        from pipeline.config.version import get_version  # start-up time: asks git
 
         print(get_version())
         parser.exit()
@@ -870,9 +871,9 @@ def report(args: argparse.Namespace) -> int:
 
 def _report_inputs(args: argparse.Namespace) -> int:
     """Print the inputs of a model folder by day."""
+    from pipeline.config.yaml_files import absolute
     from pipeline.report.inputs_text import format_inputs
     from pipeline.results import input_days
-    from pipeline.yaml_files import absolute
 
     if args.overrides:
         raise UserError(
@@ -929,8 +930,8 @@ def compare(args: argparse.Namespace) -> int:
 def list_runs(args: argparse.Namespace) -> int:
     """Print the runs of a storage."""
     from pipeline import app
+    from pipeline.config.yaml_files import absolute
     from pipeline.report import run_text
-    from pipeline.yaml_files import absolute
 
     text = run_text.runs_text(app.list_runs(args.storage), absolute(args.storage))
     print(secrets.printable(text))
@@ -968,8 +969,8 @@ def logs(args: argparse.Namespace) -> int:
 
 def ui(args: argparse.Namespace) -> int:
     """Serve MLflow on this machine, and print links to the runs of a storage folder."""
+    from pipeline.config.yaml_files import absolute
     from pipeline.graph.live_status import check_readable
-    from pipeline.yaml_files import absolute
 
     storage = absolute(args.storage)
     check_readable(storage)
@@ -979,8 +980,8 @@ def ui(args: argparse.Namespace) -> int:
 def collect_garbage(args: argparse.Namespace) -> int:
     """Delete stage results that no named run needs, after asking."""
     from pipeline import app
+    from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
-    from pipeline.yaml_files import absolute
 
     store = Store(absolute(args.storage))
     changed = store.earlier_names()
@@ -1087,8 +1088,8 @@ def schema(args: argparse.Namespace) -> int:
 
 def completion(args: argparse.Namespace) -> int:
     """Print the script that completes the command line in a shell."""
+    from pipeline.config.invocation import SCRIPT
     from pipeline.shell.completion import completion_script
-    from pipeline.shell.invocation import SCRIPT
 
     print(completion_script(parser(SCRIPT), args.shell))
     return 0

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from pipeline.app import AnalysisResult, OpenScreen, PreparedRun, WrittenReport
-    from pipeline.config import Config, ConfigSource
+    from pipeline.config.settings import Config, ConfigSource
     from pipeline.results.frames import Results
     from pipeline.results.model import Model
     from pipeline.results.tables import RunTables
@@ -42,7 +42,7 @@ class Experiment:
     folder: str = field(default_factory=os.getcwd)
 
     def __repr__(self) -> str:
-        from pipeline import config as configs  # start-up time: imports pydantic
+        from pipeline.config import settings as configs  # start-up time: imports pydantic
 
         words = [f"{self.name}:", configs.name_of_source(self.source), *self.overrides]
         return f"<Experiment {' '.join(words)}>"
@@ -328,7 +328,7 @@ class Experiment:
 
     def _storage(self) -> str:
         """Return the folder or URI of the storage."""
-        from pipeline.yaml_files import absolute
+        from pipeline.config.yaml_files import absolute
 
         with self._in_folder():
             return absolute(self.config.storage)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from pydantic import BaseModel
 
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.data import cards, ingest
 from pipeline.data.digests import ClassDigests
 from pipeline.data.splits import SPLITS

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.graph.build import graph_of
 from pipeline.graph.stage import IngestJob
 from pipeline.graph.store import Store

@@ -12,7 +12,7 @@ import pytest
 
 import pipeline
 from pipeline import cli
-from pipeline.yaml_files import parse_yaml
+from pipeline.config.yaml_files import parse_yaml
 from tests import small_run
 from tests.growing_run import TASKS, GrowingRun
 from workers.methods import METHODS

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.data import card_files
 from workers.storage.artifact import is_local
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from docs.site.config_header import header_of
-from pipeline import config, yaml_files
+from pipeline.config import settings as config
+from pipeline.config import yaml_files
 from pipeline.search import spec
 from pipeline.search.space import Space, check
 from pipeline.search.trial import with_history

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from packaging.requirements import Requirement
 
-from pipeline.shell import version
+from pipeline.config import version
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCKERFILE = REPOSITORY / "configs" / "cluster" / "Dockerfile"

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image, ImageOps
 
-from pipeline import cli, config
+from pipeline import cli
+from pipeline.config import settings as config
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.launch import local

@@ -11,7 +11,7 @@ import pytest
 
 import pipeline
 from pipeline.cli import main
-from pipeline.config import load
+from pipeline.config.settings import load
 from workers.methods import METHODS
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -28,8 +28,9 @@ import yaml
 from PIL import Image
 from test_bad_inputs import sentence
 
-from pipeline import cli, yaml_files
-from pipeline import config as configs
+from pipeline import cli
+from pipeline.config import settings as configs
+from pipeline.config import yaml_files
 from pipeline.data import image_checks
 from pipeline.data.cards import MAX_PIXELS_PER_BYTE, Card
 from pipeline.data.column_files import read_batches, to_python_list

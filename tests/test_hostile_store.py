@@ -19,11 +19,12 @@ import safetensors.torch
 import torch
 from test_bad_inputs import sentence
 
-from pipeline import cli, yaml_files
+from pipeline import cli
+from pipeline.config import yaml_files
+from pipeline.config.yaml_files import CARDS
 from pipeline.data import cards
 from pipeline.graph.store import Store
 from pipeline.report import html_parts, page, plots
-from pipeline.yaml_files import CARDS
 from tests import small_run
 from tests.hostile import (
     BACKBONES,

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from pipeline import cli, config
-from pipeline.config import Config
+from pipeline import cli
+from pipeline.config import settings as config
+from pipeline.config.settings import Config
 from pipeline.graph.backbone import resolve
 from pipeline.graph.store import Store
 from pipeline.search import spec

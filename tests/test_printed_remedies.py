@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from pipeline import cli
-from pipeline.shell.invocation import this_command
+from pipeline.config.invocation import this_command
 from tests.image_data import class_folders, make_image
 from tests.image_sources import NAMES, plain_csv, png, write_table
 

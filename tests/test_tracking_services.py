@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mlflow.store.artifact import s3_artifact_repo
 
-from pipeline.shell.invocation import this_command
+from pipeline.config.invocation import this_command
 from tests import mlflow_server, postgres, s3, small_run
 from tests.mlflow_server import MlflowServer, RecordedRun
 from tests.recovery import Reference

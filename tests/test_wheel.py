@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.shell.version import CHECKOUT
+from pipeline.config.version import CHECKOUT
 
 BUILT_FROM = ("pipeline", "workers", "configs", "datasets")
 DATASETS = """

@@ -18,7 +18,7 @@ CONTENTS = "docs/README.md"
 METHOD_INDEX = "docs/methods.md"
 # source file -> the page that is generated from it
 GENERATED = {
-    "pipeline/config.py": "settings.md",
+    "pipeline/config/settings.py": "settings.md",
     "pipeline/cli.py": "commands.md",
     "pipeline/app.py": "python.md",
 }

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 import pipeline
 from docs.site.markdown import code, escape, from_docstring
-from pipeline import app, config
+from pipeline import app
+from pipeline.config import settings as config
 from pipeline.results import metrics, tables
 from workers.methods import base, protocols
 from workers.serving import bundle, single_tasks, versions
@@ -105,7 +106,7 @@ def _class_blocks(name: str, value: type[Any]) -> Iterator[str]:
     """Yield the docstring, fields, properties and public functions of a class."""
     if issubclass(value, BaseModel):
         yield from_docstring(value.__doc__ or "")
-        yield "Its fields are among the [settings](pipeline/config.py)."
+        yield "Its fields are among the [settings](pipeline/config/settings.py)."
         return
     if dataclasses.is_dataclass(value):
         fields = [f"    {field.name}: {field.type}" for field in dataclasses.fields(value)]

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from docs.site.markdown import Term, from_docstring, term_list
 from docs.site.setting_text import settings_list
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.data import archives, cards
 from pipeline.search import spec
 from workers import job

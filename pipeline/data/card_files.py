@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import sentence_of
+from pipeline.config.settings import sentence_of
+from pipeline.config.yaml_files import CARDS, expand, is_path_of_card, read_yaml
 from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.names import nfc
 from pipeline.data.source_classes import Memory, labels_of_source
-from pipeline.yaml_files import CARDS, expand, is_path_of_card, read_yaml
 from workers.errors import UserError, did_you_mean
 from workers.storage.regular_file import read_regular
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline import config as configs
+from pipeline.config import settings as configs
+from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.card_files import FROM_SOURCE
 from pipeline.data.cards import Card
-from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import fs
 
+from pipeline.config.yaml_files import CARDS
 from pipeline.data.file_kinds import IMAGE_FILES, START_BYTES, is_hidden, starts_as_image
 from pipeline.data.names import MAX_NAMED, is_utf8, printable, suffix_of
-from pipeline.yaml_files import CARDS
 from workers.errors import UserError
 from workers.storage.artifact import is_local, resolve
 from workers.storage.filesystem import access_remedy

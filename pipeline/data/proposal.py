@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet
 from pipeline.data.names import counted, printable
-from pipeline.yaml_files import dump_yaml
 
 MOST_BAD = 0.05  # share of corrupt images that a run goes on with; they are listed
 MOST_TASKS = 5  # that one data set is divided into

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline import config as configs
+from pipeline.config import settings as configs
+from pipeline.config.yaml_files import override_of, parse_override, parse_yaml
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet, Request, read_card
 from pipeline.data.detection.detect import detect
@@ -22,7 +23,6 @@ from pipeline.data.names import counted, listed, name_of, printable, suffix_of
 from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, render_sheets
 from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
 from pipeline.data.splits import find_role
-from pipeline.yaml_files import override_of, parse_override, parse_yaml
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipeline.config import BackboneChoice, Config, checked
+from pipeline.config.settings import BackboneChoice, Config, checked
 from pipeline.graph.store import Store
 from pipeline.graph.weights import HubModel, hub_model, weights_digest, weights_path
 from workers.errors import UserError

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pipeline.config import Config, settings_path
+from pipeline.config.settings import Config, settings_path
 from pipeline.graph.backbone import resolve
 from pipeline.graph.builder import Builder
 from pipeline.graph.raw_data import Source

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.data.digests import ClassDigests
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import UNKNOWN, Stage

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.live_status import GpuFigure, GpuSample, read_status
 from pipeline.graph.stage import Graph
 from pipeline.graph.walk import Decision, Event, EventKind, Walk

@@ -23,7 +23,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from pipeline.config import Config, dump
+from pipeline.config.settings import Config, dump
 from pipeline.data import card_files
 from pipeline.data.cards import Card
 from pipeline.data.digests import ClassDigests

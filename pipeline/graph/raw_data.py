@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.data import card_files, ingest
 from pipeline.data.cards import Card
 from pipeline.data.digests import ClassDigests, digest_classes

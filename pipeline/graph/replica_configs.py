@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.config import Config, StreamSettings
+from pipeline.config.settings import Config, StreamSettings
 from workers.errors import UserError
 
 

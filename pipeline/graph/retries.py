@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.config import ClusterSettings  # start-up time: imports pydantic
+    from pipeline.config.settings import ClusterSettings  # start-up time: imports pydantic
 
 # A stage that loses more nodes than this is suspected of it: each further loss counts as a try.
 MAX_MOVES = 20

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from pipeline.config import Config, dump
+from pipeline.config.settings import Config, dump
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task

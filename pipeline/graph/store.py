@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from pyarrow import fs
 
-from pipeline.config import NAME, flatten
+from pipeline.config.settings import NAME, flatten
 from pipeline.graph import failures, run_record
 from pipeline.graph.live_status import check_readable
 from pipeline.graph.run_record import RunRecord, is_stage, needed_keys

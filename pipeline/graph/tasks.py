@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipeline.config import Config, TaskEntry
+from pipeline.config.settings import Config, TaskEntry
 from pipeline.data import card_files, in_place
 from pipeline.data.cards import Card
 from pipeline.data.errors import UnfitSource

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
+from pipeline.config.yaml_files import CARDS, expand, variable_remedy
 from pipeline.graph.store import Store
-from pipeline.yaml_files import CARDS, expand, variable_remedy
 from workers.errors import UserError
 from workers.storage import hub
 from workers.storage.regular_file import open_regular, read_regular

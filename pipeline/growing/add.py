@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline import app
-from pipeline import config as configs
 from pipeline.app import OpenScreen, RunResult
-from pipeline.config import Config
+from pipeline.config import settings as configs
+from pipeline.config.settings import Config
+from pipeline.config.yaml_files import absolute
 from pipeline.data.names import listed
 from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
@@ -17,7 +18,6 @@ from pipeline.growing import publishing
 from pipeline.growing.new_data import NewData, find_new_data, list_cards
 from pipeline.growing.stream_edits import FileChanges, Kind, edit_stream, list_task_classes
 from pipeline.growing.training import describe_cost, describe_training
-from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
 from workers.storage.lock import stage_lock

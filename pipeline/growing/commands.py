@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.shell import invocation
+from pipeline.config import invocation
 from pipeline.shell.arguments import parse_amount
 from pipeline.shell.question import is_confirmed
 from workers.errors import UserError
@@ -140,7 +140,7 @@ def remove(args: argparse.Namespace) -> int:
     if bundles.is_model_folder(args.config):
         _remove_from_folder(args)
         return 0
-    from pipeline import config as configs
+    from pipeline.config import settings as configs
     from pipeline.growing import remove as growing
     from pipeline.growing.add import changing
     from pipeline.growing.removals import Target

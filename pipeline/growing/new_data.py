@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.data import card_files
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request

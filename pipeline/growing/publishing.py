@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pipeline.app import PreparedRun
-from pipeline.config import Config
+from pipeline.config.settings import Config
+from pipeline.config.yaml_files import absolute
 from pipeline.data.names import counted
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.growing.stream_edits import list_task_classes
 from pipeline.results.bundles import bundle_of
 from pipeline.results.frames import choose_label
-from pipeline.yaml_files import absolute
 from workers.data import accelerator
 from workers.dist import Group
 from workers.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.data import card_files
 from pipeline.data.cards import Card
 from pipeline.data.names import counted, nfc

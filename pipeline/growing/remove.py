@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline import app
-from pipeline import config as configs
 from pipeline.app import OpenScreen
+from pipeline.config import settings as configs
+from pipeline.config.yaml_files import absolute
 from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
 from pipeline.growing import leftovers as storage_leftovers
@@ -19,7 +20,6 @@ from pipeline.growing import publishing
 from pipeline.growing.add import Say
 from pipeline.growing.removals import Target, find_removal
 from pipeline.growing.training import describe_training
-from pipeline.yaml_files import absolute
 from workers.errors import UserError
 
 Confirm = Callable[[str], bool]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import Config, TaskEntry
+from pipeline.config.settings import Config, TaskEntry
+from pipeline.config.yaml_files import CARDS
 from pipeline.data import card_files
 from pipeline.data.cards import Card, permuted
 from pipeline.data.formats.folder import class_folders
@@ -19,7 +20,6 @@ from pipeline.data.proposal import card_text, relative_to_here
 from pipeline.graph.run_record import RunRecord
 from pipeline.growing.new_data import NewData, UsedCard
 from pipeline.growing.yaml_edits import YamlText
-from pipeline.yaml_files import CARDS
 from workers.errors import UserError
 from workers.storage.artifact import write_bytes
 from workers.storage.regular_file import read_regular

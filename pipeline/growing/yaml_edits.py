@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.yaml_files import compose_yaml, dump_yaml, parse_yaml
+from pipeline.config.yaml_files import compose_yaml, dump_yaml, parse_yaml
 from workers.errors import UserError
 
 LINE_WIDTH = 96  # characters

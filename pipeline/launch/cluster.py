@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
+from pipeline.config.yaml_files import IS_CHECKOUT, PACKAGE
 from pipeline.graph.failures import ANSI
 from pipeline.launch import ray_internals
-from pipeline.yaml_files import IS_CHECKOUT, PACKAGE
 from workers.errors import UserError, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
 from workers.storage.filesystem import without_retries

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.data.cards import Card
 from pipeline.data.formats import count_labels, is_local_source, list_source
 from pipeline.graph.run_record import recorded_config

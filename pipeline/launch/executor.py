@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.run import Executor
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store

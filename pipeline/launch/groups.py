@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pipeline.config import ClusterSettings, StageLimits
+from pipeline.config.settings import ClusterSettings, StageLimits
 from pipeline.graph import failures
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 
 
 class StageTimeout(Exception):

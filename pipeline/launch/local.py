@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.live_status import MachineSample
 from pipeline.graph.run import Executor
 from pipeline.graph.stage import IngestJob, Stage

@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import Config
+from pipeline.config.invocation import this_python
+from pipeline.config.settings import Config
+from pipeline.config.version import CHECKOUT, COMMIT, git_commit
 from pipeline.launch.machines import machine_for
 from pipeline.launch.portable import Portable
 from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size
 from pipeline.launch.template import KeyPath, read_template, with_directives, with_values
-from pipeline.shell.invocation import this_python
-from pipeline.shell.version import CHECKOUT, COMMIT, git_commit
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.launch.cluster import ClusterState, Node
 from pipeline.launch.queue import STRIDE, ReadyStage
 from pipeline.launch.shares import (

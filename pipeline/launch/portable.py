@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import config as configs
-from pipeline.config import Config
-from pipeline.data import card_files
-from pipeline.yaml_files import (
+from pipeline.config import settings as configs
+from pipeline.config.settings import Config
+from pipeline.config.yaml_files import (
     absolute,
     dump_yaml,
     expand,
     is_path_of_card,
     read_yaml,
 )
+from pipeline.data import card_files
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 

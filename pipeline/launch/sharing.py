@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.gpu_use import read_gpu_use
 from pipeline.launch.shares import ranks_per_gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.config import ClusterSettings, Config
+from pipeline.config.settings import ClusterSettings, Config
 from pipeline.launch.cost import Estimate, Forecast, counted, total_seconds
 from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.yaml_files import CONFIGS, dump_yaml
+from pipeline.config.yaml_files import CONFIGS, dump_yaml
 
 FOLDER = CONFIGS / "cluster"
 DIRECTIVE = "#SBATCH "

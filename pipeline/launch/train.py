@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.live_status import MachineSample
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.config import Config
+from pipeline.config.settings import Config
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config import flatten
+from pipeline.config.settings import flatten
 from pipeline.report.files import Row
 from pipeline.results import answers
 from pipeline.results.answers import RightAnswers

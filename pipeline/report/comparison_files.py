@@ -63,7 +63,7 @@ def compare(
     are fewer than two runs, when one cannot be read, when they have no task in common, or when the
     page must be written and cannot.
     """
-    from pipeline.yaml_files import absolute
+    from pipeline.config.yaml_files import absolute
 
     storage = absolute(storage)
     runs: list[RunTables] = []

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from pipeline.config.yaml_files import dump_yaml
 from pipeline.report.figures import Picture
 from pipeline.report.plots import format_bytes
 from pipeline.results.tables import Row
-from pipeline.yaml_files import dump_yaml
 
 NO_VALUE = "<span class=soft>-</span>"
 MOST_WARNINGS = 5  # open from the start

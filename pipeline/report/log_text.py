@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.config.invocation import logs_command
 from pipeline.graph.event_log import MAX_TEXT
 from pipeline.graph.live_status import is_amount
 from pipeline.graph.run_record import RunRecord, StageRecord
@@ -13,7 +14,6 @@ from pipeline.report.run_text import in_one_line, progress_line
 from pipeline.results.runs import find_record
 from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
 from pipeline.shell.console import format_seconds
-from pipeline.shell.invocation import logs_command
 from workers.errors import UserError, did_you_mean
 from workers.storage.secrets import printable
 

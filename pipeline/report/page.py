@@ -10,7 +10,7 @@ from html import escape
 from typing import NamedTuple
 from urllib.parse import quote
 
-from pipeline.config import check
+from pipeline.config.settings import check
 from pipeline.graph import diagram
 from pipeline.graph.run_record import RunRecord, graph_of_record
 from pipeline.report import figures, files, paper

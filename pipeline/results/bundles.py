@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 
+from pipeline.config.yaml_files import absolute
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.yaml_files import absolute
 from workers.data.decoding import MAX_PIXELS, ImageLimits
 from workers.data.shards import limits_of
 from workers.errors import UserError

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.config.yaml_files import absolute
 from pipeline.results.bundles import export_task, write_folder
 from pipeline.results.data_frame import data_frame
-from pipeline.yaml_files import absolute
 from workers.analysis import logits_with_task
 from workers.model.attention import record_class_attention
 from workers.serving.bundle import Bundle

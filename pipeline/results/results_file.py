@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from pipeline.config import ELSEWHERE, NAME, checked
+from pipeline.config.settings import ELSEWHERE, NAME, checked
 from pipeline.results.imported import (
     MOST_CELLS,
     MOST_TASKS,

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from pipeline import config
-from pipeline.config import NAME
+from pipeline.config import settings as config
+from pipeline.config.settings import NAME
+from pipeline.config.yaml_files import absolute
 from pipeline.graph.live_status import (
     GpuFigure,
     LiveStage,
@@ -24,7 +25,6 @@ from pipeline.graph.live_status import (
 from pipeline.graph.run_record import RunRecord, StageRecord, can_be_shown
 from pipeline.graph.store import Store
 from pipeline.results.tables import RunTables
-from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import (
     CHECKPOINTS,

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline import config as configs
+from pipeline.config import settings as configs
+from pipeline.config.yaml_files import absolute, find_config, read_yaml
 from pipeline.data import card_files, in_place
 from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
 from pipeline.data.splits import SPLITS, Split
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
-from pipeline.yaml_files import absolute, find_config, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, is_local
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline import app
+from pipeline.config.yaml_files import parse_yaml
 from pipeline.experiment import in_folder, printer, stream_of
 from pipeline.results import trials
 from pipeline.results.data_frame import data_frame
@@ -15,7 +16,6 @@ from pipeline.search import run as searches
 from pipeline.search import spec
 from pipeline.search.screen import SearchScreen
 from pipeline.search.trial import folder as folder_of
-from pipeline.yaml_files import parse_yaml
 from workers.errors import UserError
 from workers.storage.artifact import join, read_bytes
 

@@ -15,8 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline import app
-from pipeline import config as configs
 from pipeline.app import OpenScreen, WrittenReport
+from pipeline.config import settings as configs
+from pipeline.config.yaml_files import dump_yaml, find_config, read_yaml
 from pipeline.graph import build
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
@@ -31,7 +32,6 @@ from pipeline.search.spec import Search, state_of, write_state
 from pipeline.search.trial import Plan, folder, now, with_history
 from pipeline.shell.console import summary
 from pipeline.tracking.search_recorder import SearchRecorder
-from pipeline.yaml_files import dump_yaml, find_config, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import stage_lock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import StreamSettings
+from pipeline.config.settings import StreamSettings
 from pipeline.search.spec import SearchSettings
 from pipeline.shell.schema import DEFINITIONS, Schema, define, finished, model_schema
 

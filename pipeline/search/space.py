@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from pipeline import config as configs
-from pipeline.yaml_files import put
+from pipeline.config import settings as configs
+from pipeline.config.yaml_files import put
 from workers.errors import UserError, did_you_mean
 from workers.job import Frozen
 from workers.rng import derive_seed

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from pipeline import config as configs
-from pipeline import yaml_files
+from pipeline.config import settings as configs
+from pipeline.config import yaml_files
 from pipeline.graph import build, raw_data
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import Graph

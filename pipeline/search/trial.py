@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from pipeline import config
-from pipeline.config import ClusterSettings
+from pipeline.config import settings as config
+from pipeline.config.settings import ClusterSettings
+from pipeline.config.yaml_files import put
 from pipeline.graph import build
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor, look_up_each, mark_outdated, run_graph
@@ -27,7 +28,6 @@ from pipeline.results.trials import Round, Trial, TrialResult, forgetting
 from pipeline.search import space
 from pipeline.search.population import lineage
 from pipeline.search.space import Params
-from pipeline.yaml_files import put
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import join, read_json, write_bytes

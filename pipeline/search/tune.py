@@ -18,7 +18,7 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.retries import RetryPolicy
 from pipeline.launch.cluster import (
     ClusterState,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline import config as configs
+from pipeline.config import settings as configs
 from pipeline.results import trials
 from pipeline.results.trials import Trial, as_number, forgetting, score, size
 from pipeline.search.space import Choice, Dimension, Int, Params, Space, with_params

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.launch.cluster import address_of, connect
 from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError

@@ -134,9 +134,9 @@ def folder_to_record(args: argparse.Namespace) -> str:
 
     Say on stderr why a model folder cannot be written.
     """
+    from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
     from pipeline.serving.updates import notify
-    from pipeline.yaml_files import absolute
     from workers.serving.input_counts import find_obstacle
 
     if args.no_record or not bundles.is_model_folder(args.config):
@@ -197,7 +197,7 @@ def bundle(args: argparse.Namespace) -> int:
 
 def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
     """Write one task of a bundle as an ONNX file."""
-    from pipeline.yaml_files import absolute
+    from pipeline.config.yaml_files import absolute
     from workers.serving import onnx_file
 
     names = [task.name for task in source.tasks]
@@ -222,8 +222,8 @@ def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
 
 def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
     """Write a bundle, or one task of it for plain timm, into a new folder."""
+    from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
-    from pipeline.yaml_files import absolute
 
     out = absolute(args.out)
     if args.timm:
@@ -242,7 +242,7 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 def tasks(args: argparse.Namespace) -> int:
     """List, export or import tasks of a model folder; list its versions, or go back."""
-    from pipeline.yaml_files import absolute
+    from pipeline.config.yaml_files import absolute
 
     if args.action == "list":
         from pipeline.shell.console import table_text
@@ -302,9 +302,9 @@ def serve(args: argparse.Namespace) -> int:
 
 def source_of_arguments(args: argparse.Namespace) -> ModelSource:
     """Return the source of the model that a command names."""
+    from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
     from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel
-    from pipeline.yaml_files import absolute
 
     if args.config.startswith("models:/"):
         return RegisteredModel(args.config, args.storage)

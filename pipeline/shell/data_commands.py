@@ -8,7 +8,7 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.shell import invocation
+from pipeline.config import invocation
 from workers.errors import UserError
 
 

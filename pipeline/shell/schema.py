@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.config import ClusterSettings, Config, MethodEntry, StreamSettings
+from pipeline.config.settings import ClusterSettings, Config, MethodEntry, StreamSettings
 from pipeline.data.cards import Card
 from workers.job import DataSettings, TrainSettings
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from pipeline.config import TrackingSettings
+from pipeline.config.settings import TrackingSettings
 from pipeline.graph.run_record import RunRecord
 from workers.storage.artifact import join, read_json, write_bytes
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-    from pipeline.config import TrackingSettings
+    from pipeline.config.settings import TrackingSettings
 
 # MLflow itself repeats no call: the caller decides how long to try. MLflow would print the tracking
 # URI with its password.

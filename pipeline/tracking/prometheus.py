@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pipeline.config import ADDRESS_RULE, address_of
+from pipeline.config.settings import ADDRESS_RULE, address_of
 from pipeline.graph.live_status import STAGE_STATES, LiveStatus
 from pipeline.graph.stage import Graph
 from pipeline.results.trials import STATUSES, Trial, best, gpu_hours, score

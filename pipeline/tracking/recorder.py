@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.config.invocation import this_command
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
-from pipeline.shell.invocation import this_command
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     SystemMetrics,
@@ -31,7 +31,7 @@ from workers.errors import UserError, require_package
 from workers.storage.artifact import Artifact, Manifest, join
 
 if TYPE_CHECKING:
-    from pipeline.config import TrackingSettings
+    from pipeline.config.settings import TrackingSettings
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.mlflow_client import Point
 

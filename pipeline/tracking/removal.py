@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.config import TrackingSettings
+from pipeline.config.settings import TrackingSettings
 from pipeline.graph.run_record import RunRecord
 from pipeline.tracking import mlflow_internals
 from pipeline.tracking.mlflow_client import MlflowClientAdapter

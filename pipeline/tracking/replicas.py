@@ -19,7 +19,7 @@ from pipeline.tracking.run_writer import RunIdentity, RunWriter, run_key
 from workers.storage.artifact import Artifact, Manifest, join
 
 if TYPE_CHECKING:
-    from pipeline.config import TrackingSettings
+    from pipeline.config.settings import TrackingSettings
     from pipeline.graph.stage import Stage
 
 # Metrics of a report with a mean and a deviation in the parent run.

@@ -14,20 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from pipeline.config import flatten
+from pipeline.config.settings import flatten
+from pipeline.config.yaml_files import dump_yaml
 from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.chance import sentences_of
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
 from pipeline.tracking.ui import artifact_links
-from pipeline.yaml_files import dump_yaml
 from workers.storage.artifact import Artifact, join
 from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from pipeline.config import TrackingSettings
+    from pipeline.config.settings import TrackingSettings
     from pipeline.results.masks import MaskView
     from pipeline.results.tables import RunTables
 

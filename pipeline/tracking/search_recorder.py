@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyarrow import fs
 
-from pipeline.config import flatten
+from pipeline.config.invocation import this_command
+from pipeline.config.settings import flatten
+from pipeline.config.yaml_files import dump_yaml
 from pipeline.graph.run_record import KEY_VERSION, RunRecord
 from pipeline.results import trials
 from pipeline.results.trials import Trial, Winner, as_number, score
-from pipeline.shell.invocation import this_command
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     Point,
@@ -39,14 +40,13 @@ from pipeline.tracking.run_writer import (
     tags_of,
 )
 from pipeline.tracking.ui import page_base, run_link
-from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError, require_package
 from workers.storage.artifact import join, read_bytes, read_json, resolve
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from pipeline.config import TrackingSettings
+    from pipeline.config.settings import TrackingSettings
 
 RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # of a trial
 ONE_LINE_YAML = {
@@ -160,7 +160,7 @@ class SearchRecorder:
         Raises:
             UserError: If the storage has no such search.
         """
-        from pipeline.config import TrackingSettings
+        from pipeline.config.settings import TrackingSettings
 
         folder = join(storage, "searches", name)
         search = read_record(join(folder, "search.json"))

@@ -15,11 +15,11 @@ import timm
 import torch
 
 from pipeline import cli
-from pipeline.config import BackboneChoice, Config
-from pipeline.config import check as check_config
+from pipeline.config.settings import BackboneChoice, Config
+from pipeline.config.settings import check as check_config
+from pipeline.config.yaml_files import CARDS
 from pipeline.graph.backbone import resolve
 from pipeline.graph.store import Store
-from pipeline.yaml_files import CARDS
 from tests import small_run
 from workers.errors import UserError
 from workers.job import key_inputs

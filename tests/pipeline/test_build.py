@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import check
+from pipeline.config.settings import check
 from pipeline.data import card_files
 from pipeline.data.formats import source_state
 from pipeline.graph import build, diagram, raw_data

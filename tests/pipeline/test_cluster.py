@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.launch import cluster, ray_internals, shares, train
 from pipeline.launch.cluster import ClusterState
 from tests.pipeline.nodes import nodes_of

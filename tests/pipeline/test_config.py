@@ -13,12 +13,21 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline import cli, yaml_files
-from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
+from pipeline import cli
+from pipeline.config import yaml_files
+from pipeline.config.settings import (
+    NAME,
+    ClusterSettings,
+    Config,
+    TrackingSettings,
+    check,
+    dump,
+    load,
+)
+from pipeline.config.yaml_files import absolute, apply_override, expand, parse_override, parse_yaml
 from pipeline.data import card_files, ingest
 from pipeline.graph import build
 from pipeline.graph.store import Store
-from pipeline.yaml_files import absolute, apply_override, expand, parse_override, parse_yaml
 from workers import evaluate, loop
 from workers.data import decoding
 from workers.errors import UserError

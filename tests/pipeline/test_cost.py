@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks import stream
-from pipeline import app, config
+from pipeline import app
 from pipeline.cli import main
+from pipeline.config import settings as config
 from pipeline.graph import build
 from pipeline.graph.live_status import GpuFigure, LiveStatus, write_status
 from pipeline.graph.run import look_up_all, stages_to_run

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.config import TrackingSettings
+from pipeline.config.settings import TrackingSettings
 from pipeline.serving import commands, serve_command
 from pipeline.tracking import mlflow_client, ui
 from pipeline.tracking.outbox import Outbox
@@ -335,7 +335,7 @@ PRIVATE = """
 import ipaddress, time
 import psutil
 from pipeline.launch.cluster import connect
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 ray = connect(ClusterSettings(workers=1, address="local"))
 ray.get(ray.remote(lambda: 1).remote())
 time.sleep(3)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store

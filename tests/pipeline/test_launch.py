@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import app, config
+from pipeline import app
 from pipeline.cli import main
+from pipeline.config import settings as config
 from pipeline.launch import platforms
 from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, machine_for

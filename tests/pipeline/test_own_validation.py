@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline import cli
-from pipeline.config import load
+from pipeline.config.settings import load
 from pipeline.graph.build import graph_of
 from pipeline.graph.store import Store
 from tests import small_run

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import pipeline
 from docs.site.pages import text_of
-from pipeline.config import address_of
+from pipeline.config.settings import address_of
 from pipeline.graph.live_status import LiveStatus, MachineSample
 from pipeline.graph.stage import Graph, Stage
 from pipeline.launch import machine

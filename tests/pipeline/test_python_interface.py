@@ -20,6 +20,7 @@ import yaml
 
 import pipeline
 from pipeline import app, cli
+from pipeline.config.yaml_files import override_of, parse_override
 from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
 from pipeline.graph.store import Store
@@ -34,7 +35,6 @@ from pipeline.search import spec
 from pipeline.serving import commands as serving_commands
 from pipeline.shell import method_list
 from pipeline.shell.help import subparsers_of
-from pipeline.yaml_files import override_of, parse_override
 from tests import small_run
 from tests.pipeline.test_start_up import HEAVY
 from workers.errors import UserError
@@ -451,7 +451,7 @@ FOR_COMMANDS_ALONE = {
     "pipeline.serving": "serve",
     "pipeline.shell.question": "questions before something is deleted",
     "pipeline.shell.schema": "schema",
-    "pipeline.shell.version": "--version",
+    "pipeline.config.version": "--version",
     "pipeline.tracking.mlflow_client": "ui",
     "workers.preemption": "the exit code after SIGTERM",
     "workers.serving.input_counts": "predict counts the inputs of a model folder",

@@ -14,9 +14,9 @@ from typing import Any
 import fake_run
 import pytest
 
-from pipeline.config import TrackingSettings
+from pipeline.config.invocation import this_command
+from pipeline.config.settings import TrackingSettings
 from pipeline.report import page
-from pipeline.shell.invocation import this_command
 from pipeline.tracking import mlflow_client, run_writer, ui
 from pipeline.tracking import recorder as recorder_module
 from pipeline.tracking.mlflow_client import Point

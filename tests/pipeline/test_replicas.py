@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipeline import cli
-from pipeline.config import Config, check, dump, load
+from pipeline.config.settings import Config, check, dump, load
 from pipeline.graph import build
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.replicas import union_of

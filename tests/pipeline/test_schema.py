@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 
 from pipeline.cli import main
-from pipeline.config import load
+from pipeline.config.settings import load
+from pipeline.config.yaml_files import read_yaml
 from pipeline.search.schema import search_schema
 from pipeline.shell.schema import card_schema, config_schema
-from pipeline.yaml_files import read_yaml
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = [

@@ -25,7 +25,7 @@ from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search import Searcher
 
 import pipeline
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.results.trials import SeedTest, Trial, best, load
 from pipeline.search import run, spec, trial, tune
 from pipeline.search.screen import SearchScreen

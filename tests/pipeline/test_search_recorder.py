@@ -9,7 +9,7 @@ import fake_run
 import pytest
 from fake_mlflow import FakeMlflow
 
-from pipeline.config import TrackingSettings
+from pipeline.config.settings import TrackingSettings
 from pipeline.results.trials import Winner
 from pipeline.tracking import mlflow_client, outbox, ui
 from pipeline.tracking.search_recorder import SearchRecorder, search_identity

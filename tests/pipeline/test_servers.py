@@ -187,7 +187,7 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_ser
 SECRET = "a-token-of-a-service"
 SERVICE = """
 import sys, time
-from pipeline.config import ClusterSettings
+from pipeline.config.settings import ClusterSettings
 from pipeline.launch.cluster import connect
 connect(ClusterSettings(address="local"))
 from ray import serve

@@ -12,13 +12,13 @@ import webdataset
 from test_in_place import digit_shards
 
 from pipeline import cli
+from pipeline.config.yaml_files import CARDS
 from pipeline.data import card_files, in_place, ingest
 from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
 from pipeline.data.formats import list_source
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
-from pipeline.yaml_files import CARDS
 from tests import small_run
 from tests.shard_names import shard_name
 from workers.data.in_place import urls_by_name

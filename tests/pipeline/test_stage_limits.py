@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_config import config
 
-from pipeline.config import ClusterSettings, dump
+from pipeline.config.settings import ClusterSettings, dump
 from pipeline.data import in_place, ingest
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli, config
+from pipeline import app, cli
+from pipeline.config import settings as config
 from pipeline.graph import build, graph_cache, run_record
 from pipeline.graph.stage import Graph
 from tests import small_run

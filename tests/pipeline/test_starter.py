@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline import config as configs
+from pipeline.config import settings as configs
 from pipeline.data import card_files, starter
 from pipeline.data.proposal import task_sizes
 from tests.image_data import class_folders, make_image

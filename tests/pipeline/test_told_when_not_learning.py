@@ -17,7 +17,7 @@ from scipy.stats import binom
 
 from pipeline import app
 from pipeline.cli import main
-from pipeline.config import TrackingSettings
+from pipeline.config.settings import TrackingSettings
 from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix
 from pipeline.results.chance import FEW_STEPS, LearnedTask, most_correct_by_chance
 from pipeline.results.tables import RunTables

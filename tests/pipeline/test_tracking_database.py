@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import TrackingSettings
+from pipeline.config.settings import TrackingSettings
 from pipeline.graph.store import Store
 from pipeline.tracking import mlflow_client
 from pipeline.tracking.database import is_whole, prepare, sqlite_path, sqlite_uri

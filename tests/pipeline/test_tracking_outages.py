@@ -13,8 +13,8 @@ import pytest
 from fake_mlflow import Away, FakeMlflow, Refused
 from mlflow.exceptions import MlflowException, get_error_code
 
-from pipeline.config import TrackingSettings
-from pipeline.shell.invocation import this_command
+from pipeline.config.invocation import this_command
+from pipeline.config.settings import TrackingSettings
 from pipeline.tracking import mlflow_client, outbox
 from pipeline.tracking.recorder import Recorder
 from pipeline.tracking.run_writer import RunIdentity

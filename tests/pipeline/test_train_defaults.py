@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config, check, dump
+from pipeline.config.settings import Config, check, dump
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from workers.job import TrainSettings, key_inputs

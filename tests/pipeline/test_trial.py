@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import app, config
+from pipeline import app
+from pipeline.config import settings as config
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk

@@ -16,7 +16,7 @@ from stage_lab import OPTIMIZERS, TINY, Lab, answers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline import config
+from pipeline.config import settings as config
 from pipeline.graph.store import key_of
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings, key_inputs

@@ -86,7 +86,7 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(
 def test_a_uri_that_names_a_secret_of_the_environment_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pipeline.yaml_files import expand
+    from pipeline.config.yaml_files import expand
 
     monkeypatch.setenv("PLACE", "s3://AKIA:hush@bucket")
     with pytest.raises(UserError, match=r"what '\$\{PLACE\}/x' stands for") as caught:

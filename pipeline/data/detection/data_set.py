@@ -17,7 +17,8 @@ from typing import Any
 
 from PIL import Image
 
-from pipeline.config import checked
+from pipeline.config.settings import checked
+from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.account import Account, build_account, collect_problems
 from pipeline.data.cards import LIST_MARK, Card, Source
 from pipeline.data.formats import count_labels, format_of, list_source, require_entries, units
@@ -30,7 +31,6 @@ from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import Picture, limit_per_group
 from pipeline.data.source_classes import MIN_CLASSES, labels_of_counts
 from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
-from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
 
 TEST_FRACTION = 0.2  # held out by hash if a source has no test images

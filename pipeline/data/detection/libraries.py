@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 
+from pipeline.config.yaml_files import expand
 from pipeline.data.detection.data_set import DataSet, Request, build_data_set
 from pipeline.data.listing import open_source
 from pipeline.data.names import name_of, printable
-from pipeline.yaml_files import expand
 from workers.errors import UserError
 
 HUB = "hf://"

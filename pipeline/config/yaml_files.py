@@ -31,7 +31,7 @@ LONGEST_UTF8 = 4  # bytes of a character
 # Mutually exclusive settings: a file, or `--set`, with one of them replaces the other.
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
 # In a checkout configs and cards are next to the packages, in a wheel they are in `pipeline`.
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 IS_CHECKOUT = not (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE.parent / "configs" if IS_CHECKOUT else PACKAGE / "configs"
 CARDS = PACKAGE.parent / "datasets" if IS_CHECKOUT else PACKAGE / "cards"

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.yaml_files import (
+from pipeline.config.yaml_files import (
     ALTERNATIVES,
     apply_override,
     find_config,

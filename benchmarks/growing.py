@@ -32,7 +32,8 @@ import torch
 from PIL import Image
 
 import pipeline
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.data.image_checks import check_image
 from workers.storage.artifact import Artifact, content_digest
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.config.settings import Config
 from pipeline.graph.build import graph_of
 from pipeline.graph.event_log import FILE as EVENTS_FILE

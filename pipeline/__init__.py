@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipeline.app import AnalysisResult, WrittenReport
+    from pipeline.app.experiment import Experiment
+    from pipeline.app.runs import AnalysisResult, WrittenReport
     from pipeline.config.settings import ConfigSource
-    from pipeline.experiment import Experiment
     from pipeline.growing.stream_edits import Kind
     from pipeline.report.comparison_files import ComparisonResult, RunSource
     from pipeline.results.frames import Results
@@ -91,11 +91,11 @@ AnyPath = str | os.PathLike[str]
 LoadSource = AnyPath | Sequence[AnyPath] | Mapping[str, Any]
 # public name -> its module, which is imported when the name is first used
 MODULES = {
-    "AnalysisResult": "pipeline.app",
+    "AnalysisResult": "pipeline.app.runs",
     "Batch": "workers.data.batch",
     "Carried": "workers.storage.taskstate",
     "ComparisonResult": "pipeline.report.comparison_files",
-    "Experiment": "pipeline.experiment",
+    "Experiment": "pipeline.app.experiment",
     "Method": "workers.methods.base",
     "MethodSettings": "workers.methods.base",
     "Model": "pipeline.results.model",
@@ -111,7 +111,7 @@ MODULES = {
     "TaskState": "workers.storage.taskstate",
     "TrainDefaults": "workers.methods.train_defaults",
     "UserError": "workers.errors",
-    "WrittenReport": "pipeline.app",
+    "WrittenReport": "pipeline.app.runs",
     "register": "workers.methods.registration",
 }
 
@@ -149,9 +149,9 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
         >>> experiment = pipeline.load("configs/demo.yaml", seed=1)
         >>> experiment.plan()
     """
+    from pipeline.app.experiment import Experiment
     from pipeline.config import settings as configs
     from pipeline.config.yaml_files import override_of
-    from pipeline.experiment import Experiment
 
     texts = tuple(override_of(key, value) for key, value in overrides.items())
     source = _config_of(config)
@@ -210,8 +210,8 @@ def add_data(
     Raises:
         UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
     """
+    from pipeline.app.experiment import console_on, printer, stream_of
     from pipeline.config.invocation import this_command
-    from pipeline.experiment import console_on, printer, stream_of
     from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
     from pipeline.shell.console import ending
 
@@ -256,9 +256,9 @@ def remove_data(
     Raises:
         UserError: If it cannot be removed, or a stage fails.
     """
+    from pipeline.app.experiment import console_on, printer, stream_of
     from pipeline.config import settings as configs
     from pipeline.config.invocation import this_command
-    from pipeline.experiment import console_on, printer, stream_of
     from pipeline.growing.add import changing  # start-up time: imports torch
     from pipeline.growing.removals import Target
     from pipeline.growing.remove import RemoveRequest, remove
@@ -288,7 +288,7 @@ def runs(storage: AnyPath = "storage") -> pd.DataFrame:
     Example:
         >>> pipeline.runs("storage")[["run", "label", "average_accuracy"]]
     """
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.results.data_frame import data_frame
 
     columns = ("run", "state", "started", "done", "total", "label", "average_accuracy")
@@ -442,7 +442,7 @@ def collect_garbage(
     Raises:
         UserError: If the storage does not exist.
     """
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
     from pipeline.results.data_frame import data_frame
@@ -469,8 +469,8 @@ def methods() -> pd.DataFrame:
     Example:
         >>> pipeline.methods().query("not forgets")
     """
+    from pipeline.app import method_list  # start-up time: imports torch
     from pipeline.results.data_frame import data_frame
-    from pipeline.shell import method_list  # start-up time: imports torch
 
     return data_frame(method_list.method_rows())
 
@@ -486,8 +486,8 @@ def method_settings(method: str) -> pd.DataFrame:
     Example:
         >>> pipeline.method_settings("meat")
     """
+    from pipeline.app import method_list  # start-up time: imports torch
     from pipeline.results.data_frame import data_frame
-    from pipeline.shell import method_list  # start-up time: imports torch
 
     settings = method_list.settings_of(method)
     return data_frame([setting._asdict() for setting in settings], method_list.Setting._fields)
@@ -618,7 +618,7 @@ def preview_data(card: str) -> str:
 # ---- what people give ----------------------------------------------------------------------------
 def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
     """Return a run as `comparison_files.compare` takes it."""
-    from pipeline.experiment import Experiment
+    from pipeline.app.experiment import Experiment
     from pipeline.results.frames import Results
 
     if isinstance(run, Experiment):

@@ -41,7 +41,7 @@ from workers.storage import secrets
 from workers.storage.regular_file import write_named
 
 if TYPE_CHECKING:
-    from pipeline.app import PreparedRun, RunPlan
+    from pipeline.app.runs import PreparedRun, RunPlan
     from pipeline.graph.stage import Stage
     from pipeline.graph.store import Garbage, Lookup
     from pipeline.launch.cost import Forecast
@@ -678,7 +678,7 @@ def _take_config(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the missing stages of a config's graph, and print the results."""
     _take_config(args)
-    from pipeline import app  # imports torch
+    from pipeline.app import runs as app  # imports torch
     from pipeline.graph.selection import Selection
     from pipeline.shell import console
 
@@ -707,7 +707,7 @@ def run(args: argparse.Namespace) -> int:
 
 def search(args: argparse.Namespace) -> int:
     """Search the settings of a config, and measure the winner on test data."""
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.search import run as searches  # imports torch
     from pipeline.search.screen import SearchScreen
     from pipeline.search.spec import prepare
@@ -728,7 +728,7 @@ def search(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Print every stage as hit or miss, with the reason of each miss; run nothing."""
     _take_config(args)
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.launch import training_plan
 
     with_cost = args.cost or args.calibrate
@@ -788,7 +788,7 @@ def forecast_of(prepared: PreparedRun, run_plan: RunPlan, calibrate: bool = Fals
 
 def launch(args: argparse.Namespace) -> int:
     """Write the files by which a config runs on a cluster."""
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.launch import command  # imports torch
 
     def forecast(config: str, overrides: list[str]) -> Forecast:
@@ -812,7 +812,7 @@ def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> s
 def ingest(args: argparse.Namespace) -> int:
     """Ingest the raw data of a config, and print the read and rejected images."""
     _take_config(args)
-    from pipeline import app  # imports torch
+    from pipeline.app import runs as app  # imports torch
     from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
@@ -846,7 +846,7 @@ def report(args: argparse.Namespace) -> int:
     """
     if os.path.isdir(args.config) or "://" in args.config:
         return _report_inputs(args)
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.search import run as searches  # imports torch
     from pipeline.search.spec import prepare
 
@@ -889,7 +889,7 @@ def _report_inputs(args: argparse.Namespace) -> int:
 
 def analyse(args: argparse.Namespace) -> int:
     """Measure the attention of finished runs, and print tables and paths of pictures."""
-    from pipeline import app  # imports torch
+    from pipeline.app import runs as app  # imports torch
     from pipeline.shell import console
 
     command = [invocation.this_command(), "analyse", *args.config, "--on", *args.on]
@@ -929,7 +929,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def list_runs(args: argparse.Namespace) -> int:
     """Print the runs of a storage."""
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.config.yaml_files import absolute
     from pipeline.report import run_text
 
@@ -979,7 +979,7 @@ def ui(args: argparse.Namespace) -> int:
 
 def collect_garbage(args: argparse.Namespace) -> int:
     """Delete stage results that no named run needs, after asking."""
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
 
@@ -1067,7 +1067,7 @@ def storage_folder(text: str) -> str:
 
 def methods(args: argparse.Namespace) -> int:
     """Print a line for each method, or the settings of one."""
-    from pipeline.shell import method_list  # imports pydantic and torch
+    from pipeline.app import method_list  # imports pydantic and torch
 
     if args.method:
         print(method_list.describe_method(args.method))
@@ -1078,8 +1078,8 @@ def methods(args: argparse.Namespace) -> int:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of configs, cards or searches."""
+    from pipeline.app.schema import card_schema, config_schema
     from pipeline.search.schema import search_schema  # imports pydantic and torch
-    from pipeline.shell.schema import card_schema, config_schema
 
     schemas = {"config": config_schema, "card": card_schema, "search": search_schema}
     print(json.dumps(schemas[args.kind](), indent=2))

@@ -37,7 +37,8 @@ from checks import Interrupted, interrupted_after
 from stage_lab import SETTINGS, TASKS, TINY, Lab, Run, again
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph.store import Store
 from pipeline.growing import publishing
 from pipeline.launch.local import LocalExecutor

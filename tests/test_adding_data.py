@@ -565,7 +565,7 @@ def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.M
 
 
 def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.growing import publishing
     from pipeline.results.bundles import bundle_of
 

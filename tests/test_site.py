@@ -20,8 +20,8 @@ from docs.site.markdown import escape, from_docstring
 from docs.site.pages import REPOSITORY, links_of, page_of, replace_links, text_of
 from docs.site.settings_page import FILES
 from docs.site.stage import stage
+from pipeline.app.method_list import fields_of
 from pipeline.results.metrics import METRICS
-from pipeline.shell.method_list import fields_of
 from workers.errors import UserError
 from workers.methods import METHODS
 from workers.storage.artifact import Manifest

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph.run import look_up_all
 from tests import small_run
 from tests.recovery import damage_file

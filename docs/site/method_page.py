@@ -10,9 +10,9 @@ from docs.site.figures import RESULTS, anchor_of, figures_of
 from docs.site.markdown import escape, from_docstring, table
 from docs.site.pages import LINK, REPOSITORY, text_of
 from docs.site.setting_text import settings_list
+from pipeline.app.method_list import training_texts
 from pipeline.config.settings import load
 from pipeline.config.yaml_files import read_recommended, read_search
-from pipeline.shell.method_list import training_texts
 from workers.methods import METHODS
 from workers.methods.base import Method
 

@@ -20,7 +20,7 @@ METHOD_INDEX = "docs/methods.md"
 GENERATED = {
     "pipeline/config/settings.py": "settings.md",
     "pipeline/cli.py": "commands.md",
-    "pipeline/app.py": "python.md",
+    "pipeline/app/runs.py": "python.md",
 }
 # A page that Sphinx itself writes -> what ours of that name is called on the site.
 RESERVED = {"search.md": "searching.md"}

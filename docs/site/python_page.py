@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 import pipeline
 from docs.site.markdown import code, escape, from_docstring
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.config import settings as config
 from pipeline.results import metrics, tables
 from workers.methods import base, protocols

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from docs.site.markdown import Term, term_list
-from pipeline.shell.method_list import bounds_of, fields_of, type_text, value_text
+from pipeline.app.method_list import bounds_of, fields_of, type_text, value_text
 
 
 def settings_list(model: type[BaseModel], paper: Mapping[str, Any] | None = None) -> str:

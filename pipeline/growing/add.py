@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline import app
-from pipeline.app import OpenScreen, RunResult
+from pipeline.app import runs as app
+from pipeline.app.runs import OpenScreen, RunResult
 from pipeline.config import settings as configs
 from pipeline.config.settings import Config
 from pipeline.config.yaml_files import absolute

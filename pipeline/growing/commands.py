@@ -12,7 +12,7 @@ from pipeline.shell.question import is_confirmed
 from workers.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.app import RunResult
+    from pipeline.app.runs import RunResult
 
 MAX_DROP = 1.0  # points of accuracy
 

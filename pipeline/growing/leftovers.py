@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline import app
-from pipeline.app import PreparedRun
+from pipeline.app import runs as app
+from pipeline.app.runs import PreparedRun
 from pipeline.data.names import counted
 from pipeline.data.starter import preview_path
 from pipeline.graph import graph_cache

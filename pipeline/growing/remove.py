@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline import app
-from pipeline.app import OpenScreen
+from pipeline.app import runs as app
+from pipeline.app.runs import OpenScreen
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import absolute
 from pipeline.graph.replica_configs import refuse_replicas

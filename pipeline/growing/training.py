@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.app import PreparedRun, RunPlan
+from pipeline.app.runs import PreparedRun, RunPlan
 from pipeline.graph.stage import Graph
 from pipeline.launch import cost
 from workers.methods import METHODS

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline import app
+from pipeline.app import runs as app
+from pipeline.app.experiment import in_folder, printer, stream_of
 from pipeline.config.yaml_files import parse_yaml
-from pipeline.experiment import in_folder, printer, stream_of
 from pipeline.results import trials
 from pipeline.results.data_frame import data_frame
 from pipeline.search import run as searches

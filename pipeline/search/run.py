@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline import app
-from pipeline.app import OpenScreen, WrittenReport
+from pipeline.app import runs as app
+from pipeline.app.runs import OpenScreen, WrittenReport
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import dump_yaml, find_config, read_yaml
 from pipeline.graph import build

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.app.schema import DEFINITIONS, Schema, define, finished, model_schema
 from pipeline.config.settings import StreamSettings
 from pipeline.search.spec import SearchSettings
-from pipeline.shell.schema import DEFINITIONS, Schema, define, finished, model_schema
 
 
 def search_schema() -> Schema:

@@ -121,7 +121,7 @@ def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
                 "leave out --method and --set"
             )
         return bundles.open_folder(args.config)
-    from pipeline import app
+    from pipeline.app import runs as app
     from pipeline.results.frames import choose_label
 
     run = app.prepare(args.config, args.overrides)

@@ -15,7 +15,8 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph.store import Store
 from pipeline.report import analyse, analysis_section, maps
 from pipeline.results.tables import RunTables

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.report import page
 from tests import small_run
 

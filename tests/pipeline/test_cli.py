@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph import raw_data, run, run_record, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup

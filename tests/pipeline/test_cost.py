@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import stream
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.config import settings as config
 from pipeline.graph import build

@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph import failures
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.graph import journal
 from pipeline.graph.gpu_use import GpuUse, gpu_sentences, read_gpu_use

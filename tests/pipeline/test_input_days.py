@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
 def test_unknown_distances_are_explained(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pipeline import app
+    from pipeline.app import runs as app
 
     model = str(tmp_path / "old")
     app.write_bundle(app.prepare(run[1]), "linear", model)  # without a reference

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 from pyarrow import fs
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, key_of, why

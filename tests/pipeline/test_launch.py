@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.config import settings as config
 from pipeline.launch import platforms

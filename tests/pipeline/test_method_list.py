@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.app.method_list import describe_method, list_methods
 from pipeline.cli import main
-from pipeline.shell.method_list import describe_method, list_methods
 from workers.errors import UserError
 from workers.methods import METHODS
 

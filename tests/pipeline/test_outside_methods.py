@@ -15,8 +15,8 @@ import pytest
 
 import pipeline
 from docs.site.pages import text_of
-from pipeline import app
-from pipeline.experiment import AGAIN
+from pipeline.app import runs as app
+from pipeline.app.experiment import AGAIN
 from tests import small_run
 from workers.errors import UserError
 from workers.methods import METHODS

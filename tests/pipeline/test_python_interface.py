@@ -19,7 +19,9 @@ import pytest
 import yaml
 
 import pipeline
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import method_list
+from pipeline.app import runs as app
 from pipeline.config.yaml_files import override_of, parse_override
 from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
@@ -33,7 +35,6 @@ from pipeline.results.tables import RunTables
 from pipeline.search import run as searches
 from pipeline.search import spec
 from pipeline.serving import commands as serving_commands
-from pipeline.shell import method_list
 from pipeline.shell.help import subparsers_of
 from tests import small_run
 from tests.pipeline.test_start_up import HEAVY
@@ -428,7 +429,7 @@ def test_every_command_has_a_call_from_python() -> None:
 # modules through which people call from Python
 INTERFACE = (
     "pipeline",
-    "pipeline.experiment",
+    "pipeline.app.experiment",
     "pipeline.report.comparison_files",
     "pipeline.results.frames",
     "pipeline.results.model",
@@ -450,7 +451,7 @@ FOR_COMMANDS_ALONE = {
     "pipeline.search.schema": "schema",
     "pipeline.serving": "serve",
     "pipeline.shell.question": "questions before something is deleted",
-    "pipeline.shell.schema": "schema",
+    "pipeline.app.schema": "schema",
     "pipeline.config.version": "--version",
     "pipeline.tracking.mlflow_client": "ui",
     "workers.preemption": "the exit code after SIGTERM",

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from schema_draws import draw
 from stage_lab import TASKS, TINY, Lab
 
+from pipeline.app.schema import config_schema
 from pipeline.config.settings import Config
-from pipeline.shell.schema import config_schema
 from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
 from workers.methods import METHODS

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from pipeline import cli
-from pipeline.app import REPORT_FILES, export
+from pipeline.app.runs import REPORT_FILES, export
 from pipeline.graph.store import Store
 from pipeline.report import (
     analysis_section,

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph import event_log, live_status
 from pipeline.graph.event_log import EventLog
 from pipeline.graph.journal import Journal, TimeLeft, journal_of

@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pipeline.app.schema import card_schema, config_schema
 from pipeline.cli import main
 from pipeline.config.settings import load
 from pipeline.config.yaml_files import read_yaml
 from pipeline.search.schema import search_schema
-from pipeline.shell.schema import card_schema, config_schema
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = [

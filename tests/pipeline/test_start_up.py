@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.config import settings as config
 from pipeline.graph import build, graph_cache, run_record
 from pipeline.graph.stage import Graph

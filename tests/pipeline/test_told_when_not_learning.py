@@ -15,7 +15,7 @@ import yaml
 from fake_mlflow import FakeMlflow
 from scipy.stats import binom
 
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.config.settings import TrackingSettings
 from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix

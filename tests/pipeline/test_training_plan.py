@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.launch import training_plan
 from pipeline.results.training import TrainedStage, group_steps

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import app
+from pipeline.app import runs as app
 from pipeline.config import settings as config
 from pipeline.graph import build
 from pipeline.graph.store import Store

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import html_parts

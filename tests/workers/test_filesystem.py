@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 from pyarrow import fs
 
-from pipeline import app, cli
+from pipeline import cli
+from pipeline.app import runs as app
 from pipeline.graph import store as store_module
 from pipeline.graph.store import Store
 from pipeline.tracking import ui

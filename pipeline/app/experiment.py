@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipeline.app import AnalysisResult, OpenScreen, PreparedRun, WrittenReport
+    from pipeline.app.runs import AnalysisResult, OpenScreen, PreparedRun, WrittenReport
     from pipeline.config.settings import Config, ConfigSource
     from pipeline.results.frames import Results
     from pipeline.results.model import Model
@@ -65,7 +65,7 @@ class Experiment:
             >>> plan = pipeline.load("configs/demo.yaml").plan()
             >>> plan[plan.status == "miss"]
         """
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.results.data_frame import data_frame
 
         with self._in_folder():
@@ -91,7 +91,7 @@ class Experiment:
 
         Both are texts, as `plan` prints them; tasks of equal settings are together.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.launch import training_plan
         from pipeline.results.data_frame import data_frame
 
@@ -120,7 +120,7 @@ class Experiment:
             `_high`), and the number of stages by source of the estimate. Hours are NaN if no number
             of images is known.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.launch import cost  # start-up time: imports torch
         from pipeline.results.data_frame import data_frame
 
@@ -139,7 +139,7 @@ class Experiment:
             of: `plan`: hits and misses. `status`: state and duration of each stage of a started
                 run.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.graph import diagram
 
         if of == "status":
@@ -164,7 +164,7 @@ class Experiment:
         Raises:
             UserError: If data cannot be used.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.results.data_frame import data_frame
 
         stream = stream_of(quiet)
@@ -206,7 +206,7 @@ class Experiment:
             >>> results = pipeline.load("configs/demo.yaml").run(quiet=True)
             >>> results.summary
         """
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.graph.selection import Selection
         from pipeline.shell.console import ending
 
@@ -266,7 +266,7 @@ class Experiment:
         Raises:
             UserError: If the config or its storage cannot be used.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
 
         with self._in_folder():
             run = self._prepare()
@@ -279,7 +279,7 @@ class Experiment:
         Returns:
             The locations of the report and the record.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
 
         with self._in_folder() as change_folder:
             run = self._prepare()
@@ -307,7 +307,7 @@ class Experiment:
         Raises:
             UserError: If a run is not finished.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
 
         def prepared() -> Iterator[PreparedRun]:
             for experiment in (self, *others):
@@ -320,7 +320,7 @@ class Experiment:
 
     # ---- how it is prepared ----------------------------------------------------------------------
     def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:
-        from pipeline import app
+        from pipeline.app import runs as app
 
         return app.prepare(
             self.source, self.overrides, with_jobs=with_jobs, several=True, **options
@@ -344,14 +344,14 @@ class Experiment:
             change_folder: Prefix that changes the folder, if needed.
             options: Options of the command.
         """
-        from pipeline import app
+        from pipeline.app import runs as app
 
         if not isinstance(self.source, str) or run.graph.has_outside_code:
             return AGAIN.format(command)
         return change_folder + app.command_text(command, self.source, self.overrides, options)
 
     def _results(self, run: PreparedRun, tables: Mapping[str, RunTables]) -> Results:
-        from pipeline import app
+        from pipeline.app import runs as app
         from pipeline.results.frames import Results
         from workers.storage.artifact import join
 

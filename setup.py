@@ -18,5 +18,5 @@ DATA = {
 setup(
     packages=[*find_packages(include=["pipeline*", "workers*"]), *DATA],
     package_dir=DATA,
-    package_data={"": ["*.html", "*.json"], **{package: ["**/*"] for package in DATA}},
+    package_data={"": ["*.html"], **{package: ["**/*"] for package in DATA}},
 )

@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeline.serving.openapi import build_document
 from pipeline.serving.requests import RawRequest
 from pipeline.serving.server_metrics import CONTENT_TYPE, ServerMetrics
 from workers.errors import UserError
@@ -38,11 +39,6 @@ MB = 1 << 20
 START_S = 30.0
 # Headers of answers by their status.
 HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
-# Route -> the file that answers it, and its content type.
-PAGES = {
-    "GET /": ("page.html", "text/html; charset=utf-8"),
-    "GET /openapi.json": ("openapi.json", "application/json"),
-}
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{1,5})?")
 
 
@@ -220,8 +216,10 @@ class Front:
         if route == "GET /metrics":
             await self.update_replicas()
             return Reply(200, self.metrics.text(), CONTENT_TYPE)
-        if route in PAGES:
-            return page(route, request.headers["host"])
+        if route == "GET /openapi.json":
+            return Reply(200, build_document())
+        if route == "GET /":
+            return page_reply(request.headers["host"])
         if route != "POST /predict":
             raise Refused(
                 404,
@@ -405,11 +403,11 @@ def raw_request(request: Request, body: bytes) -> RawRequest:
     return RawRequest(body, request.headers.get("content-type", ""), request.url.query)
 
 
-def page(route: str, host: str) -> Reply:
-    """Return one of the files that describe the server, with the address of the request."""
-    name, content_type = PAGES[route]
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    return Reply(200, text.replace("ADDRESS", f"http://{escape(host)}").encode(), content_type)
+def page_reply(host: str) -> Reply:
+    """Return the page for people, with the address of the request in its examples."""
+    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    page = text.replace("ADDRESS", f"http://{escape(host)}")
+    return Reply(200, page.encode(), "text/html; charset=utf-8")
 
 
 async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:

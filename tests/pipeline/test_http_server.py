@@ -36,6 +36,7 @@ from pipeline.tracking import ui
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget, pixels_of
+from workers.serving.server import RULES
 
 HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HALF_BODY = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"
@@ -623,15 +624,23 @@ def test_a_client_repeats_what_there_was_no_room_for() -> None:
 def test_answers_are_as_the_description_says(model: tuple[Server, Finished]) -> None:
     server, run = model
     description = server.ask("GET", "/openapi.json")[1]
-    schemas = description["components"]["schemas"]
-    jsonschema.validate(asked(server, run.images("two")[0][:2])[1], schemas["Predictions"])
-    jsonschema.validate(server.ask("GET", "/tasks")[1], schemas["Tasks"])
-    jsonschema.validate(asked(server, [])[1], schemas["Error"])
+
+    def check(answer: Any, name: str) -> None:
+        jsonschema.validate(answer, {**description, "$ref": f"#/components/schemas/{name}"})
+
+    check(asked(server, run.images("two")[0][:2])[1], "Predictions")
+    check(server.ask("GET", "/tasks")[1], "Tasks")
+    check(server.ask("GET", "/health")[1], "Health")
+    check(asked(server, [])[1], "Error")
+    with pytest.raises(jsonschema.ValidationError):
+        check({"predictions": [{"class": "a"}]}, "Predictions")
     assert sorted(description["paths"]) == sorted(ROUTES)
     content = description["paths"]["/predict"]["post"]["requestBody"]["content"]
     assert {*content} == {"application/json", requests.FORM, requests.ARRAY}
     for kind in ("application/json", requests.FORM):
-        assert set(content[kind]["schema"]["properties"]) == requests.FIELDS
+        fields = content[kind]["schema"]["properties"]
+        assert set(fields) == requests.FIELDS
+        assert fields["rule"]["enum"] == [*RULES]
 
 
 def test_the_page_needs_no_other_server() -> None:

@@ -1,7 +1,8 @@
-"""The HTTP server in front of a model: it checks hosts, deadlines and limits of requests.
+"""The HTTP server in front of a model, with host checks, deadlines and limits.
 
-A request enters the queue of predictions after it has arrived, so slow clients delay nobody. When
-there are too many connections, the one that has been incomplete for longest is closed.
+A request enters the queue of predictions after it has arrived completely, so slow clients delay
+nobody. If there are too many connections, the server closes the one that has waited longest for
+the head of a request.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ from pipeline.serving.requests import RawRequest
 from pipeline.serving.server_metrics import CONTENT_TYPE, ServerMetrics
 from workers.errors import UserError
 
-CONNECTIONS = 16_384
-FILES = 512  # file descriptors that the rest of the process needs
+MAX_CONNECTIONS = 16_384
+RESERVED_FILES = 512  # file descriptors for the rest of the process
 MB = 1 << 20
-START_S = 30.0
-# Headers of answers by their status.
+START_TIMEOUT_S = 30.0
+COUNT_INTERVAL_S = 1.0  # minimum time between two counts of the replicas
+NO_REPLICA = "no replica of the model can answer, one is being started; send this again later"
+# Status of an answer -> its additional headers.
 HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{1,5})?")
 
 
 class Refused(UserError):
-    """A request is not answered; the error has the HTTP status."""
+    """Error for a request that the server refuses, with the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -51,45 +54,53 @@ class Refused(UserError):
 
 
 class Reply(NamedTuple):
-    """An HTTP status and the body: values of JSON, or bytes of a content type."""
+    """An HTTP status and a body: either JSON values, or bytes with a content type."""
 
     status: int
     body: dict[str, Any] | bytes
     content_type: str = ""
 
 
-COUNT_S = 1.0  # shortest time between two counts of the replicas
-NO_REPLICA = "no replica of the model can answer, one is being started; send this again later"
-
-
 @dataclass(frozen=True)
 class Bounds:
     """Limits for clients.
 
-    head_s, body_s, answer_s: seconds until a request's head has arrived, then its body, then until
-    it is answered. idle_s: seconds that a connection stays open between requests. requests:
-    predictions that run or wait. body_bytes: of one body. held_bytes: of all bodies that are being
-    received or wait for their answers.
+    Args:
+        head_s: Seconds for the head of a request to arrive.
+        body_s: Seconds for its body to arrive after the head.
+        answer_s: Seconds for the model to answer after the body.
+        idle_s: Seconds that a connection stays open between two requests.
+        connections: Maximum number of open connections.
+        requests: Maximum number of predictions that run or wait.
+        body_bytes: Maximum bytes of one body.
+        held_bytes: Maximum bytes of all bodies in memory: those that arrive and those that wait
+            for an answer.
     """
 
     head_s: float = 60.0
     body_s: float = 60.0
     answer_s: float = 60.0
     idle_s: int = 60
-    connections: int = CONNECTIONS
+    connections: int = MAX_CONNECTIONS
     requests: int = 320
     body_bytes: int = 32 * MB
     held_bytes: int = 512 * MB
 
     @property
     def request_s(self) -> float:
-        """Seconds after which a connection is cut, whatever its request is waiting for."""
+        """Seconds after a request's head at which its connection is closed in any case."""
         return self.body_s + self.answer_s + self.idle_s
 
 
 @dataclass(eq=False)
 class Upload:
-    """A body that is being received. timeout: ends the reading. refusal: the answer then."""
+    """A request body during its transfer.
+
+    Args:
+        timeout: Ends the transfer.
+        refusal: The answer after the timeout.
+        data: The bytes that have arrived.
+    """
 
     timeout: asyncio.Timeout
     refusal: Refused
@@ -97,12 +108,15 @@ class Upload:
 
 
 class Hosts:
-    """The names under which clients may ask.
+    """The host names under which clients may send requests.
 
     A page of another site can make a browser resolve the site's name to this machine (DNS
-    rebinding); such requests carry that name as their host. names: beside the address that is
-    listened on, and localhost. An address cannot be rebound, so a server that listens on all
-    interfaces answers to every address.
+    rebinding). The header `Host` of these requests contains the name of the site. An IP address
+    cannot be rebound, so a server that listens on all interfaces accepts every address.
+
+    Args:
+        listen: The address to listen on; allowed, like localhost.
+        names: Further allowed names.
     """
 
     def __init__(self, listen: str, names: Iterable[str] = ()):
@@ -115,7 +129,7 @@ class Hosts:
         )
 
     def allow(self, host: str) -> bool:
-        """Return whether requests to `host` are answered: the header `Host`, a port is optional."""
+        """Return whether the value of a header `Host`, with or without a port, is allowed."""
         parts = HOST.fullmatch(host.lower())
         if parts is None:
             return False
@@ -132,17 +146,22 @@ def is_address(name: str) -> bool:
     return True
 
 
-def ends_twice(request: Request) -> bool:
-    """Whether a request says in two ways where its body ends (RFC 9112, section 6.3)."""
+def has_two_lengths(request: Request) -> bool:
+    """Return whether a request declares the end of its body twice (RFC 9112, section 6.3)."""
     return "content-length" in request.headers and "transfer-encoding" in request.headers
 
 
 class Front:
-    """The ASGI application.
+    """The ASGI application: checks requests, receives bodies and asks the model.
 
-    predict: answers POST /predict; it is cancelled when nobody waits for the answer.
-    tasks: what GET /tasks answers. count_replicas: how many replicas can answer, called in a thread
-    at most once a second. token: that every route but /health asks for; empty: none does.
+    Args:
+        predict: Answers POST /predict. It is cancelled if the client leaves or the time is over.
+        tasks: The body of the answer to GET /tasks.
+        hosts: The allowed host names.
+        count_replicas: Returns the number of replicas that can answer. It is called in a thread,
+            at most once per second.
+        bounds: Limits for clients.
+        token: Token that every route except /health requires; "": no route requires one.
     """
 
     def __init__(
@@ -160,13 +179,13 @@ class Front:
         self.hosts = hosts
         self.count_replicas = count_replicas
         self.bounds = bounds or Bounds()
-        # Connections that wait for a request's head, the oldest first.
+        # Connections that wait for the head of a request, the oldest first.
         self.incomplete: dict[Connection, None] = {}
         self.uploads: dict[Upload, None] = {}  # the oldest first
         self.connections = self.bounds.connections
-        self.held = 0  # bytes of bodies
-        self.predictions = 0  # that run or wait
-        # That could answer when they were counted last; None where that is not known.
+        self.held = 0  # bytes of all bodies in memory
+        self.predictions = 0  # running or waiting
+        # Result of the last count of replicas; None if the count failed.
         self.replicas: int | None = None
         self.counted_until = 0.0
         self.counting = asyncio.Lock()
@@ -175,6 +194,7 @@ class Front:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, as the ASGI specification defines it."""
         request = Request(scope, receive)
         started = time.monotonic()
         try:
@@ -183,7 +203,7 @@ class Front:
             reply = Reply(error.status, {"error": str(error)})
         except ClientDisconnect:
             return
-        except Exception as error:  # one request ends no other
+        except Exception as error:  # other requests must go on
             print(
                 f"accrete: a request failed: {type(error).__name__}: {error}",
                 file=sys.stderr,
@@ -191,8 +211,8 @@ class Front:
             )
             reply = Reply(500, {"error": "the server failed; its output says why"})
         headers = dict(HEADERS.get(reply.status, {}))
-        if ends_twice(request):
-            headers["connection"] = "close"  # what follows may be a body, or a request of others
+        if has_two_lengths(request):
+            headers["connection"] = "close"  # it is unknown where the next request starts
         if isinstance(reply.body, bytes):
             response = Response(reply.body, reply.status, headers, reply.content_type)
         else:
@@ -201,8 +221,13 @@ class Front:
         await response(scope, receive, send)
 
     async def reply(self, request: Request) -> Reply:
-        """Return the reply to a request. Raise `Refused` when it is not answered."""
-        if ends_twice(request):
+        """Check a request, dispatch it to its route and return the reply.
+
+        Raises:
+            Refused: If the request is refused.
+            ClientDisconnect: If the client has left.
+        """
+        if has_two_lengths(request):
             raise Refused(
                 400, "the request has both Content-Length and Transfer-Encoding; send one of them"
             )
@@ -227,86 +252,91 @@ class Front:
                 "GET /tasks, GET /health, GET /metrics, GET /openapi.json and GET /",
             )
         self.check_room()
-        upload = await self.receive(request)
+        upload = await self.receive_body(request)
         try:
             self.check_room()
             self.predictions += 1
             try:
-                return await self.answer(request, raw_request(request, bytes(upload.data)))
+                content_type = request.headers.get("content-type", "")
+                raw = RawRequest(bytes(upload.data), content_type, request.url.query)
+                return await self.answer(request, raw)
             finally:
                 self.predictions -= 1
         finally:
             self.release(upload)
 
     def check_host(self, request: Request) -> None:
-        """Raise `Refused` when the host, or the site of the asking page, is not allowed."""
+        """Raise `Refused` if the host, or the site of the page that asks, is not allowed."""
         host = request.headers.get("host", "")
         if not self.hosts.allow(host):
             raise Refused(
                 421,
                 f"host {host[:80]!r} is not served here; "
-                "ask under the server's own address, or start it with --allow-host NAME",
+                "use the server's own address, or start it with --allow-host NAME",
             )
         origin = request.headers.get("origin")
         if origin is not None and not self.hosts.allow(origin.partition("://")[2]):
             raise Refused(
                 403,
-                f"pages of {origin[:80]!r} may not ask here; "
-                "start the server with --allow-host NAME to allow those of NAME",
+                f"pages of {origin[:80]!r} must not send requests to this server; "
+                "start it with --allow-host NAME to allow pages of NAME",
             )
 
     def check_token(self, request: Request) -> None:
-        """Raise `Refused` when the request does not have the token."""
+        """Raise `Refused` if the request does not contain the token."""
         expected = b"bearer " + self.token
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         credentials = f"{scheme.lower()} {token.strip()}".encode("latin-1", "replace")
         if self.token and not hmac.compare_digest(credentials, expected):
             raise Refused(
                 401,
-                "this server asks for its token; send it in the header Authorization: Bearer TOKEN",
+                "this server requires its token; send it in the header Authorization: Bearer TOKEN",
             )
 
     def check_room(self) -> None:
-        """Raise `Refused` when too many predictions run or wait."""
+        """Raise `Refused` if too many predictions run or wait."""
         if self.predictions >= self.bounds.requests:
             raise Refused(
                 503, f"{self.predictions} requests are being answered; send this one again later"
             )
 
     async def health_reply(self) -> Reply:
-        """Return whether a replica can answer."""
+        """Return status 200 if a replica can answer, else 503."""
         await self.update_replicas()
         if self.replicas:
             return Reply(200, {"status": "ok"})
         return Reply(503, {"error": NO_REPLICA})
 
-    async def until_no_replica(self) -> None:
-        """Return when it is known that no replica can answer, after COUNT_S at least."""
+    async def wait_for_no_replica(self) -> None:
+        """Return when a count finds no replica, at the earliest after `COUNT_INTERVAL_S`."""
         while True:
-            await asyncio.sleep(COUNT_S)
+            await asyncio.sleep(COUNT_INTERVAL_S)
             await self.update_replicas()
             if self.replicas == 0:
                 return
 
     async def update_replicas(self) -> None:
-        """Count the replicas that can answer, unless that was done within the last second."""
+        """Count the replicas that can answer, at most once per `COUNT_INTERVAL_S`."""
         async with self.counting:
             if time.monotonic() < self.counted_until:
                 return
             try:
                 count = asyncio.to_thread(self.count_replicas)
                 self.replicas = await asyncio.wait_for(count, self.bounds.head_s)
-            except Exception:  # whoever knows cannot be asked
+            except Exception:  # Ray Serve's controller did not answer
                 self.replicas = None
-            self.counted_until = time.monotonic() + COUNT_S
+            self.counted_until = time.monotonic() + COUNT_INTERVAL_S
 
     # ---- bodies ----------------------------------------------------------------------------------
-    async def receive(self, request: Request) -> Upload:
-        """Receive a body. Raise `Refused` when it is too large or slow, or gives way to others."""
+    async def receive_body(self, request: Request) -> Upload:
+        """Receive the body of a request.
+
+        Raises:
+            Refused: If the body is too large or too slow, or is dropped to free memory.
+        """
         large = Refused(
             413,
-            f"the body takes more than {self.bounds.body_bytes} bytes; "
-            "send fewer or smaller images",
+            f"the body has more than {self.bounds.body_bytes} bytes; send fewer or smaller images",
         )
         slow = Refused(
             408,
@@ -322,7 +352,7 @@ class Front:
         try:
             async with timeout:
                 async for chunk in request.stream():
-                    self.hold(upload, chunk)
+                    self.add_chunk(upload, chunk)
                     if len(upload.data) > self.bounds.body_bytes:
                         raise large
         except TimeoutError:
@@ -334,12 +364,14 @@ class Front:
         del self.uploads[upload]
         return upload
 
-    def hold(self, upload: Upload, chunk: bytes) -> None:
-        """Add a chunk to a body.
+    def add_chunk(self, upload: Upload, chunk: bytes) -> None:
+        """Append a chunk to a body.
 
-        When all bodies together take too many bytes, the oldest incomplete ones are dropped. Raise
-        `Refused` when this one is dropped, or was dropped before: a chunk may arrive before the
-        deadline wakes its reader.
+        If all bodies together take too many bytes, the oldest incomplete bodies are dropped.
+
+        Raises:
+            Refused: If this body is dropped now, or was dropped before: a chunk may arrive before
+                the deadline wakes its reader.
         """
         if upload not in self.uploads:
             raise upload.refusal
@@ -359,7 +391,7 @@ class Front:
             oldest.timeout.reschedule(asyncio.get_running_loop().time())
 
     def release(self, upload: Upload) -> None:
-        """Drop a body and free its bytes."""
+        """Drop a body and free its memory."""
         self.held -= len(upload.data)
         upload.data = bytearray()
         self.uploads.pop(upload, None)
@@ -367,14 +399,20 @@ class Front:
     async def answer(self, request: Request, raw: RawRequest) -> Reply:
         """Return the model's reply.
 
-        Raise `Refused` when it takes too long, or when no replica can answer: the request would
-        wait for the start of the next one. Raise `ClientDisconnect` when the client has left.
+        Args:
+            request: The request, to notice that the client leaves.
+            raw: The same request for the model.
+
+        Raises:
+            Refused: If the answer takes too long, or no replica can answer: the request would
+                wait for the start of the next replica.
+            ClientDisconnect: If the client has left.
         """
         if self.replicas == 0 and time.monotonic() < self.counted_until:
             raise Refused(503, NO_REPLICA)
         work = asyncio.ensure_future(self.predict(raw))
-        left = asyncio.ensure_future(disconnected(request.receive))
-        no_replica = asyncio.ensure_future(self.until_no_replica())
+        left = asyncio.ensure_future(wait_for_disconnect(request.receive))
+        no_replica = asyncio.ensure_future(self.wait_for_no_replica())
         try:
             await asyncio.wait(
                 {work, left, no_replica},
@@ -398,28 +436,25 @@ class Front:
             no_replica.cancel()
 
 
-def raw_request(request: Request, body: bytes) -> RawRequest:
-    """Return what the model needs of a request."""
-    return RawRequest(body, request.headers.get("content-type", ""), request.url.query)
-
-
 def page_reply(host: str) -> Reply:
-    """Return the page for people, with the address of the request in its examples."""
+    """Return the HTML page, with the address of the request in its examples."""
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     page = text.replace("ADDRESS", f"http://{escape(host)}")
     return Reply(200, page.encode(), "text/html; charset=utf-8")
 
 
-async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
-    """Return when the client has left."""
+async def wait_for_disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
+    """Return when the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with deadlines.
+    """A connection of uvicorn with deadlines.
 
-    uvicorn has none for heads, nor for clients that do not read their answers. One timer runs from
+    uvicorn (0.54) has no deadline for the head of a request, nor for clients that do not read
+    their answers, and its `limit_concurrency` refuses new connections instead of closing the
+    oldest incomplete one. Therefore this class extends uvicorn's own protocol. One timer runs from
     the opening to the close: for the head of a request, then for the request, then for the next
     head.
     """
@@ -428,6 +463,7 @@ class Connection(H11Protocol):
     timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the deadline of the first head, and close the oldest connection if needed."""
         super().connection_made(transport)
         assert isinstance(self.config.app, Front)
         self.front = self.config.app
@@ -438,19 +474,22 @@ class Connection(H11Protocol):
         self.await_head(self.front.bounds.head_s)
 
     def handle_events(self) -> None:
+        """Parse the received bytes, and start the deadline of a request with its head."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and not self.cycle.response_complete:
             self.front.incomplete.pop(self, None)
-            self.cut_in(self.front.bounds.request_s)
+            self.abort_after(self.front.bounds.request_s)
 
     def on_response_complete(self) -> None:
+        """Start the deadline of the next head, or of reading the answer."""
         bounds = self.front.bounds
         unread = self.transport.get_write_buffer_size() > 0
         self.await_head(bounds.answer_s if unread else bounds.idle_s + bounds.head_s)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
         if self.timer is not None:
             self.timer.cancel()
         self.front.incomplete.pop(self, None)
@@ -460,10 +499,10 @@ class Connection(H11Protocol):
         """Abort the connection if the head of a request does not arrive in time."""
         if not self.transport.is_closing():
             self.front.incomplete[self] = None
-        self.cut_in(seconds)
+        self.abort_after(seconds)
 
-    def cut_in(self, seconds: float) -> None:
-        """Abort the connection after so many seconds, in place of an earlier deadline."""
+    def abort_after(self, seconds: float) -> None:
+        """Abort the connection after a time; this replaces the previous deadline."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.loop.call_later(seconds, self.transport.abort)
@@ -471,11 +510,20 @@ class Connection(H11Protocol):
 
 @contextmanager
 def listening(front: Front, host: str, port: int) -> Iterator[int]:
-    """Inside, serve `front` from a thread; yield the port.
+    """Context manager that serves an application from a thread.
 
-    Raise `UserError` when host and port cannot be used.
+    Args:
+        front: The application.
+        host: Address to listen on.
+        port: Port to listen on; 0: a free one.
+
+    Yields:
+        The port.
+
+    Raises:
+        UserError: If host and port cannot be used.
     """
-    front.connections = connections_allowed(front.bounds.connections)
+    front.connections = raise_file_limit(front.bounds.connections)
     config = uvicorn.Config(
         front,
         http=Connection,
@@ -484,7 +532,7 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
         lifespan="off",
         loop="asyncio",
         log_config=None,
-        log_level="critical",  # a stranger's bad request is no line in the log
+        log_level="critical",  # do not log invalid requests
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -492,13 +540,13 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
         timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
-    with bound(host, port) as sock:
+    with bind_socket(host, port) as sock:
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [sock]}, daemon=True, name="http"
         )
         thread.start()
         try:
-            deadline = time.monotonic() + START_S
+            deadline = time.monotonic() + START_TIMEOUT_S
             while not server.started:
                 if not thread.is_alive() or time.monotonic() > deadline:
                     raise UserError(
@@ -511,8 +559,12 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
             thread.join(30)
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a bound socket of the address's family. Raise `UserError` when it cannot be bound."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an IPv4 or IPv6 address.
+
+    Raises:
+        UserError: If the address cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -528,19 +580,20 @@ def bound(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"port {port} on {host} cannot be used ({reason}); "
-            "give another with --port, or none for a free one"
+            "give another with --port, or leave it out for a free one"
         ) from None
     return sock
 
 
-def connections_allowed(count: int) -> int:
+def raise_file_limit(count: int) -> int:
     """Raise this process's limit of open files for `count` connections.
 
-    Return how many connections the system allows, at most `count`.
+    Returns:
+        The number of connections that the system allows, at most `count`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + FILES
+    needed = count + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - FILES))
+    return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - RESERVED_FILES))

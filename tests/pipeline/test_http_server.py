@@ -231,7 +231,7 @@ def test_where_the_system_allows_few_connections_fewer_are_taken(
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: made.append(limits))
-    assert http_server.connections_allowed(16_384) == 4096 - http_server.FILES
+    assert http_server.raise_file_limit(16_384) == 4096 - http_server.RESERVED_FILES
     assert made == [(4096, 4096)]
 
 
@@ -325,7 +325,7 @@ def test_a_server_without_a_replica_that_answers_is_not_ready() -> None:
 
 
 def test_requests_do_not_wait_for_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "COUNT_S", 0.05)
+    monkeypatch.setattr(http_server, "COUNT_INTERVAL_S", 0.05)
     num_asked = 0
 
     async def hang(raw: RawRequest) -> Reply:
@@ -345,7 +345,7 @@ def test_requests_do_not_wait_for_the_next_replica(monkeypatch: pytest.MonkeyPat
 def test_requests_go_on_where_nobody_knows_the_number_of_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server, "COUNT_S", 0.01)
+    monkeypatch.setattr(http_server, "COUNT_INTERVAL_S", 0.01)
     counts = 0
 
     def broken() -> int:
@@ -616,7 +616,7 @@ def test_a_client_repeats_what_there_was_no_room_for() -> None:
         replies.append(Reply(503, {"error": "later"}))
         with pytest.raises(UserError, match="later"):
             Client(url, SECRET, patience_s=0).predict([b"x"])
-        with pytest.raises(UserError, match="asks for its token"):
+        with pytest.raises(UserError, match="requires its token"):
             Client(url).predict([b"x"])
     assert not Client(url).is_ready()
 

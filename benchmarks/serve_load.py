@@ -181,13 +181,13 @@ def server(model: str, *options: str) -> Iterator[tuple[str, int]]:
 def batching(model: str) -> float:
     """Return how many times as much CPU single images take one by one as in batches."""
     # Ray reads its environment at import, which tests set after that of this module.
-    from pipeline.serving.deployment import BATCH_IMAGES, DecodedRequest, answer_requests
+    from pipeline.serving.deployment import MAX_BATCH_IMAGES, DecodedRequest, answer_requests
 
     predictor = Predictor.open(model)
     side = predictor.augment.size_in
     pixels = np.zeros((1, 3, side, side), np.uint8)
     names = [predictor.tasks[0].name]
-    requests = [DecodedRequest(pixels, [*names], "refuse", 0)] * BATCH_IMAGES
+    requests = [DecodedRequest(pixels, [*names], "refuse", 0)] * MAX_BATCH_IMAGES
 
     def alone() -> None:
         for request in requests:

@@ -281,7 +281,7 @@ def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> N
 
 
 def test_nodes_of_the_service_hold_its_replicas_and_follow_their_number() -> None:
-    from pipeline.serving.deployment import BUSY
+    from pipeline.serving.deployment import TARGET_ONGOING_REQUESTS
 
     spec = cluster_spec("kuberay-service.yaml")
     assert spec["enableInTreeAutoscaling"] is True
@@ -291,7 +291,7 @@ def test_nodes_of_the_service_hold_its_replicas_and_follow_their_number() -> Non
     text = body("kuberay-service.yaml")["spec"]["serveConfigV2"]
     ingress, model = yaml.safe_load(text)["applications"][0]["deployments"]
     scaling = model["autoscaling_config"]
-    assert scaling["target_ongoing_requests"] == BUSY
+    assert scaling["target_ongoing_requests"] == TARGET_ONGOING_REQUESTS
     group = spec["workerGroupSpecs"][0]
     cpus = int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
     readers = ingress["num_replicas"] * ingress["ray_actor_options"]["num_cpus"]

@@ -1,4 +1,4 @@
-"""A model as an application of Ray Serve, on a private Ray or on a cluster that is there."""
+"""A model as an application of Ray Serve, on a private Ray or on an existing cluster."""
 
 from __future__ import annotations
 
@@ -16,28 +16,35 @@ from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 
-GUARD_S = 2.0  # between two looks for the server
-GUARDS = "accrete-servers"  # namespace of the actors that look
-# States of a replica of Ray Serve in which it answers; the latter on a node that is taken away.
+GUARD_INTERVAL_S = 2.0  # between two checks of a `Guard`
+GUARD_NAMESPACE = "accrete-servers"  # of Ray, for the actors `Guard`
+# States in which a replica of Ray Serve answers. PENDING_MIGRATION: its node is about to stop.
 ANSWERING = ("RUNNING", "PENDING_MIGRATION")
-ROUTES_S = 30.0  # at most, until a handle asks no replica of the model before
+ROUTE_TIMEOUT_S = 30.0  # until a handle routes requests only to replicas of the new model
 
 
 class ModelHolder:
-    """An actor that replicas take models from, also those that start later or again.
+    """An actor that gives models to replicas, including replicas that start or restart later.
 
-    A model is the body of a bundle, and the file's bytes in Ray's object store by file name.
+    A model is the body of a bundle, and for each file a reference to its bytes in Ray's object
+    store.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
 
     def add(self, digest: str, body: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-        """Hold one more model. files: name -> reference to uint8 (bytes,)."""
+        """Add a model.
+
+        Args:
+            digest: Digest of the bundle.
+            body: Content of `model.json`.
+            files: File name -> reference to an array uint8 (bytes,).
+        """
         self.models[digest] = (body, files)
 
     def model(self, digest: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return body and files of a model."""
+        """Return the body and the files of a model."""
         return self.models[digest]
 
     def keep_only(self, digest: str) -> None:
@@ -45,9 +52,9 @@ class ModelHolder:
         self.models = {digest: self.models[digest]}
 
 
-def held_bundle(holder: Any, digest: str) -> Bundle:
-    """Return the bundle that a `ModelHolder` has; its files are read from the object store."""
-    import ray  # heavy, and a replica has it loaded already
+def open_held_bundle(holder: Any, digest: str) -> Bundle:
+    """Return a bundle of a `ModelHolder`; its files are read from Ray's object store."""
+    import ray  # start-up time; replicas have loaded it already
 
     body, files = ray.get(holder.model.remote(digest))
 
@@ -61,19 +68,23 @@ def held_bundle(holder: Any, digest: str) -> Bundle:
 class Application:
     """One model on replicas of Ray Serve.
 
-    ray: the module, connected. total_pixels, record_in: as for `Deployment`.
+    Args:
+        ray: The module `ray`, connected to a cluster.
+        replicas: Number and resources of the replicas.
+        total_pixels: See `Deployment`.
+        record_in: See `Deployment`.
     """
 
     def __init__(self, ray: Any, replicas: ReplicaSettings, total_pixels: int, record_in: str = ""):
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # heavy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # start-up time
 
         self.ray = ray
         self.replicas = replicas
         self.total_pixels = total_pixels
         self.record_in = record_in
         self.name = f"accrete-{uuid.uuid4().hex[:8]}"
-        self.digest = ""  # of the model that is served
-        self.handle: Any = None  # of the replicas
+        self.digest = ""  # of the served model
+        self.handle: Any = None  # Ray Serve's handle of the replicas
         this_node = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
@@ -82,11 +93,16 @@ class Application:
         self.guard: Any = None
 
     def deploy(self, bundle: Bundle) -> Any:
-        """Serve a bundle, and return what GET /tasks answers when all replicas have it.
+        """Serve a bundle in place of the previous model.
 
-        Replicas of the model before finish what they answer, and are replaced one after another by
-        replicas that have loaded the new one. Raise `UserError` when the bundle cannot be loaded;
-        the model before is served then.
+        New replicas load the bundle and then replace the previous ones, one after another. A
+        previous replica completes its requests before it ends.
+
+        Returns:
+            The body of the answer to GET /tasks, as soon as all replicas have the bundle.
+
+        Raises:
+            UserError: If the bundle cannot be loaded. The previous model is still served then.
         """
         import numpy as np  # start-up time
 
@@ -98,33 +114,33 @@ class Application:
         self.ray.get(self.holder.add.remote(digest, bundle.body, files))
         try:
             self.handle = self._run(digest)
-        except RuntimeError as error:  # what Ray Serve raises
+        except RuntimeError as error:  # of Ray Serve
             if self.digest:
                 self._run(self.digest)
             raise UserError(
-                f"{bundle.where} cannot be served ({last_line(error)}); mend that and try again"
+                f"{bundle.where} cannot be served ({get_last_line(error)}); fix this and try again"
             ) from None
         self.digest = digest
-        tasks = self._tasks_of(digest)
+        tasks = self._wait_for_tasks(digest)
         self.ray.get(self.holder.keep_only.remote(digest))
         return tasks
 
     def _run(self, digest: str) -> Any:
-        """Have Ray Serve run a model that the holder has. Return the handle when it answers."""
+        """Deploy a model of the holder on Ray Serve. Return the handle as soon as it answers."""
         from ray import serve
 
-        from pipeline.serving.deployment import deployment_of
+        from pipeline.serving.deployment import build_deployment
 
-        model = partial(held_bundle, self.holder, digest)
-        deployment = deployment_of(self.replicas)
+        model = partial(open_held_bundle, self.holder, digest)
+        deployment = build_deployment(self.replicas)
         application = deployment.bind(
             model, self.total_pixels, self.replicas.device, self.record_in
         )
         return serve.run(application, name=self.name, route_prefix=None)
 
-    def _tasks_of(self, digest: str) -> Any:
-        """Return the tasks of a model, once the handle asks replicas of it."""
-        deadline = time.monotonic() + ROUTES_S
+    def _wait_for_tasks(self, digest: str) -> Any:
+        """Return the tasks of a model as soon as the handle routes requests to its replicas."""
+        deadline = time.monotonic() + ROUTE_TIMEOUT_S
         while True:
             tasks = self.handle.tasks.remote().result()
             if tasks["model"] == digest or time.monotonic() > deadline:
@@ -132,17 +148,22 @@ class Application:
             time.sleep(0.1)
 
     def count_replicas(self) -> int:
-        """Return how many replicas can answer now."""
-        return count_running(self.name)
+        """Return the number of replicas that can answer now."""
+        return count_running_replicas(self.name)
 
     def start_guard(self) -> None:
-        """See to it that the application ends when this process is killed."""
-        options = {"num_cpus": 0, "lifetime": "detached", "namespace": GUARDS, "name": self.name}
+        """Start an actor that deletes the application if this process is killed."""
+        options = {
+            "num_cpus": 0,
+            "lifetime": "detached",
+            "namespace": GUARD_NAMESPACE,
+            "name": self.name,
+        }
         self.guard = self.ray.remote(**options)(Guard).remote()
         self.guard.watch.remote(self.holder, self.name)
 
     def delete(self) -> None:
-        """Leave nothing of it on the cluster."""
+        """Delete the application and its guard from the cluster."""
         from ray import serve
 
         serve.delete(self.name)
@@ -151,10 +172,15 @@ class Application:
 
 
 class Guard:
-    """An actor that outlives the server, to delete its application when it was killed."""
+    """An actor that outlives the server and deletes its application if the server was killed."""
 
     def watch(self, holder: Any, name: str) -> None:
-        """Wait for the end of the holder of the model, which ends with the server."""
+        """Delete an application as soon as the holder of its models ends, with the server.
+
+        Args:
+            holder: Handle of the actor `ModelHolder`.
+            name: Name of the application.
+        """
         import ray
         from ray import serve
 
@@ -163,14 +189,14 @@ class Guard:
                 ray.get(holder.__ray_ready__.remote())
             except ray.exceptions.RayActorError:
                 break
-            time.sleep(GUARD_S)
+            time.sleep(GUARD_INTERVAL_S)
         serve.delete(name)
         ray.actor.exit_actor()
 
 
-def count_running(name: str) -> int:
-    """Return how many replicas of the model of an application can answer now."""
-    from ray import serve  # heavy
+def count_running_replicas(name: str) -> int:
+    """Return the number of replicas of an application's model that can answer now."""
+    from ray import serve  # start-up time
 
     from pipeline.serving.deployment import Deployment
 
@@ -184,8 +210,8 @@ def count_running(name: str) -> int:
     return sum(states.get(state, 0) for state in ANSWERING)
 
 
-def last_line(error: Exception) -> str:
-    """Return the last line of an error's text, which names the cause in those of Ray."""
+def get_last_line(error: Exception) -> str:
+    """Return the last line of an error's message, where Ray states the cause."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
 
@@ -194,44 +220,52 @@ def last_line(error: Exception) -> str:
 def started(
     address: str, replicas: ReplicaSettings, total_pixels: int, record_in: str = ""
 ) -> Iterator[Application]:
-    """Inside, have an application on a cluster. Afterwards nothing of it is left there.
+    """Context manager that connects to a cluster, and deletes the application at the end.
 
-    address: of a cluster that is there; empty: RAY_ADDRESS if it is set, else a private Ray.
-    total_pixels, record_in: as for `Deployment`.
-    Raise `UserError` when the cluster cannot be used.
+    Args:
+        address: Address of an existing cluster; "": RAY_ADDRESS if it is set, else a private Ray.
+        replicas: Number and resources of the replicas.
+        total_pixels: See `Deployment`.
+        record_in: See `Deployment`.
+
+    Yields:
+        The application, without a model.
+
+    Raises:
+        UserError: If the cluster cannot be used.
     """
     cluster = ClusterSettings(
         address=address,
-        # With room for a replica of the next model beside each.
-        workers=2 * replicas.most,
+        # During an update, each replica may run next to a replica of the new model.
+        workers=2 * replicas.maximum,
         cpus_per_worker=replicas.cpus,
     )
     is_private = address_of(cluster) == "local"
     if address_of(cluster).startswith("ray://"):
         raise UserError(
-            f"the Ray cluster at {address_of(cluster)!r} is asked from outside, and a server runs "
-            "on one of its nodes; start it there, for example by `ray job submit`"
+            f"{address_of(cluster)!r} is an address for Ray Client, but the server must run on a "
+            "node of the cluster; start it there, for example with `ray job submit`"
         )
-    # Before Ray Serve is imported: `connect` sets what Ray reads at import.
+    # Must precede the import of Ray Serve: `connect` sets variables that Ray reads at import.
     ray = connect(cluster)
     try:
         from ray import serve
     except ImportError as error:
         ray.shutdown()
         raise UserError(f"`serve` needs Ray Serve ({error}); install ray[serve]") from None
-    # Its warnings are a line for each request that a dead replica had.
+    # Ray Serve warns about each request of a dead replica.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     application = None
     try:
         check_gpus(ray, replicas, is_private)
-        # Ray Serve's own proxy has no deadlines for heads and bodies.
+        # Ray Serve's own proxy has no deadlines for heads and bodies of requests.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         application = Application(ray, replicas, total_pixels, record_in)
         if not is_private:
             application.start_guard()
         yield application
     finally:
-        with suppress(Exception):  # an error of closing must not hide why serving ended
+        with suppress(Exception):  # an error while closing must not hide the first error
             if is_private:
                 serve.shutdown()
             elif application is not None:
@@ -240,11 +274,17 @@ def started(
 
 
 def check_gpus(ray: Any, replicas: ReplicaSettings, is_private: bool) -> None:
-    """Raise `UserError` when this machine lacks GPUs; a cluster that is there may add nodes."""
+    """Raise `UserError` if this machine has too few GPUs. An existing cluster may add nodes.
+
+    Args:
+        ray: The module `ray`, connected to a cluster.
+        replicas: Number and resources of the replicas.
+        is_private: Whether the cluster is a private Ray of this machine.
+    """
     present = ray.cluster_resources().get("GPU", 0)
-    needed = replicas.gpus * replicas.least
+    needed = replicas.gpus * replicas.minimum
     if is_private and needed > present:
         raise UserError(
-            f"{replicas.least} replicas with --gpus {replicas.gpus:g} need {needed:g} GPUs, and "
-            f"this machine has {present:g}; give fewer, or a cluster by --address"
+            f"{replicas.minimum} replicas with --gpus {replicas.gpus:g} need {needed:g} GPUs, and "
+            f"this machine has {present:g}; request fewer, or use a cluster with --address"
         )

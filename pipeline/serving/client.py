@@ -1,4 +1,4 @@
-"""A small client of a server that `serve` started. It needs NumPy only for arrays."""
+"""A small client for the server that `serve` starts. It needs NumPy only for arrays."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Asks a server for predictions.
+    """A client that asks a server for predictions.
 
-    url: of the server, such as http://127.0.0.1:8000. token: what the server asks for, if it does.
-    patience_s: how long a request is repeated while the server answers 503.
+    Args:
+        url: Address of the server, for example http://127.0.0.1:8000.
+        token: The server's token; "" if the server requires none.
+        timeout_s: Seconds until a request without an answer fails.
+        patience_s: Seconds during which a request is repeated while the server answers 503.
+
+    Example:
+        >>> Client("http://127.0.0.1:8000").predict(["digit.png"], "digits-45")  # doctest: +SKIP
     """
 
     def __init__(
@@ -44,30 +50,37 @@ class Client:
     ) -> list[dict[str, Any]]:
         """Return class, probability, task, confidence and probabilities of each image.
 
-        images: paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
-        (N, 3, H, W). tasks, rule, top: as in a request. Raise `UserError` with the server's
-        sentence when it does not answer, and `OSError` when it cannot be reached.
+        Args:
+            images: Paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
+                (N, 3, H, W).
+            tasks: One task for all images, or a task or None for each image.
+            rule: For images without a task: `refuse` or `confident`.
+            top: Number of probabilities per image; 0: all.
+
+        Raises:
+            UserError: If the server refuses the request, with the server's message.
+            OSError: If the server cannot be reached.
         """
         if tasks is None or isinstance(tasks, str):
             tasks = [tasks]
         fields = [("rule", rule), ("top", str(top))]
         fields += [("tasks", task or "") for task in tasks]
         if hasattr(images, "dtype"):
-            body, query = npy_bytes(images), f"?{urllib.parse.urlencode(fields)}"
+            body, query = encode_npy(images), f"?{urllib.parse.urlencode(fields)}"
             content_type = "application/x-npy"
         else:
             query = ""
-            body, content_type = form_bytes(fields, [file_bytes(image) for image in images])
+            body, content_type = encode_form(fields, [read_image(image) for image in images])
         answer = self.ask(f"/predict{query}", body, content_type)
         predictions: list[dict[str, Any]] = answer["predictions"]
         return predictions
 
     def tasks(self) -> dict[str, Any]:
-        """Return the tasks that are served, with their classes, and what a request may have."""
+        """Return the served tasks with their classes, and the limits of a request."""
         return self.ask("/tasks")
 
     def is_ready(self) -> bool:
-        """Return whether the server can answer now."""
+        """Return whether the server can answer predictions now."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=self.timeout_s):
                 return True
@@ -75,7 +88,17 @@ class Client:
             return False
 
     def ask(self, path: str, body: bytes | None = None, content_type: str = "") -> dict[str, Any]:
-        """Return the answer of a route. Raise as `predict` does. body: None asks by GET."""
+        """Send a request and return the JSON answer.
+
+        Args:
+            path: Path and query of the route.
+            body: Body of a POST request; None: send a GET request.
+            content_type: Type of the body.
+
+        Raises:
+            UserError: If the server refuses the request, with the server's message.
+            OSError: If the server cannot be reached.
+        """
         headers = {"Content-Type": content_type} if content_type else {}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
@@ -90,19 +113,19 @@ class Client:
                 with error:
                     wait_s = float(error.headers.get("Retry-After", "1"))
                     if error.code != 503 or time.monotonic() + wait_s > deadline:
-                        raise UserError(sentence_of(error)) from None
+                        raise UserError(read_message(error)) from None
             time.sleep(wait_s)
 
 
-def sentence_of(error: urllib.error.HTTPError) -> str:
-    """Return the sentence of an answer with an error's status."""
+def read_message(error: urllib.error.HTTPError) -> str:
+    """Return the message of an answer with an error status."""
     try:
         return str(json.load(error)["error"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {error.code}; look at its output"
+        return f"the server answered with status {error.code}; read the server's output"
 
 
-def file_bytes(image: str | os.PathLike[str] | bytes) -> bytes:
+def read_image(image: str | os.PathLike[str] | bytes) -> bytes:
     """Return the bytes of an image file."""
     if isinstance(image, bytes):
         return image
@@ -110,17 +133,17 @@ def file_bytes(image: str | os.PathLike[str] | bytes) -> bytes:
         return stream.read()
 
 
-def npy_bytes(images: Any) -> bytes:
+def encode_npy(images: Any) -> bytes:
     """Return an array as a `.npy` file."""
-    import numpy as np  # a client of files alone needs none
+    import numpy as np  # not needed for files
 
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(images), allow_pickle=False)
     return stream.getvalue()
 
 
-def form_bytes(fields: Sequence[tuple[str, str]], images: Sequence[bytes]) -> tuple[bytes, str]:
-    """Return a form with fields and image files, and its content type."""
+def encode_form(fields: Sequence[tuple[str, str]], images: Sequence[bytes]) -> tuple[bytes, str]:
+    """Return a form with text fields and image files, and its content type."""
     boundary = uuid.uuid4().hex
     lines: list[bytes] = []
     for name, value in fields:

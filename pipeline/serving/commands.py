@@ -75,7 +75,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "answer requests over HTTP, by Ray Serve; the config may be a model folder, or "
         "models:/NAME@ALIAS of MLflow",
     )
-    serve_command.options(start)
+    serve_command.add_options(start)
     for each in (ask, start):
         each.add_argument(
             "--no-record",
@@ -295,7 +295,7 @@ def _change_task(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Answer requests over HTTP until interrupted."""
-    settings = serve_command.settings_of(args)
+    settings = serve_command.parse_settings(args)
     source = source_of_arguments(args)
     return serve_command.serve(source, replace(settings, record_in=folder_to_record(args)))
 

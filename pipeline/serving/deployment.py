@@ -1,6 +1,7 @@
-"""A model folder behind Ray Serve.
+"""A model as a deployment of Ray Serve.
 
-Concurrent requests for many tasks share one batch, and limits bound what a request may cost.
+Concurrent requests for different tasks share one batch. Limits bound the time and memory that a
+request can take.
 """
 
 from __future__ import annotations
@@ -34,21 +35,28 @@ from workers.serving.input_counts import find_obstacle
 from workers.serving.recorder import Recorder
 from workers.serving.server import Answer, Predictor, Rule
 
-ONGOING = 64  # requests that a replica works on
-BUSY = 16  # requests of a replica from which on more replicas are started, where they may be
-HEALTH_S = 1.0  # between two looks at each replica: a dead one is replaced after this time
-BATCH_IMAGES = 64  # most that are computed together, of several requests
-BATCH_WAIT_S = 0.005  # how long the first request of a batch waits for others
-IMAGES = 64  # most in one request
-IMAGE_BYTES = 16 << 20
-READERS = min(4, os.cpu_count() or 1)  # requests that are decoded in parallel
+MAX_ONGOING_REQUESTS = 64  # per replica
+TARGET_ONGOING_REQUESTS = 16  # per replica; above this the autoscaler adds replicas
+HEALTH_CHECK_S = 1.0  # between two checks of a replica; a dead replica is replaced after this time
+MAX_BATCH_IMAGES = 64  # in one forward pass, from several requests
+BATCH_WAIT_S = 0.005  # time that the first request of a batch waits for others
+MAX_IMAGES = 64  # per request
+MAX_IMAGE_BYTES = 16 << 20
+DECODE_THREADS = min(4, os.cpu_count() or 1)  # one request per thread
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DecodedRequest:
-    """One request. pixels: uint8 (n, 3, S, S). tasks: a task or None for each image."""
+    """A request with decoded images.
+
+    Args:
+        pixels: uint8 (n, 3, S, S).
+        tasks: A task or None for each image.
+        rule: Rule for images without a task.
+        top: Number of probabilities per answer; 0: all.
+    """
 
     pixels: NDArray[np.uint8]
     tasks: list[str | None]
@@ -56,10 +64,11 @@ class DecodedRequest:
     top: int
 
 
-def assigned_gpus() -> float:
-    """Return the number of GPUs, or the fraction of one, that Ray has assigned to this process.
+def get_assigned_gpus() -> float:
+    """Return the number of GPUs, or the fraction of a GPU, that Ray assigned to this process.
 
-    It is 1 if nothing is assigned, as without Ray.
+    Returns:
+        1.0 if no GPU is assigned, for example without Ray.
     """
     if not ray.is_initialized():
         return 1.0
@@ -67,24 +76,27 @@ def assigned_gpus() -> float:
 
 
 def count_images(requests: Sequence[DecodedRequest]) -> int:
-    """Return how many images some requests have together."""
+    """Return the total number of images of some requests."""
     return sum(len(request.tasks) for request in requests)
 
 
 @serve.deployment(
-    max_ongoing_requests=ONGOING,
+    max_ongoing_requests=MAX_ONGOING_REQUESTS,
     max_queued_requests=Bounds.requests,
-    health_check_period_s=HEALTH_S,
+    health_check_period_s=HEALTH_CHECK_S,
     graceful_shutdown_timeout_s=Bounds.answer_s,
     graceful_shutdown_wait_loop_s=0.5,
-    max_surge_percent=50,  # a replica of the next model is ready before one of the last ends
+    max_surge_percent=50,  # start replicas of a new model before the previous ones end
 )
 class Deployment:
     """One replica, which holds one backbone.
 
-    open_model: returns the bundle. total_pixels: the most pixels of one request's images, and of
-    all images that are decoded at the same moment. device: `cpu` or `cuda`. record_in: the model
-    folder in which inputs are counted; empty: none are.
+    Args:
+        open_model: Returns the bundle.
+        total_pixels: Maximum number of pixels of all images of a request, and of all images that
+            are decoded at a time.
+        device: `cpu` or `cuda`.
+        record_in: Model folder in which inputs are counted; "": inputs are not counted.
     """
 
     def __init__(
@@ -95,7 +107,7 @@ class Deployment:
         record_in: str = "",
     ):
         chosen = accelerator.named_device(device)
-        accelerator.limit_memory(chosen, assigned_gpus())
+        accelerator.limit_memory(chosen, get_assigned_gpus())
         accelerator.use_fp32()
         self.served = Predictor(open_model(), device=chosen)
         self.served.warm_up()
@@ -103,12 +115,12 @@ class Deployment:
             self.served.bundle.body["max_pixels"],
             total_pixels,
             self.served.bundle.value_range,
-            images=IMAGES,
-            image_bytes=IMAGE_BYTES,
+            images=MAX_IMAGES,
+            image_bytes=MAX_IMAGE_BYTES,
             body_bytes=Bounds.body_bytes,
         )
         self.budget = PixelBudget(total_pixels)
-        self.readers = ThreadPoolExecutor(READERS, "read")
+        self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
         self.recorder: Recorder | None = None
         if record_in:
             obstacle = find_obstacle(record_in)  # the replica may be on another node
@@ -118,7 +130,7 @@ class Deployment:
                 self.recorder = Recorder(self.served, record_in)
 
     def __del__(self) -> None:
-        """Write the last counts: Ray Serve calls this when a replica has answered its requests."""
+        """Write the last counts. Ray Serve calls this after a replica's last request."""
         recorder: Recorder | None = getattr(self, "recorder", None)
         if recorder is not None:
             recorder.close()
@@ -133,18 +145,18 @@ class Deployment:
             "infers": self.served.infers_task,
             "tasks": [{"name": t.name, "classes": list(t.classes)} for t in self.served.tasks],
             "limits": {
-                "images": IMAGES,
+                "images": MAX_IMAGES,
                 "pixels": self.limits.total_pixels,
                 "bytes": Bounds.body_bytes,
             },
         }
 
     async def predict(self, raw: RawRequest) -> Reply:
-        """Answer POST /predict."""
+        """Answer POST /predict, with status 400 if the request is invalid."""
         loop = asyncio.get_running_loop()
         is_cancelled = threading.Event()
         try:
-            request = await loop.run_in_executor(self.readers, self.decode, raw, is_cancelled)
+            request = await loop.run_in_executor(self.decoders, self.decode, raw, is_cancelled)
             answers = await self.answer_batch(request)
             if isinstance(answers, UserError):
                 raise answers
@@ -156,7 +168,15 @@ class Deployment:
         return Reply(200, {"predictions": [answer.row() for answer in answers]})
 
     def decode(self, raw: RawRequest, is_cancelled: threading.Event) -> DecodedRequest:
-        """Decode the images of a request. Raise `UserError` when it cannot be answered."""
+        """Check a request and decode its images.
+
+        Args:
+            raw: The request.
+            is_cancelled: Set if nobody waits for the answer; decoding then stops.
+
+        Raises:
+            UserError: If the request is invalid or was cancelled.
+        """
         request = parse_request(raw)
         images = [*request.images]
         tasks = self.served.check_request(len(images), request.tasks, request.rule, request.top)
@@ -164,29 +184,31 @@ class Deployment:
         return DecodedRequest(pixels, tasks, request.rule, self.served.limit_top(request.top))
 
     @serve.batch(
-        max_batch_size=BATCH_IMAGES,
+        max_batch_size=MAX_BATCH_IMAGES,
         batch_wait_timeout_s=BATCH_WAIT_S,
         batch_size_fn=count_images,
     )
     async def answer_batch(self, requests: list[DecodedRequest]) -> list[list[Answer] | UserError]:
-        """Answer requests that arrived at the same moment, whatever their tasks."""
+        """Answer concurrent requests, which may be for different tasks."""
         return await asyncio.to_thread(answer_requests, self.served, requests)
 
 
-def deployment_of(replicas: ReplicaSettings) -> Any:
-    """Return the deployment with so many replicas."""
-    number: dict[str, Any] = {"num_replicas": replicas.least}
+def build_deployment(replicas: ReplicaSettings) -> Any:
+    """Return `Deployment` with a number of replicas and their resources."""
+    number: dict[str, Any] = {"num_replicas": replicas.minimum}
     if replicas.is_scaled:
-        limits = {"min_replicas": replicas.least, "max_replicas": replicas.most}
-        number = {"autoscaling_config": {**limits, "target_ongoing_requests": BUSY}}
+        limits = {"min_replicas": replicas.minimum, "max_replicas": replicas.maximum}
+        number = {
+            "autoscaling_config": {**limits, "target_ongoing_requests": TARGET_ONGOING_REQUESTS}
+        }
     resources = {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus}
     return Deployment.options(ray_actor_options=resources, **number)  # type: ignore[attr-defined]
 
 
-def predict_of(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitable[Reply]]:
-    """Return a function that asks a replica, and another one if that died meanwhile.
+def make_predict(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitable[Reply]]:
+    """Return a function that asks a replica, and a second one if the first one dies.
 
-    Its reply has status 503 when the second one died too, or when there is no room.
+    Its reply has status 503 if the second replica dies too, or if the queue is full.
     """
 
     async def predict(request: RawRequest) -> Reply:
@@ -194,7 +216,7 @@ def predict_of(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitabl
             try:
                 return await ask(handle, request)
             except (RayActorError, ReplicaUnavailableError):
-                return await ask(handle, request)  # a prediction has no effect: it may run twice
+                return await ask(handle, request)  # predictions have no side effects
         except (RayError, RayServeException) as error:
             return Reply(
                 503,
@@ -208,7 +230,7 @@ def predict_of(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitabl
 
 
 async def ask(handle: DeploymentHandle[Any], request: RawRequest) -> Reply:
-    """Return the reply of a replica, which drops the request when this is cancelled."""
+    """Return the reply of a replica. If this task is cancelled, the replica stops too."""
     response = handle.predict.remote(request)
     try:
         reply: Reply = await response
@@ -221,12 +243,17 @@ async def ask(handle: DeploymentHandle[Any], request: RawRequest) -> Reply:
 def answer_requests(
     served: Predictor, requests: Sequence[DecodedRequest]
 ) -> list[list[Answer] | UserError]:
-    """Return the answers of each request, or the error that explains why there are none.
+    """Answer some requests. Those with equal `rule` and `top` share forward passes.
 
-    Requests with the same rule go through the network together.
+    Args:
+        served: The model.
+        requests: Requests with decoded images.
+
+    Returns:
+        For each request, its answers or the error that replaces them.
     """
     replies: list[list[Answer] | UserError] = [[] for _ in requests]
-    for indices in batches_of(served, requests):
+    for indices in group_requests(served, requests):
         batch = [requests[index] for index in indices]
         pixels = np.concatenate([request.pixels for request in batch])
         tasks = list(itertools.chain.from_iterable(request.tasks for request in batch))
@@ -244,10 +271,10 @@ def answer_requests(
     return replies
 
 
-def batches_of(served: Predictor, requests: Sequence[DecodedRequest]) -> list[list[int]]:
-    """Return the indices of the requests of each forward: those with equal rule and `top`.
+def group_requests(served: Predictor, requests: Sequence[DecodedRequest]) -> list[list[int]]:
+    """Group the indices of requests that can share forward passes: those with equal options.
 
-    Each request is alone if the method infers one task from several images.
+    If the method infers one task from several images, each request is a group of its own.
     """
     if not served.is_per_image:
         return [[index] for index in range(len(requests))]

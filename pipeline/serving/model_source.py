@@ -1,4 +1,4 @@
-"""Where a server gets its model from, and how it notices that there is another one."""
+"""Sources of a served model, with a version that shows when the model changes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<ver
 
 
 class ModelSource(Protocol):
-    """A model that is served. Both functions raise `UserError` when it cannot be read."""
+    """A source of a model. Both methods raise `UserError` if the model cannot be read."""
 
     def version(self) -> str:
-        """Return what differs as soon as another model is to be served."""
+        """Return an id that changes when the model changes."""
 
     def open(self) -> Bundle:
-        """Return the model that is to be served now."""
+        """Return the current model."""
 
 
 @dataclass(frozen=True)
 class FixedModel:
-    """A bundle that does not change, as that of a run in the store."""
+    """A bundle that does not change, for example of a run in the store."""
 
     bundle: Bundle
 
@@ -46,36 +46,40 @@ class FixedModel:
 
 @dataclass(frozen=True)
 class FolderModel:
-    """A model folder, to which tasks are added and from which they are removed."""
+    """A model folder, which may gain or lose tasks."""
 
     uri: str
 
     def version(self) -> str:
-        """Return the digest that the folder has now."""
+        """Return the current digest of the folder."""
         return str(read_model(self.uri)["sha256"])
 
     def open(self) -> Bundle:
-        """Return the bundle as it is now."""
+        """Return the current bundle."""
         return Bundle.open(self.uri)
 
 
 @dataclass
 class RegisteredModel:
-    """A registered model of MLflow: `models:/NAME@ALIAS`, whose alias moves, or `models:/NAME/1`.
+    """A registered model of MLflow.
 
-    storage: the folder of MLflow's database, where MLFLOW_TRACKING_URI names no other. No code of
-    the model is run: the server has its own.
+    The code that MLflow stores with the model is not executed.
+
+    Args:
+        uri: `models:/NAME@ALIAS`, where the alias may move, or `models:/NAME/VERSION`.
+        storage: Storage folder with MLflow's database, unless MLFLOW_TRACKING_URI is set.
+        folder: Temporary folder of the model that was opened last.
     """
 
     uri: str
     storage: str
-    folder: Any = field(default=None, repr=False)  # of the model that was opened last
+    folder: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         parts = REGISTERED.fullmatch(self.uri)
         if parts is None:
             raise UserError(
-                f"{self.uri!r} is no model of MLflow; give models:/NAME@ALIAS, such as "
+                f"{self.uri!r} is not a model of MLflow; give models:/NAME@ALIAS, for example "
                 "models:/RUN@champion, or models:/NAME/VERSION"
             )
         self.parts = parts
@@ -90,7 +94,7 @@ class RegisteredModel:
         database = sqlite_path(address)
         if database is not None and not Path(database).exists():
             raise UserError(
-                f"{self.uri}: there is no database {database}; name the storage folder of the run "
+                f"{self.uri}: there is no database {database}; give the storage folder of the run "
                 "with --storage, or a server in MLFLOW_TRACKING_URI"
             )
         return address
@@ -103,7 +107,7 @@ class RegisteredModel:
         return MlflowClient(self.address)
 
     def version(self) -> str:
-        """Return the number of the version that the alias names now."""
+        """Return the version number to which the alias points now."""
         if self.parts["version"]:
             return self.parts["version"]
         try:
@@ -112,12 +116,12 @@ class RegisteredModel:
             )
         except UserError:
             raise
-        except Exception as error:  # MLflow raises what its stores raise
+        except Exception as error:  # the kinds of errors depend on MLflow's store
             raise UserError(f"{self.uri} cannot be found ({error!s:.300})") from None
         return str(version.version)
 
     def open(self) -> Bundle:
-        """Download the model, and return its bundle."""
+        """Download the model and return its bundle."""
         import mlflow.artifacts  # takes a second
 
         version = self.version()
@@ -129,12 +133,12 @@ class RegisteredModel:
                 tracking_uri=self.address,
                 registry_uri=self.address,
             )
-        except Exception as error:  # MLflow raises what its stores raise
+        except Exception as error:  # the kinds of errors depend on MLflow's store
             raise UserError(
                 f"version {version} of {self.uri} cannot be downloaded ({error!s:.300})"
             ) from None
         path = next(Path(folder.name).glob(f"artifacts/*/{MODEL}"), None)
         if path is None:
-            raise UserError(f"version {version} of {self.uri} is no model that Accrete has logged")
+            raise UserError(f"version {version} of {self.uri} is not a model that Accrete logged")
         self.folder = folder
         return Bundle.open(str(path.parent))

@@ -1,6 +1,6 @@
-"""A bundle behind Ray Serve's own proxy, on a cluster that is there: what a RayService imports.
+"""A bundle behind Ray Serve's own proxy on an existing cluster, for a RayService of KubeRay.
 
-Limits and checks of requests are those of `accrete serve`.
+Requests have the same limits and checks as those of `accrete serve`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from pipeline.serving.application import count_running
-from pipeline.serving.deployment import Deployment, predict_of
+from pipeline.serving.application import count_running_replicas
+from pipeline.serving.deployment import Deployment, make_predict
 from pipeline.serving.http_server import Bounds, Front, Hosts
-from pipeline.serving.serve_command import MAX_PIXELS, token_of
+from pipeline.serving.serve_command import MAX_PIXELS, read_token
 from workers.data.accelerator import DeviceName
 from workers.serving.bundle import Bundle
 
@@ -27,9 +27,11 @@ from workers.serving.bundle import Bundle
 class ServiceArguments(BaseModel):
     """The `args` of the application.
 
-    bundle: folder or URI that `accrete bundle --out` wrote. hosts: names under which clients ask,
-    beside addresses and localhost. max_pixels: of all images of a request together. device: of the
-    replicas.
+    Args:
+        bundle: Folder or URI that `accrete bundle --out` wrote.
+        hosts: Host names for clients, in addition to IP addresses and localhost.
+        max_pixels: Maximum number of pixels of all images of a request.
+        device: Device of the replicas.
     """
 
     bundle: str
@@ -46,14 +48,13 @@ class Ingress:
         self, model: DeploymentHandle[Any], hosts: list[str]
     ):
         tasks = await model.tasks.remote()
-        count_replicas = partial(count_running, serve.get_replica_context().app_name)
-        # Serve listens on all addresses of its node.
-        hosts_allowed = Hosts("", hosts)
-        token = token_of("")  # of the environment
-        self.front = Front(predict_of(model), tasks, hosts_allowed, count_replicas, token=token)
+        count_replicas = partial(count_running_replicas, serve.get_replica_context().app_name)
+        hosts_allowed = Hosts("", hosts)  # Ray Serve listens on all addresses of its node
+        token = read_token("")  # from the environment
+        self.front = Front(make_predict(model), tasks, hosts_allowed, count_replicas, token=token)
 
     async def __call__(self, request: Request) -> Response:
-        """Return the answer to a request; an empty one to a client that has left."""
+        """Return the answer to a request, with status 499 if the client has left."""
         messages: list[Message] = []
 
         async def send(message: Message) -> None:
@@ -68,9 +69,11 @@ class Ingress:
 
 
 def application(args: dict[str, Any]) -> Application:
-    """Return the application that serves a bundle. args: values of `ServiceArguments`.
+    """Return the application that serves a bundle.
 
-    Serve makes no model of them: it knows no annotation that is a text, as all of this module are.
+    Args:
+        args: Values of `ServiceArguments`. Ray Serve does not validate them itself, because it does
+            not evaluate annotations that are strings, as in this module.
     """
     arguments = ServiceArguments.model_validate(args)
     open_model = partial(Bundle.open, arguments.bundle)

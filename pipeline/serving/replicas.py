@@ -1,4 +1,4 @@
-"""What the replicas of a server are: how many, and what each takes of the cluster."""
+"""Number and resources of the replicas of a server."""
 
 from __future__ import annotations
 
@@ -8,35 +8,49 @@ from typing import Literal
 
 from workers.errors import UserError
 
-COUNT = re.compile(r"(?P<least>\d{1,4})(?::(?P<most>\d{1,4}))?")
+COUNT = re.compile(r"(?P<minimum>\d{1,4})(?::(?P<maximum>\d{1,4}))?")
 
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """least, most: replicas; their number follows the load where the two differ.
+    """Number of replicas, and the resources of each.
 
-    cpus, gpus: of each replica. GPUs are a fraction of one, or a whole number of them.
+    Args:
+        minimum: Minimum number of replicas.
+        maximum: Maximum number. If it is larger than `minimum`, the number follows the load.
+        cpus: CPU cores of each replica.
+        gpus: GPUs of each replica: a fraction below 1, or a whole number.
     """
 
-    least: int = 1
-    most: int = 1
+    minimum: int = 1
+    maximum: int = 1
     cpus: int = 1
     gpus: float = 0.0
 
     @classmethod
-    def of(cls, count: str, cpus: int = 1, gpus: float = 0.0) -> ReplicaSettings:
-        """Return the settings of the options of `serve`. count: `N` or `MIN:MAX`.
+    def parse(cls, count: str, cpus: int = 1, gpus: float = 0.0) -> ReplicaSettings:
+        """Return the settings for the options of `serve`.
 
-        Raise `UserError` when they mean nothing.
+        Args:
+            count: `N` or `MIN:MAX`.
+            cpus: CPU cores of each replica.
+            gpus: GPUs of each replica.
+
+        Raises:
+            UserError: If a value is invalid.
+
+        Example:
+            >>> ReplicaSettings.parse("1:4", cpus=2)
+            ReplicaSettings(minimum=1, maximum=4, cpus=2, gpus=0.0)
         """
         parts = COUNT.fullmatch(count)
-        least = most = 0
+        minimum = maximum = 0
         if parts is not None:
-            least = int(parts["least"])
-            most = int(parts["most"] or least)
-        if not 1 <= least <= most:
+            minimum = int(parts["minimum"])
+            maximum = int(parts["maximum"] or minimum)
+        if not 1 <= minimum <= maximum:
             raise UserError(
-                f"--replicas is {count!r}; give a number from 1 on, or MIN:MAX, such as 1:4"
+                f"--replicas is {count!r}; give a number of at least 1, or MIN:MAX, for example 1:4"
             )
         if cpus < 1:
             raise UserError(f"--cpus is {cpus}; give the CPU cores of a replica, at least 1")
@@ -44,14 +58,14 @@ class ReplicaSettings:
             raise UserError(
                 f"--gpus is {gpus:g}; give a fraction of a GPU for each replica, or a whole number"
             )
-        return cls(least, most, cpus, gpus)
+        return cls(minimum, maximum, cpus, gpus)
 
     @property
     def is_scaled(self) -> bool:
         """Whether the number of replicas follows the load."""
-        return self.least < self.most
+        return self.minimum < self.maximum
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """The device that a replica computes on."""
+        """The device of a replica."""
         return "cuda" if self.gpus else "cpu"

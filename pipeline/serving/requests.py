@@ -1,6 +1,6 @@
-"""Bodies of POST /predict: JSON, a form with files, or an array. Each is checked before it is used.
+"""Parser of the bodies of POST /predict: JSON, a form with files, or an array.
 
-Nothing in a body runs code: arrays are read without pickle.
+Every body is checked before it is used. A body cannot run code: arrays are read without pickle.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ from numpy.typing import NDArray
 
 from workers.errors import UserError
 
-# Most lists and objects in JSON: each takes memory before the body can be checked.
-PARTS = 1 << 22
-FORM_PARTS = 256  # most in a form, where each image and each task is one, and in an array
-HEAD_BYTES = 4096  # of a part of a form
+# Lists and objects in JSON: each takes memory before the body can be checked.
+MAX_JSON_PARTS = 1 << 22
+MAX_PARTS = 256  # parts of a form (each image and each task is one), and images of an array
+MAX_HEAD_BYTES = 4096  # of one part of a form
 FIELDS = {"images", "tasks", "rule", "top"}
 FORM = "multipart/form-data"
 ARRAY = "application/x-npy"
 
 
 class RawRequest(NamedTuple):
-    """A request as it arrived. content_type: the header. query: what follows `?` in the address."""
+    """A request before it is parsed.
+
+    Args:
+        body: The bytes of the body.
+        content_type: The header `Content-Type`.
+        query: The part of the address after `?`.
+    """
 
     body: bytes
     content_type: str = ""
@@ -37,10 +43,14 @@ class RawRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request whose fields have their types.
+    """A request with fields of checked types.
 
-    images: base64 or nested lists of JSON, bytes of files, or an array uint8 (N, H, W, 3).
-    tasks: a name, or a name or None for each image. rule, top: as `Predictor` checks them.
+    Args:
+        images: Base64 texts or nested lists (JSON), bytes of files (form), or an array uint8
+            (N, H, W, 3).
+        tasks: One name for all images, or a name or None for each image.
+        rule: Not checked yet; see `Predictor.check_request`.
+        top: Not checked yet; see `Predictor.check_request`.
     """
 
     images: list[Any] | NDArray[np.uint8]
@@ -50,7 +60,11 @@ class ParsedRequest:
 
 
 def parse_request(request: RawRequest) -> ParsedRequest:
-    """Return what a request asks. Raise `UserError` when its body is none that can be read."""
+    """Parse a request of any of the three formats.
+
+    Raises:
+        UserError: If the body cannot be parsed.
+    """
     kind = request.content_type.partition(";")[0].strip().lower()
     if kind == FORM:
         return parse_form(request.body, request.content_type)
@@ -61,20 +75,24 @@ def parse_request(request: RawRequest) -> ParsedRequest:
 
 # ---- JSON ----------------------------------------------------------------------------------------
 def parse_json(data: bytes) -> ParsedRequest:
-    """Parse JSON with `images` and optionally `tasks`, `rule`, `top`. Raise `UserError` if not."""
+    """Parse JSON with `images` and optionally `tasks`, `rule` and `top`.
+
+    Raises:
+        UserError: If the body is not JSON, or a field has a wrong type.
+    """
     shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
-    if data.count(b"[") + data.count(b"{") > PARTS:
+    if data.count(b"[") + data.count(b"{") > MAX_JSON_PARTS:
         raise UserError(
-            f"the body holds more than {PARTS} lists and objects; send images as base64"
+            f"the body holds more than {MAX_JSON_PARTS} lists and objects; send images as base64"
         )
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        if "digits" in str(error):  # of Python's limit for whole numbers
+        if "digits" in str(error):  # Python's limit for integers
             raise UserError(
-                "the body holds a number of thousands of digits; send none that long"
+                "the body holds a number of thousands of digits; send shorter numbers"
             ) from None
         raise UserError(f"the body is not JSON; send {shape}") from None
     if not isinstance(body, dict) or not isinstance(body.get("images"), list) or not body["images"]:
@@ -88,14 +106,14 @@ def parse_json(data: bytes) -> ParsedRequest:
 
 
 def has_valid_tasks(tasks: object) -> bool:
-    """Return whether `tasks` of a request is a name, null, or a list of these."""
+    """Return whether the field `tasks` is a name, null, or a list of names and nulls."""
     if tasks is None or isinstance(tasks, str):
         return True
     return isinstance(tasks, list) and all(task is None or isinstance(task, str) for task in tasks)
 
 
 def check_fields(fields: Any) -> None:
-    """Raise `UserError` when a request has a field that there is not."""
+    """Raise `UserError` if the request has an unknown field."""
     unknown = sorted(set(fields) - FIELDS)
     if unknown:
         raise UserError(
@@ -104,59 +122,77 @@ def check_fields(fields: Any) -> None:
 
 
 def _refuse_constant(name: str) -> Any:
+    """Refuse NaN and infinities, which Python's parser accepts."""
     raise UserError(f"the body holds {name}, which is not JSON; send finite numbers")
 
 
 # ---- forms ---------------------------------------------------------------------------------------
 def parse_form(data: bytes, content_type: str) -> ParsedRequest:
-    """Parse a form: a file `images` for each image, and fields `tasks`, `rule` and `top`.
+    """Parse a form: a file `images` for each image, and the fields `tasks`, `rule` and `top`.
 
-    `tasks` stands once for all images, or once for each, empty where the task is not known. Raise
-    `UserError` when the body is no such form.
+    Args:
+        data: The body. `tasks` occurs once for all images, or once for each image; an empty value
+            means that the task is unknown.
+        content_type: The header `Content-Type`, which contains the boundary.
+
+    Raises:
+        UserError: If the body is not such a form.
     """
     fields: dict[str, list[bytes]] = {}
-    for name, content in form_parts(data, content_type):
+    for name, content in split_form(data, content_type):
         fields.setdefault(name, []).append(content)
     check_fields(fields)
     if "images" not in fields:
         raise UserError("the form has no file `images`; send one for each image")
     values = {"rule": [], "top": [], "tasks": [], **fields}
-    texts = {name: [text_of(value) for value in values[name]] for name in ("tasks", "rule", "top")}
-    return ParsedRequest(fields["images"], *typed_fields(texts))
+    texts = {name: [*map(decode_text, values[name])] for name in ("tasks", "rule", "top")}
+    return ParsedRequest(fields["images"], *convert_fields(texts))
 
 
-def form_parts(data: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """Return name and content of each part of a form. Raise `UserError` when it is none."""
-    boundary = parameter("content-type", content_type, "boundary")
+def split_form(data: bytes, content_type: str) -> list[tuple[str, bytes]]:
+    """Split a form into its parts.
+
+    Returns:
+        The name and the content of each part.
+
+    Raises:
+        UserError: If the body is not a form, or has too many parts.
+    """
+    boundary = get_parameter("content-type", content_type, "boundary")
     delimiter = b"\r\n--" + boundary.encode()
-    if not boundary or (b"\r\n" + data).count(delimiter) > FORM_PARTS:
+    if not boundary or (b"\r\n" + data).count(delimiter) > MAX_PARTS:
         raise UserError(
-            f"the form has no boundary in its Content-Type, or more than {FORM_PARTS} parts; "
+            f"the form has no boundary in its Content-Type, or more than {MAX_PARTS} parts; "
             "send several requests"
         )
     _, *parts = (b"\r\n" + data).split(delimiter)
     if not parts or not parts[-1].startswith(b"--"):
-        raise UserError("the form has no end; send a whole one")
+        raise UserError("the form has no end; send the complete form")
     named_parts = []
     for part in parts[:-1]:
         head, separator, content = part.partition(b"\r\n\r\n")
-        if not separator or len(head) > HEAD_BYTES:
+        if not separator or len(head) > MAX_HEAD_BYTES:
             raise UserError("a part of the form has no head; give each a Content-Disposition")
-        named_parts.append((part_name(head), content))
+        named_parts.append((parse_part_name(head), content))
     return named_parts
 
 
-def part_name(head: bytes) -> str:
-    """Return the name of a part of a form from its head; empty where it has none."""
+def parse_part_name(head: bytes) -> str:
+    """Return the name of a part of a form from its head, or "" if it has no name."""
     for line in head.decode("utf-8", "replace").split("\r\n"):
         field, _, value = line.partition(":")
         if field.strip().lower() == "content-disposition":
-            return parameter("content-disposition", value, "name")
+            return get_parameter("content-disposition", value, "name")
     return ""
 
 
-def parameter(field: str, value: str, name: str) -> str:
-    """Return a parameter of a header, without its quotes; empty where there is none."""
+def get_parameter(field: str, value: str, name: str) -> str:
+    """Return a parameter of a header without quotes, or "" if the header does not have it.
+
+    Example:
+        >>> get_parameter("content-type", 'multipart/form-data; boundary="B"', "boundary")
+        'B'
+    """
     message = Message()
     message[field] = " ".join(value.split())
     text = message.get_param(name, "", field)
@@ -165,16 +201,20 @@ def parameter(field: str, value: str, name: str) -> str:
     return ""
 
 
-def text_of(value: bytes) -> str:
-    """Return a field of a form as text. Raise `UserError` when it is none."""
+def decode_text(value: bytes) -> str:
+    """Return a field of a form as text. Raise `UserError` if it is not UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:
         raise UserError("a field of the form is not UTF-8 text; send names as UTF-8") from None
 
 
-def typed_fields(texts: dict[str, list[str]]) -> tuple[str | list[str | None] | None, str, int]:
-    """Return tasks, rule and top from texts by field. Raise `UserError` when they are none."""
+def convert_fields(texts: dict[str, list[str]]) -> tuple[str | list[str | None] | None, str, int]:
+    """Convert the texts of each field into tasks, rule and top.
+
+    Raises:
+        UserError: If `top` is not a number.
+    """
     tasks: str | list[str | None] | None = None
     if len(texts["tasks"]) == 1:
         tasks = texts["tasks"][0] or None
@@ -189,23 +229,31 @@ def typed_fields(texts: dict[str, list[str]]) -> tuple[str | list[str | None] | 
 
 # ---- arrays --------------------------------------------------------------------------------------
 def parse_array(data: bytes, query: str) -> ParsedRequest:
-    """Parse an array in NumPy's format: uint8 (N, H, W, 3) or (N, 3, H, W).
+    """Parse an array in NumPy's format.
 
-    query: `tasks`, `rule` and `top`, as in a form. Raise `UserError` when it is no such array.
+    Args:
+        data: The bytes of an array uint8 (N, H, W, 3) or (N, 3, H, W).
+        query: `tasks`, `rule` and `top`, as in a form.
+
+    Raises:
+        UserError: If the body is not such an array, or the query has unknown fields.
     """
     try:
-        fields = urllib.parse.parse_qs(query, keep_blank_values=True, max_num_fields=FORM_PARTS)
+        fields = urllib.parse.parse_qs(query, keep_blank_values=True, max_num_fields=MAX_PARTS)
     except ValueError:
-        raise UserError(f"the address has more than {FORM_PARTS} fields; send fewer") from None
+        raise UserError(f"the address has more than {MAX_PARTS} fields; send fewer") from None
     check_fields([*fields])
     texts = {name: fields.get(name, []) for name in ("tasks", "rule", "top")}
-    return ParsedRequest(array_of(data), *typed_fields(texts))
+    return ParsedRequest(parse_npy(data), *convert_fields(texts))
 
 
-def array_of(data: bytes) -> NDArray[np.uint8]:
+def parse_npy(data: bytes) -> NDArray[np.uint8]:
     """Return the images of a `.npy` file as uint8 (N, H, W, 3).
 
-    The header's shape is compared with the bytes that there are, before anything is allocated.
+    The shape of the header is compared with the number of bytes before anything is allocated.
+
+    Raises:
+        UserError: If the file has another type, shape or size.
     """
     need = "uint8 (N, H, W, 3) or (N, 3, H, W), by numpy.save"
     stream = io.BytesIO(data)
@@ -215,21 +263,21 @@ def array_of(data: bytes) -> NDArray[np.uint8]:
         if version != (1, 0):
             read_header = np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read_header(stream)
-    except Exception:  # a header is a literal of Python, which fails in many ways
-        raise UserError(f"the body is no array; send {need}") from None
+    except Exception:  # the header is a Python literal, and parsing it raises many kinds of errors
+        raise UserError(f"the body is not an array; send {need}") from None
     pixels = memoryview(data)[stream.tell() :]
-    are_numbers = all(type(side) is int for side in shape)  # True is 1 for numpy
+    are_numbers = all(type(side) is int for side in shape)  # NumPy accepts True as 1
     is_image = are_numbers and len(shape) == 4 and 3 in (shape[1], shape[3]) and min(shape) > 0
     if dtype != np.uint8 or is_fortran or not is_image:
         raise UserError(f"the array is {dtype} {shape!r:.80}; send {need}")
-    if shape[0] > FORM_PARTS:  # each image becomes an object of Python
+    if shape[0] > MAX_PARTS:  # each image becomes a Python object
         raise UserError(
-            f"{shape[0]} images in one request are more than {FORM_PARTS}; send several requests"
+            f"{shape[0]} images in one request are more than {MAX_PARTS}; send several requests"
         )
     if math.prod(shape) != len(pixels):
         raise UserError(
-            f"the array has {len(pixels)} bytes, and its shape {shape!r:.80} needs others; "
-            "send it whole"
+            f"the array has {len(pixels)} bytes, but shape {shape!r:.80} needs another number; "
+            "send the complete array"
         )
     images = np.frombuffer(pixels, np.uint8).reshape(shape)
     if shape[3] != 3:

@@ -1,4 +1,4 @@
-"""The command `serve`: its options, and the server from start to end."""
+"""The command `serve`: its options, and starting and stopping the server."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ if TYPE_CHECKING:
     from pipeline.serving.model_source import ModelSource
     from workers.serving.bundle import Bundle
 
-# Most pixels of one request's images, and of all images that are decoded at the same moment.
+# Of all images of a request, and of all images that are decoded at a time.
 MAX_PIXELS = 1 << 26
-TOKEN = "ACCRETE_SERVE_TOKEN"  # the name of the environment variable
-LONGEST_TOKEN = 4096  # bytes of a file with a token
+TOKEN = "ACCRETE_SERVE_TOKEN"  # environment variable
+MAX_TOKEN_BYTES = 4096  # of a token file
 
 
-def options(start: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`."""
+def add_options(start: argparse.ArgumentParser) -> None:
+    """Add the options of `serve` to its parser."""
     ui.address_options(start)
     start.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name under which clients may ask, "
-        "beside the address and localhost; may be repeated",
+        help="a host name that clients may use, in addition to the address and localhost; "
+        "may be repeated",
     )
     start.add_argument(
         "--max-pixels",
         type=int,
         default=MAX_PIXELS,
         metavar="N",
-        help=f"most pixels of all images of a request together (default: {MAX_PIXELS})",
+        help=f"maximum number of pixels of all images of a request (default: {MAX_PIXELS})",
     )
     start.add_argument(
         "--storage",
         default="storage",
-        help="storage folder whose MLflow has models:/NAME@ALIAS, unless MLFLOW_TRACKING_URI is "
-        "set (default: storage)",
+        help="storage folder with the MLflow database of models:/NAME@ALIAS, unless "
+        "MLFLOW_TRACKING_URI is set (default: storage)",
     )
     start.add_argument(
         "--token-file",
         default="",
         metavar="FILE",
-        help="file with the token that every request but GET /health must send as "
-        f"`Authorization: Bearer TOKEN` (default: {TOKEN}; without both, none is asked for)",
+        help="file with the token that every request except GET /health must send as "
+        f"`Authorization: Bearer TOKEN` (default: {TOKEN}; without both, no token is required)",
     )
     start.add_argument(
         "--replicas",
         default="1",
         metavar="N",
-        help="replicas of the model, or MIN:MAX, whose number follows the load (default: 1)",
+        help="number of replicas of the model, or MIN:MAX: the number follows the load "
+        "(default: 1)",
     )
     start.add_argument(
         "--cpus", type=int, default=1, metavar="N", help="CPU cores of a replica (default: 1)"
@@ -72,25 +73,30 @@ def options(start: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="FRACTION",
-        help="GPUs of a replica, also a fraction of one (default: 0)",
+        help="GPUs of a replica, for example 0.25 (default: 0)",
     )
     start.add_argument(
         "--address",
         default="",
         metavar="HOST:PORT",
-        help="the Ray cluster to run on, from one of its nodes, or `auto` "
-        "(default: RAY_ADDRESS if set, else a private one)",
+        help="the Ray cluster to run on, or `auto`; use it on a node of the cluster "
+        "(default: RAY_ADDRESS if set, else a private Ray)",
     )
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What `serve` is asked for.
+    """Settings of a server.
 
-    port, host: to listen on. names: hosts under which clients may ask, beside the address and
-    localhost. max_pixels: of all images of a request. address: of a cluster that is there. token:
-    that clients must send; empty: none. record_in: the model folder in which inputs are counted;
-    empty: none are.
+    Args:
+        port: Port to listen on.
+        host: Address to listen on.
+        names: Host names for clients, in addition to the address and localhost.
+        max_pixels: Maximum number of pixels of all images of a request.
+        replicas: Number and resources of the replicas.
+        address: Address of an existing Ray cluster; see `application.started`.
+        token: Token that clients must send; "": none.
+        record_in: Model folder in which inputs are counted; "": inputs are not counted.
     """
 
     port: int
@@ -103,28 +109,36 @@ class ServerSettings:
     record_in: str = ""
 
 
-def settings_of(args: argparse.Namespace) -> ServerSettings:
-    """Return the settings that options mean. Raise `UserError` when they mean nothing."""
+def parse_settings(args: argparse.Namespace) -> ServerSettings:
+    """Return the settings of the options. Raise `UserError` if an option is invalid."""
     if args.max_pixels < 1:
         raise UserError(
             f"--max-pixels is {args.max_pixels}; "
-            "give the most pixels that all images of a request may have together, at least 1"
+            "give the maximum number of pixels of all images of a request, at least 1"
         )
-    replicas = ReplicaSettings.of(args.replicas, args.cpus, args.gpus)
-    token = token_of(args.token_file)
+    replicas = ReplicaSettings.parse(args.replicas, args.cpus, args.gpus)
+    token = read_token(args.token_file)
     port = ui.free_port(args.host, args.port)
     if not token:
-        ui.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no token")
+        ui.warn_if_exposed(args.host, port, "ask it, at your expense: it requires no token")
     return ServerSettings(
         port, args.host, args.allow_host, args.max_pixels, replicas, args.address, token
     )
 
 
 def serve(source: ModelSource, settings: ServerSettings) -> int:
-    """Answer requests over HTTP until interrupted."""
+    """Answer requests over HTTP until the process is interrupted.
+
+    Args:
+        source: The source of the model.
+        settings: Settings of the server.
+
+    Returns:
+        The exit code 0.
+    """
     with running(source, settings) as address:
         stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # replaces the handlers of Ray
+        for number in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handlers
             signal.signal(number, lambda *_: stop.set())
         print(
             f"serving on {address}: POST /predict, "
@@ -135,33 +149,52 @@ def serve(source: ModelSource, settings: ServerSettings) -> int:
     return 0
 
 
-def token_of(path: str) -> str:
-    """Return the token of a file, or of the environment without one; empty where there is none.
+def read_token(path: str) -> str:
+    """Return the token of the server.
 
-    Raise `UserError` when it cannot be read, or cannot be sent in a header.
+    Args:
+        path: File with the token; "": read the environment variable `TOKEN`.
+
+    Returns:
+        The token, or "" if there is none.
+
+    Raises:
+        UserError: If the file cannot be read, or the token is too short or has other characters
+            than visible ASCII.
     """
     where, text = TOKEN, os.environ.get(TOKEN, "")
     if path:
         where = f"--token-file {path}"
         try:
-            text = read_regular(path, LONGEST_TOKEN).decode("ascii", "replace")
+            text = read_regular(path, MAX_TOKEN_BYTES).decode("ascii", "replace")
         except OSError as error:
             raise UserError(
                 f"{where} cannot be read ({error.strerror or error}); "
-                "name a file with the token as its only line"
+                "give a file with the token as its only line"
             ) from None
     token = text.strip()
     if (path or text) and not re.fullmatch(r"[!-~]{16,}", token):
         raise UserError(
             f"the token of {where} has {len(token)} characters; "
-            "give at least 16 letters, digits and signs of ASCII, without a space"
+            "give at least 16 letters, digits or signs of ASCII, without spaces"
         )
     return token
 
 
 @contextmanager
 def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
-    """Inside, serve what a source has by Ray Serve; yield the server's address."""
+    """Context manager that serves the model of a source and its later versions.
+
+    Args:
+        source: The source of the model.
+        settings: Settings of the server.
+
+    Yields:
+        The URL of the server.
+
+    Raises:
+        UserError: If the model, the cluster or the port cannot be used.
+    """
     from pipeline.serving.application import started
 
     version = source.version()
@@ -169,15 +202,15 @@ def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
     with started(
         settings.address, settings.replicas, settings.max_pixels, settings.record_in
     ) as application:
-        # Imports Ray Serve, which reads at import what `started` has set.
-        from pipeline.serving.deployment import ONGOING, predict_of
+        # Imports Ray Serve, which at import reads variables that `started` sets.
+        from pipeline.serving.deployment import MAX_ONGOING_REQUESTS, make_predict
         from pipeline.serving.http_server import Bounds, Front, Hosts, listening
         from pipeline.serving.updates import Updates, following
 
         tasks = application.deploy(bundle)
-        requests = Bounds.requests + ONGOING * (settings.replicas.most - 1)
+        requests = Bounds.requests + MAX_ONGOING_REQUESTS * (settings.replicas.maximum - 1)
         front = Front(
-            predict_of(application.handle),
+            make_predict(application.handle),
             tasks,
             Hosts(settings.host, settings.names),
             application.count_replicas,

@@ -1,9 +1,14 @@
-"""The model that MLflow loads and serves: a bundle and this file, with `workers` beside them.
+"""The model that MLflow loads and serves: a bundle, this file, and the package `workers`.
 
-It needs no checkout, and nothing is unpickled. Use: `mlflow.pyfunc.load_model(URI).predict(frame)`.
-frame: a column `image` (base64, bytes, nested lists or an array (height, width, 3) of values 0 to
-255; also the path of a file if ACCRETE_ALLOW_PATHS is 1), and optionally a column `task`.
-params: `rule` and `top`, see `Predictor.predict`.
+It works without a checkout and does not use pickle.
+
+Example:
+    >>> model = mlflow.pyfunc.load_model(uri)  # doctest: +SKIP
+    >>> model.predict(frame, params={"rule": "confident", "top": 3})  # doctest: +SKIP
+
+The frame has a column `image` (base64, bytes, nested lists, or an array (height, width, 3) of
+values from 0 to 255; with ACCRETE_ALLOW_PATHS=1 also the path of a file) and optionally a column
+`task`. The parameters `rule` and `top` are those of `Predictor.predict`.
 """
 
 from __future__ import annotations
@@ -25,10 +30,10 @@ from workers.serving.server import Predictor
 PATHS = "ACCRETE_ALLOW_PATHS"
 
 
-class Refused(MlflowException):
-    """Status 400 with one sentence.
+class InvalidInput(MlflowException):
+    """Error that MLflow's server answers with status 400.
 
-    The message cannot be changed: MLflow's server would put the whole input in front of it.
+    The message cannot be changed, because MLflow's server would prepend the complete input.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -37,19 +42,28 @@ class Refused(MlflowException):
 
 
 class ServedModel(PythonModel):
-    """Answers with a row per image: class, probability, task, confidence, probabilities."""
+    """MLflow's model: a row per image with class, probability, task, confidence, probabilities."""
 
-    # MLflow derives a schema from type hints, which cannot express what the signature does.
+    # The logged signature is more precise than a schema that MLflow derives from type hints.
     _skip_type_hint_validation = True
 
     def load_context(self, context: Any) -> None:
-        """Load the bundle."""
+        """Load the bundle of MLflow's context."""
         self.served = Predictor.open(context.artifacts["bundle"])
 
     def predict(
         self, context: Any, model_input: Any, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Return a row per image. Raise `Refused` when the input cannot be answered."""
+        """Return a row per image.
+
+        Args:
+            context: Unused; MLflow passes it.
+            model_input: A frame or records; see the module.
+            params: `rule` and `top`.
+
+        Raises:
+            InvalidInput: If the input is invalid.
+        """
         bundle = self.served.bundle
         limits = Limits(
             bundle.body["max_pixels"],
@@ -62,25 +76,29 @@ class ServedModel(PythonModel):
         if isinstance(top, np.integer):
             top = top.item()
         try:
-            images, tasks = columns(model_input)
+            images, tasks = split_columns(model_input)
             answers = self.served.predict(images, tasks, rule, top, limits)
         except UserError as error:
-            raise Refused(" ".join(str(error).split()), INVALID_PARAMETER_VALUE) from None
+            raise InvalidInput(" ".join(str(error).split()), INVALID_PARAMETER_VALUE) from None
         return pd.DataFrame(
             [answer.row() for answer in answers],
             columns=["class", "probability", "task", "confidence", "probabilities"],
         )
 
 
-def columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
-    """Return the images of a frame or of records, and a task or None for each."""
+def split_columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
+    """Return the images of a frame or of records, and a task or None for each image.
+
+    Raises:
+        UserError: If the input is not a table, or has no column `image`.
+    """
     frame = model_input
     try:
         if not isinstance(model_input, pd.DataFrame):
             frame = pd.DataFrame.from_records(model_input)
-    except Exception as error:  # whatever was sent
+    except Exception as error:  # pandas raises many kinds of errors for invalid input
         raise UserError(
-            f"the input is no table ({error}); "
+            f"the input is not a table ({error}); "
             "give records such as {'image': BASE64, 'task': NAME}"
         ) from None
     if "image" not in frame:
@@ -90,16 +108,16 @@ def columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
         )
     tasks: list[str | None] = [None] * len(frame)
     if "task" in frame:
-        tasks = [task_name(value) for value in frame["task"]]
+        tasks = [to_task_name(value) for value in frame["task"]]
     return list(frame["image"]), tasks
 
 
-def task_name(value: Any) -> str | None:
-    """Return a cell of the column `task` as a name; None when it is empty."""
+def to_task_name(value: Any) -> str | None:
+    """Return a cell of the column `task` as a name, or None if the cell is empty."""
     if pd.isna(value) or value == "":
         return None
     return str(value)
 
 
-if __name__ != "pipeline.serving.served_model":  # MLflow runs this file under a name of its own
+if __name__ != "pipeline.serving.served_model":  # MLflow executes this file under another name
     mlflow.models.set_model(ServedModel())

@@ -1,4 +1,4 @@
-"""Metrics of the HTTP server in Prometheus' format: GET /metrics."""
+"""Metrics of the HTTP server in the format of Prometheus, for GET /metrics."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 ROUTES = ("/predict", "/tasks", "/health", "/metrics", "/openapi.json", "/")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-# seconds, up to the longest time that an answer may take
+# Seconds, up to the deadline of an answer.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class ServerMetrics:
-    """predictions: returns how many predictions run or wait. held: returns the bytes of the bodies
-    that are held for them. replicas: returns how many replicas can answer."""
+    """Counters and gauges of one HTTP server.
+
+    Args:
+        predictions: Returns the number of predictions that run or wait.
+        held: Returns the bytes of all request bodies in memory.
+        replicas: Returns the number of replicas that can answer.
+    """
 
     def __init__(
         self,
@@ -26,13 +31,13 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "accrete_requests",
-            "Requests that were answered",
+            "Answered requests",
             ["route", "status"],
             registry=self.registry,
         )
         self.seconds = Histogram(
             "accrete_request_duration_seconds",
-            "Time from a request's head to its answer",
+            "Time from the head of a request to its answer",
             ["route"],
             buckets=BUCKETS,
             registry=self.registry,
@@ -45,11 +50,10 @@ class ServerMetrics:
         waiting.set_function(predictions)
         bodies = Gauge(
             "accrete_request_body_bytes",
-            "Bytes of the bodies that are received or wait",
+            "Bytes of all request bodies in memory",
             registry=self.registry,
         )
         bodies.set_function(held)
-
         running = Gauge(
             "accrete_replicas",
             "Replicas of the model that can answer",
@@ -58,11 +62,17 @@ class ServerMetrics:
         running.set_function(replicas)
 
     def count(self, path: str, status: int, seconds: float) -> None:
-        """Count an answered request. Paths that are no route are one label."""
+        """Count an answered request.
+
+        Args:
+            path: Path of the request; unknown paths share the label `other`.
+            status: HTTP status of the answer.
+            seconds: Time from the head of the request to its answer.
+        """
         route = path if path in ROUTES else "other"
         self.requests.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
     def text(self) -> bytes:
-        """Return all metrics as Prometheus reads them."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)

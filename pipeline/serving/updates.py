@@ -1,4 +1,4 @@
-"""Follows the model that a server has been given: another one is served as soon as it is there."""
+"""Watches the source of a model, and serves each new version."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from workers.errors import UserError
 from workers.serving.bundle import Bundle
 
 POLL_S = 2.0
-REPEAT_S = 60.0  # after which a model that could not be served is tried again
+RETRY_S = 60.0  # after a model that could not be served
 
 
 class Updates:
-    """Serves what a source has, whenever its version is another one.
+    """Serves the model of a source again whenever its version changes.
 
-    deploy: serves a bundle in place of the one before, and raises `UserError` when that cannot be;
-    the one before is served then.
+    Args:
+        source: The source of the model.
+        version: The version that is served now.
+        deploy: Serves a bundle in place of the previous one. Raises `UserError` if the bundle
+            cannot be served; the previous one is still served then.
     """
 
     def __init__(self, source: ModelSource, version: str, deploy: Callable[[Bundle], object]):
         self.source = source
         self.version = version
         self.deploy = deploy
-        self.problem = ""  # that was printed last
+        self.problem = ""  # the last printed one
         self.paused_until = 0.0
 
-    def look(self) -> None:
-        """Look once, and serve what is new. Print what was done, or a new problem."""
+    def check(self) -> None:
+        """Check the version once, and serve a new one. Print the change, or a new problem."""
         if time.monotonic() < self.paused_until:
             return
         try:
@@ -42,32 +45,32 @@ class Updates:
             bundle = self.source.open()
             self.deploy(bundle)
         except UserError as error:
-            self.paused_until = time.monotonic() + REPEAT_S
+            self.paused_until = time.monotonic() + RETRY_S
             if str(error) != self.problem:
                 self.problem = str(error)
-                notify(f"the model before is still served: {error}")
+                notify(f"the previous model is still served: {error}")
             return
         self.version = version
         self.problem = ""
         notify(f"now serving {', '.join(task.name for task in bundle.tasks)}")
 
     def run(self, stop: threading.Event) -> None:
-        """Look every `POLL_S` seconds until `stop` is set."""
+        """Check the version every `POLL_S` seconds until `stop` is set."""
         while not stop.wait(POLL_S):
             try:
-                self.look()
-            except Exception as error:  # requests are answered whatever is wrong here
-                notify(f"the model was not looked for: {type(error).__name__}: {error}")
+                self.check()
+            except Exception as error:  # the server must go on
+                notify(f"the check for a new model failed: {type(error).__name__}: {error}")
 
 
 def notify(text: str) -> None:
-    """Print a line on stderr."""
+    """Print a line to stderr."""
     print(f"accrete: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def following(updates: Updates) -> Iterator[None]:
-    """Inside, follow a source from a thread."""
+    """Context manager that watches a source from a thread."""
     stop = threading.Event()
     thread = threading.Thread(target=updates.run, args=(stop,), daemon=True, name="updates")
     thread.start()

@@ -510,18 +510,18 @@ def test_a_token_is_read_from_a_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(serve_command.TOKEN, raising=False)
-    assert serve_command.token_of("") == ""
+    assert serve_command.read_token("") == ""
     monkeypatch.setenv(serve_command.TOKEN, f"{SECRET}-0")
-    assert serve_command.token_of("") == f"{SECRET}-0"
+    assert serve_command.read_token("") == f"{SECRET}-0"
     (tmp_path / "token").write_text(f"{SECRET}\n")
-    assert serve_command.token_of(str(tmp_path / "token")) == SECRET
+    assert serve_command.read_token(str(tmp_path / "token")) == SECRET
     for text in ("", "short", "with a space, and long enough", "\u00e4" * 20):
         (tmp_path / "token").write_text(text)
         with pytest.raises(UserError, match="give at least 16 letters") as raised:
-            serve_command.token_of(str(tmp_path / "token"))
+            serve_command.read_token(str(tmp_path / "token"))
         assert text[:5] not in str(raised.value) or not text
     with pytest.raises(UserError, match=r"--token-file .*gone cannot be read \(No such file"):
-        serve_command.token_of(str(tmp_path / "gone"))
+        serve_command.read_token(str(tmp_path / "gone"))
 
 
 # ---- images --------------------------------------------------------------------------------------
@@ -747,7 +747,7 @@ def test_a_field_that_is_no_such_value_gets_one_sentence(
 
 @pytest.mark.parametrize("part", ["[],", "{},"])
 def test_a_body_of_millions_of_parts_is_refused_before_it_is_parsed(part: str) -> None:
-    from pipeline.serving.requests import PARTS, parse_json
+    from pipeline.serving.requests import MAX_JSON_PARTS, parse_json
 
     with pytest.raises(UserError, match="lists and objects"):
-        parse_json(f'{{"images": [{part * PARTS}0]}}'.encode())
+        parse_json(f'{{"images": [{part * MAX_JSON_PARTS}0]}}'.encode())

@@ -34,10 +34,10 @@ class FakeHandle:
 
 
 def predict(handle: FakeHandle) -> Any:
-    from pipeline.serving.deployment import predict_of
+    from pipeline.serving.deployment import make_predict
 
     async def main() -> Any:
-        return await predict_of(handle)(b"body")  # type: ignore[arg-type]
+        return await make_predict(handle)(b"body")  # type: ignore[arg-type]
 
     return asyncio.run(main())
 
@@ -82,14 +82,14 @@ def test_a_full_queue_is_not_asked_twice() -> None:
     ],
 )
 def test_replicas_are_as_the_options_say(options: Any, settings: ReplicaSettings) -> None:
-    assert ReplicaSettings.of(*options) == settings
+    assert ReplicaSettings.parse(*options) == settings
     assert settings.is_scaled == (options[0] == "1:4")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("0",), "--replicas is '0'; give a number from 1 on, or MIN:MAX"),
+        (("0",), "--replicas is '0'; give a number of at least 1, or MIN:MAX"),
         (("4:2",), "--replicas is '4:2'"),
         (("-1",), "--replicas is '-1'"),
         (("many",), "--replicas is 'many'"),
@@ -101,17 +101,17 @@ def test_replicas_are_as_the_options_say(options: Any, settings: ReplicaSettings
 )
 def test_options_that_mean_nothing_get_one_sentence(options: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ReplicaSettings.of(*options)
+        ReplicaSettings.parse(*options)
 
 
 def test_a_replica_asks_for_what_the_options_say() -> None:
-    from pipeline.serving.deployment import deployment_of
+    from pipeline.serving.deployment import build_deployment
 
-    scaled = deployment_of(ReplicaSettings(1, 3, 2, 0.5))
+    scaled = build_deployment(ReplicaSettings(1, 3, 2, 0.5))
     assert scaled.ray_actor_options == {"num_cpus": 2, "num_gpus": 0.5}
     limits = scaled._deployment_config.autoscaling_config
     assert (limits.min_replicas, limits.max_replicas) == (1, 3)
-    assert deployment_of(ReplicaSettings(2, 2)).num_replicas == 2
+    assert build_deployment(ReplicaSettings(2, 2)).num_replicas == 2
 
 
 def test_gpus_that_this_machine_lacks_are_said_before_a_replica_waits_for_them() -> None:
@@ -134,7 +134,7 @@ def test_a_server_is_not_run_from_outside_of_a_cluster(
 
     monkeypatch.setattr(application, "connect", lambda cluster: pytest.fail("it has connected"))
     with (
-        pytest.raises(UserError, match=r"'ray://10.0.0.1:10001' is asked from outside"),
+        pytest.raises(UserError, match=r"'ray://10.0.0.1:10001' is an address for Ray Client"),
         application.started("ray://10.0.0.1:10001", ReplicaSettings(), 1),
     ):
         pass

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.serving.client import form_bytes, npy_bytes
+from pipeline.serving.client import encode_form, encode_npy
 from pipeline.serving.requests import (
     ARRAY,
     FORM,
-    FORM_PARTS,
+    MAX_PARTS,
     RawRequest,
-    array_of,
+    parse_npy,
     parse_request,
 )
 from workers.errors import UserError
@@ -61,10 +61,10 @@ def test_a_form_has_a_file_for_each_image_and_fields() -> None:
 
 
 def test_what_the_client_sends_is_read() -> None:
-    body, content_type = form_bytes([("tasks", "two"), ("top", "2")], [b"\x89PNG", b"\r\n"])
+    body, content_type = encode_form([("tasks", "two"), ("top", "2")], [b"\x89PNG", b"\r\n"])
     request = parse_request(RawRequest(body, content_type))
     assert (request.images, request.tasks, request.top) == ([b"\x89PNG", b"\r\n"], "two", 2)
-    request = parse_array(npy_bytes(PIXELS.transpose(0, 3, 1, 2)), "tasks=two&tasks=&top=1")
+    request = parse_array(encode_npy(PIXELS.transpose(0, 3, 1, 2)), "tasks=two&tasks=&top=1")
     assert np.array_equal(request.images, PIXELS)
     assert (request.tasks, request.top) == (["two", None], 1)
 
@@ -80,7 +80,7 @@ def test_what_the_client_sends_is_read() -> None:
         ([b"--B\r\nno head"], {"end": b"\r\n--B--"}, "has no head"),
         ([part("x" * 5000, b"a")], {}, "has no head"),
         ([part("images", b"a")], {"header": FORM}, "has no boundary"),
-        ([part("images", b"a")] * (FORM_PARTS + 1), {}, f"more than {FORM_PARTS} parts"),
+        ([part("images", b"a")] * (MAX_PARTS + 1), {}, f"more than {MAX_PARTS} parts"),
         ([part("images", b"a"), part("top", b"-1")], {}, "top is '-1'"),
         ([part("images", b"a"), part("top", b"9" * 99)], {}, "top is '9999"),
         ([part("images", b"a"), part("tasks", b"\xff")], {}, "not UTF-8"),
@@ -94,16 +94,16 @@ def test_a_form_that_is_none_gets_one_sentence(parts: Any, more: Any, message: s
 @pytest.mark.parametrize(
     ("data", "query", "message"),
     [
-        (b"", "", "the body is no array"),
-        (b"\x93NUMPY", "", "the body is no array"),
-        (saved(PIXELS)[:-1], "", r"has 119 bytes, and its shape \(2, 4, 5, 3\)"),
+        (b"", "", "the body is not an array"),
+        (b"\x93NUMPY", "", "the body is not an array"),
+        (saved(PIXELS)[:-1], "", r"has 119 bytes, but shape \(2, 4, 5, 3\) needs another"),
         (saved(PIXELS.astype(np.float32)), "", r"is float32 \(2, 4, 5, 3\); send uint8"),
         (saved(PIXELS[0]), "", r"is uint8 \(4, 5, 3\)"),
         (saved(PIXELS[:0]), "", r"is uint8 \(0, 4, 5, 3\)"),
         (saved(np.asfortranarray(PIXELS)), "", "is uint8"),
-        (saved(np.zeros((FORM_PARTS + 1, 1, 1, 3), np.uint8)), "", "257 images in one request"),
+        (saved(np.zeros((MAX_PARTS + 1, 1, 1, 3), np.uint8)), "", "257 images in one request"),
         (saved(PIXELS), "taks=two", "has a field 'taks'"),
-        (saved(PIXELS), "tasks=" + "&tasks=" * FORM_PARTS, "more than 256 fields"),
+        (saved(PIXELS), "tasks=" + "&tasks=" * MAX_PARTS, "more than 256 fields"),
     ],
 )
 def test_an_array_that_is_none_gets_one_sentence(data: bytes, query: str, message: str) -> None:
@@ -119,7 +119,7 @@ def test_objects_are_never_unpickled() -> None:
     array = np.empty(1, object)
     array[0] = Trap()
     with pytest.raises(UserError, match="is object"):
-        array_of(saved(array))
+        parse_npy(saved(array))
 
 
 @pytest.mark.parametrize("shape", [(True, 8, 8, 3), (1, True, 8, 3), (1, 8, 8, True)])
@@ -128,7 +128,7 @@ def test_sides_that_are_no_numbers_are_refused(shape: tuple[int, ...]) -> None:
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)
     with pytest.raises(UserError, match=r"the array is uint8 \("):
-        array_of(stream.getvalue() + bytes(192))
+        parse_npy(stream.getvalue() + bytes(192))
 
 
 @pytest.mark.parametrize("shape", [(2, 99_999, 99_999, 3), (2, 10**30, 10**30, 3)])
@@ -136,5 +136,5 @@ def test_a_shape_that_is_only_claimed_allocates_nothing(shape: tuple[int, ...]) 
     stream = io.BytesIO()
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)
-    with pytest.raises(UserError, match=r"has 1 bytes, and its shape .* needs others"):
-        array_of(stream.getvalue() + b"x")
+    with pytest.raises(UserError, match=r"has 1 bytes, but shape .* needs another number"):
+        parse_npy(stream.getvalue() + b"x")

@@ -60,11 +60,11 @@ def test_a_new_version_is_served_once(run: Finished, capfd: pytest.CaptureFixtur
     source = Source(run.bundle)
     deployed: list[Bundle] = []
     follower = Updates(source, "1", deployed.append)
-    follower.look()
+    follower.check()
     assert (source.opened, deployed) == ([], [])
     source.number = "2"
-    follower.look()
-    follower.look()
+    follower.check()
+    follower.check()
     assert (source.opened, deployed) == (["2"], [run.bundle])
     assert capfd.readouterr().err == "accrete: now serving two, three\n"
 
@@ -80,18 +80,20 @@ def test_a_model_that_cannot_be_served_is_said_once_and_tried_again_later(
 
     source = Source(run.bundle, "2")
     follower = Updates(source, "1", deploy)
-    follower.look()
-    assert capfd.readouterr().err == ("accrete: the model before is still served: no such method\n")
-    follower.look()
+    follower.check()
+    assert capfd.readouterr().err == (
+        "accrete: the previous model is still served: no such method\n"
+    )
+    follower.check()
     assert source.opened == ["2"], "it waits before it tries again"
-    monkeypatch.setattr(updates, "REPEAT_S", 0.0)
+    monkeypatch.setattr(updates, "RETRY_S", 0.0)
     follower.paused_until = 0.0
-    follower.look()
+    follower.check()
     assert capfd.readouterr().err == ""
-    follower.look()
+    follower.check()
     assert (follower.version, source.opened) == ("2", ["2"] * 3)
     source.error = UserError("the storage is away")
-    follower.look()
+    follower.check()
     assert "the storage is away" in capfd.readouterr().err
 
 
@@ -158,9 +160,9 @@ def test_what_is_no_model_of_mlflow_gets_one_sentence(
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for uri in ("models:/", "models:/digits", "models:/a/b/c", "models:/digits@"):
-        with pytest.raises(UserError, match="is no model of MLflow; give models:/NAME@ALIAS"):
+        with pytest.raises(UserError, match="is not a model of MLflow; give models:/NAME@ALIAS"):
             RegisteredModel(uri, "storage")
-    with pytest.raises(UserError, match=r"there is no database .*; name the storage folder"):
+    with pytest.raises(UserError, match=r"there is no database .*; give the storage folder"):
         RegisteredModel("models:/digits@champion", str(tmp_path)).version()
 
 

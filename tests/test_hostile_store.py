@@ -495,7 +495,7 @@ def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_mad
         "options": {**small_run.BACKBONE["options"], "embed_dim": 8192, "num_heads": 1},
     }
     outcome, megabytes = costs(load_model, model_of_a_stranger(site, backbone=backbone))
-    assert "backbone.safetensors has 1 bytes, and a backbone of these settings" in outcome
+    assert "backbone.safetensors has 1 bytes, but a backbone of these settings" in outcome
     assert megabytes < 300
 
 

@@ -1,4 +1,4 @@
-"""The commands that serve a finished run with one model: predict, bundle, tasks and serve."""
+"""The commands that use a finished run as one model: predict, bundle, tasks and serve."""
 
 from __future__ import annotations
 
@@ -18,61 +18,65 @@ if TYPE_CHECKING:
     from workers.serving.bundle import Bundle
     from workers.serving.versions import Version
 
-SHOWN = 3  # probabilities in a table, unless more are asked for
+DEFAULT_TOP = 3  # probabilities per image in a table
 DIGEST_CHARACTERS = 12  # of a sha256 in a table
 
 
 def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands of this module to the command line."""
+    """Add the commands of this module to the command line.
+
+    Args:
+        command: Adds a command with a name, a function and a help text; returns its parser.
+    """
     ask = command(
         "predict",
         predict,
-        "what the tasks of a finished run say of images; the config may be a model folder",
+        "classify images with the tasks of a finished run; the config may be a model folder",
     )
     ask.add_argument("images", nargs="+", metavar="IMAGE", help="path of a JPEG, PNG or WebP file")
     ask.add_argument(
-        "--task", metavar="NAME", help="the task of the images, where the method cannot find it out"
+        "--task", metavar="NAME", help="the task of the images, if the method cannot infer it"
     )
     ask.add_argument(
         "--rule",
         default="refuse",
-        help="without a task: `refuse`, or `confident`: the task that answers "
-        "with the highest probability",
+        help="for images without a task: `refuse`, or `confident`: take the task whose best class "
+        "is the most probable",
     )
     ask.add_argument(
         "--top",
         type=int,
-        default=SHOWN,
+        default=DEFAULT_TOP,
         metavar="K",
-        help=f"probabilities to show (default: {SHOWN}; 0: all)",
+        help=f"probabilities to show (default: {DEFAULT_TOP}; 0: all)",
     )
     ask.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
     make = command(
         "bundle",
         bundle,
-        "write all that serves a method of a finished run into a folder of its own",
+        "write a method of a finished run into a folder that can be served on its own",
     )
     make.add_argument(
         "--out",
         metavar="DIR",
-        help="a new folder, or a URI such as s3://bucket/model",
+        help="a new folder, or a URI, for example s3://bucket/model",
     )
     make.add_argument(
         "--timm",
         metavar="TASK",
-        help="write this task alone, as weights and config that plain timm reads",
+        help="write only this task, as weights and config for plain timm",
     )
     make.add_argument(
         "--onnx",
         metavar="FILE",
-        help="also write one task as an ONNX file (without --out: this alone); needs the packages "
-        "of the extra `onnx`",
+        help="also write one task as an ONNX file (without --out: only this file); needs the "
+        "packages of the extra `onnx`",
     )
-    make.add_argument("--task", metavar="NAME", help="the task of --onnx, where there are several")
+    make.add_argument("--task", metavar="NAME", help="the task of --onnx, if there are several")
     start = command(
         "serve",
         serve,
-        "answer requests over HTTP, by Ray Serve; the config may be a model folder, or "
+        "answer requests over HTTP with Ray Serve; the config may be a model folder, or "
         "models:/NAME@ALIAS of MLflow",
     )
     serve_command.add_options(start)
@@ -84,40 +88,40 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         )
     for each in (ask, make, start):
         each.add_argument(
-            "--method", metavar="LABEL", help="label of the method, where the run has several"
+            "--method", metavar="LABEL", help="label of the method, if the run has several"
         )
     states = command(
         "tasks",
         tasks,
-        "list, export or import the tasks of a model folder; list its versions, or go back",
+        "list, export or import tasks of a model folder; list its versions, or go back to one",
         config=False,
     )
     states.add_argument("model", metavar="MODEL_DIR", help="a folder that `bundle` wrote")
     actions = states.add_subparsers(required=True, metavar="ACTION", dest="action")
-    actions.add_parser("list", help="the tasks that it serves")
-    actions.add_parser("versions", help="the versions that are kept, the current one last")
-    actions.add_parser("rollback", help="serve the version before, and drop the current one")
+    actions.add_parser("list", help="list the served tasks")
+    actions.add_parser("versions", help="list the kept versions, the current one last")
+    actions.add_parser("rollback", help="serve the previous version, and drop the current one")
     for action, arguments, text in (
-        ("export", ("name", "file"), "write a task into a file of its own"),
-        ("import", ("file",), "serve an exported task too"),
+        ("export", ("name", "file"), "write a task into a file"),
+        ("import", ("file",), "add an exported task"),
     ):
         sub = actions.add_parser(action, help=text)
         for argument in arguments:
             sub.add_argument(argument, metavar=argument.upper())
         if action == "import":
             sub.add_argument(
-                "--replace", action="store_true", help="in place of a task of the same name"
+                "--replace", action="store_true", help="replace a task of the same name"
             )
 
 
-def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
-    """Return the bundle of a model folder, or of a method of a config's run."""
+def open_bundle(args: argparse.Namespace) -> Bundle:
+    """Return the bundle of a model folder, or of one method of a config's run."""
     from pipeline.results import bundles
 
     if bundles.is_model_folder(args.config):
         if args.method or args.overrides:
             raise UserError(
-                f"{args.config!r} is a model folder, which holds one method as it is; "
+                f"{args.config!r} is a model folder with one method and fixed settings; "
                 "leave out --method and --set"
             )
         return bundles.open_folder(args.config)
@@ -129,10 +133,10 @@ def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
     return bundles.bundle_of(run.graph, run.store, label)
 
 
-def folder_to_record(args: argparse.Namespace) -> str:
-    """Return the model folder in which inputs are counted; "" if none are.
+def find_record_folder(args: argparse.Namespace) -> str:
+    """Return the model folder in which inputs are counted, or "" if they are not counted.
 
-    Say on stderr why a model folder cannot be written.
+    If a model folder cannot be written, the reason is printed to stderr.
     """
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
@@ -151,15 +155,15 @@ def folder_to_record(args: argparse.Namespace) -> str:
 
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
-    """Print the answer to each image as a table."""
+    """Print a table with the answer to each image. Return the exit code."""
     from pipeline.results.model import answers_of
     from pipeline.shell.console import table_text
     from workers.serving.recorder import recording
     from workers.serving.server import Predictor
 
-    served = Predictor(bundle_of_arguments(args))
+    served = Predictor(open_bundle(args))
     paths = [os.fspath(path) for path in args.images]
-    with recording(served, folder_to_record(args)):
+    with recording(served, find_record_folder(args)):
         answers = [*answers_of(served, paths, args.task, args.rule, args.top)]
     heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
     rows = []
@@ -176,19 +180,19 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def bundle(args: argparse.Namespace) -> int:
-    """Write a bundle into a new folder, or one task of it for timm or as an ONNX file."""
+    """Write a bundle, or one of its tasks for timm or as an ONNX file. Return the exit code."""
     if not args.out and (args.timm or not args.onnx):
         raise UserError("bundle: --out is missing; add --out DIR, a new folder to write into")
     if args.task and not args.onnx:
         raise UserError(
-            f"bundle: --task is {args.task!r}, and a bundle has all tasks; leave --task out, or "
-            "add --onnx FILE"
+            f"bundle: --task is {args.task!r}, but a bundle contains all tasks; leave out --task, "
+            "or add --onnx FILE"
         )
     from pipeline.shell.console import at_work  # start-up time
 
     with at_work(lambda: "writing the model"):
-        source = bundle_of_arguments(args)
-        if args.onnx:  # first: what cannot be written leaves no folder behind
+        source = open_bundle(args)
+        if args.onnx:  # first, because a task that cannot be written must not leave a folder
             _write_onnx(source, args)
         if args.out:
             _write_folder(source, args)
@@ -203,13 +207,13 @@ def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
     names = [task.name for task in source.tasks]
     if args.timm and args.task not in (None, args.timm):
         raise UserError(
-            f"bundle: --timm is {args.timm!r} and --task is {args.task!r}; leave --task out, or "
-            "write the two tasks by two commands"
+            f"bundle: --timm is {args.timm!r} and --task is {args.task!r}; leave out --task, or "
+            "write the two tasks with two commands"
         )
     task_name = args.task or args.timm
     if task_name is None and len(names) > 1:
         raise UserError(
-            f"bundle: --onnx writes one task, and there are several; choose one with --task: "
+            f"bundle: --onnx writes one task, but there are several; choose one with --task: "
             f"{', '.join(names)}"
         )
     task_name = task_name or names[0]
@@ -221,7 +225,7 @@ def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
-    """Write a bundle, or one task of it for plain timm, into a new folder."""
+    """Write a bundle, or one of its tasks for plain timm, into a new folder."""
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
 
@@ -241,7 +245,7 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def tasks(args: argparse.Namespace) -> int:
-    """List, export or import tasks of a model folder; list its versions, or go back."""
+    """List, export or import tasks of a model folder; list versions or go back to one."""
     from pipeline.config.yaml_files import absolute
 
     if args.action == "list":
@@ -254,7 +258,7 @@ def tasks(args: argparse.Namespace) -> int:
     elif args.action == "versions":
         from workers.serving.versions import list_versions
 
-        print(versions_text(list_versions(absolute(args.model))))
+        print(format_versions(list_versions(absolute(args.model))))
     elif args.action == "rollback":
         from workers.serving.versions import rollback
 
@@ -265,8 +269,8 @@ def tasks(args: argparse.Namespace) -> int:
     return 0
 
 
-def versions_text(versions: Sequence[Version]) -> str:
-    """Return a table of the versions of a model folder."""
+def format_versions(versions: Sequence[Version]) -> str:
+    """Format the versions of a model folder as a table."""
     from pipeline.shell.console import table_text
 
     rows: list[list[str]] = []
@@ -294,21 +298,21 @@ def _change_task(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Answer requests over HTTP until interrupted."""
+    """Answer requests over HTTP until the process is interrupted. Return the exit code."""
     settings = serve_command.parse_settings(args)
-    source = source_of_arguments(args)
-    return serve_command.serve(source, replace(settings, record_in=folder_to_record(args)))
+    source = open_source(args)
+    return serve_command.serve(source, replace(settings, record_in=find_record_folder(args)))
 
 
-def source_of_arguments(args: argparse.Namespace) -> ModelSource:
-    """Return the source of the model that a command names."""
+def open_source(args: argparse.Namespace) -> ModelSource:
+    """Return the source of the model of a command line."""
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
     from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel
 
     if args.config.startswith("models:/"):
         return RegisteredModel(args.config, args.storage)
-    bundle = bundle_of_arguments(args)
+    bundle = open_bundle(args)
     if bundles.is_model_folder(args.config):
         return FolderModel(absolute(args.config))
     return FixedModel(bundle)

@@ -694,7 +694,7 @@ def test_images_are_decoded_side_by_side_within_a_budget_of_pixels() -> None:
     inside: list[int] = []
 
     def decode(pixels: int) -> None:
-        with budget.reserved(pixels):
+        with budget.reserve(pixels):
             with lock:
                 inside.append(min(pixels, 100))
                 most[0] = max(most[0], sum(inside))

@@ -173,7 +173,7 @@ def test_each_model_has_its_rows(model: str, capsys: pytest.CaptureFixture[str])
 def test_mistakes_get_one_sentence(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "is no model folder" in output_of(capsys, "report", tmp_path, code=2)
+    assert "is not a model folder" in output_of(capsys, "report", tmp_path, code=2)
     assert "leave out --set" in output_of(capsys, "report", model, "--set", "seed=1", code=2)
     file = tmp_path / "none" / "inputs.json"
     error = output_of(capsys, "report", model, "--json", file, code=2)

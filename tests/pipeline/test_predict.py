@@ -122,7 +122,7 @@ def test_tasks_are_listed_exported_removed_and_imported(
     assert "only tasks of a star can be imported" in output_of(
         capsys, "tasks", tmp_path / "chain", "import", file, code=2
     )
-    assert "later tasks stand on it" in output_of(
+    assert "later tasks depend on them" in output_of(
         capsys, "remove", tmp_path / "chain", "--task", "a"
     )
 
@@ -157,8 +157,8 @@ def test_other_mistakes_get_one_sentence(
     run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, config = run
-    assert "is no model folder" in output_of(capsys, "tasks", tmp_path, "list", code=2)
-    assert "is there already and not an empty folder" in output_of(
+    assert "is not a model folder" in output_of(capsys, "tasks", tmp_path, "list", code=2)
+    assert "exists already and is not an empty folder" in output_of(
         capsys, "bundle", config, "--method", "meat", "--out", folder, code=2
     )
     shutil.copytree(folder / "storage", tmp_path / "storage")

@@ -184,7 +184,7 @@ def test_a_model_folder_is_opened_and_its_tasks_are_moved(
     assert list(versions["tasks"]) == [("b",), ("b", "a")]
     assert pipeline.rollback_model(folder) == versions["number"][0]
     assert pipeline.open_model(folder).tasks == ["b"]
-    with pytest.raises(UserError, match="is no model folder"):
+    with pytest.raises(UserError, match="is not a model folder"):
         pipeline.open_model(tmp_path)
 
 

@@ -496,7 +496,7 @@ def test_predict_asks_the_function_of_a_model(monkeypatch: pytest.MonkeyPatch) -
         raise Entered
 
     monkeypatch.setattr(model, "answers_of", enter)
-    monkeypatch.setattr(serving_commands, "bundle_of_arguments", lambda args: None)
+    monkeypatch.setattr(serving_commands, "open_bundle", lambda args: None)
     monkeypatch.setattr("workers.serving.server.Predictor", lambda bundle: None)
     monkeypatch.setattr(model, "Predictor", lambda bundle: None)
     bundle: Any = None
@@ -624,5 +624,5 @@ def test_a_run_of_two_seeds_and_its_models_answer_as_it_was_evaluated(
         assert right.mean() == results.accuracy_matrix("meat", replica).loc["a", "a"]
     with pytest.raises(UserError, match="needs to be told the task of each image"):
         model.predict(images)
-    with pytest.raises(UserError, match="images is a single one; give a list"):
+    with pytest.raises(UserError, match="images is a single image; give a list"):
         model.predict(images[0], task="a")  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ BAD = {
     ),
     "another format": (encoded("BMP"), "image 1 is not an image that can be read here"),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image 1 is not an image"),
-    "truncated": (encoded("JPEG")[:-60], r"image 1 is damaged \(.*\); give a whole JPEG"),
+    "truncated": (encoded("JPEG")[:-60], r"image 1 is damaged \(.*\); give a complete JPEG"),
     "truncated base64": (text(encoded("JPEG")[:-60]), "image 1 is damaged"),
     "bomb": (
         bomb(60_000),
@@ -97,20 +97,23 @@ BAD = {
     "int64": (np.zeros((4, 4, 3), np.int64), "image 1 has dtype int64; give uint8"),
     "list of floats": (
         [[[0.5, 0.5, 0.5]]],
-        "image 1 holds float64 values, not all of them whole numbers from 0 to 255",
+        "image 1 holds float64 values, not only integers from 0 to 255",
     ),
-    "list above 255": ([[[0, 0, 256]]], "image 1 holds int64 values, not all"),
-    "list of words": ([[["a", "b", "c"]]], "image 1 holds .* values, not all"),
-    "ragged": ([[[1, 2, 3]], [[1, 2]]], "image 1 is a list whose rows differ in length"),
+    "list above 255": ([[[0, 0, 256]]], "image 1 holds int64 values, not only"),
+    "list of words": ([[["a", "b", "c"]]], "image 1 holds .* values, not only"),
+    "ragged": ([[[1, 2, 3]], [[1, 2]]], "image 1 is a list with rows of different lengths"),
     "number": (3, "image 1 is a int; give the bytes of"),
     "none": (None, "image 1 is a NoneType"),
     "words": ("no base64!", "image 1 is text that is not base64"),
     "path": (
         "/etc/passwd",
-        r"image 1 \(/etc/passwd\) names a file, and no files are read here; send the bytes of "
-        r"the image as base64",
+        r"image 1 \(/etc/passwd\) is the name of a file, but no files are read here; send the "
+        r"bytes of the image as base64",
     ),
-    "address": ("http://127.0.0.1/a.png", "image 1 .* names a file, and no files are read here"),
+    "address": (
+        "http://127.0.0.1/a.png",
+        "image 1 .* is the name of a file, but no files are read here",
+    ),
     "many bytes": (b"x" * 3000, "image 1 takes 3000 bytes, more than 2000"),
     "much base64": (text(b"x" * 3000), "image 1 takes 3000 bytes, more than 2000"),
 }

@@ -65,8 +65,8 @@ def test_onnxruntime_gives_the_logits_of_a_masked_task(packnet: Finished, tmp_pa
 def test_a_model_that_differs_is_refused_and_nothing_is_written(
     packnet: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_file, "_exported", lambda *_: b"")
-    monkeypatch.setattr(onnx_file, "_difference", lambda *_: 3e-5)
+    monkeypatch.setattr(onnx_file, "_export", lambda *_: b"")
+    monkeypatch.setattr(onnx_file, "_compute_difference", lambda *_: 3e-5)
     path = tmp_path / "two.onnx"
     with pytest.raises(UserError, match=r"'two' cannot be written as ONNX: .* differ by 3.0e-05;"):
         onnx_file.write(packnet.bundle, "two", str(path))
@@ -82,7 +82,7 @@ def test_an_error_of_the_exporter_is_one_sentence(
 
     monkeypatch.setattr(torch.onnx, "export", fail)
     with pytest.raises(UserError, match=r"RuntimeError: no such operator; leave out --onnx"):
-        onnx_file.onnx_bytes(packnet.bundle, "two")
+        onnx_file.export_onnx(packnet.bundle, "two")
 
 
 def test_without_the_packages_one_sentence_names_the_command(
@@ -91,7 +91,7 @@ def test_without_the_packages_one_sentence_names_the_command(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     command = r"-m pip install onnx onnxruntime onnxscript -c \S+constraints\.txt`$"
     with pytest.raises(UserError, match=command):
-        onnx_file.onnx_bytes(packnet.bundle, "two")
+        onnx_file.export_onnx(packnet.bundle, "two")
 
 
 def test_the_command_writes_the_file_with_or_without_a_folder(
@@ -100,7 +100,7 @@ def test_the_command_writes_the_file_with_or_without_a_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(onnx_file, "onnx_bytes", lambda bundle, task: task.encode())
+    monkeypatch.setattr(onnx_file, "export_onnx", lambda bundle, task: task.encode())
     folder = tmp_path / "model"
     packnet.bundle.write(str(folder))
     file = tmp_path / "x.onnx"
@@ -144,6 +144,6 @@ def test_a_task_of_every_method_is_exported_or_refused(lab: Any, name: str) -> N
     run = finished(lab, name, epochs=1)
     if name in NOT_EXPORTED:
         with pytest.raises(UserError, match="cannot be written as ONNX"):
-            onnx_file.onnx_bytes(run.bundle, "two")
+            onnx_file.export_onnx(run.bundle, "two")
     else:
-        onnx_file.onnx_bytes(run.bundle, "two")
+        onnx_file.export_onnx(run.bundle, "two")

@@ -303,7 +303,7 @@ def test_every_damage_is_found(folder: Any, file: str, damage: str) -> None:
 
 
 def test_a_bundle_goes_into_a_new_folder_alone(folder: Any, runs: Any) -> None:
-    with pytest.raises(UserError, match="is there already and not an empty folder"):
+    with pytest.raises(UserError, match="exists already and is not an empty folder"):
         runs("meat").bundle.write(folder("meat"))
 
 
@@ -351,7 +351,9 @@ def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
     with pytest.raises(UserError, match="task 'two' is not served"):
         left.predict(images, "two")
     assert not Path(model_folder, "tasks/two.safetensors").exists()
-    assert ("stays, because later tasks stand on it" in message) == (name in [*CHAINS, "supsup_nn"])
+    assert ("stay, because later tasks depend on them" in message) == (
+        name in [*CHAINS, "supsup_nn"]
+    )
     carried = [
         t for p in Path(model_folder).glob("carried/*") for t in load_tensors(p.read_bytes(), "")[0]
     ]
@@ -359,7 +361,7 @@ def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
 
 
 def test_a_task_that_others_answer_with_is_not_removed(runs: Any, folder: Any) -> None:
-    with pytest.raises(UserError, match="answer with what task 'two' left behind"):
+    with pytest.raises(UserError, match="task 'two' cannot be removed, because other tasks"):
         single_tasks.remove_task(folder("icarl"), "two")
 
 
@@ -388,7 +390,7 @@ def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, l
         UserError, match=r"exported from a model whose method is meat, and in .* it is linear"
     ):
         single_tasks.import_task(folder("linear"), data, "f")
-    with pytest.raises(UserError, match="is no exported task"):
+    with pytest.raises(UserError, match="is not an exported task"):
         single_tasks.import_task(str(Path(folder("toast"))), b"nonsense", "f")
 
 
@@ -489,7 +491,7 @@ def test_tasks_that_are_imported_at_once_are_all_there(folder: Any) -> None:
     assert imported == new
     assert {note.split(" (")[0] for note in removed} <= {
         "",
-        "earlier versions that served it were deleted",
+        "earlier versions with it were deleted",
     }
     served = {task.name for task in Bundle.open(model_folder).tasks}
     assert served >= {"two", *new[4:]}

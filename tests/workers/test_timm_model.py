@@ -50,12 +50,12 @@ def test_a_task_of_more_than_weights_is_refused_in_one_sentence(lab: Any, tmp_pa
 def test_weights_that_do_not_give_the_logits_are_never_written(
     packnet: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folded = timm_model._folded
+    folded = timm_model._fold_weights
 
     def other(*arguments: Any) -> dict[str, torch.Tensor]:
         tensors = folded(*arguments)
         return {name: tensor * 1.01 for name, tensor in tensors.items()}
 
-    monkeypatch.setattr(timm_model, "_folded", other)
+    monkeypatch.setattr(timm_model, "_fold_weights", other)
     with pytest.raises(UserError, match="gives logits that differ by"):
-        timm_model.timm_files(packnet.bundle, "two")
+        timm_model.export_timm_files(packnet.bundle, "two")

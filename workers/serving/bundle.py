@@ -1,14 +1,14 @@
-"""A bundle: one folder with all that serves the tasks of a finished method.
+"""A bundle: one folder with everything that serves the tasks of a finished method.
 
-It needs no store and no card, and holds no pickle.
+It works without a store and without cards, and contains no pickle.
 
-model.json                  what it is: method, settings, tasks in stream order, preprocessing,
-                            provenance; sha256 of each file and of itself; where a file lies, if
-                            not at its own name (see versions.py)
-backbone.safetensors        the one backbone
-tasks/NAME.safetensors      what each task left behind
-carried/STEP.safetensors    what a chain, or a star that starts from common steps, hands on
-versions/                   `model.json` of the versions that were served before (see versions.py)
+model.json                  method, settings, tasks in stream order, preprocessing and provenance;
+                            sha256 of each file and of itself; path of each file if it is not the
+                            name of the file (see versions.py)
+backbone.safetensors        the backbone
+tasks/NAME.safetensors      state of a task
+carried/STEP.safetensors    carried state of a chain, or of a star with common first steps
+versions/                   `model.json` of earlier versions (see versions.py)
 reference.safetensors       class means of training images (see reference.py); optional
 inputs/                     counts of the inputs by day (see input_counts.py); in no digest
 """
@@ -65,10 +65,13 @@ class StoredFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundle:
-    """All that serves the tasks of a finished method.
+    """Everything that serves the tasks of a finished method.
 
-    body: the content of `model.json`. fetch: returns the bytes of a file by its name. where: the
-    bundle's name in errors. job: the evaluation that it was made of; None for a folder.
+    Args:
+        body: Content of `model.json`.
+        fetch: Returns the bytes of a file by its name.
+        where: Name of the bundle in errors.
+        job: The evaluation from which the bundle was made; None for a folder.
     """
 
     body: Mapping[str, Any]
@@ -78,14 +81,14 @@ class Bundle:
 
     @classmethod
     def open(cls, uri: str, file: str = MODEL) -> Bundle:
-        """Open a folder, or any URI that pyarrow knows.
+        """Open a bundle in a folder.
 
         Args:
-            uri: Of the folder.
-            file: The path below `uri` of `model.json`, or of the file of an earlier version.
+            uri: A folder, or a URI that pyarrow supports.
+            file: Path below `uri` of `model.json`, or of the file of an earlier version.
 
         Raises:
-            UserError: If it is no bundle, or differs from what was written.
+            UserError: If the folder is not a bundle, or was changed after it was written.
         """
         body = read_model(uri, file)
 
@@ -96,13 +99,13 @@ class Bundle:
 
     @classmethod
     def of_job(cls, job: StageJob, limits: ImageLimits = ANY_RANGE) -> Bundle:
-        """Return the bundle of what `restore.finished_method` loads for a job, from the store.
+        """Return a bundle of the states in the store from which a job builds its method.
 
-        A file is read when it is fetched.
+        `restore.finished_method` loads the same states. Files are read lazily, by `fetch`.
 
         Args:
             job: An evaluation of all tasks.
-            limits: Of the images that the tasks were trained on.
+            limits: Limits of the training images.
         """
         assert job.backbone is not None
         sources = {BACKBONE: StoredFile(job.backbone, "state.safetensors")}
@@ -154,13 +157,13 @@ class Bundle:
 
     @property
     def value_range(self) -> tuple[float, float] | None:
-        """The values of black and white in images of more than 8 bits; None: as declared."""
+        """The values of black and white in images of more than 8 bits; None: from the image."""
         value_range = self.body.get("range")
         return None if value_range is None else (float(value_range[0]), float(value_range[1]))
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The tasks that are served, in stream order."""
+        """The served tasks, in stream order."""
         return tuple(
             Task(t["name"], t["card"], t["data"], tuple(t["classes"]), t["role"])
             for t in self.body["tasks"]
@@ -168,18 +171,18 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files."""
+        """Total bytes of all files."""
         sizes: list[int] = [info["bytes"] for info in self.body["files"].values()]
         return sum(sizes)
 
     @property
     def most_task_bytes(self) -> int:
-        """The largest exported task that is read for this model: twice its backbone plus 1 GiB."""
+        """Maximum bytes of an exported task for this model: twice the backbone plus 1 GiB."""
         backbone_bytes = int(self.body["files"][BACKBONE]["bytes"])
         return 2 * backbone_bytes + (1 << 30)
 
     def task(self, name: str) -> Task:
-        """Return a task by its name. Raise `UserError` when there is none of that name."""
+        """Return a task by its name. Raise `UserError` if the bundle does not have it."""
         for task in self.tasks:
             if task.name == name:
                 return task
@@ -187,7 +190,11 @@ class Bundle:
         raise UserError(f"task {name!r} is not in {self.where}; there are {names}")
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of one file. Raise `UserError` when they are not what was written."""
+        """Return the bytes of a file.
+
+        Raises:
+            UserError: If the file is missing, cannot be read, or differs from its digest.
+        """
         try:
             data = self.fetch(name)
         except FileNotFoundError:
@@ -211,9 +218,10 @@ class Bundle:
         return state
 
     def write(self, uri: str) -> None:
-        """Write the bundle into a folder, `model.json` last.
+        """Write the bundle into a folder, with `model.json` last.
 
-        Raise `UserError` unless the folder is new or empty.
+        Raises:
+            UserError: If the folder is not empty.
         """
         check_new(uri)
         for name in self.body["files"]:
@@ -221,9 +229,14 @@ class Bundle:
         write_model(uri, without_places(self.body))
 
     def method(self, device: torch.device | None = None) -> Method:
-        """Return the method with all tasks loaded, in evaluation mode. device: None is the CPU.
+        """Build the method and load all tasks, in evaluation mode.
 
-        Raise `UserError` when the parts of the bundle do not fit together.
+        Args:
+            device: Device of the method; None: the CPU.
+
+        Raises:
+            UserError: If this version does not know the method or its settings, or the parts of
+                the bundle do not fit together.
         """
         body = self.body
         try:
@@ -246,7 +259,7 @@ class Bundle:
             ) from None
         self._check_sizes(backbone_settings)
         weights = self.read(BACKBONE)
-        # A constructor that draws gets the seed that it had in evaluation.
+        # The constructor of the method may draw random numbers: use the seed of the evaluation.
         with torch.random.fork_rng(devices=[]):
             backbone = vit.build(backbone_settings)
             vit.from_bytes(backbone, weights, f"backbone of {self.where}")
@@ -276,14 +289,14 @@ class Bundle:
             for step, file in body["carried"].items():
                 parts[step] = Carried.from_bytes(self.read(file), f"{file} of {self.where}")
                 check_values(parts[step].tensors.values(), f"{file} of {self.where}")
-            with self._loading("what its tasks carry"):
+            with self._loading("the carried state of its tasks"):
                 carried = merge_carried(self.where, body["method"], parts)
                 method.load_carried(carried.to(device))
         return method.to(device).requires_grad_(False).eval()
 
     @contextmanager
     def _loading(self, part: str) -> Iterator[None]:
-        """Inside, raise `UserError` when tensors of a stranger break a method."""
+        """Context manager that raises `UserError` if invalid tensors make a method fail."""
         try:
             yield
         except UserError:
@@ -303,26 +316,26 @@ class Bundle:
             ) from None
 
     def _check_sizes(self, settings: BackboneSettings) -> None:
-        """Raise `UserError` when a file is too small or too large for what the bundle describes.
+        """Raise `UserError` if a file is too small or too large for the settings of the bundle.
 
-        The file of the backbone holds at least the tensors that the settings ask for. No file is
-        larger than its tasks can need. Nothing is read or allocated before this check.
+        The file of the backbone must contain at least the tensors of the backbone. No file may be
+        larger than the tasks can need. Nothing is read or allocated before this check.
         """
         outline = vit.shared_outline(settings)
         files = {name: info["bytes"] for name, info in self.body["files"].items()}
-        least = sum(tensor.nbytes for tensor in outline.state_dict().values())
-        if files[BACKBONE] < least:
+        minimum = sum(tensor.nbytes for tensor in outline.state_dict().values())
+        if files[BACKBONE] < minimum:
             raise UserError(
-                f"{self.where}: {BACKBONE} has {files[BACKBONE]} bytes, and a backbone of these "
-                f"settings {least}; {REMAKE}"
+                f"{self.where}: {BACKBONE} has {files[BACKBONE]} bytes, but a backbone of these "
+                f"settings has {minimum}; {REMAKE}"
             )
         # The carried state of a chain may hold a backbone for each task.
-        most = vit.most_bytes(outline) * (len(self.body["tasks"]) + 1)
-        large = next((name for name, size in files.items() if size > most), None)
+        maximum = vit.most_bytes(outline) * (len(self.body["tasks"]) + 1)
+        large = next((name for name, size in files.items() if size > maximum), None)
         if large is not None:
             raise UserError(
-                f"{self.where}: {large} has {files[large]} bytes, and no file of such a model "
-                f"more than {most}; {REMAKE}"
+                f"{self.where}: {large} has {files[large]} bytes, but a file of this model has at "
+                f"most {maximum}; {REMAKE}"
             )
 
     def with_tasks(
@@ -331,9 +344,12 @@ class Bundle:
         files: Mapping[str, bytes] | None = None,
         carried: Mapping[str, str] | None = None,
     ) -> Bundle:
-        """Return a bundle of these tasks alone.
+        """Return a bundle with other tasks.
 
-        files: the bytes of new files by name. carried: step -> file, for steps whose file changes.
+        Args:
+            tasks: All tasks of the new bundle.
+            files: Name -> bytes of new files.
+            carried: Step -> file, for each step with a new file.
         """
         new_files = dict(files or {})
         carried_files = {**self.body["carried"], **(carried or {})}
@@ -358,7 +374,7 @@ class Bundle:
 
 
 def check_new(uri: str) -> None:
-    """Raise `UserError` unless a folder is new or empty."""
+    """Raise `UserError` if a folder exists and is not empty, or a file exists in its place."""
     system, path = resolve(uri)
     from pyarrow import fs
 
@@ -367,10 +383,10 @@ def check_new(uri: str) -> None:
         or system.get_file_info(path).type == fs.FileType.File
     ):
         raise UserError(
-            f"{uri!r} is there already and not an empty folder; name another, or remove it first"
+            f"{uri!r} exists already and is not an empty folder; give another, or remove it first"
         )
 
 
 def carried_file(step: str) -> str:
-    """Return the name of the file of what a step hands on."""
+    """Return the name of the file with the carried state of a step."""
     return f"carried/{step}.safetensors"

@@ -1,6 +1,7 @@
-"""Images of requests (paths, bytes, base64, arrays, Pillow images) -> the pixels of evaluation.
+"""Decoding of the images of a request into the pixels that evaluation uses.
 
-An image that cannot be used raises `UserError` with one sentence.
+An image may be a path, bytes, base64, an array, or a Pillow image. An image that cannot be used
+raises `UserError` with one sentence.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ from workers.job import Interpolation
 from workers.storage.regular_file import read_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-LONGEST_PATH = 4096
-LONGEST_SIDE = 65_535  # of JPEG; resizing a line of millions of pixels costs seconds
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+MAX_PATH_CHARACTERS = 4096
+MAX_SIDE = 65_535  # pixels, as in JPEG; resizing a line of millions of pixels takes seconds
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may contain.
+    """Limits of a request.
 
     Attributes:
-        max_pixels: Most pixels of one image.
-        total_pixels: Most pixels of all images of a request, by their headers; None: any number.
+        max_pixels: Maximum number of pixels of one image.
+        total_pixels: Maximum number of pixels of all images, according to their headers; None: no
+            limit.
         value_range: The values of black and white in images of more than 8 bits.
-        paths: Whether strings may name local files. A server must not read its host's files for
-            strangers.
-        images: Most images of a request.
-        image_bytes: Most bytes of one encoded image.
-        body_bytes: Most bytes of all images of a request as they are sent.
+        paths: Whether texts may be paths of local files. A server must not read files of its host
+            for clients.
+        images: Maximum number of images.
+        image_bytes: Maximum bytes of one encoded image.
+        body_bytes: Maximum bytes of all images in the form in which they are sent.
     """
 
     max_pixels: int = MAX_PIXELS
@@ -55,22 +57,27 @@ class Limits:
 
 
 class PixelBudget:
-    """Bounds the memory of decoding.
+    """Limits the memory of decoding.
 
-    Images that threads decode at the same moment have at most `most` pixels together.
+    Args:
+        limit: Maximum number of pixels of all images that threads decode at a time.
     """
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, limit: int):
+        self.limit = limit
         self.used = 0
         self.changed = threading.Condition()
 
     @contextmanager
-    def reserved(self, pixels: int) -> Iterator[None]:
-        """Wait until there is room. An image that exceeds the budget is decoded alone."""
-        pixels = min(pixels, self.most)
+    def reserve(self, pixels: int) -> Iterator[None]:
+        """Context manager that waits for room and reserves it.
+
+        Args:
+            pixels: Number of pixels. An image that exceeds the limit is decoded alone.
+        """
+        pixels = min(pixels, self.limit)
         with self.changed:
-            self.changed.wait_for(lambda: self.used + pixels <= self.most)
+            self.changed.wait_for(lambda: self.used + pixels <= self.limit)
             self.used += pixels
         try:
             yield
@@ -88,28 +95,32 @@ def pixels_of(
     interpolation: Interpolation = "bicubic",
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> NDArray[np.uint8]:
-    """Return images of any kind as uint8 (n, 3, side, side), as `decode` reads them from shards.
+    """Decode and resize images of any kind, with the same result as from shards.
 
     Args:
-        images: Of one request.
-        side: Of the result, in pixels.
-        limits: Of a request.
-        budget: Shared by the threads that decode.
-        interpolation: Of the resize.
-        is_cancelled: Whether nobody waits for the result any more; no further image is then
-            decoded.
+        images: The images of one request.
+        side: Height and width of the result, in pixels.
+        limits: Limits of a request.
+        budget: Budget that all decoding threads share.
+        interpolation: Interpolation of the resize.
+        is_cancelled: Returns True if nobody waits for the result; no further image is decoded
+            then.
+
+    Returns:
+        uint8 (n, 3, side, side).
 
     Raises:
-        UserError: With the index of the first image that cannot be used; or if it is cancelled.
+        UserError: If an image cannot be used, with the index of the first one; if a limit is
+            exceeded; or if the request is cancelled.
     """
     if isinstance(images, (str, bytes, bytearray)):
-        raise UserError("images is a single one; give a list of images")
+        raise UserError("images is a single image; give a list of images")
     if len(images) > limits.images:
         raise UserError(
             f"{len(images)} images in one request are more than {limits.images}; send them in "
             "several requests"
         )
-    size = sum(map(size_of, images))
+    size = sum(map(count_bytes, images))
     if size > limits.body_bytes:
         raise UserError(
             f"the images of this request take {size} bytes, more than {limits.body_bytes}; send "
@@ -118,15 +129,15 @@ def pixels_of(
     areas = [0] * len(images)
     if limits.total_pixels is not None:
         for index, image in enumerate(images):
-            with _named(index, image):
-                areas[index] = area(image, limits)
+            with _prefix_errors(index, image):
+                areas[index] = count_pixels(image, limits)
         check_total(areas, limits.total_pixels)
     out = np.empty((len(images), 3, side, side), np.uint8)
     for index, image in enumerate(images):
         reservation: AbstractContextManager[None] = nullcontext()
         if budget:
-            reservation = budget.reserved(areas[index])
-        with _named(index, image), reservation:
+            reservation = budget.reserve(areas[index])
+        with _prefix_errors(index, image), reservation:
             if is_cancelled():
                 raise UserError("is not decoded: the request was cancelled")
             square = resize_square(to_pillow(image, limits), side, interpolation)
@@ -135,8 +146,8 @@ def pixels_of(
 
 
 @contextmanager
-def _named(index: int, image: Any) -> Iterator[None]:
-    """Put the index of an image, and its path, in front of a `UserError` about it."""
+def _prefix_errors(index: int, image: Any) -> Iterator[None]:
+    """Prepend the index of an image, and its path if it has one, to a `UserError`."""
     try:
         yield
     except UserError as error:
@@ -146,28 +157,32 @@ def _named(index: int, image: Any) -> Iterator[None]:
         raise UserError(f"{name} {error}") from None
 
 
-def check_total(areas: Sequence[int], most: int) -> None:
-    """Raise `UserError` when the images of a request have too many pixels together."""
-    if sum(areas) > most:
+def check_total(areas: Sequence[int], limit: int) -> None:
+    """Raise `UserError` if the images of a request have more than `limit` pixels in total."""
+    if sum(areas) > limit:
         raise UserError(
             f"the {len(areas)} images of this request have {sum(areas)} pixels together, more "
-            f"than {most}; send smaller ones, or fewer"
+            f"than {limit}; send smaller or fewer images"
         )
 
 
-def area(image: Any, limits: Limits) -> int:
-    """Return the pixels of one image without decoding it. Raise `UserError` if it is invalid."""
+def count_pixels(image: Any, limits: Limits) -> int:
+    """Return the number of pixels of one image of any kind, without decoding it.
+
+    Raises:
+        UserError: If the image is invalid or exceeds a limit.
+    """
     if isinstance(image, Image.Image):
         return image.width * image.height
     if isinstance(image, (list, tuple, np.ndarray)):
-        height, width, _ = array_of(image, limits).shape
+        height, width, _ = to_array(image, limits).shape
         return int(height * width)
-    header = opened(encoded(image, limits), limits)
+    header = open_header(read_encoded(image, limits), limits)
     return header.width * header.height
 
 
-def size_of(image: Any) -> int:
-    """Return the bytes of one image as it was sent; 0 for lists, whose pixels are limited."""
+def count_bytes(image: Any) -> int:
+    """Return the bytes of one image as it was sent; 0 for lists, which have a limit of pixels."""
     if isinstance(image, (str, bytes, bytearray)):
         return len(image)
     if isinstance(image, np.ndarray):
@@ -176,24 +191,30 @@ def size_of(image: Any) -> int:
 
 
 def to_pillow(image: Any, limits: Limits) -> Image.Image:
-    """Return one image of any kind as a Pillow image in RGB.
+    """Decode one image of any kind to a Pillow image in RGB.
 
-    Raise `UserError` with a text that follows the image's name.
+    Raises:
+        UserError: If the image is invalid or exceeds a limit. The message continues the name of
+            the image.
     """
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
-        return _decoded(lambda: to_rgb(image, limits.value_range))
+        return _load(lambda: to_rgb(image, limits.value_range))
     if isinstance(image, (list, tuple, np.ndarray)):
-        return Image.fromarray(array_of(image, limits))
-    return decoded(encoded(image, limits), limits)
+        return Image.fromarray(to_array(image, limits))
+    return decode_file(read_encoded(image, limits), limits)
 
 
-def encoded(image: Any, limits: Limits) -> bytes:
-    """Return the bytes of an image file from a path, text or bytes. Raise `UserError` otherwise."""
+def read_encoded(image: Any, limits: Limits) -> bytes:
+    """Return the bytes of an image file from a path, text or bytes.
+
+    Raises:
+        UserError: If the image has another type, is too large, or cannot be read.
+    """
     if isinstance(image, os.PathLike):
-        image = _read(os.fspath(image), limits)
+        image = _read_file(os.fspath(image), limits)
     if isinstance(image, str):
-        image = from_text(image, limits)
+        image = read_text(image, limits)
     if not isinstance(image, (bytes, bytearray)):
         raise UserError(
             f"is a {type(image).__name__}; give the bytes of a JPEG, PNG or WebP file, its "
@@ -206,22 +227,27 @@ def encoded(image: Any, limits: Limits) -> bytes:
     return bytes(image)
 
 
-def decoded(data: bytes, limits: Limits) -> Image.Image:
-    """Decode an image file to RGB. Raise `UserError` for too many pixels before decoding."""
-    image = opened(data, limits)
-    return _decoded(lambda: to_rgb(image, limits.value_range))
+def decode_file(data: bytes, limits: Limits) -> Image.Image:
+    """Decode the bytes of an image file to RGB.
+
+    Raises:
+        UserError: If the bytes are not an image, or, before decoding, if it has too many pixels.
+    """
+    image = open_header(data, limits)
+    return _load(lambda: to_rgb(image, limits.value_range))
 
 
-def opened(data: bytes, limits: Limits) -> Image.Image:
-    """Open an image and read only its header.
+def open_header(data: bytes, limits: Limits) -> Image.Image:
+    """Open an image file and read only its header.
 
-    Raise `UserError` when it is no image or has too many pixels.
+    Raises:
+        UserError: If the bytes are not an image, or it has too many pixels.
     """
     try:
         image = open_image(data, limits.max_pixels, FORMATS)
     except ValueError as error:
         raise UserError(f"is too large: {error}; send a smaller one") from None
-    except Exception:  # Pillow's plugins raise almost anything
+    except Exception:  # Pillow's plugins raise many kinds of errors
         raise UserError(
             f"is not an image that can be read here ({len(data)} bytes); give a JPEG, PNG or "
             "WebP file"
@@ -230,23 +256,28 @@ def opened(data: bytes, limits: Limits) -> Image.Image:
     return image
 
 
-def _decoded(load: Callable[[], Image.Image]) -> Image.Image:
+def _load(load: Callable[[], Image.Image]) -> Image.Image:
+    """Call `load`, and raise `UserError` if it fails."""
     try:
         return load()
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"is damaged ({reason}); give a whole JPEG, PNG or WebP file") from None
+        raise UserError(f"is damaged ({reason}); give a complete JPEG, PNG or WebP file") from None
 
 
-def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
-    """Return an array, or nested lists of whole numbers from 0 to 255, as uint8 (H, W, 3)."""
-    if isinstance(image, np.ndarray) and image.dtype == object:  # what data frames make of lists
+def to_array(image: Any, limits: Limits) -> NDArray[np.uint8]:
+    """Return an array, or nested lists of integers from 0 to 255, as uint8 (H, W, 3).
+
+    Raises:
+        UserError: If the values or the shape are invalid, or a limit is exceeded.
+    """
+    if isinstance(image, np.ndarray) and image.dtype == object:  # pandas stores lists this way
         image = image.tolist()
     try:
         array = np.asarray(image)
     except ValueError:
         raise UserError(
-            "is a list whose rows differ in length; give (height, width, 3) whole numbers from "
+            "is a list with rows of different lengths; give (height, width, 3) integers from "
             "0 to 255"
         ) from None
     if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
@@ -260,17 +291,23 @@ def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
         array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255
     ):
         raise UserError(
-            f"holds {array.dtype} values, not all of them whole numbers from 0 to 255; give such"
+            f"holds {array.dtype} values, not only integers from 0 to 255; give uint8 values"
         )
     return np.ascontiguousarray(array, np.uint8)
 
 
 def check_pixels(width: int, height: int, limits: Limits) -> None:
-    """Raise `UserError` when an image has too many pixels or a side is too long."""
-    if max(width, height) > LONGEST_SIDE:
+    """Raise `UserError` if an image has too many pixels or a side is too long.
+
+    Args:
+        width: Width in pixels.
+        height: Height in pixels.
+        limits: Limits of the request.
+    """
+    if max(width, height) > MAX_SIDE:
         raise UserError(
-            f"is too long: {width} x {height}, and a side may have {LONGEST_SIDE} pixels; send "
-            "a smaller one"
+            f"is too long: {width} x {height}, but a side may have {MAX_SIDE} pixels; send a "
+            "smaller one"
         )
     if width * height > limits.max_pixels:
         raise UserError(
@@ -279,8 +316,12 @@ def check_pixels(width: int, height: int, limits: Limits) -> None:
         )
 
 
-def from_text(text: str, limits: Limits) -> bytes:
-    """Return the bytes of base64, of a `data:` URL, or of a file if `limits` allows paths."""
+def read_text(text: str, limits: Limits) -> bytes:
+    """Return the bytes of base64, of a `data:` URL, or of a file if `limits` allows paths.
+
+    Raises:
+        UserError: If the text is neither, is too long, or the file cannot be read.
+    """
     body = text.partition(",")[2] if text.startswith("data:") else text
     if len(body) * 3 // 4 > limits.image_bytes + 3:
         raise UserError(
@@ -290,11 +331,13 @@ def from_text(text: str, limits: Limits) -> bytes:
         data = base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):
         data = None
-    if limits.paths and len(text) <= LONGEST_PATH and (data is None or os.path.exists(text)):
-        return _read(text, limits)
+    may_be_path = limits.paths and len(text) <= MAX_PATH_CHARACTERS
+    if may_be_path and (data is None or os.path.exists(text)):
+        return _read_file(text, limits)
     if data is None and is_path(text):
         raise UserError(
-            "names a file, and no files are read here; send the bytes of the image as base64"
+            "is the name of a file, but no files are read here; send the bytes of the image as "
+            "base64"
         )
     if data is None:
         raise UserError(
@@ -304,20 +347,21 @@ def from_text(text: str, limits: Limits) -> bytes:
 
 
 def is_path(image: Any) -> bool:
-    """Return whether text looks like the name of a file, which errors then mention."""
+    """Return whether an image looks like the name of a file; errors then contain the name."""
     if isinstance(image, os.PathLike):
         return True
     if not isinstance(image, str) or not 0 < len(image) <= 256 or not image.isprintable():
         return False
     return (
-        image.lower().endswith(ENDINGS)
+        image.lower().endswith(IMAGE_SUFFIXES)
         or "://" in image
         or image.startswith(("./", "../", "~"))
         or (image.startswith("/") and "=" not in image)
     )
 
 
-def _read(path: str, limits: Limits) -> bytes:
+def _read_file(path: str, limits: Limits) -> bytes:
+    """Return the bytes of an image file. Raise `UserError` if it cannot be read."""
     try:
         return read_regular(path, limits.image_bytes)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Counts of the inputs that a model folder answered, by day, in the folder's `inputs/`.
 
-A process writes one file for each day (UTC), `DAY-ID.json`, and replaces it whole. The files hold
-counts, histograms and sums, from which no image can be rebuilt. Imports no torch.
+A process writes one file per day (UTC), `DAY-ID.json`, and replaces it atomically. The files
+contain counts, histograms and sums; no image can be reconstructed from them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from workers.storage.regular_file import read_regular
 INPUTS, LOCK = "inputs", ".lock"
 FILE = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{8}\.json")
 MAX_FILE_BYTES = 16 << 20
-MAX_BYTES = 256 << 20  # of all files that are read: the folder may be a stranger's
-OPEN_DAYS = 2  # files of older days are final: their processes wrote them soon after midnight
+MAX_BYTES = 256 << 20  # of all read files, because the folder may be untrusted
+OPEN_DAYS = 2  # files of older days are final: processes write them until shortly after midnight
 CONFIDENCE_BINS = 10  # of equal width in [0, 1]
-DISTANCE_BINS = 41  # of width DISTANCE_WIDTH from 0; the last one has all larger distances
+DISTANCE_BINS = 41  # of width DISTANCE_WIDTH; the last bin contains all larger distances
 DISTANCE_WIDTH = 0.1  # in median distances of test images
 
-Name = Annotated[str, Field(pattern=r"^[^\pC]{0,200}$")]  # goes to terminals
+Name = Annotated[str, Field(pattern=r"^[^\pC]{0,200}$")]  # printed to terminals
 FileName = Annotated[str, Field(pattern=rf"^{FILE.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Confidences = Annotated[
@@ -43,24 +43,24 @@ Distances = Annotated[
 
 
 class Counts(BaseModel):
-    """Base of what a file holds: unknown fields are refused."""
+    """Base of the models of a file, which refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class TaskCounts(Counts):
-    """The inputs that one task answered.
+    """Counts of the inputs that one task answered.
 
     Attributes:
         inputs: Number of images.
-        picked: Of these, images whose request did not name the task.
-        classes: Number of images by predicted class.
+        picked: Number of images without a task in the request.
+        classes: Predicted class -> number of images.
         confidence: Histogram of the probability of the predicted class.
         confidence_sum: Sum of these probabilities.
-        measured: Images whose distance to the class means was measured.
-        far: Of these, images farther from every class mean than 95 % of the test images.
-        distances: Histogram of the distance in median distances of the test images.
-        test_images: Number of test images that distances were compared with; 0: none measured.
+        measured: Number of images with a measured distance to the class means.
+        far: Number of measured images farther from every class mean than 95 % of the test images.
+        distances: Histogram of the distance, in units of the median distance of the test images.
+        test_images: Number of test images in the reference; 0: no distance was measured.
     """
 
     inputs: NonNegativeInt = 0
@@ -74,7 +74,13 @@ class TaskCounts(Counts):
     test_images: NonNegativeInt = 0
 
     def add_answer(self, class_: str, probability: float, is_picked: bool) -> None:
-        """Count one image. probability: of the predicted class, in [0, 1]."""
+        """Count one image.
+
+        Args:
+            class_: The predicted class.
+            probability: Probability of this class, in [0, 1].
+            is_picked: Whether the request did not name the task.
+        """
         self.inputs += 1
         self.picked += is_picked
         self.classes[class_] = self.classes.get(class_, 0) + 1
@@ -82,13 +88,18 @@ class TaskCounts(Counts):
         self.confidence_sum += probability
 
     def add_distance(self, distance: float, is_far: bool) -> None:
-        """Count one measured image. distance: in median distances of the test images."""
+        """Count one measured image.
+
+        Args:
+            distance: Distance in units of the median distance of the test images.
+            is_far: Whether the distance exceeds that of 95 % of the test images.
+        """
         self.measured += 1
         self.far += is_far
         self.distances[min(int(distance / DISTANCE_WIDTH), DISTANCE_BINS - 1)] += 1
 
     def add_counts(self, other: TaskCounts) -> None:
-        """Add the counts of another process."""
+        """Add the counts of another process for the same task."""
         for name in ("inputs", "picked", "confidence_sum", "measured", "far"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.classes = dict(Counter(self.classes) + Counter(other.classes))
@@ -103,9 +114,9 @@ class DayCounts(Counts):
 
     Attributes:
         format: Version of this schema.
-        day: In UTC.
-        parts: Files whose counts are in this one. They are ignored where they are still there.
-        models: sha256 of the model that answered -> task -> counts.
+        day: The day, in UTC.
+        parts: Files that were merged into this file. They are ignored if they still exist.
+        models: sha256 of the model -> task -> counts.
     """
 
     format: Literal[1] = 1
@@ -114,7 +125,12 @@ class DayCounts(Counts):
     models: dict[Digest, dict[Name, TaskCounts]] = Field(default_factory=dict)
 
     def task(self, model: str, name: str) -> TaskCounts:
-        """Return the counts of a task, which are made if there are none yet."""
+        """Return the counts of a task; new counts are created if needed.
+
+        Args:
+            model: sha256 of the model.
+            name: Name of the task.
+        """
         return self.models.setdefault(model, {}).setdefault(name, TaskCounts())
 
     def add_counts(self, other: DayCounts) -> None:
@@ -125,19 +141,19 @@ class DayCounts(Counts):
 
 
 def utc_day() -> date:
-    """Return the day that it is now, in UTC."""
+    """Return the current day in UTC."""
     return datetime.now(UTC).date()
 
 
 def find_obstacle(model_uri: str) -> str:
-    """Return why no inputs of a model can be counted, as a part of a sentence; "" if they can."""
+    """Return the reason, as part of a sentence, that inputs of a model cannot be counted, or ""."""
     if not is_local(model_uri):
         return f"{model_uri} is not on a disk"
     model = resolve(model_uri)[1]
     if not os.path.isdir(model):
         return f"this machine has no folder {model}"
     folder = os.path.join(model, INPUTS)
-    if os.path.islink(folder):  # the folder may be a stranger's, and lead anywhere
+    if os.path.islink(folder):  # the folder may be untrusted, and the link may lead anywhere
         return f"{folder} is a link"
     probe = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.part")
     try:
@@ -151,22 +167,30 @@ def find_obstacle(model_uri: str) -> str:
 
 
 def new_file(folder: str, day: date) -> str:
-    """Return a path for the counts of one process. folder: `inputs/` of a model folder."""
+    """Return a new path for the counts of one process.
+
+    Args:
+        folder: `inputs/` of a model folder.
+        day: The day, in UTC.
+    """
     return os.path.join(folder, f"{day.isoformat()}-{uuid.uuid4().hex[:8]}.json")
 
 
 def write_counts(path: str, counts: DayCounts) -> None:
-    """Write a file, or replace it whole. Raises `OSError`, also if its folder was removed."""
+    """Write a file atomically. Raise `OSError` if it cannot be written, or the folder is gone."""
     os.stat(os.path.dirname(path))
     write_bytes(path, json.dumps(counts.model_dump(mode="json"), sort_keys=True).encode())
 
 
 def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
-    """Read all files below `inputs/` of a model folder.
+    """Read all counts of a model folder.
+
+    Args:
+        folder: `inputs/` of the model folder.
 
     Returns:
-        The valid files by name, without those whose counts are in another one; and the names of
-        files that cannot be read.
+        The valid files by name, without files that were merged into another one; and the names of
+        the files that cannot be read.
     """
     valid: dict[str, DayCounts] = {}
     damaged: list[str] = []
@@ -176,7 +200,7 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
             data = read_regular(os.path.join(folder, name), min(MAX_FILE_BYTES, bytes_left))
             bytes_left -= len(data)
             valid[name] = DayCounts.model_validate_json(data)
-        except FileNotFoundError:  # merged by another process just now
+        except FileNotFoundError:  # another process has just merged it
             continue
         except (OSError, ValueError, ValidationError):
             damaged.append(name)
@@ -185,7 +209,7 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
 
 
 def sum_days(files: Iterable[DayCounts]) -> list[DayCounts]:
-    """Return the counts of each day in one object, in the order of days."""
+    """Return one object per day with the sum of its counts, in the order of days."""
     days: dict[date, DayCounts] = {}
     for counts in files:
         days.setdefault(counts.day, DayCounts(day=counts.day)).add_counts(counts)
@@ -193,14 +217,14 @@ def sum_days(files: Iterable[DayCounts]) -> list[DayCounts]:
 
 
 def merge_files(folder: str, today: date) -> None:
-    """Merge the files of each day that is over into one, so that restarts do not pile up files.
+    """Merge the files of each past day into one, so that restarts do not accumulate files.
 
-    A kill at any moment loses and doubles nothing: the merged file names its parts, and readers
-    ignore them until they are deleted.
+    If the process is killed, no count is lost or counted twice: the merged file lists its parts,
+    and readers ignore the parts until they are deleted.
 
     Args:
         folder: `inputs/` of a model folder.
-        today: In UTC. The files of this day and of the day before are left as they are.
+        today: The current day in UTC. Files of this day and of the previous day are not merged.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -208,7 +232,7 @@ def merge_files(folder: str, today: date) -> None:
     last_day = (today - timedelta(days=OPEN_DAYS)).isoformat()
     with file_lock(os.path.join(folder, LOCK)):
         for name in os.listdir(folder):
-            if name.endswith(".part") and is_leftover(name):  # of a process that was killed
+            if name.endswith(".part") and is_leftover(name):  # of a killed process
                 _delete(folder, [name])
         days = Counter(name[: len(last_day)] for name in _list_names(folder))
         if not any(day <= last_day and count > 1 for day, count in days.items()):
@@ -228,7 +252,7 @@ def merge_files(folder: str, today: date) -> None:
 
 
 def _list_names(folder: str) -> list[str]:
-    """Return the names of files of counts in a folder, sorted; none if it does not exist."""
+    """Return the sorted names of the files with counts; an empty list if there is no folder."""
     try:
         return sorted(name for name in os.listdir(folder) if FILE.fullmatch(name))
     except OSError:
@@ -236,6 +260,7 @@ def _list_names(folder: str) -> list[str]:
 
 
 def _delete(folder: str, names: Iterable[str]) -> None:
+    """Delete files of a folder that still exist."""
     for name in names:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))

@@ -1,4 +1,4 @@
-"""`model.json` of a bundle: its schema, and reading and writing it, without importing torch."""
+"""Schema, reading and writing of `model.json`, the description of a bundle. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from workers.storage.artifact import digest_of, join, read_json, write_bytes
 
 FORMAT = 1
 MODEL, BACKBONE = "model.json", "backbone.safetensors"
-REFERENCE = "reference.safetensors"  # of training; optional
+REFERENCE = "reference.safetensors"  # see reference.py; optional
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
-Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
-# No path outside the folder.
+Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # printed to terminals
+# Only paths inside the folder.
 FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
-REMAKE = "make the folder anew with `python -m pipeline bundle`"
+REMAKE = "write the folder again with `python -m pipeline bundle`"
 
 
 class FileBody(Frozen):
-    """Size and digest of a file, and where it lies in the folder if not at its own name."""
+    """Size and digest of a file, and its path in the folder if this is not its name."""
 
     bytes: NonNegativeInt
     sha256: str
@@ -37,7 +37,7 @@ class FileBody(Frozen):
 
 
 class TaskBody(Frozen):
-    """A task that the bundle serves."""
+    """A served task."""
 
     name: Plain
     classes: tuple[Shown, ...] = Field(min_length=1)
@@ -47,7 +47,7 @@ class TaskBody(Frozen):
 
 
 class Body(Frozen):
-    """The schema of `model.json`, which is checked because a folder may come from a stranger."""
+    """The schema of `model.json`, which is checked because a folder may be untrusted."""
 
     format: int
     method: str
@@ -67,12 +67,15 @@ class Body(Frozen):
 
 
 def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, Any]:
-    """Read and check `model.json`, or that of an earlier version.
+    """Read and check `model.json`, or the file of an earlier version.
 
     Args:
-        uri: Of the model folder.
-        file: The path of the file below `uri`.
-        remedy: What to do if the file cannot be used, for the error.
+        uri: The model folder.
+        file: Path of the file below `uri`.
+        remedy: End of the error message if the file cannot be used.
+
+    Returns:
+        The content of the file.
 
     Raises:
         UserError: If the file is missing, changed or invalid.
@@ -87,18 +90,18 @@ def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, A
         if not isinstance(error, FileNotFoundError):
             reason = f" ({getattr(error, 'strerror', None) or error})"
         raise UserError(
-            f"{uri!r} is no model folder: it has no readable {file}{reason}; make one with "
+            f"{uri!r} is not a model folder: it has no readable {file}{reason}; make one with "
             "`python -m pipeline bundle`"
         ) from None
     if not isinstance(body, dict):
-        raise UserError(f"{model_uri}: it is not as it was written; {remedy}")
+        raise UserError(f"{model_uri}: it was changed after it was written; {remedy}")
     version = body.get("format")
     if version not in (FORMAT, None):
         raise UserError(
-            f"{model_uri}: its format is {version}, this version reads {FORMAT}; {remedy}"
+            f"{model_uri}: its format is {version}, but this version reads {FORMAT}; {remedy}"
         )
     if version is None or body.get("sha256") != digest_of(body):
-        raise UserError(f"{model_uri}: it is not as it was written; {remedy}")
+        raise UserError(f"{model_uri}: it was changed after it was written; {remedy}")
     try:
         Body.model_validate(body)
     except ValidationError as error:
@@ -113,13 +116,13 @@ def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, A
     difference = ", ".join(sorted(expected ^ body["files"].keys()))
     if difference:
         raise UserError(
-            f"{model_uri}: its files are not those of its tasks ({difference[:200]}); {remedy}"
+            f"{model_uri}: its files do not match its tasks ({difference[:200]}); {remedy}"
         )
     return body
 
 
 def task_body(task: Task) -> dict[str, Any]:
-    """Return a task as `model.json` lists it."""
+    """Return the entry of a task in `model.json`."""
     return {
         "name": task.name,
         "classes": list(task.classes),
@@ -130,19 +133,24 @@ def task_body(task: Task) -> dict[str, Any]:
 
 
 def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body with the sha256 of all its other fields, in the types that JSON has."""
+    """Return a body in types of JSON, with the sha256 of all its other fields."""
     content = {name: value for name, value in body.items() if name != "sha256"}
     plain = json.loads(json.dumps(content, default=str))
     return {**plain, "sha256": digest_of(plain)}
 
 
 def find_place(body: Mapping[str, Any], name: str) -> str:
-    """Return the path of a file below the folder."""
+    """Return the path of a file below the folder.
+
+    Args:
+        body: Content of `model.json`.
+        name: Name of the file.
+    """
     return str(body["files"][name].get("at") or name)
 
 
 def without_places(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a folder that has each file at its own name."""
+    """Return the same body for a folder in which the path of each file is its name."""
     files: dict[str, Any] = {}
     for name, info in body["files"].items():
         files[name] = {"bytes": info["bytes"], "sha256": info["sha256"]}
@@ -150,18 +158,23 @@ def without_places(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_model(uri: str, body: Mapping[str, Any], file: str = MODEL) -> None:
-    """Write `model.json` of the bundle at `uri`, or that of a version, atomically."""
+    """Write `model.json`, or the file of a version, atomically.
+
+    Args:
+        uri: The model folder.
+        body: The content.
+        file: Path of the file below `uri`.
+    """
     write_bytes(join(uri, file), json.dumps(body, indent=1, sort_keys=True).encode())
 
 
 def state_file(task: str) -> str:
-    """Return the name of the file of a task's state."""
+    """Return the name of the file with the state of a task."""
     return f"tasks/{task}.safetensors"
 
 
 def task_rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return for each task that a bundle serves its number of classes, and the bytes of its
-    state."""
+    """Return the number of classes and the bytes of the state of each served task."""
     rows: list[dict[str, Any]] = []
     for task in body["tasks"]:
         info = body["files"][state_file(task["name"])]

@@ -1,7 +1,7 @@
-"""One task of a bundle as an ONNX file, which any runtime of ONNX computes without Accrete.
+"""One task of a bundle as an ONNX file, which any ONNX runtime computes without Accrete.
 
-The file holds what the method computes for the task: its weights with masks in effect, tokens,
-prompts and adapters too.
+The file contains the complete computation of the method for the task: weights with their masks
+applied, and tokens, prompts and adapters.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ PACKAGES = ("onnx", "onnxruntime", "onnxscript")  # the extra `onnx`
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 INPUT, OUTPUT = "images", "logits"
 OPSET = 18
-TOLERANCE = 1e-5  # of the largest logit, or of 1
-TRACED_IMAGES = 2  # one image would be taken for a fixed size
-CHECKED_IMAGES = (1, 5)  # of noise, on which both models are compared
-LARGEST = (1 << 31) - (1 << 20)  # bytes of weights; ONNX allows 2 GiB in a file
+TOLERANCE = 1e-5  # relative to the largest absolute logit, at least to 1
+TRACED_IMAGES = 2  # the exporter would treat a batch of one image as a fixed size
+CHECKED_IMAGES = (1, 5)  # batch sizes of noise on which both models are compared
+MAX_WEIGHT_BYTES = (1 << 31) - (1 << 20)  # ONNX allows 2 GiB per file
 
 
 class TaskModel(nn.Module):
-    """images (b, 3, H, W) -> logits (b, classes) of one task of a method."""
+    """One task of a method as a module: images (b, 3, H, W) -> logits (b, classes).
+
+    Args:
+        method: The method.
+        task_name: Name of the task.
+    """
 
     def __init__(self, method: Method, task_name: str):
         super().__init__()
@@ -43,20 +48,32 @@ class TaskModel(nn.Module):
         self.task_name = task_name
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of images that are normalised."""
+        """Return the logits of normalised images."""
         return self.method.logits(images, self.task_name)
 
 
 def write(bundle: Bundle, task_name: str, uri: str) -> None:
-    """Write the bytes of `onnx_bytes` into a file. Raise `UserError` as it does."""
-    write_bytes(uri, onnx_bytes(bundle, task_name))
+    """Write one task into an ONNX file.
+
+    Args:
+        bundle: The bundle.
+        task_name: Name of the task.
+        uri: Path or URI of the file.
+
+    Raises:
+        UserError: See `export_onnx`.
+    """
+    write_bytes(uri, export_onnx(bundle, task_name))
 
 
-def onnx_bytes(bundle: Bundle, task_name: str) -> bytes:
-    """Return one task as an ONNX model: float32 `images` (N, 3, H, W), normalised -> `logits`.
+def export_onnx(bundle: Bundle, task_name: str) -> bytes:
+    """Export one task as an ONNX model, and compare its logits with those of the method.
 
-    Raise `UserError` where a package is missing, where the task cannot be exported, and where
-    onnxruntime does not give the task's logits.
+    The input `images` is float32 (N, 3, H, W), normalised. The output is `logits` (N, classes).
+
+    Raises:
+        UserError: If a package is missing, the task cannot be exported, or onnxruntime computes
+            other logits.
     """
     _need_packages()
     bundle.task(task_name)
@@ -64,25 +81,26 @@ def onnx_bytes(bundle: Bundle, task_name: str) -> bytes:
     side = int(bundle.body["preprocessing"]["crop"])
     weights = [*method.parameters(), *method.buffers()]
     nbytes = sum(tensor.nbytes for tensor in weights)
-    if nbytes > LARGEST:
-        raise _cannot(bundle, task_name, f"an ONNX file holds 2 GiB, its weights {nbytes} bytes")
+    if nbytes > MAX_WEIGHT_BYTES:
+        reason = f"an ONNX file holds 2 GiB, its weights {nbytes} bytes"
+        raise _make_error(bundle, task_name, reason)
     try:
         with torch.no_grad(), _silence():
-            data = _exported(method, task_name, side, metadata_of(bundle, task_name))
-            difference = _difference(data, method, task_name, side)
-    except Exception as error:  # exporter and runtime raise many kinds, all of this one task
+            data = _export(method, task_name, side, build_metadata(bundle, task_name))
+            difference = _compute_difference(data, method, task_name, side)
+    except Exception as error:  # exporter and runtime raise many kinds of errors
         cause = error.__cause__ or error
         detail = " ".join(str(cause).split())
         reason = f"{type(cause).__name__}: {detail:.200}"
-        raise _cannot(bundle, task_name, reason) from None
+        raise _make_error(bundle, task_name, reason) from None
     if not difference <= TOLERANCE:
         reason = f"onnxruntime gives logits that differ by {difference:.1e}"
-        raise _cannot(bundle, task_name, reason)
+        raise _make_error(bundle, task_name, reason)
     return data
 
 
-def metadata_of(bundle: Bundle, task_name: str) -> dict[str, str]:
-    """Return what the file says of itself, as JSON by key."""
+def build_metadata(bundle: Bundle, task_name: str) -> dict[str, str]:
+    """Return the metadata of the file: key -> value as JSON."""
     preprocessing = bundle.body["preprocessing"]
     values = {
         "method": bundle.body["method"],
@@ -97,25 +115,27 @@ def metadata_of(bundle: Bundle, task_name: str) -> dict[str, str]:
 
 
 def _need_packages() -> None:
+    """Raise `UserError` if a package of the extra `onnx` is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         versions = f" -c {CONSTRAINTS}" if CONSTRAINTS.exists() else ""  # a wheel has none
         raise UserError(
-            f"--onnx needs the packages {', '.join(PACKAGES)}, and {', '.join(missing)} is not "
+            f"--onnx needs the packages {', '.join(PACKAGES)}, but {', '.join(missing)} is not "
             f"installed; run `{sys.executable} -m pip install {' '.join(PACKAGES)}{versions}`"
         )
 
 
-def _cannot(bundle: Bundle, task_name: str, reason: str) -> UserError:
+def _make_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
+    """Return the error for a task that cannot be exported."""
     return UserError(
         f"{bundle.where}: task {task_name!r} cannot be written as ONNX: {reason}; leave out "
-        "--onnx, and a bundle serves it"
+        "--onnx and serve the bundle instead"
     )
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Inside, drop warnings and logs of the exporter, which are of its parts, not of the task."""
+    """Context manager that drops warnings and logs of the exporter's internals."""
     previous = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -126,13 +146,13 @@ def _silence() -> Iterator[None]:
         logging.disable(previous)
 
 
-def _exported(method: Method, task_name: str, side: int, metadata: dict[str, str]) -> bytes:
-    """Return a task as an ONNX model, with metadata."""
+def _export(method: Method, task_name: str, side: int, metadata: dict[str, str]) -> bytes:
+    """Return a task as an ONNX model with metadata."""
     import onnx
 
     images = torch.zeros(TRACED_IMAGES, 3, side, side)
     model = TaskModel(method, task_name).eval()
-    model(images)  # its weights are in effect before they are traced
+    model(images)  # activates the weights of the task before they are traced
     program = torch.onnx.export(
         model,
         (images,),
@@ -150,8 +170,8 @@ def _exported(method: Method, task_name: str, side: int, metadata: dict[str, str
     return data
 
 
-def _difference(data: bytes, method: Method, task_name: str, side: int) -> float:
-    """Return how far onnxruntime's logits are from the task's, relative to the largest."""
+def _compute_difference(data: bytes, method: Method, task_name: str, side: int) -> float:
+    """Return the largest difference of onnxruntime's logits, relative to the largest logit."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

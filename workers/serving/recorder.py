@@ -1,7 +1,7 @@
 """Counts the inputs of a predictor in its model folder, from a thread.
 
-An answer costs a few additions. Distances need a second forward pass, which the thread does for as
-many batches as a share of its time allows.
+An answer costs a few additions. A distance needs a second forward pass; the thread measures only
+as many batches as its share of the time allows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ from workers.serving.reference import Reference, load_reference
 from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import resolve
 
-WRITE_S = 5.0  # between two writes; a kill loses at most the counts of this time
-SERVER_SHARE = 0.05  # of a server's time that may go into distances
+WRITE_S = 5.0  # between two writes; a killed process loses at most the counts of this time
+SERVER_SHARE = 0.05  # maximum share of a server's time for distances
 
 logger = logging.getLogger(__name__)
 
 
 class MeasuredBatch(NamedTuple):
-    """Answered images whose distances are to be measured. pixels: uint8 (n, 3, S, S)."""
+    """Answered images to measure.
+
+    Attributes:
+        pixels: uint8 (n, 3, S, S).
+        tasks: Task of each answer.
+        day: Day of the answers, in UTC.
+    """
 
     pixels: NDArray[Any]
     tasks: list[str]
@@ -49,11 +55,11 @@ class Recorder:
     """Counts the answers of a predictor; see `input_counts`.
 
     Args:
-        predictor: Whose answers are counted, until `close`.
-        model_uri: The model folder, on a disk.
-        share: Share of time that may go into distances. 1: every image is measured, and answers
-            wait for it.
-        today: Returns the day in UTC.
+        predictor: The predictor; its answers are counted until `close`.
+        model_uri: The model folder, on a local disk.
+        share: Maximum share of the time for distances. 1: every image is measured, and answers
+            wait for the measurement.
+        today: Returns the current day in UTC.
     """
 
     def __init__(
@@ -70,8 +76,8 @@ class Recorder:
         self.model = str(predictor.bundle.body["sha256"])
         self.reference = Reference({}, {})
         self.days: dict[date, DayCounts] = {}
-        self.paths: dict[date, str] = {}  # of the file of each day
-        self.lock = threading.Lock()  # of the counts
+        self.paths: dict[date, str] = {}  # day -> file
+        self.lock = threading.Lock()  # protects the counts
         self.is_changed = False
         self.has_failed = False
         self.rest_until = 0.0  # monotonic time before which no batch is measured
@@ -87,7 +93,13 @@ class Recorder:
     def add(
         self, pixels: NDArray[Any], tasks: Sequence[str | None], answers: Sequence[Answer]
     ) -> None:
-        """Count answers. pixels: uint8 (n, 3, S, S). tasks: as the request named them."""
+        """Count answers.
+
+        Args:
+            pixels: uint8 (n, 3, S, S).
+            tasks: The task or None of each image in the request.
+            answers: The answer to each image.
+        """
         day = self.today()
         with self.lock:
             counts = self.days.setdefault(day, DayCounts(day=day))
@@ -105,13 +117,13 @@ class Recorder:
                 self.batches.put_nowait(batch)
 
     def close(self) -> None:
-        """Measure what waits, write all counts, and stop counting."""
+        """Measure the waiting batches, write all counts, and stop counting."""
         self.predictor.on_answers = None
         self._put(None)
         self.thread.join()
 
     def _put(self, batch: MeasuredBatch | None) -> None:
-        """Give the thread a batch, or its end, as soon as it has room."""
+        """Pass a batch, or None to stop, to the thread as soon as its queue has room."""
         while self.thread.is_alive():
             with suppress(queue.Full):
                 self.batches.put(batch, timeout=1.0)
@@ -119,6 +131,7 @@ class Recorder:
 
     # ---- the thread ------------------------------------------------------------------------------
     def _run(self) -> None:
+        """Measure batches, and write the counts every `WRITE_S` seconds, until the end."""
         self._merge()
         next_write = time.monotonic() + WRITE_S
         is_open = True
@@ -134,6 +147,7 @@ class Recorder:
         self._write()
 
     def _measure(self, batch: MeasuredBatch) -> None:
+        """Measure the distances of a batch, and then rest to keep the share of the time."""
         start = time.monotonic()
         for name in dict.fromkeys(batch.tasks):
             reference = self.reference.tasks.get(name)
@@ -143,7 +157,7 @@ class Recorder:
             try:
                 features = self.predictor.features(batch.pixels[rows], name)
                 distances = reference.distances(features).tolist()
-            except Exception as error:  # requests are answered whatever is wrong here
+            except Exception as error:  # the server must go on
                 logger.warning("distances of inputs are not measured: %s", error)
                 self.reference = Reference({}, {})
                 return
@@ -158,7 +172,7 @@ class Recorder:
         self.rest_until = now + (now - start) * (1 / self.share - 1)
 
     def _write(self) -> None:
-        """Write the days that changed. Days that are over are then forgotten."""
+        """Write all days if a count changed, and then drop the past days."""
         with self.lock:
             if not self.is_changed:
                 return
@@ -172,27 +186,28 @@ class Recorder:
             self._fail(error)
             self.is_changed = True
             return
-        over = [day for day in days if day < today]
-        if over and not self._forget(over, days):
+        past_days = [day for day in days if day < today]
+        if past_days and not self._forget(past_days, days):
             self._merge()
 
-    def _forget(self, over: Sequence[date], written: dict[date, DayCounts]) -> bool:
-        """Drop days that are over and written whole. Returns whether a count came meanwhile."""
+    def _forget(self, past_days: Sequence[date], written: dict[date, DayCounts]) -> bool:
+        """Drop past days if they are written completely. Return whether a count was added since."""
         with self.lock:
-            has_changed = any(self.days[day] != written[day] for day in over)
+            has_changed = any(self.days[day] != written[day] for day in past_days)
             if not has_changed:
-                for day in over:
+                for day in past_days:
                     del self.days[day], self.paths[day]  # a late count goes into a new file
         return has_changed
 
     def _merge(self) -> None:
+        """Merge the files of past days."""
         try:
             merge_files(self.folder, self.today())
         except OSError as error:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """Say once that the folder cannot be written; serving goes on."""
+        """Log once that the folder cannot be written; the server goes on."""
         if not self.has_failed:
             self.has_failed = True
             logger.warning("inputs are not counted: %s: %s", self.folder, error.strerror or error)
@@ -200,9 +215,11 @@ class Recorder:
 
 @contextmanager
 def recording(predictor: Predictor, model_uri: str) -> Iterator[None]:
-    """Inside, count and measure every answer of a predictor.
+    """Context manager that counts and measures every answer of a predictor.
 
-    model_uri: a model folder that `find_obstacle` accepts; "": count nothing.
+    Args:
+        predictor: The predictor.
+        model_uri: A model folder that `find_obstacle` accepts; "": count nothing.
     """
     if not model_uri:
         yield

@@ -1,8 +1,8 @@
-"""The reference of training: class means, and how far test images lie from them.
+"""The reference of training: class means, and the distances of test images to them.
 
-`reference.safetensors` of a bundle has two tensors for each task: `means/TASK`, float32
-(classes, d), and `levels/TASK`, float32 (19,). The metadata have for each task the digest of the
-state that it was measured with, and the number of test images; or why there is no reference.
+`reference.safetensors` of a bundle has two tensors per task: `means/TASK`, float32 (classes, d),
+and `levels/TASK`, float32 (19,). The metadata contain for each task the digest of the measured
+state, and the number of test images or the reason why the reference is missing.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from workers.serving.server import Predictor
 from workers.storage.artifact import file_info
 
 METADATA = "accrete.reference"
-MAX_CLASS_IMAGES = 32  # training images in the mean of a class
-MAX_TRAIN_IMAGES = 256  # of a task, unless it has more classes: then one of each class
-MAX_TEST_IMAGES = 256  # of a task
+MAX_CLASS_IMAGES = 32  # training images per class mean
+MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
+MAX_TEST_IMAGES = 256  # per task
 LEVELS = tuple(level / 20 for level in range(1, 20))  # 0.05, 0.1, ..., 0.95
 MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)
 OLD_FOLDER = (
-    "the model folder was made without class means; make a new one with `accrete bundle`, from "
-    "the storage of its run"
+    "the model folder was written without class means; write a new one with `accrete bundle`, "
+    "from the storage of its run"
 )
-CHANGED_TASK = "the task was imported or replaced after the folder was made"
+CHANGED_TASK = "the task was imported or replaced after the folder was written"
 
 
 @dataclass(frozen=True)
 class TaskReference:
-    """What the features of one task are compared with.
+    """The reference of one task, to which features of inputs are compared.
 
     Attributes:
-        means: Features of training images, the mean of each class, float32 (classes, d).
+        means: Mean features of training images of each class, float32 (classes, d).
         levels: Distances of test images to the nearest class mean at the quantiles `LEVELS`,
             float32 (19,), in units of the features.
         test_images: Number of test images in `levels`.
@@ -55,18 +55,18 @@ class TaskReference:
     test_images: int
 
     def distances(self, features: Tensor) -> Tensor:
-        """Return how far images lie from the task's training images.
+        """Compute the relative distance of images to the task's training images.
 
-        The Euclidean distance to the nearest class mean, divided by the median of this distance
-        over test images: 1 is as far as the median test image.
+        This is the Euclidean distance to the nearest class mean, divided by the median of this
+        distance over the test images.
 
         Args:
             features: (b, d), as `Predictor.features` returns them.
 
         Returns:
-            float32 (b,), without unit.
+            float32 (b,), without unit; 1 for the median test image.
         """
-        return nearest_distances(features, self.means) / self.levels[MEDIAN]
+        return compute_nearest_distances(features, self.means) / self.levels[MEDIAN]
 
     @property
     def far(self) -> float:
@@ -76,26 +76,44 @@ class TaskReference:
 
 @dataclass(frozen=True)
 class Reference:
-    """tasks: the references by task. missing: why a task has none, as a sentence."""
+    """The references of a bundle.
+
+    Attributes:
+        tasks: Task -> reference.
+        missing: Task -> reason, as a sentence, why the reference is missing.
+    """
 
     tasks: Mapping[str, TaskReference]
     missing: Mapping[str, str]
 
 
-def nearest_distances(features: Tensor, means: Tensor) -> Tensor:
-    """Features (b, d), means (c, d) -> Euclidean distance to the nearest mean, float32 (b,)."""
+def compute_nearest_distances(features: Tensor, means: Tensor) -> Tensor:
+    """Compute the Euclidean distance to the nearest mean.
+
+    Args:
+        features: (b, d).
+        means: (c, d).
+
+    Returns:
+        float32 (b,), on the CPU.
+
+    Example:
+        >>> compute_nearest_distances(torch.tensor([[0.0, 3.0]]), torch.tensor([[4.0, 0.0]]))
+        tensor([5.])
+    """
     return torch.cdist(features.float().cpu()[None], means[None])[0].amin(1)
 
 
 # ---- measuring a finished run --------------------------------------------------------------------
 def with_reference(bundle: Bundle) -> Bundle:
-    """Return a bundle with the reference of its tasks, measured on images of the run's storage.
+    """Return a bundle with a reference of its tasks, measured on images of the run's storage.
 
-    At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images of a task are read. A task whose images
-    cannot be read has no reference, and the file says why.
+    At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images per task are read. If the images of a
+    task cannot be read, the file contains the reason instead.
 
     Args:
-        bundle: Of a run. One of a folder is returned as it is, because its images are unknown.
+        bundle: The bundle of a run. The bundle of a folder is returned unchanged, because its
+            images are unknown.
     """
     if bundle.job is None:
         return bundle
@@ -123,6 +141,7 @@ def with_reference(bundle: Bundle) -> Bundle:
 
 
 def _measure_task(predictor: Predictor, name: str) -> TaskReference:
+    """Measure the reference of a task on its training and test images."""
     job = predictor.bundle.job
     assert job is not None
     task = next(task for task in job.tasks if task.name == name)
@@ -137,7 +156,7 @@ def _measure_task(predictor: Predictor, name: str) -> TaskReference:
     count = min(len(test), MAX_TEST_IMAGES)
     rows = torch.linspace(0, len(test) - 1, count).round().long()  # evenly from all classes
     features = _read_features(predictor, test, rows.tolist(), name)
-    distances = nearest_distances(features, torch.stack(means))
+    distances = compute_nearest_distances(features, torch.stack(means))
     levels = torch.quantile(distances, torch.tensor(LEVELS))
     if not levels.isfinite().all() or levels[MEDIAN] <= 0:
         raise UserError(f"all test images of task {name!r} have the same features")
@@ -154,7 +173,7 @@ def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], ta
 
 # ---- reading -------------------------------------------------------------------------------------
 def load_reference(bundle: Bundle) -> Reference:
-    """Read the reference of a bundle. Raises `UserError` if the file is damaged."""
+    """Read the reference of a bundle. Raise `UserError` if the file is damaged."""
     if REFERENCE not in bundle.body["files"]:
         return Reference({}, {task.name: OLD_FOLDER for task in bundle.tasks})
     data = bundle.read(REFERENCE)
@@ -174,6 +193,7 @@ def load_reference(bundle: Bundle) -> Reference:
 def _parse_reference(
     bundle: Bundle, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Reference:
+    """Convert the content of the file to references. Raise `ValueError` if it is invalid."""
     tasks: dict[str, TaskReference] = {}
     missing: dict[str, str] = {}
     for task in bundle.tasks:

@@ -1,4 +1,4 @@
-"""Prediction with a loaded bundle: images of all its tasks, grouped by task, on one backbone."""
+"""Prediction with a loaded bundle: images of several tasks on one backbone, grouped by task."""
 
 from __future__ import annotations
 
@@ -36,19 +36,24 @@ MAX_LISTED_TASKS = 12  # in an error
 class Answer:
     """The prediction for one image.
 
-    confidence: how certain the task is, in [0, 1]. It is 1 if the request named the task, and the
-        method's confidence if the method infers the task. If all classes compete, it is the total
-        probability of the task's classes. Under the rule `confident` it is `probability`.
+    Attributes:
+        class_: Name of the predicted class, as on the card.
+        probability: Probability of this class.
+        task: Task of this class; "" if the inferred mask belongs to no task.
+        confidence: How certain the task is, in [0, 1]: 1 if the request named the task; the
+            method's confidence if the method infers the task; the total probability of the task's
+            classes if all classes compete; `probability` under the rule `confident`.
+        probabilities: Class name -> probability, the largest first.
     """
 
-    class_: str  # name of the predicted class, as on the card
-    probability: float  # of that class
-    task: str  # the task of that class; "" if the inferred mask belongs to no task
+    class_: str
+    probability: float
+    task: str
     confidence: float
-    probabilities: dict[str, float]  # by class, the largest first
+    probabilities: dict[str, float]
 
     def row(self) -> dict[str, Any]:
-        """Return the answer as a row of a table or as JSON."""
+        """Return the answer as a row of a table, or for JSON."""
         return {
             "class": self.class_,
             "probability": self.probability,
@@ -59,17 +64,18 @@ class Answer:
 
 
 class CacheEntry(NamedTuple):
-    """A cached value of one task, and its bytes without those that the backbone holds anyway."""
+    """A cached value of one task, and its bytes in addition to the backbone's."""
 
     value: Any
     nbytes: int
 
 
 class LruCache:
-    """A cache of one value per task, which is a module, or tensors by name.
+    """A cache of one value per task: a module, or tensors by name.
 
-    While all entries take more than `limit` bytes, the least recently used one is dropped.
-    excluded: addresses of storages that are not counted, because the backbone holds them anyway.
+    Args:
+        limit: Maximum bytes of all entries; the least recently used entries are dropped above it.
+        excluded: Addresses of storages that do not count, because the backbone holds them anyway.
     """
 
     def __init__(self, limit: int, excluded: set[int]):
@@ -79,11 +85,16 @@ class LruCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries together."""
+        """Total bytes of all entries."""
         return sum(entry.nbytes for entry in self.items.values())
 
     def get(self, task: str, make: Callable[[str], Any]) -> Any:
-        """Return the entry of a task; `make(task)` computes it if it is not cached."""
+        """Return the value of a task.
+
+        Args:
+            task: Name of the task.
+            make: Computes the value if it is not cached.
+        """
         if task not in self.items:
             value = make(task)
             self.items[task] = CacheEntry(value, self.size(value))
@@ -94,7 +105,7 @@ class LruCache:
         return value
 
     def size(self, value: Any) -> int:
-        """Return the bytes of a module or of tensors by name, each storage counted once."""
+        """Return the bytes of a module or of tensors by name; shared storage counts once."""
         if isinstance(value, nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
         else:
@@ -109,24 +120,33 @@ class LruCache:
 
 @dataclass(frozen=True)
 class Group:
-    """Logits of some images that share an output space.
+    """Logits of some images with a common output space.
 
-    rows: (b,), the images' positions in the batch. logits: (b, classes). classes: (task, class) of
-    each column.
+    Attributes:
+        rows: (b,), the positions of the images in the batch.
+        logits: (b, classes).
+        classes: (task, class) of each column.
+        confidence: (b,); None: use the probability of the predicted class.
+        is_by_task: Use the total probability of the predicted task's classes as confidence.
     """
 
     rows: Tensor
     logits: Tensor
     classes: list[tuple[str, str]]
-    confidence: Tensor | None = None  # (b,); None: the probability of the class
-    is_by_task: bool = False  # confidence is the share of the winning task's classes
+    confidence: Tensor | None = None
+    is_by_task: bool = False
 
 
 @dataclass
 class Predictor:
-    """A loaded bundle. Safe to call from several threads.
+    """A loaded bundle that answers predictions, and may be called from several threads.
 
-    Threads decode images in parallel; the network answers one call at a time.
+    Threads decode images in parallel. The network computes one call at a time.
+
+    Args:
+        bundle: The model.
+        cache_bytes: Maximum bytes of cached weights of tasks.
+        device: Device of the network.
     """
 
     bundle: Bundle
@@ -160,29 +180,35 @@ class Predictor:
     def open(
         cls, uri: str, cache_bytes: int = CACHE_BYTES, device: torch.device = CPU
     ) -> Predictor:
-        """Load the bundle at `uri`: a folder, or a URI that pyarrow knows.
+        """Load a bundle.
 
-        Raise `UserError` when a digest differs or the bundle cannot be used.
+        Args:
+            uri: A folder, or a URI that pyarrow supports.
+            cache_bytes: Maximum bytes of cached weights of tasks.
+            device: Device of the network.
+
+        Raises:
+            UserError: If a digest differs, or the bundle cannot be used.
         """
         return cls(Bundle.open(uri), cache_bytes, device)
 
     @property
     def infers_task(self) -> bool:
-        """Whether a request may leave out the task of an image."""
+        """Whether a request may omit the task of an image."""
         return bool(candidates_of(self.method)) or self.method.scenario == "class"
 
     @property
     def is_per_image(self) -> bool:
-        """Whether the answer to an image does not depend on the other images of its batch.
+        """Whether each image is answered independently of the other images of its batch.
 
         Otherwise the method infers one task from several consecutive images.
         """
         return getattr(self.method.settings, "infer_images", 1) == 1
 
     def warm_up(self) -> None:
-        """Answer one black image of each task, so that no client waits for what a first one needs.
+        """Answer one black image per task, because the first forward pass takes longer.
 
-        Weights of tasks are cached as far as the cache has room.
+        This also fills the cache with the weights of the tasks.
         """
         side = self.augment.size_in
         names = [task.name for task in self.tasks]
@@ -197,13 +223,22 @@ class Predictor:
         top: int = 0,
         limits: Limits | None = None,
     ) -> list[Answer]:
-        """Return an answer for each image. Raise `UserError` when a request cannot be answered.
+        """Classify images.
 
-        images: paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or Pillow
-        images, in any mixture. tasks: one for all images, or one for each; None: infer it.
-        rule: for images without a task, when the method cannot infer it. `refuse` raises,
-        `confident` takes the task whose head gives the highest probability.
-        top: how many probabilities an answer lists; 0: all.
+        Args:
+            images: Paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or
+                Pillow images, in any mixture.
+            tasks: One task for all images, or a task or None for each image. None: infer the task.
+            rule: For images without a task if the method cannot infer it: `refuse` raises an
+                error, `confident` takes the task with the most probable class.
+            top: Number of probabilities per answer; 0: all.
+            limits: Limits of a request; None: those of the bundle, and paths are allowed.
+
+        Returns:
+            An answer for each image.
+
+        Raises:
+            UserError: If an argument or an image is invalid.
         """
         image_tasks = self.check_request(len(images), tasks, rule, top)
         limits = limits or Limits(
@@ -224,7 +259,7 @@ class Predictor:
         return pixels_of(images, side, limits, budget, interpolation, is_cancelled)
 
     def limit_top(self, top: int) -> int:
-        """Return `top`, at most the number of classes of all tasks."""
+        """Return `top`, but at most the number of classes of all tasks."""
         return min(top, sum(len(task.classes) for task in self.tasks))
 
     def check_request(
@@ -234,9 +269,17 @@ class Predictor:
         rule: str = "refuse",
         top: int = 0,
     ) -> list[str | None]:
-        """Return a task or None for each of `count` images.
+        """Check the options of a request, and return a task or None for each image.
 
-        Raise `UserError` when a task is not served, or when it is needed and not named.
+        Args:
+            count: Number of images.
+            tasks: See `predict`.
+            rule: See `predict`.
+            top: See `predict`.
+
+        Raises:
+            UserError: If an option is invalid, a task is not served, or a task is required but
+                missing.
         """
         if rule not in RULES:
             raise UserError(f"rule is {rule!r:.80}; give one of {', '.join(RULES)}")
@@ -248,17 +291,17 @@ class Predictor:
             image_tasks = list(tasks)
         if len(image_tasks) != count:
             raise UserError(
-                f"there are {count} images and {len(image_tasks)} tasks; give a task, or none, "
-                "for each image"
+                f"there are {count} images and {len(image_tasks)} tasks; give a task or None for "
+                "each image"
             )
         for name in dict.fromkeys(image_tasks):
             if name is not None and name not in self.classes:
                 raise self._unknown_task(name)
         if None in image_tasks and not self.infers_task and rule == "refuse":
             raise UserError(
-                f"method {self.method.name!r} needs to be told the task of each image; there "
-                f"are {', '.join(self.classes)}; or set rule=confident, "
-                "which takes the task that answers with the highest probability"
+                f"method {self.method.name!r} needs to be told the task of each image; there are "
+                f"{', '.join(self.classes)}; or set rule=confident, which takes the task that "
+                "answers with the highest probability"
             )
         return image_tasks
 
@@ -276,10 +319,16 @@ class Predictor:
     def answers(
         self, pixels: NDArray[Any], tasks: Sequence[str | None], rule: Rule = "refuse", top: int = 0
     ) -> list[Answer]:
-        """Return an answer for each image.
+        """Classify decoded images.
 
-        pixels: uint8 (n, 3, S, S), decoded as for evaluation. tasks: as `check_request` returns
-        them.
+        Args:
+            pixels: uint8 (n, 3, S, S), decoded as for evaluation.
+            tasks: A task or None for each image, as `check_request` returns them.
+            rule: See `predict`.
+            top: See `predict`.
+
+        Returns:
+            An answer for each image.
         """
         answers: list[Answer | None] = [None] * len(tasks)
         for start in range(0, len(tasks), EVAL_BATCH):
@@ -298,14 +347,14 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, pixels: NDArray[Any], task: str) -> Tensor:
-        """Return what the heads of a task are given for images, under its weights, on the CPU.
+        """Return the inputs of a task's head, computed with the weights of the task.
 
         Args:
             pixels: uint8 (n, 3, S, S), decoded as for evaluation.
-            task: A task that is served.
+            task: A served task.
 
         Returns:
-            float32 (n, d).
+            float32 (n, d), on the CPU.
         """
         parts: list[Tensor] = []
         for start in range(0, len(pixels), EVAL_BATCH):
@@ -316,14 +365,20 @@ class Predictor:
         return torch.cat(parts)
 
     def network_input(self, pixels: NDArray[Any]) -> Tensor:
-        """Return pixels uint8 (n, 3, S, S) as the images (n, 3, H, W) that evaluation uses."""
+        """Convert pixels uint8 (n, 3, S, S) to images (n, 3, H, W), as in evaluation."""
         (batch,) = to_device([torch.from_numpy(pixels)], self.device)
         rows = torch.arange(len(batch))
         rng = StepRng(0, 0, 0, rows, len(batch), self.device)
         return self.augment(batch, rows, None, rng)[0]
 
     def group_logits(self, images: Tensor, tasks: Sequence[str | None], rule: Rule) -> list[Group]:
-        """Return the logits of a batch, grouped by task, or by output space for unknown tasks."""
+        """Compute the logits of a batch, in one group per output space.
+
+        Args:
+            images: (n, 3, H, W).
+            tasks: A task or None for each image.
+            rule: See `predict`.
+        """
         rows_by_task: dict[str, list[int]] = {}
         unknown: list[int] = []
         for row, task in enumerate(tasks):
@@ -343,9 +398,17 @@ class Predictor:
         return groups
 
     def logits_with_task(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return task -> logits (b, classes of the task) of its rows of images.
+        """Compute the logits of images with known tasks.
 
-        A method that has `compact` answers with a network that its masks have made smaller.
+        If the method has `compact`, a smaller network computes them, in which the masks are
+        applied physically.
+
+        Args:
+            images: (n, 3, H, W).
+            rows: Task -> the positions of its images.
+
+        Returns:
+            Task -> logits (b, classes of the task).
         """
         if not rows:
             return {}
@@ -360,7 +423,13 @@ class Predictor:
         return logits
 
     def logits_without_task(self, rows: Tensor, images: Tensor, rule: Rule) -> list[Group]:
-        """Return the logits of images whose task is unknown. rows: their positions in the batch."""
+        """Compute the logits of images with unknown tasks.
+
+        Args:
+            rows: Positions of the images in the batch.
+            images: (b, 3, H, W).
+            rule: See `predict`.
+        """
         candidates = candidates_of(self.method)
         if candidates:
             return self.infer_task(rows, images, [*candidates.values()])
@@ -372,11 +441,16 @@ class Predictor:
         return self.take_most_confident(rows, images)
 
     def take_most_confident(self, rows: Tensor, images: Tensor) -> list[Group]:
-        """Answer each image with the task whose head gives the highest probability."""
+        """Assign each image to the task with the most probable class.
+
+        Args:
+            rows: Positions of the images in the batch.
+            images: (b, 3, H, W).
+        """
         all_rows = torch.arange(len(rows))
         logits = self.logits_with_task(images, dict.fromkeys(self.classes, all_rows))
         names = [*logits]
-        # of each task, the highest probability for each image, (b,)
+        # For each task, the highest probability of each image, (b,).
         highest = [task_logits.float().softmax(1).amax(1) for task_logits in logits.values()]
         winners = torch.stack(highest).argmax(0).cpu()  # (b,), indices among names
         groups = []
@@ -390,10 +464,13 @@ class Predictor:
     def infer_task(
         self, rows: Tensor, images: Tensor, candidate_tasks: list[tuple[str, ...]]
     ) -> list[Group]:
-        """Return the logits of images whose task the method infers.
+        """Compute the logits of images after the method inferred their tasks.
 
-        candidate_tasks: the tasks of each candidate. A candidate that several tasks share answers
-        with the classes of the last of them.
+        Args:
+            rows: Positions of the images in the batch.
+            images: (b, 3, H, W).
+            candidate_tasks: The tasks of each candidate, for example of each mask. If several tasks
+                share a candidate, the classes of the last task are used.
         """
         assert isinstance(self.method, InfersTask)
         inferred, confidence = self.method.infer(images)
@@ -415,7 +492,7 @@ class Predictor:
         return groups
 
     def _columns(self, name: str) -> slice:
-        """Return the columns of the classes of an inferred task; all columns without a task."""
+        """Return the columns of an inferred task; all columns if the name is not a task."""
         if self.method.scenario == "class":
             assert isinstance(self.method, ClassIncremental)
             return self.method.class_slices()[name]
@@ -424,9 +501,12 @@ class Predictor:
         return slice(len(self.classes[name]))
 
     def to_answers(self, group: Group, top: int) -> list[Answer]:
-        """Return an answer for each row of a group, with names instead of numbers.
+        """Convert the logits of a group to an answer per row.
 
-        A class name that several competing tasks have is listed as TASK/CLASS.
+        Args:
+            group: Logits with a common output space.
+            top: Number of probabilities per answer; 0: all. A class name that occurs in several
+                competing tasks is listed as TASK/CLASS.
         """
         probabilities = group.logits.float().softmax(1).cpu()  # (b, classes)
         best = probabilities.max(1)
@@ -450,7 +530,12 @@ class Predictor:
 
 
 def class_labels(classes: list[tuple[str, str]]) -> list[str]:
-    """Return the class name of each (task, class), as TASK/CLASS where the name is not unique."""
+    """Return the label of each (task, class): the class name, or TASK/CLASS if it is not unique.
+
+    Example:
+        >>> class_labels([("a", "cat"), ("a", "dog"), ("b", "cat")])
+        ['a/cat', 'dog', 'b/cat']
+    """
     counts = Counter(name for _, name in classes)
     labels = []
     for task, name in classes:
@@ -460,9 +545,15 @@ def class_labels(classes: list[tuple[str, str]]) -> list[str]:
 
 
 def task_shares(probabilities: Tensor, winners: Tensor, classes: list[tuple[str, str]]) -> Tensor:
-    """Return (b,): the total probability of the classes of each winner's task.
+    """Compute the total probability of the predicted task's classes.
 
-    probabilities: (b, classes). winners: (b,), the winning columns.
+    Args:
+        probabilities: (b, classes).
+        winners: (b,), the column of the predicted class.
+        classes: (task, class) of each column.
+
+    Returns:
+        (b,).
     """
     tasks = [*dict.fromkeys(task for task, _ in classes)]
     owner = torch.tensor([tasks.index(task) for task, _ in classes])  # (classes,)

@@ -1,4 +1,4 @@
-"""Single tasks of model folders: export one into a file, import it, or remove it."""
+"""Export, import and removal of single tasks of a model folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from workers.serving.versions import Versions, changing
 from workers.storage.artifact import file_info
 from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors
 
-# A task's state is valid only in bundles that agree with it in these.
-COMMON = (
+# The state of a task is valid only in bundles with equal values of these fields.
+COMMON_FIELDS = (
     "method",
     "settings",
     "scenario",
@@ -31,7 +31,7 @@ COMMON = (
 
 
 class NeedsBody(Frozen):
-    """What an exported task requires of a bundle that imports it."""
+    """Requirements of an exported task for a bundle that imports it."""
 
     method: str
     settings: dict[str, Any]
@@ -47,13 +47,13 @@ class NeedsBody(Frozen):
 
 
 def export_task(bundle: Bundle, name: str) -> bytes:
-    """Return a task's state and what it requires of a bundle, as one safetensors file."""
+    """Return a task's state and its requirements for a bundle, as one safetensors file."""
     task = bundle.task(name)
     data = bundle.read(state_file(name))
     tensors, header = load_tensors(data, f"state of task {name!r}")
     needs = {
-        **{key: bundle.body[key] for key in COMMON},
-        "carried": carried_digests(bundle),
+        **{key: bundle.body[key] for key in COMMON_FIELDS},
+        "carried": list_carried_digests(bundle),
         "classes": list(task.classes),
         "card": task.card,
         "data": task.data,
@@ -70,52 +70,56 @@ def export_task(bundle: Bundle, name: str) -> bytes:
 
 
 def import_task(uri: str, data: bytes, where: str, replace: bool = False) -> Task:
-    """Add an exported task to the bundle at `uri`, and return it.
+    """Add an exported task to a model folder.
 
     Args:
-        uri: Of the bundle.
+        uri: The model folder.
         data: The exported task.
-        where: The name of `data` in errors.
-        replace: Whether a task of the same name is replaced.
+        where: Name of `data` in errors.
+        replace: Replace a task with an equal name.
+
+    Returns:
+        The added task.
 
     Raises:
-        UserError: If the two do not fit together, or the task is there already.
+        UserError: If the task does not fit the bundle, or its name exists already.
     """
     with changing(uri) as versions:
-        return _import_into(versions, data, where, replace)
+        return _import(versions, data, where, replace)
 
 
-def _import_into(versions: Versions, data: bytes, where: str, replace: bool) -> Task:
+def _import(versions: Versions, data: bytes, where: str, replace: bool) -> Task:
+    """See `import_task`."""
     uri = versions.uri
     bundle = Bundle.open(uri)
     method = METHODS.get(bundle.body["method"])
     if method is None or trains_shared(method):
         raise UserError(
-            f"{uri}: method {bundle.body['method']!r} trains weights that its tasks share, and "
-            "a task's state means nothing beside those of "
-            "another run; only tasks of a star can be imported"
+            f"{uri}: method {bundle.body['method']!r} trains weights that its tasks share, so a "
+            "task's state cannot be used with the weights of another run; only tasks of a star "
+            "can be imported"
         )
-    needs = needs_of(data, where)
+    needs = read_needs(data, where)
     state = TaskState.from_bytes(data, where)
-    provided = {key: bundle.body[key] for key in COMMON}
-    provided["carried"] = carried_digests(bundle)
-    for body in (needs, provided):  # older versions wrote only the settings that a config had set
-        body["settings"] = whole_settings(provided["method"], body["settings"])
+    provided = {key: bundle.body[key] for key in COMMON_FIELDS}
+    provided["carried"] = list_carried_digests(bundle)
+    for body in (needs, provided):  # older versions wrote only the settings of the config
+        body["settings"] = complete_settings(provided["method"], body["settings"])
     for key, value in provided.items():
         if needs.get(key) != value:
             raise UserError(
                 f"{where}: task {state.task!r} was exported from a model whose {key} is "
-                f"{str(needs.get(key))[:60]}, and in {uri} it is {str(value)[:60]}; import it "
+                f"{str(needs.get(key))[:60]}, but in {uri} it is {str(value)[:60]}; import it "
                 "into a model with the same method, settings and backbone"
             )
     if not NAME.fullmatch(state.task):
         raise UserError(
-            f"{where}: its task is called {state.task!r:.80}, and a name has letters, digits, "
-            "'_', '.' and '-' only; export it anew"
+            f"{where}: its task is called {state.task!r:.80}, but a name has only letters, digits, "
+            "'_', '.' and '-'; export it again"
         )
     if state.task in [task.name for task in bundle.tasks] and not replace:
         raise UserError(
-            f"{uri} serves a task {state.task!r} already; replace it with `--replace`, or leave it"
+            f"{uri} serves a task {state.task!r} already; add `--replace` to replace it"
         )
     task = Task(state.task, needs["card"], needs["data"], state.classes, needs["role"])
     _check_task(task, needs, where)
@@ -123,7 +127,7 @@ def _import_into(versions: Versions, data: bytes, where: str, replace: bool) -> 
     plain = state.to_bytes()
     if file_info(plain)["sha256"] != needs["state"]:
         raise UserError(
-            f"{where}: it is damaged (its sha256 differs from what was exported); export it anew"
+            f"{where}: it is damaged (its sha256 differs from the exported one); export it again"
         )
     tasks = [task if one.name == task.name else one for one in bundle.tasks]
     if task not in tasks:
@@ -135,7 +139,7 @@ def _import_into(versions: Versions, data: bytes, where: str, replace: bool) -> 
 
 
 def _check_task(task: Task, needs: Mapping[str, Any], where: str) -> None:
-    """Raise `UserError` unless `model.json` can list a task."""
+    """Raise `UserError` if a task cannot be written into `model.json`."""
     try:
         TaskBody.model_validate(task_body(task))
     except ValidationError as error:
@@ -143,18 +147,18 @@ def _check_task(task: Task, needs: Mapping[str, Any], where: str) -> None:
         field_name = ".".join(map(str, first["loc"]))
         raise UserError(
             f"{where}: {field_name} of its task is {first['input']!r:.80} ({first['msg']}); export "
-            "it anew"
+            "it again"
         ) from None
     if list(task.classes) != needs["classes"] or len(set(task.classes)) < len(task.classes):
         raise UserError(
             f"{where}: its classes are {list(task.classes)!r:.80} and {needs['classes']!r:.80}, "
-            "and they must be the same and differ from each other; export it anew"
+            "but both lists must be equal, without duplicates; export it again"
         )
 
 
 @torch.no_grad()
 def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
-    """Raise `UserError` if a task cannot be loaded, or does not answer with a number a class."""
+    """Raise `UserError` if a task cannot be loaded, or has not one finite logit per class."""
     method = bundle.method()
     side = bundle.body["backbone"]["img_size"]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
@@ -163,12 +167,20 @@ def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
         if logits.shape[-1] < task.num_classes or not torch.isfinite(logits).all():
             raise UserError(
                 f"{where}: task {task.name!r} answers with {logits.shape[-1]} numbers for "
-                f"{task.num_classes} classes, or with numbers that are not finite; export it anew"
+                f"{task.num_classes} classes, or with numbers that are not finite; export it again"
             )
 
 
-def needs_of(data: bytes, where: str) -> dict[str, Any]:
-    """Return what an exported task requires. Raise `UserError` when the bytes are none."""
+def read_needs(data: bytes, where: str) -> dict[str, Any]:
+    """Return the requirements of an exported task, with the fields of `NeedsBody`.
+
+    Args:
+        data: The exported task.
+        where: Name of `data` in errors.
+
+    Raises:
+        UserError: If the bytes are not an exported task.
+    """
     length = int.from_bytes(data[:8], "little")
     try:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
@@ -176,33 +188,37 @@ def needs_of(data: bytes, where: str) -> dict[str, Any]:
         NeedsBody.model_validate(needs)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"{where}: it is no exported task; make one with `python -m pipeline tasks "
+            f"{where}: it is not an exported task; make one with `python -m pipeline tasks "
             "MODEL_DIR export NAME FILE`"
         ) from None
     return needs
 
 
-def carried_digests(bundle: Bundle) -> dict[str, str]:
-    """Return step -> sha256 of what it hands on."""
+def list_carried_digests(bundle: Bundle) -> dict[str, str]:
+    """Return step -> sha256 of its carried state."""
     files = bundle.body["files"]
     return {step: files[file]["sha256"] for step, file in bundle.body["carried"].items()}
 
 
 def remove_task(uri: str, name: str) -> str:
-    """Remove a task from the bundle at `uri`, with its state and all versions that have the task.
+    """Remove a task from a model folder, with its state and all versions that have the task.
+
+    Args:
+        uri: The model folder.
+        name: Name of the task.
 
     Returns:
-        A note about what stays of it and about earlier versions that were deleted, or "".
+        A note about remaining traces of the task and about deleted versions, or "".
 
     Raises:
-        UserError: If other tasks need that task's state: they must give the same answers as
-            before, which is tried.
+        UserError: If other tasks would give other answers without the state of this task.
     """
     with changing(uri) as versions:
-        return _remove_from(versions, name)
+        return _remove(versions, name)
 
 
-def _remove_from(versions: Versions, name: str) -> str:
+def _remove(versions: Versions, name: str) -> str:
+    """See `remove_task`."""
     uri = versions.uri
     bundle = Bundle.open(uri)
     removed = bundle.task(name)
@@ -222,32 +238,31 @@ def _remove_from(versions: Versions, name: str) -> str:
     changed = bundle.with_tasks(remaining, new_files, new_names)
     if not same_answers(bundle, changed):
         raise UserError(
-            f"{uri}: other tasks of method {bundle.body['method']!r} answer with what task "
-            f"{name!r} left behind, so that it cannot be taken "
-            "out; run the stream without it instead"
+            f"{uri}: task {name!r} cannot be removed, because other tasks of method "
+            f"{bundle.body['method']!r} use its state; run the stream without it instead"
         )
     versions.publish(changed, forget=name)
     notes: list[str] = []
     if trains_shared(METHODS[bundle.body["method"]]):
         notes.append(
-            "what its training left in the weights that tasks share stays, because later tasks "
-            "stand on it"
+            "its training changed the weights that tasks share; these changes stay, because "
+            "later tasks depend on them"
         )
     earlier = versions.find_earlier(name)
     if earlier:
         numbers = ", ".join(map(str, earlier))
-        notes.append(f"earlier versions that served it were deleted ({numbers})")
+        notes.append(f"earlier versions with it were deleted ({numbers})")
     return "; ".join(notes)
 
 
 def trains_shared(method: type[Method]) -> bool:
-    """Return whether training a task changes weights that other tasks are served with."""
+    """Return whether training a task changes weights that other tasks use."""
     return bool(method.carries) or method.trains_on == "seen"
 
 
 @torch.no_grad()
 def same_answers(before: Bundle, after: Bundle) -> bool:
-    """Return whether the tasks of `after` have the same logits on noise in both, bit for bit."""
+    """Return whether the tasks of `after` have bit-identical logits in both bundles, on noise."""
     side = before.body["backbone"]["img_size"]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     old_method = before.method()
@@ -263,10 +278,15 @@ def same_answers(before: Bundle, after: Bundle) -> bool:
     return True
 
 
-def whole_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
-    """Return written settings of a method together with those that were left out.
+def complete_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
+    """Add the omitted settings of a method.
 
-    Return them unchanged when this version does not know them.
+    Args:
+        method: Name of the method.
+        written: Settings from a file.
+
+    Returns:
+        All settings; `written` itself if this version does not know one of its settings.
     """
     cls = METHODS[method].Settings
     try:

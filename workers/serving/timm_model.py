@@ -1,6 +1,6 @@
-"""One task of a bundle as a plain timm model: weights that serve it, and timm's own `config.json`.
+"""One task of a bundle as a plain timm model: its weights, and timm's own `config.json`.
 
-timm reads the folder by itself: `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+timm opens the folder without Accrete: `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 """
 
 from __future__ import annotations
@@ -22,38 +22,48 @@ from workers.serving.bundle import Bundle, check_new
 from workers.storage.artifact import join, write_bytes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TOLERANCE = 1e-5  # of the largest logit, or of 1
-IMAGES = 4  # of noise, on which both models are compared
+TOLERANCE = 1e-5  # relative to the largest absolute logit, at least to 1
+CHECKED_IMAGES = 4  # images of noise on which both models are compared
 
 
 def write(bundle: Bundle, task_name: str, uri: str) -> None:
-    """Write the files of `timm_files` into a new folder. Raise `UserError` as it does."""
+    """Write one task as a plain timm model into a new folder.
+
+    Args:
+        bundle: The bundle.
+        task_name: Name of the task.
+        uri: Path or URI of the folder.
+
+    Raises:
+        UserError: If the folder is not empty, or the task cannot be exported; see
+            `export_timm_files`.
+    """
     check_new(uri)
-    for name, data in timm_files(bundle, task_name).items():
+    for name, data in export_timm_files(bundle, task_name).items():
         write_bytes(join(uri, name), data)
 
 
-def timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
-    """Return `config.json` and `model.safetensors` of one task, by name.
+def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
+    """Return the bytes of `config.json` and `model.safetensors` of one task, by name.
 
-    Raise `UserError` where timm's own model with these weights does not give the task's logits.
+    Raises:
+        UserError: If timm's own model cannot load these weights, or computes other logits.
     """
     task = bundle.task(task_name)
     method = bundle.method()
     settings = BackboneSettings.model_validate(bundle.body["backbone"])
-    reason = _obstacle(settings)
+    reason = _find_obstacle(settings)
     if reason:
-        raise _cannot(bundle, task_name, reason)
-    arguments = _model_arguments(settings)
+        raise _make_error(bundle, task_name, reason)
+    arguments = _list_arguments(settings)
     classes = list(task.classes)
     try:
         model: Any = timm.create_model(settings.name, num_classes=len(classes), **arguments)
-        model.load_state_dict(_folded(method, model, task_name))
+        model.load_state_dict(_fold_weights(method, model, task_name))
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         detail = " ".join(str(error).split())
-        raise _cannot(
-            bundle, task_name, f"its weights are of another form ({detail:.200})"
-        ) from None
+        reason = f"its weights do not fit timm's model ({detail:.200})"
+        raise _make_error(bundle, task_name, reason) from None
     config = {
         "architecture": settings.name.partition(".")[0],
         "num_classes": len(classes),
@@ -72,40 +82,40 @@ def timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
         "accrete": {"method": method.name, "task": task_name},
     }
     files = {CONFIG: json.dumps(config, indent=1).encode(), WEIGHTS: vit.to_bytes(model)}
-    difference = _difference(files, method, settings.img_size, task_name)
+    difference = _compute_difference(files, method, settings.img_size, task_name)
     if not difference <= TOLERANCE:
-        raise _cannot(
-            bundle, task_name, f"a plain timm model gives logits that differ by {difference:.1e}"
-        )
+        reason = f"a plain timm model gives logits that differ by {difference:.1e}"
+        raise _make_error(bundle, task_name, reason)
     return files
 
 
-def _cannot(bundle: Bundle, task_name: str, reason: str) -> UserError:
+def _make_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
+    """Return the error for a task that cannot be exported."""
     return UserError(
         f"{bundle.where}: task {task_name!r} cannot be written for plain timm: {reason}; leave out "
-        "--timm, and a bundle serves it"
+        "--timm and serve the bundle instead"
     )
 
 
-def _obstacle(settings: BackboneSettings) -> str:
-    """Return why no model of timm alone computes what the backbone does; empty where one may."""
+def _find_obstacle(settings: BackboneSettings) -> str:
+    """Return why a plain timm model cannot replace the backbone, or ""."""
     module = timm.model_entrypoint(settings.name.partition(".")[0]).__module__
     if not module.startswith("timm."):
-        return f"{settings.name!r} is no model of timm"
+        return f"{settings.name!r} is not a model of timm"
     if settings.context is not None:
         return "its backbone has Context Broadcasting"
     return ""
 
 
-def _model_arguments(settings: BackboneSettings) -> dict[str, Any]:
-    """Return the arguments of timm's model, without those of training."""
+def _list_arguments(settings: BackboneSettings) -> dict[str, Any]:
+    """Return the arguments of timm's model, without those for training."""
     arguments = dict(settings.options)
     if "img_size" in signature.arguments_of(settings.name.partition(".")[0]):
         arguments["img_size"] = settings.img_size
     return arguments
 
 
-def _folded(method: Method, model: Any, task_name: str) -> dict[str, Tensor]:
+def _fold_weights(method: Method, model: Any, task_name: str) -> dict[str, Tensor]:
     """Return the weights of the model that serves a task: masked or copied ones, and its head."""
     method.activate_task(task_name)
     tensors = dict(method.backbone.state_dict())
@@ -119,9 +129,13 @@ def _folded(method: Method, model: Any, task_name: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _difference(files: dict[str, bytes], method: Method, side: int, task_name: str) -> float:
-    """Return how far the logits of timm's model are from the task's, relative to the largest."""
-    images = torch.randn((IMAGES, 3, side, side), generator=torch.Generator().manual_seed(0))
+def _compute_difference(
+    files: dict[str, bytes], method: Method, side: int, task_name: str
+) -> float:
+    """Return the largest difference of the logits of both models, relative to the largest."""
+    images = torch.randn(
+        (CHECKED_IMAGES, 3, side, side), generator=torch.Generator().manual_seed(0)
+    )
     with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
         for name, data in files.items():
             with open(os.path.join(folder, name), "wb") as stream:

@@ -1,17 +1,17 @@
 """Versions of a model folder: publish a new one, list them, go back, or forget earlier ones.
 
-model.json              the current version; replacing it atomically is what publishes
-versions/NUMBER.json    the `model.json` of each version, the current one included
-versions/dropped.json   the numbers of versions that are being forgotten
+model.json              the current version; replacing it atomically publishes a version
+versions/NUMBER.json    the `model.json` of each version, including the current one
+versions/dropped.json   the numbers of versions to delete
 
-A file lies at its own name, or, while a kept version has other bytes there, at a name with a part
-of its sha256 (`at` in `model.json`). Equal bytes are stored once.
+The path of a file is its name. If a kept version has other bytes there, the path contains a part
+of the file's sha256 (`at` in `model.json`). Equal bytes are stored once.
 
-A version is published in this order: its file in `versions`, the files that the folder lacks, and
-`model.json`. Versions above the current one were undone, or their process was killed before the
-last step. They, and versions beyond the last `MAX_VERSIONS`, are deleted when a change begins and
-when it ends, so that a folder is whole at whatever moment a process is killed. Files that no
-version names are never touched.
+A version is published in this order: its file in `versions`, the missing files, and `model.json`.
+Versions above the current one were undone, or their process was killed before the last step.
+These versions, and versions before the last `MAX_VERSIONS`, are deleted at the beginning and at
+the end of a change. Therefore a folder is complete even if a process is killed at any moment.
+Files that no version contains are never touched.
 """
 
 from __future__ import annotations
@@ -49,19 +49,27 @@ from workers.storage.lock import file_lock
 if TYPE_CHECKING:
     from workers.serving.bundle import Bundle  # imports torch
 
-MAX_VERSIONS = 3  # that are kept, the current one included
-LOCK = ".lock"  # exists while the folder is changed
+MAX_VERSIONS = 3  # including the current one
+LOCK = ".lock"  # the lock file of changes
 DROPPED = "versions/dropped.json"
 VERSION_FILE = re.compile(r"versions/([1-9][0-9]*)\.json")
 PARTIAL = re.compile(
     rf"({MODEL}|versions/[a-z0-9]+\.json|{PLACE})\.[^/]+-[0-9]+-[0-9a-f]{{8}}\.part"
 )
 SUBFOLDERS = ("tasks", "carried", "versions")
-DIGEST_LENGTHS = (8, 64)  # of the part of a sha256 in the name of a file
+DIGEST_LENGTHS = (8, 64)  # characters of a sha256 in a path
 
 
 class Version(NamedTuple):
-    """A version that a folder keeps. written: seconds since the epoch."""
+    """A kept version of a model folder.
+
+    Attributes:
+        number: Number of the version, from 1.
+        written: Time of writing, in seconds since the epoch.
+        tasks: Names of the tasks.
+        sha256: Digest of `model.json`.
+        is_current: Whether the folder serves this version.
+    """
 
     number: int
     written: float
@@ -73,19 +81,19 @@ class Version(NamedTuple):
 def publish(uri: str, bundle: Bundle) -> int:
     """Make a bundle the current version of a model folder.
 
-    A server that follows the folder serves it from then on. If the folder has this content already,
-    nothing changes.
+    A server of this folder then serves the bundle. If the folder has this content already, nothing
+    changes.
 
     Args:
-        uri: Of the folder, which has a `model.json`.
-        bundle: Of a run in the store, or made by `Bundle.with_tasks`.
+        uri: The model folder.
+        bundle: A bundle of a run in the store, or a result of `Bundle.with_tasks`.
 
     Returns:
         The number of the current version.
 
     Raises:
-        UserError: If the folder is no model folder, a file of the bundle cannot be read, or another
-            process changed the folder at the same moment.
+        UserError: If the folder is not a model folder, a file of the bundle cannot be read, or
+            another process changes the folder at the same time.
     """
     with changing(uri) as versions:
         return versions.publish(bundle)
@@ -95,17 +103,17 @@ def list_versions(uri: str) -> list[Version]:
     """Return the kept versions of a model folder, oldest first; the last is the current one.
 
     Raises:
-        UserError: If the folder is no model folder, or the file of a version is damaged.
+        UserError: If the folder is not a model folder, or the file of a version is damaged.
     """
     versions = Versions(uri)
     return [versions.describe(number) for number in versions.kept]
 
 
 def rollback(uri: str) -> Version:
-    """Make the version before the current one, and drop the current one.
+    """Make the previous version the current one, and drop the current one.
 
     Returns:
-        The version that is current now.
+        The new current version.
 
     Raises:
         UserError: If no earlier version is kept, or one of its files is missing.
@@ -115,11 +123,11 @@ def rollback(uri: str) -> Version:
 
 
 def forget(uri: str, task: str | None = None) -> list[int]:
-    """Delete earlier versions of a model folder, with the files that only they name.
+    """Delete earlier versions of a model folder, with the files that only these versions use.
 
     Args:
-        uri: Of the folder.
-        task: Only versions that have this task are deleted (None: all earlier versions).
+        uri: The model folder.
+        task: Delete only versions with this task; None: all earlier versions.
 
     Returns:
         The numbers of the deleted versions.
@@ -130,10 +138,13 @@ def forget(uri: str, task: str | None = None) -> list[int]:
 
 @contextmanager
 def changing(uri: str) -> Iterator[Versions]:
-    """Context manager that yields the versions of a folder, for one change.
+    """Context manager for one change of a model folder, which yields its versions.
 
-    Other processes of this machine wait until it is done. An object store has no lock: there, the
-    last of two writers at the same moment wins.
+    Other processes of this machine wait until the change is done. An object store has no lock: if
+    two processes write at the same time, the last one wins.
+
+    Raises:
+        UserError: If a subfolder is a link.
     """
     if not is_local(uri) or not os.path.isdir(resolve(uri)[1]):
         yield from _settled(uri)
@@ -142,8 +153,8 @@ def changing(uri: str) -> Iterator[Versions]:
     for name in SUBFOLDERS:
         if os.path.islink(os.path.join(folder, name)):
             raise UserError(
-                f"{uri}: {name} is a link, and only files inside the folder are changed; replace "
-                "the link by the folder that it leads to"
+                f"{uri}: {name} is a link, but only files inside the folder are changed; replace "
+                "the link with the folder to which it leads"
             )
     with file_lock(os.path.join(folder, LOCK)):
         yield from _settled(uri)
@@ -157,11 +168,17 @@ def _settled(uri: str) -> Iterator[Versions]:
 
 
 class Versions:
-    """The versions that a model folder had when this object was made.
+    """The versions of a model folder at the time when this object was created.
 
-    body: content of `model.json`. bodies: number -> the same of every version. current: number of
-    the current version. dropped: numbers that are deleted unless current. stored: path -> size and
-    time of every file.
+    Args:
+        uri: The model folder.
+
+    Attributes:
+        body: Content of `model.json`.
+        bodies: Number -> content of the file of each version.
+        current: Number of the current version.
+        dropped: Numbers of versions to delete, except the current one.
+        stored: Path -> size and time of every file.
     """
 
     def __init__(self, uri: str):
@@ -170,23 +187,27 @@ class Versions:
         self.stored = stored_files(uri)
         self.bodies = self._read_bodies()
         self.dropped = self._read_dropped()
-        # Of two equal versions, the current one is the later.
+        # If two versions are equal, the later one is current.
         equal = [n for n, body in self.bodies.items() if body["sha256"] == self.body["sha256"]]
         self.current = max(equal, default=max(self.bodies, default=0) + 1)
         self.bodies[self.current] = self.body
 
     @property
     def kept(self) -> list[int]:
-        """Numbers of the versions that can be opened, in order; the last is the current one."""
+        """Numbers of the kept versions, in order; the last one is current."""
         numbers = {n for n in self.bodies if n < self.current} - self.dropped
         return [*sorted(numbers), self.current][-MAX_VERSIONS:]
 
     def find_earlier(self, task: str | None = None) -> list[int]:
-        """Return the kept versions before the current one, or those of them that have a task."""
+        """Return the numbers of the kept versions before the current one, oldest first.
+
+        Args:
+            task: Return only versions with this task; None: all.
+        """
         return [n for n in self.kept[:-1] if task is None or _has_task(self.bodies[n], task)]
 
     def describe(self, number: int) -> Version:
-        """Return a row about a version."""
+        """Return the facts about a version."""
         body = self.bodies[number]
         file = version_file(number)
         if file not in self.stored:
@@ -196,7 +217,15 @@ class Versions:
         return Version(number, self.stored[file].written, tasks, body["sha256"], is_current)
 
     def publish(self, bundle: Bundle, forget: str | None = None) -> int:
-        """See `publish`. forget: a task; versions before the new one that have it are not kept."""
+        """Make a bundle the current version; see the function `publish`.
+
+        Args:
+            bundle: The bundle.
+            forget: A task; earlier versions with this task are deleted.
+
+        Returns:
+            The number of the current version.
+        """
         if without_places(bundle.body)["sha256"] == without_places(self.body)["sha256"]:
             return self.current
         self._number_current()
@@ -213,18 +242,18 @@ class Versions:
         if missing:
             raise UserError(
                 f"{self.uri}: another process deleted {missing} while this version was written; "
-                "let one process at a time change a folder, and try again"
+                "change a folder with one process at a time, and try again"
             )
         write_model(self.uri, body)
         return number
 
     def rollback(self) -> Version:
-        """See `rollback`."""
+        """Make the previous version the current one; see the function `rollback`."""
         earlier = self.find_earlier()
         if not earlier:
             raise UserError(
-                f"{self.uri}: no version before the current one is kept; only the last "
-                f"{MAX_VERSIONS} versions can be served, and none that had a removed task"
+                f"{self.uri}: no version before the current one is kept; a folder keeps the last "
+                f"{MAX_VERSIONS} versions, but none with a removed task"
             )
         number = earlier[-1]
         file = version_file(number)
@@ -232,22 +261,22 @@ class Versions:
         if missing:
             raise UserError(
                 f"{self.uri}: version {number} cannot be served, because {missing} is missing or "
-                f"has another size; delete {file} to go back to the version before it"
+                f"has another size; delete {file} to go back to an earlier version"
             )
         self._number_current()
         write_bytes(join(self.uri, MODEL), read_bytes(join(self.uri, file)))
         return self.describe(number)._replace(is_current=True)
 
     def forget(self, task: str | None = None) -> list[int]:
-        """See `forget`."""
+        """Delete earlier versions; see the function `forget`."""
         numbers = self.find_earlier(task)
         self._drop(numbers)
         return numbers
 
     def clean_up(self) -> None:
-        """Delete versions that are not kept, files that only they name, and partial files.
+        """Delete dropped versions, files that only these versions use, and partial files.
 
-        The file of a version goes after the files that it names: a later call can go on.
+        The file of a version is deleted after its other files, so a later call can continue.
         """
         kept = self.kept
         needed = _places(self.bodies[number] for number in kept)
@@ -260,6 +289,7 @@ class Versions:
                 _delete_file(join(self.uri, path))
 
     def _read_bodies(self) -> dict[int, dict[str, Any]]:
+        """Read the files of all versions: number -> content."""
         bodies: dict[int, dict[str, Any]] = {}
         for path in self.stored:
             match = VERSION_FILE.fullmatch(path)
@@ -267,14 +297,15 @@ class Versions:
                 continue
             try:
                 bodies[int(match[1])] = read_model(
-                    self.uri, path, f"delete {path} to do without that version"
+                    self.uri, path, f"delete {path} to drop this version"
                 )
             except UserError:
-                if exists(join(self.uri, path)):  # else another process has just deleted it
+                if exists(join(self.uri, path)):  # otherwise another process has just deleted it
                     raise
         return bodies
 
     def _read_dropped(self) -> set[int]:
+        """Read the numbers of versions to delete; an invalid file counts as empty."""
         if DROPPED not in self.stored:
             return set()
         try:
@@ -284,18 +315,21 @@ class Versions:
         return {n for n in numbers if isinstance(n, int)} if isinstance(numbers, list) else set()
 
     def _number_current(self) -> None:
-        """Write the file of the current version, unless it has one."""
+        """Write the file of the current version if it is missing."""
         path = version_file(self.current)
         if path not in self.stored:
             link_file(join(self.uri, MODEL), join(self.uri, path))
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Note versions to delete: those before the current one now, and that one once replaced."""
+        """Write the numbers of versions to delete.
+
+        The current version may be among them. It is deleted after it has been replaced.
+        """
         if numbers:
             write_bytes(join(self.uri, DROPPED), json.dumps(numbers).encode())
 
     def _with_places(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a body in which each file has a place: where its bytes are, or a free one."""
+        """Return a body with the path of each file: where its bytes are, or a free path."""
         placed: dict[str, str] = {}  # place -> sha256
         for number in self.kept:
             kept_body = self.bodies[number]
@@ -310,6 +344,7 @@ class Versions:
         return sealed({**plain, "files": files})
 
     def _choose_place(self, name: str, digest: str, placed: Mapping[str, str]) -> str:
+        """Return the path of a file with this digest. placed: path -> sha256 of kept versions."""
         if placed.get(name) == digest:
             return name
         for place, placed_digest in placed.items():
@@ -322,31 +357,34 @@ class Versions:
 
 
 def version_file(number: int) -> str:
-    """Return the path of the file of a version, below the folder."""
+    """Return the path, below the folder, of the file of a version."""
     return f"versions/{number}.json"
 
 
 def _places(bodies: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the paths of all files of some versions."""
     return {find_place(body, name) for body in bodies for name in body["files"]}
 
 
 def _has_task(body: Mapping[str, Any], task: str) -> bool:
+    """Return whether a version has a task."""
     return any(row["name"] == task for row in body["tasks"])
 
 
 def _delete_file(uri: str) -> None:
+    """Delete a file if it exists."""
     system, path = resolve(uri)
-    with suppress(FileNotFoundError):  # two dropped versions named it
+    with suppress(FileNotFoundError):  # two dropped versions shared it
         system.delete_file(path)
 
 
 def _find_missing(uri: str, body: Mapping[str, Any], file: str) -> str | None:
-    """Return the first file of a version that is missing or has another size; None if none is.
+    """Return the first file of a version that is missing or has another size, or None.
 
     Args:
-        uri: Of the folder.
-        body: Of the version.
-        file: Its own file, which must exist too.
+        uri: The model folder.
+        body: Content of the version's file.
+        file: Path of the version's own file, which must exist too.
     """
     stored = stored_files(uri)
     if file not in stored:

@@ -175,7 +175,7 @@ class Guard:
     """An actor that outlives the server and deletes its application if the server was killed."""
 
     def watch(self, holder: Any, name: str) -> None:
-        """Delete an application as soon as the holder of its models ends, with the server.
+        """Delete an application as soon as its model holder ends, together with the server.
 
         Args:
             holder: Handle of the actor `ModelHolder`.

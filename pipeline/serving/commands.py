@@ -180,7 +180,7 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def bundle(args: argparse.Namespace) -> int:
-    """Write a bundle, or one of its tasks for timm or as an ONNX file. Return the exit code."""
+    """Write a bundle, or a single task for timm or as an ONNX file. Return the exit code."""
     if not args.out and (args.timm or not args.onnx):
         raise UserError("bundle: --out is missing; add --out DIR, a new folder to write into")
     if args.task and not args.onnx:
@@ -225,7 +225,7 @@ def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
-    """Write a bundle, or one of its tasks for plain timm, into a new folder."""
+    """Write a bundle, or a single task for plain timm, into a new folder."""
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
 

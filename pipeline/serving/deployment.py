@@ -274,7 +274,7 @@ def answer_requests(
 def group_requests(served: Predictor, requests: Sequence[DecodedRequest]) -> list[list[int]]:
     """Group the indices of requests that can share forward passes: those with equal options.
 
-    If the method infers one task from several images, each request is a group of its own.
+    If the method infers one task from several images, each request is a separate group.
     """
     if not served.is_per_image:
         return [[index] for index in range(len(requests))]

@@ -147,7 +147,7 @@ def is_address(name: str) -> bool:
 
 
 def has_two_lengths(request: Request) -> bool:
-    """Return whether a request declares the end of its body twice (RFC 9112, section 6.3)."""
+    """Return whether a request declares its body length twice (RFC 9112, section 6.3)."""
     return "content-length" in request.headers and "transfer-encoding" in request.headers
 
 
@@ -560,7 +560,7 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an IPv4 or IPv6 address.
+    """Bind a socket to an IPv4 or IPv6 address and return it.
 
     Raises:
         UserError: If the address cannot be bound.

@@ -49,7 +49,7 @@ class Ingress:
     ):
         tasks = await model.tasks.remote()
         count_replicas = partial(count_running_replicas, serve.get_replica_context().app_name)
-        hosts_allowed = Hosts("", hosts)  # Ray Serve listens on all addresses of its node
+        hosts_allowed = Hosts("", hosts)  # Ray Serve listens on all addresses of the node
         token = read_token("")  # from the environment
         self.front = Front(make_predict(model), tasks, hosts_allowed, count_replicas, token=token)
 

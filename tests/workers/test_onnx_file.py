@@ -121,8 +121,8 @@ def test_the_command_writes_the_file_with_or_without_a_folder(
         ({"timm": "two", "onnx": "x"}, "--out is missing"),
         ({"onnx": "x"}, "choose one with --task: .*two, three"),
         ({"onnx": "x", "task": "nowhere"}, "task 'nowhere' is not in"),
-        ({"onnx": "x", "task": "two", "timm": "three", "out": "y"}, "leave --task out, or write"),
-        ({"out": "y", "task": "two"}, "leave --task out, or add --onnx FILE"),
+        ({"onnx": "x", "task": "two", "timm": "three", "out": "y"}, "leave out --task, or write"),
+        ({"out": "y", "task": "two"}, "leave out --task, or add --onnx FILE"),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(

@@ -40,8 +40,8 @@ class Limits:
         total_pixels: Maximum number of pixels of all images, according to their headers; None: no
             limit.
         value_range: The values of black and white in images of more than 8 bits.
-        paths: Whether texts may be paths of local files. A server must not read files of its host
-            for clients.
+        paths: Whether texts may be paths of local files. A server must not read local
+            files for clients.
         images: Maximum number of images.
         image_bytes: Maximum bytes of one encoded image.
         body_bytes: Maximum bytes of all images in the form in which they are sent.

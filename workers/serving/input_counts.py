@@ -209,7 +209,7 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
 
 
 def sum_days(files: Iterable[DayCounts]) -> list[DayCounts]:
-    """Return one object per day with the sum of its counts, in the order of days."""
+    """Sum the counts of each day; return one object per day, in the order of days."""
     days: dict[date, DayCounts] = {}
     for counts in files:
         days.setdefault(counts.day, DayCounts(day=counts.day)).add_counts(counts)

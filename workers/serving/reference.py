@@ -106,7 +106,7 @@ def compute_nearest_distances(features: Tensor, means: Tensor) -> Tensor:
 
 # ---- measuring a finished run --------------------------------------------------------------------
 def with_reference(bundle: Bundle) -> Bundle:
-    """Return a bundle with a reference of its tasks, measured on images of the run's storage.
+    """Add a reference for all tasks to a bundle, measured on images of the run's storage.
 
     At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images per task are read. If the images of a
     task cannot be read, the file contains the reason instead.

@@ -199,7 +199,7 @@ class Predictor:
 
     @property
     def is_per_image(self) -> bool:
-        """Whether each image is answered independently of the other images of its batch.
+        """Whether each image is answered independently of other images in the batch.
 
         Otherwise the method infers one task from several consecutive images.
         """

@@ -195,7 +195,7 @@ def read_needs(data: bytes, where: str) -> dict[str, Any]:
 
 
 def list_carried_digests(bundle: Bundle) -> dict[str, str]:
-    """Return step -> sha256 of its carried state."""
+    """Return step -> sha256 of the step's carried state."""
     files = bundle.body["files"]
     return {step: files[file]["sha256"] for step, file in bundle.body["carried"].items()}
 
@@ -286,7 +286,7 @@ def complete_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
         written: Settings from a file.
 
     Returns:
-        All settings; `written` itself if this version does not know one of its settings.
+        All settings; `written` itself if this version does not know one of the written settings.
     """
     cls = METHODS[method].Settings
     try:

@@ -116,7 +116,7 @@ def rollback(uri: str) -> Version:
         The new current version.
 
     Raises:
-        UserError: If no earlier version is kept, or one of its files is missing.
+        UserError: If no earlier version is kept, or a file of that version is missing.
     """
     with changing(uri) as versions:
         return versions.rollback()

@@ -18,5 +18,9 @@ DATA = {
 setup(
     packages=[*find_packages(include=["pipeline*", "workers*"]), *DATA],
     package_dir=DATA,
-    package_data={"": ["*.html"], **{package: ["**/*"] for package in DATA}},
+    package_data={
+        "": ["*.html"],
+        "pipeline.launch": ["templates/*"],
+        **{package: ["**/*"] for package in DATA},
+    },
 )

@@ -11,10 +11,10 @@ from pipeline.launch.platforms import (
     Machines,
     Pods,
     Submission,
-    kuberay,
-    ray_launcher,
-    slurm,
-    write,
+    render_kuberay,
+    render_ray_launcher,
+    render_slurm,
+    write_files,
 )
 from pipeline.launch.portable import Portable, portable
 from pipeline.launch.sizes import Size, size_of
@@ -61,7 +61,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     size = size_of(run.config, forecast, args.ranks_per_node, args.hours)
     folder = args.out or f"{run.config.name}-{args.on}"
     submission = submission_on(args, run, size, folder)
-    paths = write(submission, folder)
+    paths = write_files(submission, folder)
     lines = [f"wrote {', '.join(paths)}", str(size), f"storage: {run.config.storage}"]
     if note:
         lines.append(note)
@@ -73,7 +73,7 @@ def submission_on(args: argparse.Namespace, run: Portable, size: Size, folder: s
     """Return the files and commands for the platform of the arguments."""
     match args.on:
         case "slurm":
-            return slurm(run, size, folder, args.array)
+            return render_slurm(run, size, folder, args.array)
         case "kuberay":
             pods = Pods(
                 args.image or Pods.image,
@@ -82,7 +82,7 @@ def submission_on(args: argparse.Namespace, run: Portable, size: Size, folder: s
                 args.service_account or Pods.account,
                 args.secret,
             )
-            return kuberay(run, size, folder, pods)
+            return render_kuberay(run, size, folder, pods)
         case _:
             machines = Machines(
                 args.cloud or Machines.cloud,
@@ -91,4 +91,4 @@ def submission_on(args: argparse.Namespace, run: Portable, size: Size, folder: s
                 args.project,
                 args.service_account,
             )
-            return ray_launcher(run, size, folder, machines)
+            return render_ray_launcher(run, size, folder, machines)

@@ -7,30 +7,25 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import Any
-
-import yaml
 
 from pipeline.config.invocation import this_python
 from pipeline.config.settings import Config
 from pipeline.config.version import CHECKOUT, COMMIT, git_commit
-from pipeline.launch.machines import machine_for
+from pipeline.launch.machines import Machine, machine_for
 from pipeline.launch.portable import Portable
 from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size
-from pipeline.launch.template import KeyPath, read_template, with_directives, with_values
+from pipeline.launch.template import render
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 VOLUME = "/storage"  # where pods see the claim
-CLAIM = "accrete-storage"
 SERVICE_SUFFIX = "-model"  # of the name of a service
 RUN_FOLDER = "/home/ray/run"  # where the head's pod sees a config
 IMAGE = "accrete:ray2.60.0-py311"
-CACHE_SIZE = "60Gi"
 LONGEST_NAME = 40  # characters: KubeRay adds some, and Kubernetes takes 63
 DIGEST = 6  # characters of a digest, where a name had to be changed
 LARGEST_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
@@ -81,7 +76,7 @@ class Machines:
     account: str = ""
 
 
-def name_of(config: Config, suffix: str = "") -> str:
+def name_run(config: Config, suffix: str = "") -> str:
     """Return the name of a run as platforms take it: other runs have other names."""
     full = f"accrete-{config.name}{suffix}"
     name = OTHER_CHARACTERS.sub("-", full.lower()).strip("-")
@@ -92,45 +87,35 @@ def name_of(config: Config, suffix: str = "") -> str:
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------
-def slurm(run: Portable, size: Size, folder: str, with_array: bool = False) -> Submission:
-    """Return the script and the config of a run on Slurm.
+def render_slurm(run: Portable, size: Size, folder: str, with_array: bool = False) -> Submission:
+    """Return the script and the config of a run on Slurm, and the command that submits them.
 
-    with_array: a job for each of the config's seeds. Raise `UserError` when it has none.
+    Args:
+        run: The config.
+        size: Of the nodes.
+        folder: Where the files will lie.
+        with_array: Submit a job for each of the config's seeds.
+
+    Raises:
+        UserError: If `with_array` is set and the config has no seeds that can be indices of jobs.
     """
-    name = name_of(run.config)
-    directives = [
-        f"--job-name={name}",
-        f"--nodes={size.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={size.cpus}",
-        f"--mem={size.memory_gb}G",
-    ]
-    if size.gpus:
-        directives.append(f"--gpus-per-node={size.gpus}")
-    log = f"{name}-%j.log"
-    if with_array:
-        directives.append(f"--array={','.join(map(str, array_seeds(run.config)))}")
-        log = f"{name}-%A_%a.log"
-    directives += [
-        f"--time={size.hours:02d}:00:00",
-        "--signal=B:USR1@120",
-        "--requeue",
-        "--open-mode=append",
-        f"--output={log}",
-    ]
-    script = with_directives(read_template("slurm.sh"), directives)
+    seeds = list_array_seeds(run.config) if with_array else ()
+    script = render("slurm.sh", name=name_run(run.config), size=size, seeds=seeds)
     config = os.path.join(folder, run.file)
     command = shlex.join(["sbatch", os.path.join(folder, "slurm.sh"), config])
-    if Path.cwd() != CHECKOUT:  # whose environment the script looks for
+    if Path.cwd() != CHECKOUT:  # the script looks for the environment of the checkout
         python = this_python()
         ray = os.path.join(os.path.dirname(python), "ray")
         command = f"ACCRETE_PYTHON={shlex.quote(python)} ACCRETE_RAY={shlex.quote(ray)} {command}"
-    commands = [command]
-    return Submission({"slurm.sh": script, **run.files}, commands)
+    return Submission({"slurm.sh": script, **run.files}, [command])
 
 
-def array_seeds(config: Config) -> tuple[int, ...]:
-    """Return the seeds of a config, each the index of a job. Raise `UserError` where none can."""
+def list_array_seeds(config: Config) -> tuple[int, ...]:
+    """Return the seeds of a config, each the index of a job in an array.
+
+    Raises:
+        UserError: If there are no seeds, or one is larger than an index can be.
+    """
     if not config.seeds:
         raise UserError("--array makes a job of each seed, and the config has no `seeds`; add them")
     if max(config.seeds) > LARGEST_INDEX:
@@ -142,36 +127,38 @@ def array_seeds(config: Config) -> tuple[int, ...]:
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
-def kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
-    """Return the manifests of a run on Kubernetes: a job, a cluster that stays, a service.
+def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
+    """Return the manifests of a run on Kubernetes: a job, a permanent cluster, and a service.
 
-    Raise `UserError` when the image is no name to which the device can be added.
+    Args:
+        run: The config.
+        size: Of the nodes.
+        folder: Where the files will lie.
+        pods: Choices of the user.
+
+    Raises:
+        UserError: If the device cannot be added to the name of the image.
     """
     check_image(pods.image)
-    name = name_of(run.config)
-    storage = run.config.storage
-    has_claim = is_local(storage)
-    spec: KeyPath = ("spec",)
-    cluster = {("metadata", "name"): name, **cluster_values(spec, size, pods, has_claim)}
-    job = {
-        ("metadata", "name"): name,
-        ("spec", "entrypoint"): f"python -m pipeline run {RUN_FOLDER}/{run.file}",
-        ("spec", "activeDeadlineSeconds"): size.hours * 3600,
-        (*spec, "submitterPodTemplate", "spec", "containers", 0, "image"): f"{pods.image}-cpu",
-        **cluster_values((*spec, "rayClusterSpec"), size, pods, has_claim, config_map=name),
+    values = {
+        "name": name_run(run.config),
+        "file": run.file,
+        "files": run.files,
+        "config_folder": RUN_FOLDER,
+        "max_nodes": size.nodes,
+        **describe_pods(size, pods, run.config.storage),
     }
-    template, _, _ = read_template("kuberay-job.yaml").partition("---\n")
     files = {
-        "kuberay-job.yaml": f"{with_values(template, job)}---\n{config_map(name, run.files)}",
-        "kuberay-cluster.yaml": with_values(read_template("kuberay-cluster.yaml"), cluster),
-        "kuberay-service.yaml": kuberay_service(run.config, pods, has_claim),
+        "kuberay-job.yaml": render("kuberay-job.yaml", **values),
+        "kuberay-cluster.yaml": render("kuberay-cluster.yaml", **values),
+        "kuberay-service.yaml": render_service(run.config, pods),
     }
     manifest = os.path.join(folder, "kuberay-job.yaml")
     return Submission(files, [shlex.join(["kubectl", "apply", "-f", manifest])])
 
 
 def check_image(image: str) -> None:
-    """Raise `UserError` when an image is no name to which the device can be added."""
+    """Raise `UserError` if the device cannot be added to the name of an image."""
     if IMAGE_NAME.fullmatch(image) and not image.endswith(("-cpu", "-gpu")):
         return
     raise UserError(
@@ -180,134 +167,80 @@ def check_image(image: str) -> None:
     )
 
 
-def cluster_values(
-    spec: KeyPath, size: Size, pods: Pods, has_claim: bool, config_map: str = ""
-) -> dict[KeyPath, Any]:
-    """Return the values of a RayCluster. spec: where it stands in the manifest. has_claim: whether
-    storage is a volume. config_map: holds the config, for the head; empty for none."""
-    head = (*spec, "headGroupSpec", "template", "spec")
-    group = (*spec, "workerGroupSpecs", 0)
-    worker = (*group, "template", "spec")
-    device = "cpu"
-    amounts: dict[str, Any] = {"cpu": str(size.cpus), "memory": f"{size.memory_gb}Gi"}
-    tolerations = [toleration(text) for text in pods.tolerations]
+def describe_pods(size: Size, pods: Pods, storage: str) -> dict[str, Any]:
+    """Return the variables of the template of a RayCluster that depend on nodes and pods."""
+    resources: dict[str, Any] = {"cpu": str(size.cpus), "memory": f"{size.memory_gb}Gi"}
+    tolerations = [parse_toleration(text) for text in pods.tolerations]
     if size.gpus:
-        device = "gpu"
-        amounts["nvidia.com/gpu"] = size.gpus
+        resources["nvidia.com/gpu"] = size.gpus
         tolerations.insert(0, {"key": "nvidia.com/gpu", "operator": "Exists"})
-    values: dict[KeyPath, Any] = {
-        (*worker, "nodeSelector"): dict(pair(text, "--select") for text in pods.selector),
-        (*worker, "tolerations"): tolerations,
-        (*worker, "containers", 0, "image"): f"{pods.image}-{device}",
-        (*worker, "containers", 0, "resources", "requests"): amounts,
-        (*worker, "containers", 0, "resources", "limits"): amounts,
-        (*head, "containers", 0, "image"): f"{pods.image}-cpu",
+    return {
+        "size": size,
+        "pods": pods,
+        "device": "gpu" if size.gpus else "cpu",
+        "resources": resources,
+        "selector": dict(parse_pair(text, "--select") for text in pods.selector),
+        "tolerations": tolerations,
+        "variables": [{"secretRef": {"name": pods.secret}}] if pods.secret else [],
+        "volume": VOLUME,
+        "has_claim": is_local(storage),
     }
-    for key in ("replicas", "minReplicas", "maxReplicas"):
-        values[(*group, key)] = size.nodes
-    environment = []
-    if pods.secret:
-        environment.append({"secretRef": {"name": pods.secret}})
-    for pod, holds_config in ((head, config_map), (worker, "")):
-        volumes, mounts = volumes_of(has_claim, holds_config)
-        values[(*pod, "serviceAccountName")] = pods.account
-        values[(*pod, "volumes")] = volumes
-        values[(*pod, "containers", 0, "envFrom")] = environment
-        values[(*pod, "containers", 0, "volumeMounts")] = mounts
-    return values
 
 
-def volumes_of(has_claim: bool, config_map: str) -> tuple[list[Any], list[Any]]:
-    """Return the volumes of a pod, and where its container mounts them."""
-    volumes: list[Any] = [{"name": "cache", "emptyDir": {"sizeLimit": CACHE_SIZE}}]
-    mounts = [{"name": "cache", "mountPath": "/tmp"}]
-    if has_claim:
-        volumes.append({"name": "storage", "persistentVolumeClaim": {"claimName": CLAIM}})
-        mounts.append({"name": "storage", "mountPath": VOLUME})
-    if config_map:
-        volumes.append({"name": "config", "configMap": {"name": config_map}})
-        mounts.append({"name": "config", "mountPath": RUN_FOLDER})
-    return volumes, mounts
-
-
-def pair(text: str, option: str) -> tuple[str, str]:
-    """Return the parts of `KEY=VALUE`. Raise `UserError` when it is none."""
+def parse_pair(text: str, option: str) -> tuple[str, str]:
+    """Return the parts of `KEY=VALUE`. Raise `UserError` if the text has another form."""
     key, equals_sign, value = text.partition("=")
     if not key or not equals_sign:
         raise UserError(f"{option} is {text!r}; write KEY=VALUE")
     return key, value
 
 
-def toleration(text: str) -> dict[str, str]:
-    """Return the toleration of a taint `KEY` or `KEY=VALUE`, whatever its effect."""
+def parse_toleration(text: str) -> dict[str, str]:
+    """Return the toleration of a taint `KEY` or `KEY=VALUE`, for any effect."""
     if "=" not in text:
         return {"key": text, "operator": "Exists"}
-    key, value = pair(text, "--tolerate")
+    key, value = parse_pair(text, "--tolerate")
     return {"key": key, "operator": "Equal", "value": value}
 
 
-def kuberay_service(config: Config, pods: Pods, has_claim: bool) -> str:
+def render_service(config: Config, pods: Pods) -> str:
     """Return the manifest of a service for the bundle of a run.
 
-    Replicas take no GPU, or as much of one as a rank of the run does. Its name is not that of the
-    cluster: KubeRay would give both the same Service.
+    A replica takes no GPU, or the same share of one as a rank of the run. The name differs from
+    that of the cluster because KubeRay would give both the same Service.
     """
-    name = name_of(config, SERVICE_SUFFIX)
-    template = read_template("kuberay-service.yaml")
     gpus_per_replica = min(1.0, config.cluster.gpus_per_worker)
     replicas_per_node = REPLICAS_PER_NODE
     if gpus_per_replica:
         replicas_per_node = int(1 / gpus_per_replica)
-    fewest, most = SERVING_NODES
+    min_nodes, max_nodes = SERVING_NODES
     cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one for those that read requests
     memory_gb = MEMORY_GB_PER_CPU * cpus
-    size = Size(fewest, cpus, math.ceil(gpus_per_replica), memory_gb, 0, "")
-    cluster: KeyPath = ("spec", "rayClusterConfig")
-    group = (*cluster, "workerGroupSpecs", 0)
-    token = (*group, "template", "spec", "containers", 0, "env", 0, "valueFrom", "secretKeyRef")
-    values: dict[KeyPath, Any] = {
-        ("metadata", "name"): name,
-        ("spec", "serveConfigV2"): serve_config(
-            template, config, most * replicas_per_node, gpus_per_replica
-        ),
-        **cluster_values(cluster, size, pods, has_claim),
-        (*cluster, "headGroupSpec", "template", "spec", "serviceAccountName"): "",
-        (*group, "maxReplicas"): most,
-        (*token, "name"): f"{name}-clients",
-    }
-    return with_values(template, values)
-
-
-def serve_config(manifest: str, config: Config, most_replicas: int, gpus_per_replica: float) -> str:
-    """Return the configuration of Ray Serve in a manifest, for the bundle of a run."""
-    text = yaml.safe_load(manifest)["spec"]["serveConfigV2"]
-    application: KeyPath = ("applications", 0)
-    model = (*application, "deployments", 1)
-    values: dict[KeyPath, Any] = {
-        (*application, "args", "bundle"): f"{config.storage}/models/{config.name}",
-        (*application, "args", "hosts"): [f"{name_of(config, SERVICE_SUFFIX)}-serve-svc"],
-        (*model, "autoscaling_config", "max_replicas"): most_replicas,
-    }
-    if gpus_per_replica:
-        values[(*application, "args", "device")] = "cuda"
-        values[(*model, "ray_actor_options")] = {"num_cpus": 1, "num_gpus": gpus_per_replica}
-    return with_values(text, values)
-
-
-def config_map(name: str, files: Mapping[str, str]) -> str:
-    """Return a ConfigMap that holds files, as YAML."""
-    lines = ["apiVersion: v1", "kind: ConfigMap", "metadata:", f"  name: {name}", "data:"]
-    for file, text in files.items():
-        lines += [f"  {file}: |", indent(text.rstrip("\n"), "    ")]
-    return "\n".join([*lines, ""])
+    size = Size(min_nodes, cpus, math.ceil(gpus_per_replica), memory_gb, 0, "")
+    return render(
+        "kuberay-service.yaml",
+        name=name_run(config, SERVICE_SUFFIX),
+        bundle=f"{config.storage}/models/{config.name}",
+        gpus_per_replica=gpus_per_replica,
+        max_replicas=max_nodes * replicas_per_node,
+        max_nodes=max_nodes,
+        **describe_pods(size, pods, config.storage),
+    )
 
 
 # ---- Ray's launcher ------------------------------------------------------------------------------
-def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> Submission:
-    """Return the file of a cluster on a cloud, and the config that it runs.
+def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> Submission:
+    """Return the file of a cluster for Ray's launcher, and the config that runs on it.
 
-    Raise `UserError` when storage is no bucket, GPUs have no machine image, Google Cloud has no
-    project, or the current folder is not the checkout.
+    Args:
+        run: The config.
+        size: Of the nodes.
+        folder: Where the files will lie.
+        machines: Choices of the user.
+
+    Raises:
+        UserError: If storage is no bucket, GPUs have no machine image, Google Cloud has no
+            project, or the current folder is not the checkout.
     """
     check_current_folder(folder)
     if is_local(run.config.storage):
@@ -328,21 +261,9 @@ def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> 
             f"the config is called {run.config.name!r}, and {file} is the cluster's file; give it "
             "another name with --set name=NAME"
         )
-    worker: KeyPath = ("available_node_types", "worker")
-    values: dict[KeyPath, Any] = {
-        ("cluster_name",): name_of(run.config),
-        ("max_workers",): size.nodes,
-        (*worker, "min_workers"): size.nodes,
-        (*worker, "max_workers"): size.nodes,
-    }
-    text = read_template(file)
-    if size.gpus:
-        image = re.search(r"^  image: (\S+)", text, re.MULTILINE)
-        assert image
-        values[("docker", "worker_image")] = f"{image[1]}-gpu"
-        values[("docker", "worker_run_options")] = ["--gpus all"]
-    machine_values = {"aws": aws_machine, "gcp": gcp_machine}[machines.cloud]
-    values |= machine_values(worker, size, machines)
+    describe_machines = {"aws": describe_aws, "gcp": describe_gcp}[machines.cloud]
+    values = describe_machines(machine_for(machines.cloud, size), machines)
+    text = render(file, name=name_run(run.config), size=size, machines=machines, **values)
     path = shlex.quote(os.path.relpath(os.path.join(folder, file)))
     config = shlex.quote(os.path.relpath(os.path.join(folder, run.file)))
     job = f"{JOB} -- {COMMIT}={git_commit()} python -m pipeline run {config}"
@@ -356,7 +277,7 @@ def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> 
     ]
     if not machines.account:
         commands.insert(0, f"# {NO_ACCOUNT}")
-    return Submission({file: with_values(text, values), **run.files}, commands)
+    return Submission({file: text, **run.files}, commands)
 
 
 def check_current_folder(folder: str) -> None:
@@ -374,55 +295,39 @@ def check_current_folder(folder: str) -> None:
         )
 
 
-def aws_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath, Any]:
-    """Return the values of the workers' node type on AWS."""
-    node: dict[str, Any] = {"InstanceType": machine_for("aws", size).name}
+def describe_aws(machine: Machine, machines: Machines) -> dict[str, Any]:
+    """Return `node_config` of the head and of the workers on AWS."""
+    head: dict[str, Any] = {"InstanceType": AWS_HEAD}
+    worker: dict[str, Any] = {"InstanceType": machine.name}
     if machines.image:
-        node["ImageId"] = machines.image
+        worker["ImageId"] = machines.image
     if machines.is_spot:
-        node["InstanceMarketOptions"] = {"MarketType": "spot"}
-    values: dict[KeyPath, Any] = {(*worker, "node_config"): node}
+        worker["InstanceMarketOptions"] = {"MarketType": "spot"}
     if machines.account:
-        profile = {"Name": machines.account}
-        node["IamInstanceProfile"] = profile
-        head: KeyPath = ("available_node_types", "head", "node_config")
-        values[head] = {"InstanceType": AWS_HEAD, "IamInstanceProfile": profile}
-    return values
+        head["IamInstanceProfile"] = worker["IamInstanceProfile"] = {"Name": machines.account}
+    return {"head": head, "worker": worker}
 
 
-def gcp_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath, Any]:
-    """Return the values of the workers' node type, and of the project, on Google Cloud."""
-    machine = machine_for("gcp", size)
-    config = (*worker, "node_config")
+def describe_gcp(machine: Machine, machines: Machines) -> dict[str, Any]:
+    """Return the variables of the template for Google Cloud."""
     resources = {"CPU": machine.cpus}
-    values: dict[KeyPath, Any] = {
-        ("provider", "project_id"): machines.project,
-        (*config, "machineType"): machine.name,
-    }
-    scheduling: dict[str, Any] = {}
-    if machines.is_spot:
-        scheduling = {"preemptible": True}
+    scheduling: dict[str, Any] = {"preemptible": True} if machines.is_spot else {}
     if machine.gpus:
         resources["GPU"] = machine.gpus
         scheduling["onHostMaintenance"] = "TERMINATE"
-        driver = {"key": "install-nvidia-driver", "value": "True"}
-        values[(*config, "guestAccelerators")] = [
-            {"acceleratorType": machine.accelerator, "acceleratorCount": machine.gpus}
-        ]
-        values[(*config, "metadata")] = {"items": [driver]}
+    accounts = []
     if machines.account:
-        account = {"email": machines.account, "scopes": [CLOUD_SCOPE]}
-        values[(*config, "serviceAccounts")] = [account]
-    if machines.image:
-        source: KeyPath = (*config, "disks", 0, "initializeParams", "sourceImage")
-        values[source] = machines.image
-    values[(*config, "scheduling")] = scheduling
-    values[(*worker, "resources")] = resources
-    return values
+        accounts.append({"email": machines.account, "scopes": [CLOUD_SCOPE]})
+    return {
+        "machine": machine,
+        "resources": resources,
+        "scheduling": scheduling,
+        "accounts": accounts,
+    }
 
 
 # ---- all of them ---------------------------------------------------------------------------------
-def write(submission: Submission, folder: str) -> list[str]:
+def write_files(submission: Submission, folder: str) -> list[str]:
     """Write the files of a submission, and return their paths.
 
     Raise `UserError`, with nothing written, where a file is there with another content.

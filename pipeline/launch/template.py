@@ -1,73 +1,69 @@
-"""Templates are files that work as they are: those of `configs/cluster`, for the demo.
+"""Fill in the Jinja2 templates of the files that `accrete launch` writes.
 
-Values of a YAML file are replaced in its text, so that comments and layout stay.
+A variable that a template uses must be given. A template passes each value of the user through the
+filter `yaml`, which quotes it if YAML needs quotes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.config.yaml_files import CONFIGS, dump_yaml
+from pipeline.config.yaml_files import dump_yaml
+from workers.errors import UserError
 
-FOLDER = CONFIGS / "cluster"
-DIRECTIVE = "#SBATCH "
-
-KeyPath = tuple[str | int, ...]  # keys of mappings and indices of lists that lead to a value
+FOLDER = Path(__file__).with_name("templates")
 
 
-def read_template(name: str) -> str:
-    """Return the text of a file of `configs/cluster`."""
-    return (FOLDER / name).read_text(encoding="utf-8")
+def render(file: str, /, **values: Any) -> str:
+    """Return the text of a file.
 
+    Args:
+        file: Name of the file; its template is `templates/FILE.j2`.
+        values: Variables of the template.
 
-def with_values(text: str, values: Mapping[KeyPath, Any]) -> str:
-    """Return a YAML text with other values.
+    Returns:
+        The text, with a line break at its end.
 
-    values: plain ones, each in place of the one at its path, which must be there; lists and
-    mappings are written on one line, a text of several lines as a block. Raise `KeyError` or
-    `IndexError` for a path that leads to nothing.
+    Raises:
+        jinja2.UndefinedError: If the template uses a variable that is missing in `values`.
     """
-    replaced = []
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    for path, value in values.items():
-        node, column = _node_at(root, path)
-        replaced.append((node.start_mark.index, node.end_mark.index, _text_of(value, column)))
-    for start, end, new in sorted(
-        replaced, reverse=True
-    ):  # from the end: offsets before it stay valid
-        text = text[:start] + new + text[end:]
+    return _ENVIRONMENT.get_template(f"{file}.j2").render(values)
+
+
+def format_yaml(value: Any) -> str:
+    """Write plain values as YAML on one line, for the place after `key: ` or `- `.
+
+    In a flow collection (`{...}`, `[...]`) a text that contains a comma or a bracket would be
+    misread. Pass the whole collection instead.
+
+    Raises:
+        UserError: If a text contains a line break.
+
+    Example:
+        >>> format_yaml({"cpu": "2", "memory": "8Gi"})
+        "{cpu: '2', memory: 8Gi}"
+    """
+    text = dump_yaml(value, default_flow_style=True, width=1 << 20)
+    text = text.removesuffix("...\n").removesuffix("\n")
+    if len(text.splitlines()) > 1:
+        raise UserError(f"{value!r} contains a line break; write it on one line")
     return text
 
 
-def _node_at(root: Any, path: KeyPath) -> tuple[Any, int]:
-    """Return the node of a value, and the column of its key."""
-    node = root
-    column = 0
-    for key in path:
-        if isinstance(key, int):
-            node = node.value[key]
-            continue
-        pairs = {name.value: (name, value) for name, value in node.value}
-        name, node = pairs[key]
-        column = name.start_mark.column
-    return node, column
+def indent_lines(text: str, columns: int) -> str:
+    """Indent all lines of a text that are not blank."""
+    return indent(text, " " * columns)
 
 
-def _text_of(value: Any, column: int) -> str:
-    """Return a value as YAML. column: that of its key."""
-    if isinstance(value, str) and "\n" in value:
-        return "|\n" + indent(value, " " * (column + 2))
-    text = dump_yaml(value, default_flow_style=True, width=1 << 20)
-    return text.removesuffix("...\n").strip()
-
-
-def with_directives(text: str, directives: list[str]) -> str:
-    """Return a script for Slurm with these lines of `#SBATCH` in place of its own."""
-    lines = text.splitlines(keepends=True)
-    line_numbers = [index for index, line in enumerate(lines) if line.startswith(DIRECTIVE)]
-    new = [f"{DIRECTIVE}{directive}\n" for directive in directives]
-    return "".join([*lines[: line_numbers[0]], *new, *lines[line_numbers[-1] + 1 :]])
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(FOLDER),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_ENVIRONMENT.filters |= {"yaml": format_yaml, "indent": indent_lines}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jinja2 import UndefinedError
 
 from pipeline.app import runs as app
 from pipeline.cli import main
@@ -21,7 +22,7 @@ from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, machine_for
 from pipeline.launch.sharing import ALWAYS_BUSY, Sharing
 from pipeline.launch.sizes import HOURS, Size, hours_of, size_of
-from pipeline.launch.template import with_directives, with_values
+from pipeline.launch.template import format_yaml, render
 from tests import small_run
 from workers.errors import UserError
 
@@ -29,6 +30,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = REPOSITORY / "configs" / "cluster"
 DEMO = str(REPOSITORY / "configs" / "demo.yaml")
 BUCKET = ["--set", "storage=s3://bucket/accrete"]
+VALUES: list[Any] = [
+    *("plain", "a, b: [c", "12", "yes", "", "#", "'", '"', "-", "{{ name }}", "x" * 500),
+    {"a": "1", "b, c": ["{", "}"]},
+    [],
+]
 PLATFORMS = {
     "slurm.sh": ["--on", "slurm"],
     "kuberay-job.yaml": ["--on", "kuberay"],
@@ -71,19 +77,60 @@ def test_a_file_of_configs_cluster_is_what_the_command_writes_for_the_demo(file:
     assert launched(DEMO, *PLATFORMS[file])[file] == (CLUSTER / file).read_text()
 
 
-def test_values_are_replaced_where_they_stand() -> None:
-    text = "# head\na: {b: 1, c: [x, y]}  # why\nd:\n  e: |\n    one\n    two\n"
-    values: dict[Any, Any] = {
-        ("a", "b"): "2",
-        ("a", "c", 1): {"z": []},
-        ("d", "e"): "three\nfour\n",
+@pytest.mark.parametrize("file", PLATFORMS)
+def test_a_template_without_one_of_its_variables_is_an_error(file: str) -> None:
+    with pytest.raises(UndefinedError, match="is undefined"):
+        render(file)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_of_a_template_are_quoted(value: Any) -> None:
+    text = format_yaml(value)
+    assert len(text.splitlines()) == 1
+    assert yaml.safe_load(f"before: 1\nkey: {text}  # comment\nafter: 2\n") == {
+        "before": 1,
+        "key": value,
+        "after": 2,
     }
-    expected = "# head\na: {b: '2', c: [x, {z: []}]}  # why\nd:\n  e: |\n    three\n    four\n"
-    assert with_values(text, values) == expected
-    with pytest.raises(KeyError):
-        with_values(text, {("a", "nothing"): 1})
-    script = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --time=1\n#\nrun\n"
-    assert with_directives(script, ["--nodes=3"]) == "#!/bin/bash\n#SBATCH --nodes=3\n#\nrun\n"
+
+
+def test_a_value_with_a_line_break_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for account in ("a\nb: c", "a\u2028b"):
+        error = refusal(capsys, DEMO, "--on", "kuberay", "--service-account", account)
+        assert f"{account!r} contains a line break; write it on one line" in error
+
+
+def test_options_are_quoted_in_every_file() -> None:
+    text = "a, b: [c] #d"
+    files = launched(
+        DEMO,
+        *("--on", "kuberay", "--service-account", text, "--secret", text, "--select", f"k={text}"),
+        *("--tolerate", text),
+    )
+    worker = yaml.safe_load(files["kuberay-cluster.yaml"])["spec"]["workerGroupSpecs"][0]
+    pod = worker["template"]["spec"]
+    assert pod["serviceAccountName"] == text
+    assert pod["nodeSelector"] == {"k": text}
+    assert pod["tolerations"] == [{"key": text, "operator": "Exists"}]
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": text}}]
+
+
+@pytest.mark.parametrize("cloud", MACHINES)
+def test_options_are_quoted_in_the_file_of_the_launcher(cloud: str) -> None:
+    text = "a, b: [c] #d"
+    options = ["--cloud", cloud, "--machine-image", text, "--service-account", text]
+    if cloud == "gcp":
+        options += ["--project", text]
+    files = launched(DEMO, "--on", "ray", *BUCKET, *options)
+    launcher = yaml.safe_load(files[f"ray-{cloud}.yaml"])
+    node = launcher["available_node_types"]["worker"]["node_config"]
+    if cloud == "aws":
+        assert node["ImageId"] == text
+        assert node["IamInstanceProfile"] == {"Name": text}
+    else:
+        assert launcher["provider"]["project_id"] == text
+        assert node["disks"][0]["initializeParams"]["sourceImage"] == text
+        assert node["serviceAccounts"][0]["email"] == text
 
 
 # ---- what is computed ----------------------------------------------------------------------------
@@ -349,7 +396,7 @@ def test_commands_work_from_any_folder_or_are_not_printed(
 
 def test_other_runs_have_other_names_on_a_platform() -> None:
     names = [
-        platforms.name_of(settings(f"name={name}"))
+        platforms.name_run(settings(f"name={name}"))
         for name in ("a.b", "a-b", "A-b", "x" * 50, "x" * 51, "demo")
     ]
     assert len({*names}) == len(names)

@@ -415,6 +415,7 @@ def test_a_service_and_a_cluster_have_names_of_their_own() -> None:
     assert cluster != service
     (application,) = yaml.safe_load(manifests[1]["spec"]["serveConfigV2"])["applications"]
     assert application["args"]["hosts"] == [f"{service}-serve-svc"]
+    assert f"The Service `{service}-serve-svc` answers" in files["kuberay-service.yaml"]
 
 
 def test_workers_go_where_a_person_says_with_credentials_of_the_platform() -> None:

@@ -17,6 +17,8 @@ from jinja2 import UndefinedError
 from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.config import settings as config
+from pipeline.data import source_classes
+from pipeline.graph import raw_data
 from pipeline.launch import platforms
 from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, machine_for
@@ -340,8 +342,10 @@ def test_what_cannot_run_is_refused(
 
 
 def test_data_that_pods_do_not_see_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (raw_data, source_classes):
+        monkeypatch.setattr(module, "FIRST_CONTACT_S", 0.0)
     cards = small_run.make_cards(folder, ("a",))
     path = small_run.write_config(
         folder / "config.yaml", small_run.make_body(folder, cards, ["linear"])
@@ -352,6 +356,7 @@ def test_data_that_pods_do_not_see_is_refused(
         card["source"]["path"] = place
         Path(cards["a"]).write_text(yaml.safe_dump(card))
         assert main(["launch", path, "--on", "kuberay", "--out", place.replace("/", "_")]) == 0
+        assert "no forecast: " in capsys.readouterr().out, "this machine does not see the data"
 
 
 def test_a_method_of_a_stream_keeps_its_recommended_settings() -> None:
@@ -390,7 +395,7 @@ def test_commands_work_from_any_folder_or_are_not_printed(
     assert rest == ["sbatch", "out/slurm.sh", "out/demo.yaml"]
     assert Path(python.removeprefix("ACCRETE_PYTHON=")).samefile(sys.executable)
     assert Path(ray.removeprefix("ACCRETE_RAY=")).name == "ray"
-    assert main(["launch", DEMO, "--on", "ray", *BUCKET, "--out", "other"]) == 2
+    assert main(["launch", DEMO, "--on", "ray", *BUCKET, "--hours", "1", "--out", "other"]) == 2
     assert f"go to {REPOSITORY}" in capsys.readouterr().err
 
 

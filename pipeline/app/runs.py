@@ -898,12 +898,7 @@ def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, 
 
     Of several drivers one makes the report. The others wait for it, and return its manifest.
     """
-    store = run.store
-    with stage_lock(store.root, stage.key):
-        artifact = Artifact.open(store.root, stage.key)
-        if artifact is not None:
-            return {**artifact.manifest, "reused": True}
-        return _make_report(run, record, stage)
+    return run.store.compute_once(stage.key, lambda: _make_report(run, record, stage))
 
 
 def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:

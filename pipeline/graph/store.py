@@ -10,7 +10,7 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -43,6 +43,7 @@ from workers.storage.artifact import (
     write_bytes,
 )
 from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
+from workers.storage.lock import stage_lock
 
 EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
 NOT_FINISHED = "not finished"  # reason of a miss: the last run had the same stage
@@ -218,6 +219,31 @@ class Store:
         """Withdraw the result under a key, so that it no longer stands."""
         withdraw(self.root, key)
 
+    def compute_once(
+        self,
+        key: str,
+        compute: Callable[[], dict[str, Any]],
+        on_wait: Callable[[], object] | None = None,
+    ) -> dict[str, Any]:
+        """Return the manifest of a result, and compute the result if it is missing.
+
+        The lock of the result is held meanwhile: of several drivers one computes, and the others
+        wait for it (see `stage_lock`).
+
+        Args:
+            key: Key of the result.
+            compute: Computes and commits the result. Returns its manifest.
+            on_wait: Called while another driver holds the lock.
+
+        Returns:
+            The manifest; `reused` is true if another driver had computed the result.
+        """
+        with stage_lock(self.root, key, on_wait=on_wait):
+            artifact = Artifact.open(self.root, key)
+            if artifact is not None:
+                return {**artifact.manifest, "reused": True}
+            return compute()
+
     def record_path(self, name: str) -> str:
         """Return the path of the record of a named run."""
         return join(self.storage, "runs", name, "run.json")
@@ -270,8 +296,6 @@ class Store:
         """Held while garbage is deleted, and while it is written down what a run needs. On an
         object store it holds nothing back (see lock.py): there a run that begins in the seconds of
         the deletion may have to compute something again."""
-        from workers.storage.lock import stage_lock
-
         return stage_lock(self.root, "gc")
 
     def _keep_earlier(self, record: RunRecord) -> None:

@@ -20,7 +20,6 @@ from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob
 from workers.loop import WAITING
 from workers.storage.artifact import Artifact
-from workers.storage.lock import stage_lock
 
 Manifest = dict[str, Any]
 Progress = Callable[[Event], None]
@@ -109,18 +108,14 @@ def run_ingest(
         deadline.check()
         progress(Event(EventKind.PROGRESS, stage.id, body=body))
 
-    with stage_lock(store.root, stage.key, on_wait=lambda: report(dict(WAITING))):
-        artifact = Artifact.open(store.root, stage.key)
-        if artifact:  # another driver was faster
-            return {**artifact.manifest, "reused": True}
+    def compute() -> Manifest:
         card = stage.job.card
+        read = ingest.ingest if in_place.urls_of(card) is None else in_place.index_shards
         labels = {"stage": stage.id, "step": "ingest"}
-        if in_place.urls_of(card) is not None:
-            read = in_place.index_shards
-        else:
-            read = ingest.ingest
         manifest = read(card, store.root, stage.key, map_fn, labels, report, stage.job.previous)
         artifact = Artifact.need(store.root, stage.key)
         files = dict(stage.job.files)
         raw_data.ingested(store, card, stage.inputs["source"], artifact, files)
-    return dict(manifest)
+        return dict(manifest)
+
+    return store.compute_once(stage.key, compute, on_wait=lambda: report(dict(WAITING)))

@@ -16,7 +16,7 @@ from workers.job import Task
 KEY_VERSION = 1  # raise it when `store.key_of` changes: every result is then computed anew
 # A key names a folder: a record from elsewhere must not lead out of the store.
 PLAIN = re.compile(r"[\w-]+")
-LONGEST_NAME = 1000  # characters of what a record calls a stage
+MAX_NAME_LENGTH = 1000  # characters of what a record calls a stage
 
 
 class StageRecord(TypedDict):
@@ -177,7 +177,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
     return (
         "label" in entry
         and "task" in entry
-        and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in names)
+        and all(isinstance(name, str) and len(name) <= MAX_NAME_LENGTH for name in names)
         and isinstance(entry.get("inputs"), (dict, type(None)))
         and isinstance(parents, (list, type(None)))
         and all(isinstance(parent, str) for parent in parents or ())

@@ -41,9 +41,11 @@ def attempt_stage(
     except DamagedArtifact as error:
         return Event(EventKind.DAMAGED, stage.id, str(error), key=error.key)
     except StageTimeout as error:
-        return Event(EventKind.FAILED, stage.id, str(error), body=origin_of(group))
+        return Event(EventKind.FAILED, stage.id, str(error), body=describe_origin(group))
     except UserError as error:
-        return Event(EventKind.FAILED, stage.id, str(error), final=True, body=origin_of(group))
+        return Event(
+            EventKind.FAILED, stage.id, str(error), final=True, body=describe_origin(group)
+        )
     except dist.MissingRanks as error:
         return Event(EventKind.LOST, stage.id, str(error))
     except Exception as error:
@@ -56,7 +58,7 @@ def attempt_stage(
         if isinstance(error, torch.OutOfMemoryError):
             reason = explain_memory(stage, error)
         message = f"{reason}; traceback: {trace}"
-        return Event(EventKind.FAILED, stage.id, message, body=origin_of(group))
+        return Event(EventKind.FAILED, stage.id, message, body=describe_origin(group))
 
 
 def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
@@ -81,7 +83,7 @@ def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
     )
 
 
-def origin_of(group: dist.Group | None) -> dict[str, Any]:
+def describe_origin(group: dist.Group | None) -> dict[str, Any]:
     """Return where a try failed: host, rank and log of this process."""
     rank = group.rank if group is not None else 0
     return {"host": platform.node(), "rank": rank, "log": failures.log_path()}

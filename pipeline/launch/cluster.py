@@ -123,7 +123,7 @@ def join_cluster(ray: Any, address: str) -> None:
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(
-            f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); "
+            f"the Ray cluster at {address!r} cannot be joined ({explain_refusal(error)}); "
             "mend that, or set cluster.address=local"
         ) from None
 
@@ -183,7 +183,7 @@ def variables() -> dict[str, str]:
     return {name: os.environ[name] for name in ENVIRONMENT if name not in submitted}
 
 
-def refusal(error: Exception) -> str:
+def explain_refusal(error: Exception) -> str:
     """Return why a cluster cannot be joined, as one line from Ray's error."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "oken" in text and "uthenticat" in text:
@@ -242,11 +242,11 @@ def check_token(address: str) -> None:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise UserError(
                 f"the Ray cluster at {address!r} does not let this machine in: "
-                f"{token_source()}; {TOKEN_REMEDY}"
+                f"{describe_token_source()}; {TOKEN_REMEDY}"
             ) from None
 
 
-def token_source() -> str:
+def describe_token_source() -> str:
     """Return where the refused token of this machine comes from, without the token itself."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode != "token":
@@ -306,14 +306,14 @@ def get_cluster_state() -> ClusterState:
         for actor in list_named_actors(all_namespaces=True)
         if actor["namespace"] == NAMESPACE
     ]
-    return ClusterState(nodes, drivers_of(names))
+    return ClusterState(nodes, group_by_job(names))
 
 
-def drivers_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def group_by_job(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the names of registered actors by the id of their Ray job."""
     drivers: dict[str, tuple[str, ...]] = {}
     for name in sorted(names):
-        job = job_of(name)
+        job = parse_job(name)
         drivers[job] = (*drivers.get(job, ()), name)
     return drivers
 
@@ -334,7 +334,7 @@ def actor_name(ray: Any, search: bool = False) -> str:
     return f"{job}{SEARCH_SUFFIX}" if search else f"{job}-{uuid.uuid4().hex[:8]}"
 
 
-def job_of(name: str) -> str:
+def parse_job(name: str) -> str:
     """Return the id of the Ray job from the name of a registered actor."""
     return name.partition("-")[0]
 
@@ -383,7 +383,7 @@ def versions() -> dict[str, str]:
     return by_name
 
 
-def facts(probe: str) -> NodeFacts:
+def collect_facts(probe: str) -> NodeFacts:
     """Runs on a node. probe: a file that the driver wrote into the storage."""
     try:
         unseen = "" if exists(probe) else "it is not there"
@@ -407,11 +407,11 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
 
 
 def ask_facts(ray: Any, node: Node, probe: str) -> Any:
-    """Have `facts` run on one node, however busy it is. Return the reference to its answer."""
+    """Run `collect_facts` on one node, even if it is busy. Return the reference to its answer."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # heavy
 
     on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(facts)
+    remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(collect_facts)
     return remote.remote(probe)
 
 

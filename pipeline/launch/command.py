@@ -16,8 +16,8 @@ from pipeline.launch.platforms import (
     render_slurm,
     write_files,
 )
-from pipeline.launch.portable import Portable, portable
-from pipeline.launch.sizes import Size, size_of
+from pipeline.launch.portable import Portable, make_portable
+from pipeline.launch.sizes import Size, choose_size
 from workers.errors import UserError
 
 # Options of one platform alone, by their names in the parsed arguments.
@@ -33,7 +33,7 @@ ONLY_ON = {
     "machine_image": ("ray",),
     "project": ("ray",),
 }
-SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # see `portable`
+SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # see `make_portable`
 # Nodes of a cloud come while the run waits for them, so it says how many groups there will be.
 GROUPS = {"slurm": 0, "kuberay": 0, "ray": 1}
 
@@ -50,7 +50,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
             )
     if args.project and args.cloud != "gcp":
         raise UserError("--project works with --cloud gcp alone; leave it out")
-    run = portable(args.config, args.overrides, SHARED[args.on], GROUPS[args.on])
+    run = make_portable(args.config, args.overrides, SHARED[args.on], GROUPS[args.on])
     forecast = None
     note = ""
     if not args.hours:
@@ -58,9 +58,9 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
             forecast = forecast_of(args.config, args.overrides)
         except UserError as error:  # the nodes may see what this machine does not
             note = f"no forecast: {error}"
-    size = size_of(run.config, forecast, args.ranks_per_node, args.hours)
+    size = choose_size(run.config, forecast, args.ranks_per_node, args.hours)
     folder = args.out or f"{run.config.name}-{args.on}"
-    submission = submission_on(args, run, size, folder)
+    submission = render_submission(args, run, size, folder)
     paths = write_files(submission, folder)
     lines = [f"wrote {', '.join(paths)}", str(size), f"storage: {run.config.storage}"]
     if note:
@@ -69,7 +69,9 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     return 0
 
 
-def submission_on(args: argparse.Namespace, run: Portable, size: Size, folder: str) -> Submission:
+def render_submission(
+    args: argparse.Namespace, run: Portable, size: Size, folder: str
+) -> Submission:
     """Return the files and commands for the platform of the arguments."""
     match args.on:
         case "slurm":

@@ -36,8 +36,8 @@ from pipeline.launch.sharing import (
     Sharing,
     find_busy,
     find_sharing,
-    ranks_of_run,
     read_cluster,
+    read_ranks_per_gpu,
     shares_gpus,
     stretch,
 )
@@ -234,7 +234,7 @@ def count_source(card: Card) -> dict[str, float]:
 
 
 # ---- the work of a stage -------------------------------------------------------------------------
-def work_of(
+def count_work(
     step: str, inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
 ) -> Work:
     """Return the work of a stage. tasks: by name.
@@ -307,12 +307,12 @@ def count_images(
     return total
 
 
-def precision_of(inputs: Mapping[str, Any]) -> str:
+def read_precision(inputs: Mapping[str, Any]) -> str:
     """Return the setting `train.precision` of a stage; empty where it has none."""
     return str((inputs.get("train") or {}).get("precision", ""))
 
 
-def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
+def describe_backbone(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what decides how fast the backbone of a config is."""
     backbone = config.get("backbone") or {}
     options = sorted((backbone.get("options") or {}).items())
@@ -355,7 +355,7 @@ def read_sources(
         for stage in record["stages"]:
             inputs = stage.get("inputs") or {}
             step = stage.get("step", "")
-            kind = SourceKind(stage.get("method") or "", step, precision_of(inputs))
+            kind = SourceKind(stage.get("method") or "", step, read_precision(inputs))
             is_full = len(sources.get(kind, ())) >= MAX_SOURCES
             if step in WITHOUT_DEVICE or stage["key"] in read_keys or is_full:
                 continue
@@ -363,23 +363,23 @@ def read_sources(
             artifact = Artifact.open(store.root, stage["key"])
             if artifact is None:
                 continue
-            measured = measure(artifact, work_of(step, inputs, tasks, images))
+            measured = measure(artifact, count_work(step, inputs, tasks, images))
             if measured is not None and is_shared:
-                ranks = ranks_of_run(store.storage, record["name"], cluster.of_step(step))
-                measured = without_others(measured, stretch(ranks, busy))
+                ranks = read_ranks_per_gpu(store.storage, record["name"], cluster.of_step(step))
+                measured = remove_slowdown(measured, stretch(ranks, busy))
             on_cpu = not config.cluster.of_step(step).gpus_per_worker
             if measured is not None and measured.device.startswith("cpu") == on_cpu:
                 sources.setdefault(kind, []).append(measured)
     return sources
 
 
-def comparable_records(store: Store, graph: Graph, config: Config) -> list[Mapping[str, Any]]:
+def list_comparable_records(store: Store, graph: Graph, config: Config) -> list[Mapping[str, Any]]:
     """Return the records of runs with the backbone of `config`, those started last first."""
-    backbone = backbone_of(recorded_config(graph, config))
+    backbone = describe_backbone(recorded_config(graph, config))
     records = []
     for name in store.run_names():
         record = store.record(name)
-        if record and backbone_of(record.get("config") or {}) == backbone:
+        if record and describe_backbone(record.get("config") or {}) == backbone:
             records.append(record)
     return sorted(records, key=lambda record: str(record.get("created")), reverse=True)
 
@@ -402,7 +402,7 @@ def measure(artifact: Artifact, work: Work) -> Measured | None:
     return Measured(fixed_s, epochs_s * workers / images, device)
 
 
-def without_others(measured: Measured, factor: float) -> Measured:
+def remove_slowdown(measured: Measured, factor: float) -> Measured:
     """Return what a stage takes with a GPU to itself that took `factor` times as long."""
     return replace(measured, fixed_s=measured.fixed_s / factor, image_s=measured.image_s / factor)
 
@@ -437,7 +437,7 @@ def forecast(
     """
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
     images = Images(store, cards, lists_sources=True)
-    records = comparable_records(store, graph, config)
+    records = list_comparable_records(store, graph, config)
     busy = ALWAYS_BUSY
     if any(map(shares_gpus, [config.cluster, *map(read_cluster, records)])):
         busy = find_busy(store.storage, [record["name"] for record in records])
@@ -451,8 +451,8 @@ def forecast(
     for stage in graph:
         if stage.id not in todo or not isinstance(stage.job, StageJob):
             continue
-        work = work_of(stage.step, stage.inputs, data, images)
-        basis, measurements = basis_of(stage, config, sources, work)
+        work = count_work(stage.step, stage.inputs, data, images)
+        basis, measurements = choose_measurements(stage, config, sources, work)
         devices.update(measured.device for measured in measurements)
         if basis == "unknown" and work.images is not None:
             basis = speeds.basis
@@ -490,7 +490,7 @@ class Speeds:
         """Return the device-seconds of a stage as if it had been measured."""
         assert isinstance(stage.job, StageJob)
         cluster = self.config.cluster.of_step(stage.step)
-        precision = precision_of(stage.inputs) or "fp32"  # evaluation has none: it is in fp32
+        precision = read_precision(stage.inputs) or "fp32"  # evaluation has none: it is in fp32
         kind = (cluster.cpus_per_worker, cluster.gpus_per_worker, precision)
         if kind not in self.known:
             self.known[kind] = self.get(stage.job.backbone_settings, *kind)
@@ -515,14 +515,14 @@ def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
     return by_name
 
 
-def basis_of(
+def choose_measurements(
     stage: Stage, config: Config, sources: Sources, work: Work
 ) -> tuple[Basis, list[Measured]]:
     """Return which measurements the forecast of a stage rests on; `unknown` for none."""
     if work.images is None:
         return "unknown", []
     method = config.methods[stage.method].method if stage.method else ""
-    kind = SourceKind(method, stage.step, precision_of(stage.inputs))
+    kind = SourceKind(method, stage.step, read_precision(stage.inputs))
     same_method = sources.get(kind)
     if same_method:
         return "same method", same_method
@@ -642,7 +642,7 @@ def notes(prediction: Forecast) -> list[str]:
         "without ingest, report and the start of Ray"
     ]
     if prediction.sharing.stages:
-        lines.append(sharing_note(prediction.sharing))
+        lines.append(describe_sharing(prediction.sharing))
     if prediction.devices:
         lines.append(f"measured on: {'; '.join(prediction.devices)}")
     bases = {cost.basis for cost in prediction.costs.values()}
@@ -668,7 +668,7 @@ def notes(prediction: Forecast) -> list[str]:
     return lines
 
 
-def sharing_note(sharing: Sharing) -> str:
+def describe_sharing(sharing: Sharing) -> str:
     """Return what the forecast assumes of ranks that share a GPU."""
     text = f"shared GPUs: up to {sharing.ranks} ranks on each, which device time counts once; "
     if not sharing.busy.run:

@@ -33,7 +33,7 @@ class LogEnd(NamedTuple):
     text: str
 
 
-def dead_workers(error: Exception) -> list[DeadWorker]:
+def list_dead_workers(error: Exception) -> list[DeadWorker]:
     """Return the workers whose death ended a worker group with this error, by rank."""
     workers = []
     for rank, report in sorted(ray_internals.died_workers(error).items()):
@@ -89,7 +89,7 @@ def fetch_log(ray: Any, node: str, process: int) -> LogEnd:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(log_end_of)
+    remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(read_log_end)
     reference = remote.remote(process)
     try:
         end: LogEnd = ray.get(reference, timeout=ANSWER_S)
@@ -99,7 +99,7 @@ def fetch_log(ray: Any, node: str, process: int) -> LogEnd:
     return end
 
 
-def log_end_of(process: int) -> LogEnd:
+def read_log_end(process: int) -> LogEnd:
     """Return the log of a process of this node. Runs inside a Ray task, whose log is beside it."""
     folder = os.path.dirname(failures.log_path())
     if not folder:

@@ -38,11 +38,11 @@ from pipeline.launch.cluster import (
     describe_unfit,
     register_actor,
 )
-from pipeline.launch.limits import Deadline, timeout_text
+from pipeline.launch.limits import Deadline, describe_timeout
 from pipeline.launch.pools import Pools
 from pipeline.launch.queue import ReadyStage
 from pipeline.launch.queue_actor import QueueActor
-from pipeline.launch.shares import in_words, resources_per_worker
+from pipeline.launch.shares import format_resources, resources_per_worker
 from pipeline.launch.train import NO_ROOM, run_segment
 from workers import preemption
 from workers.errors import UserError
@@ -301,7 +301,7 @@ class RayExecutor(Executor):
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
         self.num_folders += 1
         # SPREAD: not within what a trial of a search has reserved.
-        cluster = self.pools.settings_of(index)
+        cluster = self.pools.get_settings(index)
         remote = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")
         task = remote(run_segment).remote(
             self.queue,
@@ -347,7 +347,7 @@ class RayExecutor(Executor):
                 message = self._explain_end(index, error)
         if group.starts > RetryPolicy.of(self.cluster).group and not moved:
             raise UserError(
-                f"worker {self.pools.name_of(index)} could not be started in {group.starts} "
+                f"worker {self.pools.describe_group(index)} could not be started in {group.starts} "
                 f"tries: {message}; mend what it says, or use fewer workers with "
                 "--set cluster.workers=N"
             )
@@ -362,10 +362,10 @@ class RayExecutor(Executor):
 
     def _explain_end(self, index: int, error: Exception) -> str:
         """Return why a group ended with an error."""
-        workers = dead_workers.dead_workers(error)
+        workers = dead_workers.list_dead_workers(error)
         if not workers:
             return failures.describe(error)
-        stage = self._answer(self.queue.stage_of.remote(index))
+        stage = self._answer(self.queue.get_stage.remote(index))
         nodes = self.rank_nodes.get(index, [])
         return dead_workers.describe(self.ray, workers, nodes, stage, self.store.storage)
 
@@ -398,14 +398,15 @@ class RayExecutor(Executor):
             if groups:
                 self._note(
                     f"waiting for room for {len(groups)} groups of {groups[0].workers} workers "
-                    f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
+                    f"that take {format_resources(per_worker)} each; "
+                    f"free now: {format_resources(free)}"
                 )
 
     def _report_group_start(self, event: Event) -> None:
         """Report that a group has begun with a stage, on which nodes and GPUs."""
         nodes = [self.state.nodes.get(node) for node in event.body["nodes"]]
         addresses = list(dict.fromkeys(node.address for node in nodes if node is not None))
-        where = f"{self.pools.name_of(event.body['group'])} on {', '.join(addresses)}"
+        where = f"{self.pools.describe_group(event.body['group'])} on {', '.join(addresses)}"
         gpus = event.body["gpus"]
         if gpus:
             where += f" (GPU {', '.join(gpus)})"
@@ -417,7 +418,7 @@ class RayExecutor(Executor):
         if self.clock() - self.last_time_check < TIME_CHECK_S:
             return
         self.last_time_check = self.clock()
-        running = self._answer(self.queue.running_stages.remote())
+        running = self._answer(self.queue.list_running_stages.remote())
         for group, (stage, seconds) in running.items():
             limit_s = self.cluster.time_limit(stage.step)
             if limit_s is not None and seconds > limit_s:
@@ -426,7 +427,7 @@ class RayExecutor(Executor):
     def _time_out(self, index: int, stage: Stage, limit_s: float) -> None:
         """End the workers of a group whose stage has taken too long. The stage failed, and another
         group is started."""
-        message = timeout_text(stage.step, limit_s)
+        message = describe_timeout(stage.step, limit_s)
         if self._answer(self.queue.time_out.remote(index, stage.id, message)):
             self.rank_nodes.pop(index, None)
             if index in self.groups:
@@ -455,7 +456,7 @@ class RayExecutor(Executor):
         if self.leaving_since is None:
             self._adjust_groups()
 
-    def _groups_on(self, node: Node) -> list[int]:
+    def _find_groups(self, node: Node) -> list[int]:
         indices = []
         for index, nodes in self.rank_nodes.items():
             if node.id in nodes and index in self.groups:
@@ -464,12 +465,12 @@ class RayExecutor(Executor):
 
     def _node_joined(self, node: Node) -> None:
         devices = {name: node.resources[name] for name in ("CPU", "GPU") if name in node.resources}
-        self._note(f"node {node} joined ({in_words(devices)})")
+        self._note(f"node {node} joined ({format_resources(devices)})")
         if address_of(self.cluster) != "local":
             check_nodes(self.ray, {node.id: node}, self.store.storage)
 
     def _node_lost(self, node: Node) -> None:
-        groups = self._groups_on(node)
+        groups = self._find_groups(node)
         if node.id not in self.used_nodes:
             consequence = "nothing of this run was on it"
         elif groups:
@@ -484,7 +485,7 @@ class RayExecutor(Executor):
             self.groups[index].waiting_since = self.clock()
 
     def _node_leaves(self, node: Node) -> None:
-        groups = self._groups_on(node)
+        groups = self._find_groups(node)
         if not groups:
             self._note(f"node {node} is going to be taken away; nothing of this run is on it")
             return

@@ -16,7 +16,7 @@ class StageTimeout(Exception):
     """A try of a stage has taken longer than its kind may."""
 
 
-def timeout_text(step: str, limit_s: float) -> str:
+def describe_timeout(step: str, limit_s: float) -> str:
     """Return the sentence about a try that took too long: kind of stage, limit, remedy."""
     setting = f"cluster.stages.{step}.timeout_s"
     return (
@@ -49,4 +49,4 @@ class Deadline:
     def check(self) -> None:
         """Raise `StageTimeout` when no time is left."""
         if self.limit_s is not None and self.left_s == 0:
-            raise StageTimeout(timeout_text(self.step, self.limit_s))
+            raise StageTimeout(describe_timeout(self.step, self.limit_s))

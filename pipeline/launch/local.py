@@ -25,7 +25,7 @@ from pipeline.launch.attempt import (
     run_ingest,
 )
 from pipeline.launch.limits import Deadline
-from pipeline.launch.machine import gpu_number, sampling
+from pipeline.launch.machine import find_gpu_number, sampling
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
 from workers.data import accelerator
@@ -70,17 +70,17 @@ class LocalExecutor(Executor):
         stage = self.waiting.take()
         if stage is None:
             return []
-        self.progress(Event(EventKind.STARTED, stage.id, body=self._place_of(stage)))
+        self.progress(Event(EventKind.STARTED, stage.id, body=self._describe_place(stage)))
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
 
-    def _place_of(self, stage: Stage) -> dict[str, Any]:
+    def _describe_place(self, stage: Stage) -> dict[str, Any]:
         """Return where a stage runs, as the body of its event."""
         node = platform.node()
         where = f"this process, {node}"
         gpus = []
         share = self.cluster.of_step(stage.step).gpus_per_worker
         if share and stage.job is not None:
-            gpus = [gpu_number(accelerator.make_device(share))]
+            gpus = [find_gpu_number(accelerator.make_device(share))]
             where += f" (GPU {gpus[0]})"
         return {"where": where, "nodes": [node], "gpus": gpus}
 

@@ -25,7 +25,7 @@ def sample_machine(device: torch.device) -> MachineSample:
         sample["cpu"] = psutil.cpu_percent() / 100
         sample["memory_bytes"] = psutil.virtual_memory().used
     if is_accelerator(device):
-        sample["gpus"][gpu_number(device)] = sample_gpu(device)
+        sample["gpus"][find_gpu_number(device)] = sample_gpu(device)
     return sample
 
 
@@ -42,7 +42,7 @@ def sample_gpu(device: torch.device) -> GpuSample:
     return sample
 
 
-def gpu_number(device: torch.device) -> str:
+def find_gpu_number(device: torch.device) -> str:
     """Return the number of a GPU on its machine; processes count those that they may use."""
     index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -50,7 +50,7 @@ MACHINES = {
 }
 
 
-def machine_for(cloud: str, size: Size) -> Machine:
+def choose_machine(cloud: str, size: Size) -> Machine:
     """Return the smallest machine for a node. cloud: `aws` or `gcp`. Raise `UserError` when there
     is none."""
     for machine in MACHINES[cloud]:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.invocation import this_python
 from pipeline.config.settings import Config
-from pipeline.config.version import CHECKOUT, COMMIT, git_commit
-from pipeline.launch.machines import Machine, machine_for
+from pipeline.launch.machines import Machine, choose_machine
 from pipeline.launch.portable import Portable
 from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size
 from pipeline.launch.template import render
@@ -26,9 +24,9 @@ VOLUME = "/storage"  # where pods see the claim
 SERVICE_SUFFIX = "-model"  # of the name of a service
 RUN_FOLDER = "/home/ray/run"  # where the head's pod sees a config
 IMAGE = "accrete:ray2.60.0-py311"
-LONGEST_NAME = 40  # characters: KubeRay adds some, and Kubernetes takes 63
+MAX_NAME_LENGTH = 40  # characters: KubeRay adds some, and Kubernetes takes 63
 DIGEST = 6  # characters of a digest, where a name had to be changed
-LARGEST_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
+MAX_ARRAY_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
 SERVING_NODES = (2, 4)  # fewest and most that serve a bundle
 REPLICAS_PER_NODE = 3  # of one CPU each, where they take no GPU
 PAGE = "http://127.0.0.1:8265"
@@ -80,10 +78,10 @@ def name_run(config: Config, suffix: str = "") -> str:
     """Return the name of a run as platforms take it: other runs have other names."""
     full = f"accrete-{config.name}{suffix}"
     name = OTHER_CHARACTERS.sub("-", full.lower()).strip("-")
-    if name == full and len(name) <= LONGEST_NAME:
+    if name == full and len(name) <= MAX_NAME_LENGTH:
         return name
     digest = hashlib.sha256(full.encode()).hexdigest()[:DIGEST]
-    return f"{name[: LONGEST_NAME - DIGEST - 1].strip('-')}-{digest}"
+    return f"{name[: MAX_NAME_LENGTH - DIGEST - 1].strip('-')}-{digest}"
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------
@@ -118,10 +116,10 @@ def list_array_seeds(config: Config) -> tuple[int, ...]:
     """
     if not config.seeds:
         raise UserError("--array makes a job of each seed, and the config has no `seeds`; add them")
-    if max(config.seeds) > LARGEST_INDEX:
+    if max(config.seeds) > MAX_ARRAY_INDEX:
         raise UserError(
-            f"--array: seed {max(config.seeds)} is more than {LARGEST_INDEX}, the largest index of "
-            "a job array; choose smaller seeds, or leave --array out"
+            f"--array: seed {max(config.seeds)} is more than {MAX_ARRAY_INDEX}, the largest index "
+            "of a job array; choose smaller seeds, or leave --array out"
         )
     return config.seeds
 
@@ -262,7 +260,7 @@ def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machin
             "another name with --set name=NAME"
         )
     describe_machines = {"aws": describe_aws, "gcp": describe_gcp}[machines.cloud]
-    values = describe_machines(machine_for(machines.cloud, size), machines)
+    values = describe_machines(choose_machine(machines.cloud, size), machines)
     text = render(file, name=name_run(run.config), size=size, machines=machines, **values)
     path = shlex.quote(os.path.relpath(os.path.join(folder, file)))
     config = shlex.quote(os.path.relpath(os.path.join(folder, run.file)))

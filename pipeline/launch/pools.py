@@ -14,10 +14,10 @@ from pipeline.launch.cluster import ClusterState, Node
 from pipeline.launch.queue import STRIDE, ReadyStage
 from pipeline.launch.shares import (
     check_fits,
+    count_node_slots,
+    count_slots,
     resources_per_worker,
     sizes_of_groups,
-    slots_of,
-    worker_slots,
 )
 
 NOT_IN_GROUPS = ("ingest", "report")  # kinds of stages that no worker group runs
@@ -41,9 +41,9 @@ class Pools:
         self.by_step: dict[str, int] = {}
         for step in cluster.stages:
             if step not in NOT_IN_GROUPS:
-                self.by_step[step] = self._pool_with(cluster.of_step(step), step)
+                self.by_step[step] = self._find_pool(cluster.of_step(step), step)
 
-    def _pool_with(self, cluster: ClusterSettings, step: str) -> int:
+    def _find_pool(self, cluster: ClusterSettings, step: str) -> int:
         """Return the pool whose ranks take the same as those of `cluster`, a new one if need be."""
         amounts = resources_per_worker(cluster)
         for index, pool in enumerate(self.pools):
@@ -58,11 +58,11 @@ class Pools:
         """Return the pool that runs one kind of stage."""
         return self.by_step.get(step, 0)
 
-    def settings_of(self, group: int) -> ClusterSettings:
+    def get_settings(self, group: int) -> ClusterSettings:
         """Return the settings of a group, with the resources that its ranks take."""
         return self.pools[group // STRIDE].cluster
 
-    def name_of(self, group: int) -> str:
+    def describe_group(self, group: int) -> str:
         """Return what a person reads of a group."""
         text = f"group {group % STRIDE}"
         steps = self.pools[group // STRIDE].steps
@@ -102,25 +102,25 @@ class Pools:
                 sizes_of_groups(room, cluster, name, min(width, count))
             ):
                 sizes[pool * STRIDE + index] = workers
-                room = without_workers(room, cluster, workers)
+                room = subtract_workers(room, cluster, workers)
         if sum(map(len, state.drivers.values())) > 1:
             return sizes
         for group, workers in groups.items():
-            cluster = self.settings_of(group)
-            if group not in sizes and worker_slots(room, cluster) >= workers:
+            cluster = self.get_settings(group)
+            if group not in sizes and count_slots(room, cluster) >= workers:
                 sizes[group] = workers
-                room = without_workers(room, cluster, workers)
+                room = subtract_workers(room, cluster, workers)
         return sizes
 
 
-def without_workers(state: ClusterState, cluster: ClusterSettings, workers: int) -> ClusterState:
+def subtract_workers(state: ClusterState, cluster: ClusterSettings, workers: int) -> ClusterState:
     """Return a cluster without the resources that so many workers take, as far as it has them."""
     left = workers
     nodes: dict[str, Node] = {}
     for node_id, node in state.nodes.items():
         count = 0
         if node.alive and not node.leaves:
-            count = min(left, slots_of(node, cluster))
+            count = min(left, count_node_slots(node, cluster))
         left -= count
         resources = dict(node.resources)
         for name, amount in resources_per_worker(cluster).items():

@@ -37,7 +37,7 @@ class Portable:
     files: dict[str, str]
 
 
-def portable(
+def make_portable(
     source: str, overrides: Sequence[str], shared: str | None = None, groups: int = 0
 ) -> Portable:
     """Return a config as files that run on a cluster.
@@ -51,7 +51,7 @@ def portable(
     body = configs.read_values(source, overrides)
     body["name"] = config.name
     body["storage"] = absolute(config.storage)
-    if shared and is_local(body["storage"]) and not is_below(body["storage"], shared):
+    if shared and is_local(body["storage"]) and not is_inside(body["storage"], shared):
         body["storage"] = shared
     cluster = dict(body.get("cluster") or {})
     cluster["workers"] = max(1, config.cluster.workers)
@@ -95,14 +95,14 @@ def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> 
         tasks[index] = {**task, "card": f"./{file}"}
 
 
-def is_below(path: str, folder: str) -> bool:
+def is_inside(path: str, folder: str) -> bool:
     """Return whether a path is a folder or lies in it."""
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 
 def _check_is_shared(name: str, path: str, folder: str) -> None:
     """Raise `UserError` when nodes do not see a path. folder: all that they see of a disk."""
-    if "://" in path or (folder and is_below(path, folder)):
+    if "://" in path or (folder and is_inside(path, folder)):
         return
     remedy = "put it into a bucket, and name that: s3://bucket/folder"
     if folder:

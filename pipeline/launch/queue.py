@@ -168,7 +168,7 @@ class Queue:
     def offer(self, stages: list[ReadyStage]) -> QueueNews:
         """Add stages. Return what happened since the last call."""
         for ready in stages:
-            self._ready_of(ready.pool).append(ready)
+            self._get_ready(ready.pool).append(ready)
         events = self.events
         self.events = []
         rank_nodes = {group: [rank.node for rank in ranks] for group, ranks in self.ranks.items()}
@@ -184,12 +184,12 @@ class Queue:
         stage that it ran."""
         self._lose(group, message, moved)
         if group in self.last:
-            self._ready_of(group // STRIDE).release(self.last[group].id)
+            self._get_ready(group // STRIDE).release(self.last[group].id)
         self.ranks.pop(group, None)
         self.dismissed.pop(group, None)
         self.abandoned.add(group)
 
-    def stage_of(self, group: int) -> Stage | None:
+    def get_stage(self, group: int) -> Stage | None:
         """Return the stage that a group runs, or that it has run last."""
         return self.running.get(group) or self.last.get(group)
 
@@ -197,7 +197,7 @@ class Queue:
         """Have every group end when it asks for its next stage."""
         self.closed = True
 
-    def running_stages(self) -> dict[int, RunningStage]:
+    def list_running_stages(self) -> dict[int, RunningStage]:
         """Return what each group runs, and for how long."""
         now = self.clock()
         stages = {}
@@ -234,7 +234,7 @@ class Queue:
             return STOP
         if group in self.abandoned:  # what is left of it; the new one has not joined yet
             return None
-        stage = self._ready_of(group // STRIDE).take(self.last.get(group))
+        stage = self._get_ready(group // STRIDE).take(self.last.get(group))
         if stage is not None:
             self.running[group] = stage
             self.started[group] = self.clock()
@@ -265,7 +265,7 @@ class Queue:
                 self.events.append(event)
         return self.dismissed.get(group, False)
 
-    def _ready_of(self, pool: int) -> ReadyQueue:
+    def _get_ready(self, pool: int) -> ReadyQueue:
         return self.ready.setdefault(pool, ReadyQueue())
 
     def _lose(self, group: int, message: str, moved: bool = False) -> None:

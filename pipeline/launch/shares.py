@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.config.settings import ClusterSettings
-from pipeline.launch.cluster import ClusterState, Node, is_search_actor, job_of
+from pipeline.launch.cluster import ClusterState, Node, is_search_actor, parse_job
 from workers.errors import UserError
 
 SLACK = 1e-9  # ten tenths of a GPU are one GPU, whatever the rounding
@@ -31,10 +31,10 @@ def min_group_size(cluster: ClusterSettings) -> int:
     return cluster.min_workers or cluster.workers
 
 
-def worker_slots(state: ClusterState, cluster: ClusterSettings) -> int:
+def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
     """Return how many workers fit onto the nodes that are alive and not announced to go."""
     usable = [node for node in state.nodes.values() if node.alive and not node.leaves]
-    slots = [slots_of(node, cluster) for node in usable]
+    slots = [count_node_slots(node, cluster) for node in usable]
     group_size = min_group_size(cluster)
     if cluster.placement == "STRICT_PACK":  # a group stands on one node
         slots = [count for count in slots if count >= group_size]
@@ -45,7 +45,7 @@ def worker_slots(state: ClusterState, cluster: ClusterSettings) -> int:
     return sum(slots)
 
 
-def slots_of(node: Node, cluster: ClusterSettings) -> int:
+def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
     """Return how many workers fit onto one node, if nothing else ran there."""
     counts = []
     for name, amount in resources_per_worker(cluster).items():
@@ -66,7 +66,7 @@ def ranks_per_gpu(gpus_per_worker: float) -> int:
     return int(1 / gpus_per_worker + SLACK)
 
 
-def fair_share(total: int, name: str, names: Iterable[str]) -> int:
+def compute_fair_share(total: int, name: str, names: Iterable[str]) -> int:
     """Return the part of `total` that `name` gets among `names`.
 
     Parts are equal. What is left over goes to the names that come first in the alphabet.
@@ -86,10 +86,10 @@ def sizes_of_groups(
     A driver has one group even where its share is less: that group waits for room. name: of this
     driver's registered actor. width: most stages that can run side by side.
     """
-    job = job_of(name)
-    of_job = fair_share(worker_slots(state, cluster), job, state.drivers)
+    job = parse_job(name)
+    of_job = compute_fair_share(count_slots(state, cluster), job, state.drivers)
     trials = [actor for actor in state.drivers.get(job, ()) if not is_search_actor(actor)]
-    share = fair_share(of_job, name, trials)
+    share = compute_fair_share(of_job, name, trials)
     group_size = min_group_size(cluster)
     num_groups = max(1, min(width, cluster.groups or width, share // group_size))
     workers = max(group_size, min(cluster.workers, share // num_groups))
@@ -103,7 +103,7 @@ def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[st
     With `cluster.groups` set nothing is checked: nodes may then be started on demand.
     """
     group_size = min_group_size(cluster)
-    if cluster.groups or worker_slots(state, cluster) >= group_size:
+    if cluster.groups or count_slots(state, cluster) >= group_size:
         return
     per_worker = resources_per_worker(cluster)
     alive = [node for node in state.nodes.values() if node.alive]
@@ -116,14 +116,14 @@ def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[st
         users += f" for stages of kind {', '.join(steps)}"
     setting = f" (cluster.stages.{steps[0]})" if steps else ""
     raise UserError(
-        f"this cluster ({in_words(total) or 'no node'}) has no room for {users} with "
-        f"{in_words(per_worker)} each; lower cluster.workers or what each takes{setting}, "
+        f"this cluster ({format_resources(total) or 'no node'}) has no room for {users} with "
+        f"{format_resources(per_worker)} each; lower cluster.workers or what each takes{setting}, "
         "add nodes, "
         "or, where nodes are started on demand, say how many groups to ask for with cluster.groups"
     )
 
 
-def in_words(resources: Mapping[str, float]) -> str:
+def format_resources(resources: Mapping[str, float]) -> str:
     """Return resources as text: `2 CPUs, 1 GPU, 4 GB of memory`."""
     parts = []
     for name, amount in resources.items():

@@ -81,12 +81,14 @@ def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy)
         steps: Id of a stage -> its kind.
         busy: How busy one rank keeps a GPU.
     """
-    ranks = {stage_id: ranks_beside(cluster.of_step(step)) for stage_id, step in steps.items()}
+    ranks = {
+        stage_id: count_ranks_per_gpu(cluster.of_step(step)) for stage_id, step in steps.items()
+    }
     shared = frozenset(stage_id for stage_id, number in ranks.items() if number > 1)
     return Sharing(shared, max(ranks.values(), default=1), max(1, cluster.workers), busy)
 
 
-def ranks_beside(cluster: ClusterSettings) -> int:
+def count_ranks_per_gpu(cluster: ClusterSettings) -> int:
     """Return the most ranks of a run that are on one GPU at a time."""
     if not cluster.workers:  # one process runs one stage after the other
         return 1
@@ -97,7 +99,7 @@ def ranks_beside(cluster: ClusterSettings) -> int:
 def shares_gpus(cluster: ClusterSettings) -> bool:
     """Return whether ranks of a run share a GPU, for one kind of stage at least."""
     kinds = [cluster, *(cluster.of_step(step) for step in cluster.stages)]
-    return any(ranks_beside(kind) > 1 for kind in kinds)
+    return any(count_ranks_per_gpu(kind) > 1 for kind in kinds)
 
 
 # ---- earlier runs --------------------------------------------------------------------------------
@@ -122,11 +124,11 @@ def find_busy(storage: str, names: Iterable[str]) -> Busy:
     return ALWAYS_BUSY
 
 
-def ranks_of_run(storage: str, name: str, cluster: ClusterSettings) -> float:
+def read_ranks_per_gpu(storage: str, name: str, cluster: ClusterSettings) -> float:
     """Return how many ranks trained on a GPU at a time, on average, in an earlier run.
 
     If the run did not record it, this is the largest possible number.
     """
-    most = ranks_beside(cluster)
+    most = count_ranks_per_gpu(cluster)
     ranks = [figure.get("ranks", most) for figure in read_gpu_use(storage, name)]
     return min(most, fmean(ranks)) if ranks else most

@@ -10,12 +10,12 @@ from pipeline.launch.cost import Estimate, Forecast, counted, total_seconds
 from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError
 
-LEAST_CPUS = 2  # of a node: beside a rank, Ray's own processes and the driver are at work
-LEAST_MEMORY_GB = 8
+MIN_CPUS = 2  # of a node: beside a rank, Ray's own processes and the driver are at work
+MIN_MEMORY_GB = 8
 MEMORY_GB_PER_CPU = 4
 RAY_MEMORY_GB = 2  # beside what ranks reserve
 MARGIN = 2  # times the forecast, which leaves out ingest, report and the start of Ray
-LEAST_HOURS = 1
+MIN_HOURS = 1
 HOURS = 8  # where the number of images is not known
 
 
@@ -39,7 +39,7 @@ class Size:
         return f"{counted(self.nodes, 'node')} with {', '.join(parts)}; {self.hours} h ({self.why})"
 
 
-def size_of(
+def choose_size(
     config: Config, forecast: Forecast | None, ranks_per_node: int = 0, hours: int = 0
 ) -> Size:
     """Return the size of the nodes that run a config.
@@ -57,30 +57,30 @@ def size_of(
         ranks_per_node = ranks_per_gpu(gpus_per_rank)
     ranks = max(1, cluster.workers) * max(1, cluster.groups)
     ranks_per_node = min(ranks, ranks_per_node)
-    cpus = max(LEAST_CPUS, ranks_per_node * cluster.cpus_per_worker)
+    cpus = max(MIN_CPUS, ranks_per_node * cluster.cpus_per_worker)
     time_limit, why = hours, "as --hours says"
     if not hours:
-        time_limit, why = hours_of(forecast)
+        time_limit, why = choose_time_limit(forecast)
     return Size(
         math.ceil(ranks / ranks_per_node),
         cpus,
         math.ceil(ranks_per_node * gpus_per_rank),
-        memory_gb_of(cluster, ranks_per_node, cpus),
+        compute_memory_gb(cluster, ranks_per_node, cpus),
         time_limit,
         why,
         cluster.memory_gb_per_worker * ranks_per_node,
     )
 
 
-def memory_gb_of(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
+def compute_memory_gb(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
     """Return the memory of a node with so many ranks and CPUs, in GB."""
     reserved = cluster.memory_gb_per_worker * ranks
     if reserved:
-        return max(LEAST_MEMORY_GB, math.ceil(reserved) + RAY_MEMORY_GB)
-    return max(LEAST_MEMORY_GB, cpus * MEMORY_GB_PER_CPU)
+        return max(MIN_MEMORY_GB, math.ceil(reserved) + RAY_MEMORY_GB)
+    return max(MIN_MEMORY_GB, cpus * MEMORY_GB_PER_CPU)
 
 
-def hours_of(forecast: Forecast | None) -> tuple[int, str]:
+def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
     """Return a time limit in whole hours, and what it rests on."""
     if forecast is None:
         return HOURS, "not forecast"
@@ -88,7 +88,7 @@ def hours_of(forecast: Forecast | None) -> tuple[int, str]:
     if unknown:
         return HOURS, f"the cost of {counted(len(unknown), 'stage')} is unknown: see `plan --cost`"
     if not forecast.costs:
-        return LEAST_HOURS, "nothing is to run"
+        return MIN_HOURS, "nothing is to run"
     wall = forecast.walls["together"]
     if not forecast.groups:  # as many as there is room for: here, one
         share = forecast.sharing.stretch(1) / forecast.workers  # of all device-seconds
@@ -97,4 +97,4 @@ def hours_of(forecast: Forecast | None) -> tuple[int, str]:
     why = f"{MARGIN} times the {wall.expected / 3600:.2g} h of `plan --cost`"
     if wall.high > wall.expected * MARGIN:
         why = f"the upper end of the {wall.expected / 3600:.2g} h of `plan --cost`"
-    return max(LEAST_HOURS, math.ceil(limit_h)), f"{why}, in whole hours"
+    return max(MIN_HOURS, math.ceil(limit_h)), f"{why}, in whole hours"

@@ -38,7 +38,7 @@ class TimeLeftEstimator:
         return estimate_time_left(self.graph, stages, self.groups or self.most_running)
 
 
-def units_of(stage: Stage) -> int:
+def count_units(stage: Stage) -> int:
     """Return the work of a stage: tasks of an evaluation, epochs of a training step, else 1."""
     if stage.step == "evaluate":
         return max(1, len(stage.inputs.get("seen") or ()))
@@ -64,7 +64,7 @@ def estimate_time_left(
         if live["state"] in ENDED or stage.step in LEFT_OUT:
             continue
         todo.add(stage.id)
-        left_s = _left_of(stage, live, unit_s, clock())
+        left_s = _estimate_left(stage, live, unit_s, clock())
         if left_s is None:
             without += 1
         else:
@@ -90,11 +90,11 @@ def _seconds_per_unit(
         if live["state"] not in FINISHED or not wall_s:
             continue
         for label in {stage.method, None}:
-            measured.setdefault((label, stage.step), []).append(wall_s / units_of(stage))
+            measured.setdefault((label, stage.step), []).append(wall_s / count_units(stage))
     return {kind: statistics.median(values) for kind, values in measured.items()}
 
 
-def _left_of(
+def _estimate_left(
     stage: Stage, live: LiveStage, unit_s: Mapping[tuple[str | None, str], float], now: float
 ) -> float | None:
     """Return the seconds that a stage will take from now on; None where nothing was measured.
@@ -107,7 +107,7 @@ def _left_of(
     per_unit = unit_s.get((stage.method, stage.step), unit_s.get((None, stage.step)))
     if per_unit is None:
         return None
-    expected_s = per_unit * units_of(stage)
+    expected_s = per_unit * count_units(stage)
     if live["state"] == "running":
         return expected_s - (now - live.get("since", now))
     return expected_s

@@ -15,7 +15,7 @@ from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import ray_internals
 from pipeline.launch.attempt import attempt_stage, progress_event
 from pipeline.launch.cluster import where_ray_writes
-from pipeline.launch.machine import gpu_number, sampling
+from pipeline.launch.machine import find_gpu_number, sampling
 from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
 from workers import dist, preemption
@@ -128,7 +128,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         torch_internals.limit_host_waits(dist.WAIT_S)
     queue = config["queue"]
     group = config["group"]
-    gpu = gpu_number(device) if accelerator.is_accelerator(device) else ""
+    gpu = find_gpu_number(device) if accelerator.is_accelerator(device) else ""
     ranks = rank.gather(Rank(ray.get_runtime_context().get_node_id(), gpu))
     if rank.rank == 0:
         ray.get(queue.join.remote(group, ranks))

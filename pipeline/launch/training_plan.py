@@ -50,7 +50,7 @@ def expected_lengths(
     data = cost.task_data(graph, tasks)
     lengths: dict[str, Length] = {}
     for stage in waiting:
-        num_images = cost.work_of(stage.step, stage.inputs, data, images).images
+        num_images = cost.count_work(stage.step, stage.inputs, data, images).images
         train = cost.fitted_train(stage.inputs, num_images)
         if num_images and train:
             lengths[stage.id] = describe_length(train, round(num_images))

@@ -149,9 +149,9 @@ def test_builds_of_one_version_are_one_version() -> None:
 
 def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("x")
-    assert cluster.facts(str(tmp_path / "probe")).unseen == ""
-    assert cluster.facts(str(tmp_path / "other")).unseen == "it is not there"
-    assert "nothing://" in cluster.facts("nothing://there/x").unseen
+    assert cluster.collect_facts(str(tmp_path / "probe")).unseen == ""
+    assert cluster.collect_facts(str(tmp_path / "other")).unseen == "it is not there"
+    assert "nothing://" in cluster.collect_facts("nothing://there/x").unseen
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
     ],
 )
 def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, message: str) -> None:
-    assert message in cluster.refusal(RuntimeError(raised))
-    assert "\n" not in cluster.refusal(RuntimeError(raised + "\n at line 3"))
-    assert len(cluster.refusal(RuntimeError(raised + " more" * 1000))) <= 300
+    assert message in cluster.explain_refusal(RuntimeError(raised))
+    assert "\n" not in cluster.explain_refusal(RuntimeError(raised + "\n at line 3"))
+    assert len(cluster.explain_refusal(RuntimeError(raised + " more" * 1000))) <= 300
 
 
 @pytest.mark.parametrize(

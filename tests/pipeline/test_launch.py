@@ -21,9 +21,9 @@ from pipeline.data import source_classes
 from pipeline.graph import raw_data
 from pipeline.launch import platforms
 from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
-from pipeline.launch.machines import MACHINES, machine_for
+from pipeline.launch.machines import MACHINES, choose_machine
 from pipeline.launch.sharing import ALWAYS_BUSY, Sharing
-from pipeline.launch.sizes import HOURS, Size, hours_of, size_of
+from pipeline.launch.sizes import HOURS, Size, choose_size, choose_time_limit
 from pipeline.launch.template import format_yaml, render
 from tests import small_run
 from workers.errors import UserError
@@ -226,7 +226,7 @@ def test_a_run_in_a_bucket_needs_no_volume() -> None:
 def test_nodes_have_what_their_ranks_take(
     lines: list[str], ranks_per_node: int, expected: tuple[int, ...]
 ) -> None:
-    size = size_of(settings(*lines), None, ranks_per_node, 1)
+    size = choose_size(settings(*lines), None, ranks_per_node, 1)
     assert (size.nodes, size.cpus, size.gpus, size.memory_gb) == expected
 
 
@@ -252,16 +252,16 @@ def forecast(
     ],
 )
 def test_the_time_limit_follows_from_the_forecast(prediction: Any, hours: int, why: str) -> None:
-    limit, text = hours_of(prediction)
+    limit, text = choose_time_limit(prediction)
     assert limit == hours
     assert why in text
 
 
 def test_ranks_of_one_group_that_share_a_gpu_take_longer() -> None:
     prediction = replace(forecast(9000.0, groups=0), workers=2)
-    assert hours_of(prediction)[0] == 3
+    assert choose_time_limit(prediction)[0] == 3
     sharing = Sharing(frozenset({"meat/a/train"}), 2, 2, ALWAYS_BUSY)
-    assert hours_of(replace(prediction, sharing=sharing))[0] == 5
+    assert choose_time_limit(replace(prediction, sharing=sharing))[0] == 5
 
 
 def test_the_size_stands_in_the_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,7 +407,7 @@ def test_other_runs_have_other_names_on_a_platform() -> None:
     assert len({*names}) == len(names)
     for name in names:
         assert re.fullmatch(r"accrete-[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
-        assert len(name) <= platforms.LONGEST_NAME
+        assert len(name) <= platforms.MAX_NAME_LENGTH
     assert names[-1] == "accrete-demo"
 
 
@@ -498,11 +498,13 @@ def test_a_cluster_with_gpus_shows_them_to_its_containers(cloud: str) -> None:
 def test_the_smallest_machine_that_fits_is_taken(cloud: str) -> None:
     for machine in MACHINES[cloud]:
         size = Size(1, machine.cpus, machine.gpus, machine.memory_gb, 1, "")
-        assert machine_for(cloud, size) == machine
+        assert choose_machine(cloud, size) == machine
     with pytest.raises(UserError, match="lower --ranks-per-node"):
-        machine_for(cloud, Size(1, 2, 9, 8, 1, ""))
-    size = size_of(settings("cluster.memory_gb_per_worker=12"), None)
-    assert 0.7 * machine_for(cloud, size).memory_gb >= 12, "what Ray's launcher lets ranks reserve"
+        choose_machine(cloud, Size(1, 2, 9, 8, 1, ""))
+    size = choose_size(settings("cluster.memory_gb_per_worker=12"), None)
+    assert 0.7 * choose_machine(cloud, size).memory_gb >= 12, (
+        "what Ray's launcher lets ranks reserve"
+    )
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_a_stage_that_took_too_long_failed_and_its_group_is_given_up() -> None:
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(0, [Rank("node")])
     queue.next_stage(0)
-    running = queue.running_stages()
+    running = queue.list_running_stages()
     assert (running[0].stage.id, running[0].seconds) == ("a", 15.0)
     assert not queue.time_out(0, "b", "late"), "it runs another stage"
     assert queue.time_out(0, "a", "late")

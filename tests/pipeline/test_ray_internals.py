@@ -199,18 +199,18 @@ def test_ray_train_says_which_worker_died_with_its_process_and_the_address_of_it
     of_a_task: Any = RayTaskError("run_segment", "text", ValueError("x"))
     of_a_task.cause = error
     for raised in (error, of_a_task):
-        [worker] = dead_workers.dead_workers(raised)
+        [worker] = dead_workers.list_dead_workers(raised)
         assert worker[:3] == (1, "10.0.0.2", 41)
         assert "killed" in worker.report
         assert not ray_internals.are_unreachable(raised)
-    assert dead_workers.dead_workers(ValueError("x")) == []
+    assert dead_workers.list_dead_workers(ValueError("x")) == []
     assert not ray_internals.are_unreachable(WorkerGroupError("text", {0: ValueError("x")}))
     lost = messages.ActorDiedErrorContext(
         error_message="The actor died because its node has died. Node Id: 5", actor_id=b"0" * 16
     )
     for failure in (ActorDiedError(lost), ActorUnavailableError("connection reset", b"0" * 16)):
         gone = WorkerGroupError("text", {0: WorkerHealthCheckFailedError("x", failure)})
-        assert dead_workers.dead_workers(gone) == []
+        assert dead_workers.list_dead_workers(gone) == []
         assert ray_internals.are_unreachable(gone)
 
 

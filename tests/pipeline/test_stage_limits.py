@@ -23,7 +23,7 @@ from pipeline.launch import local
 from pipeline.launch.groups import RayMap
 from pipeline.launch.limits import Deadline, StageTimeout
 from pipeline.launch.local import LocalExecutor
-from pipeline.launch.pools import Pools, without_workers
+from pipeline.launch.pools import Pools, subtract_workers
 from pipeline.launch.queue import STRIDE, ReadyStage
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
@@ -110,7 +110,7 @@ def executor_of(cluster: ClusterSettings, folder: Path, clock: Clock) -> LocalEx
     )
 
 
-def stage_of(step: str, job: Any) -> Stage:
+def get_stage(step: str, job: Any) -> Stage:
     """Return a stage of one kind."""
     return Stage(f"meat/a/{step}", step, "k" * 32, {}, (), job=job)
 
@@ -134,7 +134,7 @@ def test_a_stage_of_this_process_ends_itself_at_its_next_report_and_is_tried_aga
     clock = Clock()
     monkeypatch.setattr(local, "run_stage", training(clock, 100, []))
     executor = executor_of(limited(train={"timeout_s": 10}), tmp_path, clock)
-    stage = stage_of("train", SimpleNamespace(spec=StageJob))
+    stage = get_stage("train", SimpleNamespace(spec=StageJob))
     executor.submit(stage, 0)
     [event] = executor.poll()
     executor.close()
@@ -145,7 +145,7 @@ def test_a_stage_of_this_process_ends_itself_at_its_next_report_and_is_tried_aga
 
 
 def test_each_try_has_its_own_time_and_the_last_one_fails_the_stage() -> None:
-    stage = stage_of("train", None)
+    stage = get_stage("train", None)
     walk = Walk.over(Graph.of("g", [stage]), [], retries=1)
     late = Event(EventKind.FAILED, stage.id, "took longer")
     kinds = []
@@ -164,7 +164,7 @@ def test_a_stage_of_this_process_that_ends_in_time_is_done(
     monkeypatch.setattr(local, "run_stage", training(clock, 9, []))
     executor = executor_of(limited(train={"timeout_s": 10}), tmp_path, clock)
     for _ in range(2):
-        executor.submit(stage_of("train", SimpleNamespace()), 0)
+        executor.submit(get_stage("train", SimpleNamespace()), 0)
         assert executor.poll()[0].kind is EventKind.DONE
     executor.close()
 
@@ -178,7 +178,7 @@ def test_threads_are_those_of_the_kind_of_stage(
     monkeypatch.setattr(local, "run_stage", training(Clock(), 0, devices))
     executor = executor_of(limited(evaluate={"cpus": 3}), tmp_path, Clock())
     for step in ("train", "evaluate"):
-        executor.submit(stage_of(step, SimpleNamespace()), 0)
+        executor.submit(get_stage(step, SimpleNamespace()), 0)
         executor.poll()
     executor.close()
     assert threads == [1, 3]
@@ -211,7 +211,7 @@ def test_ingest_in_this_process_ends_itself_at_its_next_report(
     executor = executor_of(limited(ingest={"timeout_s": 5}), tmp_path, clock)
     job: Any = object.__new__(IngestJob)
     object.__setattr__(job, "card", SimpleNamespace())
-    executor.submit(stage_of("ingest", job), 0)
+    executor.submit(get_stage("ingest", job), 0)
     [event] = executor.poll()
     executor.close()
     assert event.kind is EventKind.FAILED
@@ -309,8 +309,8 @@ def test_kinds_that_take_the_same_share_a_pool() -> None:
     assert len(pools.pools) == 2
     steps = ("train", "backbone", "evaluate", "herd", "prune")
     assert [pools.of_step(step) for step in steps] == [0, 0, 1, 1, 0]
-    assert pools.name_of(3) == "group 3"
-    assert pools.name_of(STRIDE + 1) == "group 1 for evaluate, herd"
+    assert pools.describe_group(3) == "group 3"
+    assert pools.describe_group(STRIDE + 1) == "group 1 for evaluate, herd"
 
 
 def test_the_pool_with_the_deepest_stages_gets_room_first_and_others_what_is_left() -> None:
@@ -354,7 +354,7 @@ def test_resources_that_no_node_has_are_one_sentence() -> None:
 
 def test_workers_are_taken_from_nodes_that_stay() -> None:
     state = nodes_of([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 2.0}], lost=[0], leaving=[1])
-    room = without_workers(state, limited(), 5)
+    room = subtract_workers(state, limited(), 5)
     assert [node.resources["CPU"] for node in room.nodes.values()] == [2, 2, 0]
 
 

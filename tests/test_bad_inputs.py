@@ -750,7 +750,7 @@ def test_a_cluster_without_the_accelerators_asked_for_is_refused(site: Any) -> N
     site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
     message = in_a_process(["run", site.config()])
     assert "has no room for" in message
-    assert "lower cluster.workers or what each takes, add nodes" in message
+    assert "lower cluster.workers or the resources of each, add nodes" in message
 
 
 # ---- as people call it ---------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
         assert process.exitcode == 0, output
     # the second, where the work has gone on before Ray declares the node dead; the last, where
     # the group was missed before that
-    continuation = "what ran on it goes on from its last checkpoint|what ran on it has gone on"
+    continuation = "its stages continue from their last checkpoints|its stages have continued"
     loss = f"was lost; ({continuation})|(was|may be) lost, and at most"
     assert re.search(loss, output)
     assert "RayTaskError" not in output
@@ -101,8 +101,11 @@ def test_a_stage_on_a_preempted_node_is_saved_and_moved_without_losing_a_step(
         process.join(240)
         output = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, output
-    assert "is going to be taken away; what runs on it is saved and moved" in output
-    assert "hat/a/train: it is told to leave, its state is saved; it goes on from there" in output
+    assert "will be taken away; its stages are saved and moved" in output
+    assert (
+        "hat/a/train: its group was asked to leave, its state is saved; it goes on from there"
+        in output
+    )
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 

@@ -1,4 +1,4 @@
-"""One attempt at a stage: run it, and turn whatever happens into an event."""
+"""One attempt at a stage: run it, and turn its end into an event."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def attempt_stage(
 ) -> Event:
     """Run a stage and return the event that says how it ended.
 
-    The traceback of an unexpected error is written below `storage`. group: the rank that runs the
-    stage, for that file; None where there is one rank.
+    Args:
+        stage: The stage.
+        run: Runs it and returns the manifest.
+        storage: The traceback of an unexpected error is written below it.
+        group: The rank that runs the stage, for the file of the traceback. None: the only rank.
     """
     try:
         return Event(EventKind.DONE, stage.id, body=run())
     except preemption.Preempted:
-        return Event(EventKind.MOVED, stage.id, "it is told to leave, its state is saved")
+        return Event(EventKind.MOVED, stage.id, "its group was asked to leave, its state is saved")
     except DamagedArtifact as error:
         return Event(EventKind.DAMAGED, stage.id, str(error), key=error.key)
     except StageTimeout as error:
@@ -62,7 +65,12 @@ def attempt_stage(
 
 
 def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
-    """Return a sentence on a stage that a GPU has too little memory for, with the remedies."""
+    """Explain that a GPU has too little memory for a stage, with the remedies.
+
+    Args:
+        stage: The stage that failed.
+        error: The error of torch; its text gives the size of the failed allocation.
+    """
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     allocation = f" (an allocation of {asked[1]} failed)" if asked else ""
     if stage.step == "evaluate" or not isinstance(stage.job, StageJob):
@@ -84,13 +92,13 @@ def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
 
 
 def describe_origin(group: dist.Group | None) -> dict[str, Any]:
-    """Return where a try failed: host, rank and log of this process."""
+    """Return the place where a try failed: host, rank and log of this process."""
     rank = group.rank if group is not None else 0
     return {"host": platform.node(), "rank": rank, "log": failures.log_path()}
 
 
 def progress_event(stage_id: str, body: dict[str, Any]) -> Event:
-    """Return the event of what a worker reports: how far its stage is, or a checkpoint."""
+    """Return the event for a report of a worker: progress of its stage, or a checkpoint."""
     if "checkpoint" in body:
         return Event(EventKind.CHECKPOINT, stage_id, body=body["checkpoint"])
     return Event(EventKind.PROGRESS, stage_id, body=body)
@@ -103,8 +111,18 @@ def run_ingest(
     progress: Progress,
     deadline: Deadline,
 ) -> Manifest:
-    """Run an ingest stage and return its manifest. map_fn: `map`, or one that works in parallel.
-    Raise `StageTimeout` when it reports its progress after the deadline."""
+    """Run an ingest stage and return its manifest.
+
+    Args:
+        store: Holds the result.
+        stage: The ingest stage.
+        map_fn: `map`, or a function that works in parallel.
+        progress: Is called with the events of the stage.
+        deadline: Of this try.
+
+    Raises:
+        StageTimeout: If the stage reports its progress after the deadline.
+    """
 
     def report(body: dict[str, Any]) -> None:
         deadline.check()

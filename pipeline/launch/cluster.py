@@ -1,5 +1,4 @@
-"""The Ray cluster of a run: joining or starting it, its nodes, the drivers on it, and whether its
-nodes can run this project."""
+"""The Ray cluster of a run: join or start it, list its nodes and drivers, and check its nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from workers.storage.artifact import exists, join, resolve, temporary_name, writ
 from workers.storage.filesystem import without_retries
 
 LOG = logging.getLogger("accrete.ray")
-# Set where a person has not set them, before Ray is imported: it reads some at import.
+# Defaults, set before Ray is imported: it reads some of them at import.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -36,28 +35,28 @@ ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    # It would be a process per group; the driver looks once for all groups.
+    # The watcher is a process per group. Our driver looks once for all groups.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_DEDUP_LOGS": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-ANSWER_TIMEOUT_S = 3.0  # for the answer to one request without effect
+ANSWER_TIMEOUT_S = 3.0  # for one request without side effects
 CONNECTION_TIMEOUT_S = 2.0
-PRIVATE_STORE_BYTES = 200_000_000  # the object store of a private cluster: results go to the store
+PRIVATE_STORE_BYTES = 200_000_000  # object store; small, because results go to our store
 START_TRIES = 2
-MAX_REASON = 300  # characters of an error of Ray's in a sentence
+MAX_REASON = 300  # characters of a Ray error that a message quotes
 TOKEN_REMEDY = (
-    "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, "
+    "set RAY_AUTH_TOKEN to the output of `ray get-auth-token` on its head node, "
     "or put that into ~/.ray/auth_token or into the file that RAY_AUTH_TOKEN_PATH names, "
     "with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)"
 )
-NAMESPACE = "accrete"  # of the actors that drivers register
+NAMESPACE = "accrete"  # namespace of the actors that drivers register
 SEARCH_SUFFIX = "-search"
-# An actor that takes a little of this lives on the head node. Losing that node ends the cluster.
+# Places an actor on the head node. The cluster ends if that node is lost.
 HEAD = {ray_internals.HEAD_NODE_RESOURCE: 1e-3}
-# What workers compute with: another version could give other results.
+# Packages that compute: another version could give other results.
 PACKAGES = (
     "torch",
     "torchvision",
@@ -70,8 +69,8 @@ PACKAGES = (
     "safetensors",
     "pydantic",
 )
-# Not sent to the nodes. Patterns as in .gitignore: one that starts with / is of the root alone, as
-# `workers/storage` holds code.
+# Not sent to the nodes. Patterns as in .gitignore. A leading / limits a pattern to the root:
+# `workers/storage` contains code.
 LEFT_AT_HOME = [
     "/.venv", "/.git", "/build", "/dist", "/storage", "/tests", "/benchmarks", "__pycache__"
 ]  # fmt: skip
@@ -79,15 +78,17 @@ LEFT_AT_HOME = [
 
 # ---- joining or starting -------------------------------------------------------------------------
 def connect(cluster: ClusterSettings) -> Any:
-    """Join the cluster that the config or RAY_ADDRESS names, else start a private one. Return the
-    module `ray`.
+    """Join the cluster of the config or of RAY_ADDRESS, or else start a private one.
 
     Ray's own search for a running cluster is not used: a forgotten cluster must not capture a run.
+
+    Returns:
+        The module `ray`.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     require_package("ray", "everything but a run with cluster.workers=0", "set that for a run")
-    import ray  # after the environment is set; it takes a second
+    import ray  # after the environment is set; takes a second
 
     if ray.is_initialized():
         return ray
@@ -101,13 +102,20 @@ def connect(cluster: ClusterSettings) -> Any:
 
 
 def address_of(cluster: ClusterSettings) -> str:
-    """Return host:port, ray://host:port or auto; `local` for a private cluster."""
+    """Return host:port, ray://host:port or auto; `local` means a private cluster."""
     return cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
 
 
 def join_cluster(ray: Any, address: str) -> None:
-    """Join a running cluster, with this project's code sent to its nodes. Raise `UserError` when it
-    cannot be joined."""
+    """Join a running cluster and send this project's code to its nodes.
+
+    Args:
+        ray: The module `ray`.
+        address: As returned by `address_of`.
+
+    Raises:
+        UserError: If the cluster cannot be joined.
+    """
     check_reachable(address)
     if address != "auto":
         check_token(address)
@@ -120,7 +128,7 @@ def join_cluster(ray: Any, address: str) -> None:
             runtime_env |= {"py_modules": packages}
     try:
         ray.init(address=address, runtime_env=runtime_env, **quiet())
-    except Exception as error:  # Ray raises bare ones
+    except Exception as error:  # Ray raises plain exceptions
         ray.shutdown()
         raise UserError(
             f"the Ray cluster at {address!r} cannot be joined ({explain_refusal(error)}); "
@@ -131,17 +139,23 @@ def join_cluster(ray: Any, address: str) -> None:
 def start_private(ray: Any, cpus: int) -> None:
     """Start a cluster on this machine that ends with this process.
 
-    On a very busy machine Ray's 30 s for its processes are not enough, so there is a second try.
-    Raise `UserError` when that fails too.
+    It is tried twice, because on a very busy machine Ray's 30 s for its processes are not enough.
+
+    Args:
+        ray: The module `ray`.
+        cpus: Number of CPUs of the cluster.
+
+    Raises:
+        UserError: If both tries fail.
     """
-    if " " in sys.executable:  # its workers are started by a shell, which splits the path
+    if " " in sys.executable:  # Ray starts workers by a shell, which splits the path
         raise UserError(
             f"Ray starts no workers from a Python in a folder with a space ({sys.executable}); "
             "make the environment in another folder, or run without Ray by --set cluster.workers=0"
         )
     for tries_left in reversed(range(START_TRIES)):
         try:
-            # Workers import from the current folder first, which may have a folder `pipeline`.
+            # Workers import from the current folder first, which may contain a folder `pipeline`.
             with contextlib.chdir(PACKAGE.parent), ray_internals.listen_on_loopback():
                 ray.init(
                     address="local",
@@ -151,7 +165,7 @@ def start_private(ray: Any, cpus: int) -> None:
                     **quiet(),
                 )
             return
-        except Exception as error:  # Ray raises bare ones
+        except Exception as error:  # Ray raises plain exceptions
             ray.shutdown()
             if not tries_left:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -162,21 +176,24 @@ def start_private(ray: Any, cpus: int) -> None:
 
 
 def quiet() -> dict[str, Any]:
-    """Return the arguments of `ray.init` that keep it from printing. What raylets tell goes to
-    driver.log."""
+    """Return the arguments of `ray.init` that keep it from printing.
+
+    Messages of raylets go to driver.log.
+    """
     ray_internals.log_messages_of_raylets(partial(LOG.info, "a raylet: %s"))
     return {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def is_submitted_job() -> bool:
-    """Whether `ray job submit` started this process; it has then brought the code along."""
+    """Return whether `ray job submit` started this process, and so sent the code."""
     return ray_internals.JOB_CONFIG_VARIABLE in os.environ
 
 
 def variables() -> dict[str, str]:
     """Return the environment variables that workers get from this process.
 
-    Ray passes on those that a job was submitted with, and refuses one that is given twice.
+    Variables that the job was submitted with are left out: Ray passes them on by itself, and
+    refuses a variable that is given twice.
     """
     job = json.loads(os.environ.get(ray_internals.JOB_CONFIG_VARIABLE, "{}"))
     submitted = (job.get("runtime_env") or {}).get("env_vars", {})
@@ -184,7 +201,7 @@ def variables() -> dict[str, str]:
 
 
 def explain_refusal(error: Exception) -> str:
-    """Return why a cluster cannot be joined, as one line from Ray's error."""
+    """Return one line from Ray's error that says why a cluster cannot be joined."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "oken" in text and "uthenticat" in text:
         return f"it asks for its token: {TOKEN_REMEDY}"
@@ -197,7 +214,11 @@ def explain_refusal(error: Exception) -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Raise `UserError` when nothing listens at an address: Ray would try for two minutes."""
+    """Check that something listens at an address. Without this check Ray tries for two minutes.
+
+    Raises:
+        UserError: If the address is malformed, or nothing listens there.
+    """
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -208,7 +229,7 @@ def check_reachable(address: str) -> None:
         )
     try:
         socket.create_connection((host, int(port)), timeout=CONNECTION_TIMEOUT_S).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         raise UserError(
             f"no Ray cluster answers at {address!r} ({error}); "
             "start it, mend cluster.address or RAY_ADDRESS, or set cluster.address=local"
@@ -216,10 +237,13 @@ def check_reachable(address: str) -> None:
 
 
 def check_token(address: str) -> None:
-    """Raise `UserError` when a cluster refuses the token of this machine.
+    """Check that a cluster accepts the token of this machine.
 
-    Ray itself would try for 20 to 80 s and then report a timeout. Any other error here is ignored:
-    joining reports it better.
+    Ray itself would try for 20 to 80 s and then report a timeout. Any other error is ignored here,
+    because joining reports it better.
+
+    Raises:
+        UserError: If the token is missing or refused.
     """
     import grpc  # installed with Ray
     from ray.exceptions import AuthenticationError
@@ -247,7 +271,7 @@ def check_token(address: str) -> None:
 
 
 def describe_token_source() -> str:
-    """Return where the refused token of this machine comes from, without the token itself."""
+    """Return where the refused token comes from, without the token itself."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode != "token":
         return f"it asks for a token, and RAY_AUTH_MODE is {mode!r} here"
@@ -260,8 +284,16 @@ def describe_token_source() -> str:
 # ---- nodes and drivers ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Node:
-    """A node as Ray knows it. why: Ray's message about its death. leaves: its end was announced, as
-    a cloud does before it takes a spot instance away."""
+    """A node as Ray describes it.
+
+    Attributes:
+        id: Ray's id.
+        address: IP address.
+        alive: Whether the node works.
+        why: Ray's message about its death.
+        leaves: Its end is announced, for example because a cloud reclaims a spot instance.
+        resources: Ray's resources by name.
+    """
 
     id: str
     address: str
@@ -276,17 +308,23 @@ class Node:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """nodes: by id, the dead ones too. drivers: id of a Ray job -> names of the actors that its
-    drivers registered."""
+    """Nodes and drivers of a cluster.
+
+    Attributes:
+        nodes: Nodes by id, dead ones included.
+        drivers: Id of a Ray job -> names of the actors that its drivers registered.
+    """
 
     nodes: Mapping[str, Node]
     drivers: Mapping[str, tuple[str, ...]]
 
 
 def get_cluster_state() -> ClusterState:
-    """Return nodes and drivers. It runs inside the cluster: a driver that is outside has an actor
-    call it."""
-    import ray  # heavy, and here it is loaded already
+    """Return nodes and drivers.
+
+    It must run inside the cluster; a driver outside of it lets its actor call this function.
+    """
+    import ray  # heavy, but already loaded here
     from ray.util import list_named_actors
 
     draining = ray_internals.draining_node_ids()
@@ -310,7 +348,7 @@ def get_cluster_state() -> ClusterState:
 
 
 def group_by_job(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of registered actors by the id of their Ray job."""
+    """Group the names of registered actors by the id of their Ray job."""
     drivers: dict[str, tuple[str, ...]] = {}
     for name in sorted(names):
         job = parse_job(name)
@@ -319,8 +357,10 @@ def group_by_job(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 class DriverRegistration:
-    """An actor by which other drivers see that this one exists, and leave it its share. It answers
-    questions about the cluster, which a driver outside of it cannot see."""
+    """An actor that makes its driver visible to other drivers, so that they leave it its share.
+
+    It also answers questions about the cluster, which a driver outside of the cluster cannot ask.
+    """
 
     def get_cluster_state(self) -> ClusterState:
         """Return nodes and drivers."""
@@ -328,8 +368,12 @@ class DriverRegistration:
 
 
 def actor_name(ray: Any, search: bool = False) -> str:
-    """Return a name to register this driver's actor by. search: the driver is a search, whose
-    trials register as well."""
+    """Return a name for the registered actor of this driver.
+
+    Args:
+        ray: The module `ray`.
+        search: The driver is a search. Its trials register as well.
+    """
     job = ray.get_runtime_context().get_job_id()
     return f"{job}{SEARCH_SUFFIX}" if search else f"{job}-{uuid.uuid4().hex[:8]}"
 
@@ -340,41 +384,55 @@ def parse_job(name: str) -> str:
 
 
 def is_search_actor(name: str) -> bool:
-    """Whether a registered actor is that of a search, and not of one of its trials."""
+    """Return whether a registered actor belongs to a search, and not to one of its trials."""
     return name.endswith(SEARCH_SUFFIX)
 
 
 def register_actor(ray: Any, actor: type, name: str) -> Any:
-    """Start an actor that other drivers find by its name, and return its handle. It lives on the
-    head node and ends with this driver."""
+    """Start an actor that other drivers find by its name. It lives on the head node.
+
+    Args:
+        ray: The module `ray`.
+        actor: Class of the actor.
+        name: See `actor_name`.
+
+    Returns:
+        The handle of the actor, which ends with this driver.
+    """
     options = {
         "num_cpus": 0,
         "resources": HEAD,
         "name": name,
         "namespace": NAMESPACE,
-        "scheduling_strategy": "DEFAULT",  # not within what a trial of a search has reserved
+        "scheduling_strategy": "DEFAULT",  # outside of the resources that a search trial reserved
     }
     return ray.remote(**options)(actor).remote()
 
 
 def where_ray_writes(uri: str) -> dict[str, Any]:
-    """Return the arguments of Ray's `RunConfig` that put its own files below `uri`. Ray retries by
-    itself, so the filesystem does not."""
+    """Return the arguments of Ray's `RunConfig` that put its own files below `uri`.
+
+    The filesystem does not retry, because Ray retries by itself.
+    """
     system, path = resolve(uri)
     return {"storage_path": path, "storage_filesystem": without_retries(system)}
 
 
 # ---- whether nodes can run this project ----------------------------------------------------------
 class NodeFacts(NamedTuple):
-    """versions: of Python and packages. unseen: why the node does not see a file of the storage;
-    empty where it does."""
+    """Facts about a node that decide whether it can run this project.
+
+    Attributes:
+        versions: Versions of Python and of packages.
+        unseen: Why the node does not see a file of the storage; empty if it does.
+    """
 
     versions: dict[str, str]
     unseen: str
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of what workers compute with; empty for a missing one."""
+    """Return the versions of Python and of the packages that compute; empty if one is missing."""
     by_name = {"Python": platform.python_version().rpartition(".")[0]}
     for name in PACKAGES:
         by_name[name] = ""
@@ -384,7 +442,11 @@ def versions() -> dict[str, str]:
 
 
 def collect_facts(probe: str) -> NodeFacts:
-    """Runs on a node. probe: a file that the driver wrote into the storage."""
+    """Return the facts about this node. Runs on each node.
+
+    Args:
+        probe: A file that the driver wrote into the storage.
+    """
     try:
         unseen = "" if exists(probe) else "it is not there"
     except (OSError, UserError) as error:
@@ -393,8 +455,16 @@ def collect_facts(probe: str) -> NodeFacts:
 
 
 def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
-    """Raise `UserError` when a node has other versions than this machine, or does not see the
-    storage."""
+    """Check that all nodes have the versions of this machine and see the storage.
+
+    Args:
+        ray: The module `ray`.
+        nodes: The nodes by id.
+        storage: URI of the storage.
+
+    Raises:
+        UserError: If a node has other versions, or does not see the storage.
+    """
     probe = join(storage, f".probe-{temporary_name()}")
     write_bytes(probe, b"accrete")
     try:
@@ -416,8 +486,11 @@ def ask_facts(ray: Any, node: Node, probe: str) -> Any:
 
 
 def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
-    """Raise `UserError` when the answer of a node to `ask_facts` shows that it cannot do the work.
-    A node that was lost meanwhile passes."""
+    """Check the answer of a node to `ask_facts`. A node that was lost meanwhile passes.
+
+    Raises:
+        UserError: If the node cannot do the work.
+    """
     try:
         node_facts = NodeFacts(*ray.get(answer))
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
@@ -434,8 +507,12 @@ def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
 
 
 def describe_unfit(where: str, error: Exception) -> UserError:
-    """Return the error for a person where a process of Ray could not start this project's code.
-    error: what Ray raised; the last line of its text is the reason."""
+    """Return the error to raise if a process of Ray could not start this project's code.
+
+    Args:
+        where: The node, for the message.
+        error: Error of Ray; the last line of its text is the reason.
+    """
     reason = ANSI.sub("", str(error)).strip().splitlines()[-1]
     return UserError(
         f"{where} cannot run this project's code ({reason}); "
@@ -444,7 +521,7 @@ def describe_unfit(where: str, error: Exception) -> UserError:
 
 
 def check_versions(node: Node, on_node: Mapping[str, str], on_driver: Mapping[str, str]) -> None:
-    """Raise `UserError` at the first version that differs."""
+    """Raise `UserError` at the first version that differs between node and driver."""
     for name, version in on_driver.items():
         other = on_node.get(name, "")
         if other == version:

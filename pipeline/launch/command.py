@@ -1,4 +1,4 @@
-"""The `launch` command: writes the files by which a config runs on a cluster."""
+"""The `launch` command: write the files that run a config on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.launch.portable import Portable, make_portable
 from pipeline.launch.sizes import Size, choose_size
 from workers.errors import UserError
 
-# Options of one platform alone, by their names in the parsed arguments.
+# Options and their platforms; the names are those of the parsed arguments.
 ONLY_ON = {
     "array": ("slurm",),
     "image": ("kuberay",),
@@ -34,14 +34,22 @@ ONLY_ON = {
     "project": ("ray",),
 }
 SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # see `make_portable`
-# Nodes of a cloud come while the run waits for them, so it says how many groups there will be.
+# On a cloud the run waits for its nodes, so its config must name the number of groups.
 GROUPS = {"slurm": 0, "kuberay": 0, "ray": 1}
 
-ForecastOf = Callable[[str, list[str]], Forecast]  # of a config with overrides
+ForecastOf = Callable[[str, list[str]], Forecast]  # from a config and its overrides
 
 
 def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
-    """Write the files for a platform, and print how large the run is and what submits it."""
+    """Write the files for a platform. Print the size of the run and the commands that submit it.
+
+    Args:
+        args: Parsed arguments of the command.
+        forecast_of: Returns the forecast of a config with overrides.
+
+    Raises:
+        UserError: If an option does not belong to the platform, or the config cannot run there.
+    """
     for option, platforms in ONLY_ON.items():
         if getattr(args, option) and args.on not in platforms:
             name = option.replace("_", "-")
@@ -56,7 +64,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     if not args.hours:
         try:
             forecast = forecast_of(args.config, args.overrides)
-        except UserError as error:  # the nodes may see what this machine does not
+        except UserError as error:  # nodes can have data that this machine has not
             note = f"no forecast: {error}"
     size = choose_size(run.config, forecast, args.ranks_per_node, args.hours)
     folder = args.out or f"{run.config.name}-{args.on}"

@@ -1,4 +1,4 @@
-"""What is known of workers that died: they can tell nothing themselves."""
+"""Explain worker deaths from Ray's own records: a dead worker cannot report anything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from pipeline.graph import failures
 from pipeline.graph.stage import Stage
 from pipeline.launch import ray_internals
 
-ANSWER_S = 20.0  # for the end of a log on another node
+ANSWER_S = 20.0  # wait for the end of a log on another node
 PROCESS = re.compile(r"^\s*pid: (\d+)$", re.MULTILINE)
 ADDRESS = re.compile(r"^\s*ip: (\S+)$", re.MULTILINE)
 
 
 class DeadWorker(NamedTuple):
-    """A worker of a group that died. address: of its node. report: what Ray says of it."""
+    """A worker of a group that died.
+
+    Attributes:
+        rank: Its rank in the group.
+        address: Address of its node.
+        process: Process id.
+        report: Ray's report about it.
+    """
 
     rank: int
     address: str
@@ -34,7 +41,7 @@ class LogEnd(NamedTuple):
 
 
 def list_dead_workers(error: Exception) -> list[DeadWorker]:
-    """Return the workers whose death ended a worker group with this error, by rank."""
+    """Return the workers that ended a worker group with this error by their death, by rank."""
     workers = []
     for rank, report in sorted(ray_internals.died_workers(error).items()):
         process = PROCESS.search(report)
@@ -52,11 +59,17 @@ def describe(
     stage: Stage | None,
     storage: str,
 ) -> str:
-    """Return a sentence on the workers of a group that died.
+    """Return a sentence about the workers of a group that died.
 
-    What is known of each is written among the failed tries of the stage that it ran, below
-    `storage`, with the end of its log. nodes: ids of the nodes of all ranks. stage: None where the
-    group ran none.
+    The facts about each worker and the end of its log are written below `storage`, among the failed
+    tries of the stage.
+
+    Args:
+        ray: The module `ray`.
+        workers: The dead workers; at least one.
+        nodes: Ids of the nodes of all ranks.
+        stage: The stage that the group ran, or None.
+        storage: URI of the storage.
     """
     paths = []
     for worker in workers:
@@ -83,7 +96,13 @@ def describe(
 
 
 def fetch_log(ray: Any, node: str, process: int) -> LogEnd:
-    """Return the log of a process of a node, which may be dead; empty where it cannot be had."""
+    """Return the log of a process, which may be dead; empty if the log cannot be fetched.
+
+    Args:
+        ray: The module `ray`.
+        node: Id of the node of the process; empty if unknown.
+        process: Process id.
+    """
     if not node:
         return LogEnd("", "")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -100,7 +119,10 @@ def fetch_log(ray: Any, node: str, process: int) -> LogEnd:
 
 
 def read_log_end(process: int) -> LogEnd:
-    """Return the log of a process of this node. Runs inside a Ray task, whose log is beside it."""
+    """Return the log of a process of this node.
+
+    It runs inside a Ray task, because the logs of all workers of a node are in one folder.
+    """
     folder = os.path.dirname(failures.log_path())
     if not folder:
         return LogEnd("", "")

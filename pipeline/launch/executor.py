@@ -1,6 +1,6 @@
-"""Chooses the executor of a run: this process, or worker groups on Ray.
+"""Choose the executor of a run: this process, or worker groups on Ray.
 
-The protocol that both follow is `Executor` in pipeline/graph/run.py, beside the code that uses it.
+Both follow the protocol `Executor` in pipeline/graph/run.py.
 """
 
 from __future__ import annotations
@@ -27,24 +27,30 @@ def make_executor(
     run_on_driver: RunOnDriver,
     sample_s: float = 0.0,
 ) -> Executor:
-    """Return what runs the stages `todo` of a graph.
+    """Return the executor that runs the stages `todo` of a graph.
 
-    progress: called with events that change no state: how far a stage is, notes about the cluster.
-    run_on_driver: runs stages without a job (the report) and returns their manifests. sample_s:
-    seconds between two samples of the use of the workers' machines; 0: none.
+    Args:
+        store: Holds the results.
+        cluster: Settings of the config.
+        graph: The graph of the run.
+        todo: Ids of the stages to run.
+        progress: Is called with events that change no state, such as the progress of a stage.
+        run_on_driver: Runs stages without a job (the report) and returns their manifests.
+        sample_s: Seconds between two samples of the use of the workers' machines (0: none).
     """
     if cluster.workers == 0:
         return LocalExecutor(store, cluster, run_on_driver, progress, sample_s=sample_s)
-    from pipeline.launch.groups import start_ray_executor  # a run without Ray needs none of it
+    from pipeline.launch.groups import start_ray_executor  # a run without Ray must not import Ray
 
     width = width_of(graph, todo)
     return start_ray_executor(store, cluster, run_on_driver, progress, width, sample_s)
 
 
 class SharedExecutor:
-    """An executor that several walks use, one after the other; it starts with the first stage.
+    """An executor that several walks use one after the other. It starts with the first stage.
 
-    make: makes the executor, once.
+    Args:
+        make: Makes the executor; is called once.
     """
 
     def __init__(self, make: Callable[[], Executor]):
@@ -58,7 +64,7 @@ class SharedExecutor:
         self._executor.submit(stage, depth)
 
     def poll(self) -> list[Event]:
-        """Return what has happened since the last call."""
+        """Return the events since the last call."""
         return [] if self._executor is None else self._executor.poll()
 
     def close(self) -> None:
@@ -68,7 +74,7 @@ class SharedExecutor:
             executor.close()
 
     def lend(self) -> Executor:
-        """Return a view for a walk that is not the last: its `close` does nothing."""
+        """Return a view for a walk that is not the last one: its `close` does nothing."""
         return _Lent(self)
 
 
@@ -83,11 +89,11 @@ class _Lent:
         return self.owner.poll()
 
     def close(self) -> None:
-        """Do nothing: the owner is closed at its end."""
+        """Do nothing: the owner is closed at the end of the last walk."""
 
 
 def width_of(graph: Graph, todo: set[str]) -> int:
-    """Return the most stages of `todo` that can run side by side: its widest level."""
+    """Return the largest number of stages of `todo` that can run in parallel: the widest level."""
     levels: dict[str, int] = {}
     for stage in graph:
         if stage.id in todo:

@@ -1,7 +1,7 @@
-"""The executor of `cluster.workers >= 1`: worker groups on Ray, started anew when they are lost.
+"""The executor of `cluster.workers >= 1`: worker groups on Ray. Lost groups are replaced.
 
 The driver has as many groups as its share of the cluster allows. It looks at the cluster every
-LOOK_S seconds, and changes the groups between two of their stages.
+LOOK_S seconds, and changes a group only between two stages.
 """
 
 from __future__ import annotations
@@ -50,20 +50,26 @@ from workers.storage import checkpoint
 from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
 
 LOOK_S = 5.0  # between two looks at the cluster
-TIME_CHECK_S = 1.0  # between two looks for stages that take too long
-WAITING_NOTE_S = 8.0  # after so long without its workers, a group is reported as waiting
-ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without its head node
-GRACE_S = 60.0  # how long a preempted driver waits for its groups to save their state
+TIME_CHECK_S = 1.0  # between two checks of time limits
+WAITING_NOTE_S = 8.0  # a group without workers is reported as waiting after this time
+ANSWER_TIMEOUT_S = 45.0  # below the 60 s after which Ray ends a driver without a head node
+GRACE_S = 60.0  # a preempted driver waits this long for its groups to save their state
 CLOSE_TIMEOUT_S = 10.0
-CLOSED_S = 0.5  # between two looks of a thread of ingest whether the executor was closed
+CLOSED_S = 0.5  # between two checks of an ingest thread for a closed executor
 INGEST_THREADS = 8  # each waits for Ray tasks, which do the work
 
 
 @dataclass(frozen=True)
 class RaySession:
-    """ray: the module, connected. queue: handle of the queue actor. name: of that actor. state: the
-    cluster at the start. is_ours: whether this run started or joined the cluster, and so leaves it
-    at its end."""
+    """The connection of a driver to Ray.
+
+    Attributes:
+        ray: The connected module.
+        queue: Handle of the queue actor.
+        name: Name of that actor.
+        state: The cluster at the start.
+        is_ours: This run started or joined the cluster, and so leaves it at its end.
+    """
 
     ray: Any
     queue: Any
@@ -74,9 +80,16 @@ class RaySession:
 
 @dataclass
 class WorkerGroup:
-    """cluster: settings with the resources of its ranks. task: the Ray task in which the group's
-    trainer runs. starts: tries in a row to start it. waiting_since: when it was started; None once
-    its workers came up, or the wait was reported."""
+    """A worker group from the driver's point of view.
+
+    Attributes:
+        cluster: Settings with the resources of its ranks.
+        task: The Ray task that runs the group's trainer.
+        workers: Number of its ranks.
+        starts: Consecutive tries to start it.
+        waiting_since: Time of the start; None once its workers are up or the wait was reported.
+        is_cancelled: The driver ended it.
+    """
 
     cluster: ClusterSettings
     task: Any
@@ -94,10 +107,21 @@ def start_ray_executor(
     width: int,
     sample_s: float = 0.0,
 ) -> RayExecutor:
-    """Connect to Ray, check the nodes, and return the executor. width: most stages that can run
-    side by side. sample_s: as in `run_segment`."""
+    """Connect to Ray, check the nodes, and return the executor.
+
+    Args:
+        store: Holds the results.
+        cluster: Settings of the config.
+        run_on_driver: Runs stages without a job (the report).
+        progress: Is called with events that change no state.
+        width: Largest number of stages that can run in parallel.
+        sample_s: See `run_segment`.
+
+    Raises:
+        UserError: If Ray does not work, or a node cannot run this project.
+    """
     loaded = sys.modules.get("ray")
-    is_connected = loaded is not None and loaded.is_initialized()  # within a search
+    is_connected = loaded is not None and loaded.is_initialized()  # in a search
     ray = connect(cluster)
     name = actor_name(ray)
     queue = register_actor(ray, QueueActor, name)
@@ -112,9 +136,19 @@ def start_ray_executor(
 
 
 class RayExecutor(Executor):
-    """Training and evaluation run in worker groups, ingest in Ray tasks, the report here.
+    """Runs training and evaluation in worker groups, ingest in Ray tasks, the report in here.
 
-    When a group or a node is lost, its stage is offered again and goes on from its last checkpoint.
+    If a group or a node is lost, its stage is offered again and continues from its last checkpoint.
+
+    Args:
+        store: Holds the results.
+        cluster: Settings of the config.
+        run_on_driver: Runs stages without a job (the report).
+        progress: Is called with events that change no state.
+        width: Largest number of stages that can run in parallel.
+        session: The connection to Ray.
+        clock: Returns seconds; only differences count.
+        sample_s: See `run_segment`.
     """
 
     def __init__(
@@ -140,14 +174,14 @@ class RayExecutor(Executor):
         self.clock = clock
         self.state = session.state
         self.last_look = clock()
-        self.owner = temporary_name()  # in the names of the folders that Ray writes for this driver
+        self.owner = temporary_name()  # part of the names of Ray's folders for this driver
         self.num_folders = 0
         self.pools = Pools(cluster)
-        self.checked_pools: set[int] = set()  # pools of which a group fits into the cluster
+        self.checked_pools: set[int] = set()  # a group of these pools fits into the cluster
         self.outstanding: dict[str, ReadyStage] = {}  # stages of groups that have not ended, by id
         self.groups: dict[int, WorkerGroup] = {}
         self.rank_nodes: dict[int, list[str]] = {}  # group that is up -> the nodes of its ranks
-        self.used_nodes: set[str] = set()  # nodes on which a group has been
+        self.used_nodes: set[str] = set()  # nodes that have run a group
         self.stages: dict[str, Stage] = {}  # submitted to groups, by id
         self.outbox: list[ReadyStage] = []
         self.last_time_check = -math.inf
@@ -159,7 +193,7 @@ class RayExecutor(Executor):
         self.threads = ThreadPoolExecutor(INGEST_THREADS, "ingest")
         self.ingests: list[Future[Event]] = []
         sweep(store, self.owner)
-        self.stop_listening = preemption.listen()  # after Ray, which listens as well
+        self.stop_listening = preemption.listen()  # after Ray, which also listens
 
     def _run_ingest(self, stage: Stage) -> Manifest:
         """Run an ingest stage in Ray tasks, and return its manifest."""
@@ -168,12 +202,13 @@ class RayExecutor(Executor):
         return run_ingest(self.store, stage, map_fn, self.progress, deadline)
 
     def _ingest_tasks(self) -> int:
-        """Return how many tasks of ingest may run at a time."""
+        """Return the number of ingest tasks that can run at a time."""
         cpus = self.ray.cluster_resources().get("CPU", 1)
         cpus_per_task = self.cluster.stages.get("ingest", StageLimits()).cpus or 1
         return max(1, int(cpus / cpus_per_task))
 
     def submit(self, stage: Stage, depth: int) -> None:
+        """Queue a stage."""
         if isinstance(stage.job, IngestJob):
             run = partial(self._run_ingest, stage)
             future = self.threads.submit(attempt_stage, stage, run, self.store.storage)
@@ -188,6 +223,12 @@ class RayExecutor(Executor):
             self.outbox.append(ready)
 
     def poll(self) -> list[Event]:
+        """Return the events since the last call.
+
+        Raises:
+            UserError: If Ray itself does not work any more.
+            Preempted: If this driver was asked to leave and its groups have saved their state.
+        """
         try:
             return self._poll()
         except (self.ray.exceptions.RayError, ConnectionError) as error:
@@ -211,8 +252,11 @@ class RayExecutor(Executor):
         return events
 
     def _make_room(self) -> None:
-        """Start groups for submitted stages whose pool has none yet. Raise `UserError` when the
-        cluster has no room for one."""
+        """Start groups for submitted stages if their pool has no group yet.
+
+        Raises:
+            UserError: If the cluster has no room for a group.
+        """
         pools = {ready.pool for ready in self.outbox}
         if self.groups:
             pools -= self.checked_pools
@@ -256,8 +300,10 @@ class RayExecutor(Executor):
         return [self._explain_loss(event) for event in events]
 
     def _answer(self, reference: Any) -> Any:
-        """Return an answer of the queue, which is on the head node. Raise `GetTimeoutError` before
-        Ray gives up on a dead head node and ends this process."""
+        """Return an answer of the queue, which is on the head node.
+
+        It raises `GetTimeoutError` before Ray gives up on a dead head node and ends this process.
+        """
         return self.ray.get(reference, timeout=ANSWER_TIMEOUT_S)
 
     def _note(self, text: str) -> None:
@@ -265,11 +311,11 @@ class RayExecutor(Executor):
 
     # ---- groups ----------------------------------------------------------------------------------
     def _sizes(self, state: ClusterState) -> dict[int, int]:
-        """Return the number of workers of each group that may run now, by group.
+        """Return the number of workers of each group that can run now, by group.
 
-        Until the first group is up, only groups with a stage to run start, because simultaneous
-        starts slow each other down. With `cluster.groups` all start at once: the autoscaler may
-        have to add nodes, which takes longer.
+        Until the first group is up, only groups with a stage are started, because simultaneous
+        starts slow each other down. With `cluster.groups` all groups start at once: the autoscaler
+        may have to add nodes, which takes longer.
         """
         width = self.width
         if not self.rank_nodes and not self.cluster.groups:
@@ -280,8 +326,7 @@ class RayExecutor(Executor):
         return self.pools.sizes(state, name, width, outstanding, groups)
 
     def _adjust_groups(self) -> None:
-        """Start the groups that there is room for. Have those end between two stages that are too
-        many, or not of the size that they may have now."""
+        """Start groups that fit. Stop surplus or wrongly sized groups after their current stage."""
         sizes = self._sizes(self.state)
         for index, workers in sizes.items():
             if index not in self.groups:
@@ -289,7 +334,7 @@ class RayExecutor(Executor):
         for index, group in self.groups.items():
             is_up = index in self.rank_nodes
             if not is_up and index in sizes and group.workers > sizes[index]:
-                self._cancel(group)  # it would wait for a node that is gone
+                self._cancel(group)  # it would wait for a lost node
         misfits = []
         for index in self.rank_nodes:
             is_extra = index not in sizes
@@ -300,7 +345,7 @@ class RayExecutor(Executor):
 
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
         self.num_folders += 1
-        # SPREAD: not within what a trial of a search has reserved.
+        # SPREAD: outside of the resources that a search trial reserved.
         cluster = self.pools.get_settings(index)
         remote = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")
         task = remote(run_segment).remote(
@@ -330,8 +375,11 @@ class RayExecutor(Executor):
                 self._replace(index, group)
 
     def _replace(self, index: int, group: WorkerGroup) -> None:
-        """Give up a group that ended, and start it anew where there is room for it. Raise
-        `UserError` when its workers came up in none of several tries."""
+        """Give up a group that ended, and start a new one if there is room for it.
+
+        Raises:
+            UserError: If its workers did not come up in several tries.
+        """
         message = "its worker group ended"
         moved = group.is_cancelled
         try:
@@ -354,14 +402,14 @@ class RayExecutor(Executor):
         self._answer(self.queue.abandon.remote(index, message, moved))
         self.rank_nodes.pop(index, None)
         del self.groups[index]
-        # The next look reports which nodes were lost: it compares with the state before.
+        # The next look compares with the state before, and so reports lost nodes.
         self.last_look = -math.inf
         sizes = self._sizes(self._answer(self.queue.get_cluster_state.remote()))
         if self.leaving_since is None and index in sizes:
             self._start(index, sizes[index], group.starts)
 
     def _explain_end(self, index: int, error: Exception) -> str:
-        """Return why a group ended with an error."""
+        """Return the reason why a group ended with an error."""
         workers = dead_workers.list_dead_workers(error)
         if not workers:
             return failures.describe(error)
@@ -370,7 +418,7 @@ class RayExecutor(Executor):
         return dead_workers.describe(self.ray, workers, nodes, stage, self.store.storage)
 
     def _report_groups(self) -> None:
-        """Report how many groups there are, where that has changed."""
+        """Report the number of groups if it has changed."""
         num_up = len(self.rank_nodes)
         counts = {"up": num_up, "starting": max(0, len(self.groups) - num_up)}
         if counts != self.reported_groups:
@@ -403,7 +451,7 @@ class RayExecutor(Executor):
                 )
 
     def _report_group_start(self, event: Event) -> None:
-        """Report that a group has begun with a stage, on which nodes and GPUs."""
+        """Report that a group has begun a stage, on which nodes and GPUs."""
         nodes = [self.state.nodes.get(node) for node in event.body["nodes"]]
         addresses = list(dict.fromkeys(node.address for node in nodes if node is not None))
         where = f"{self.pools.describe_group(event.body['group'])} on {', '.join(addresses)}"
@@ -414,7 +462,7 @@ class RayExecutor(Executor):
         self.progress(replace(event, body=body))
 
     def _end_overdue_stages(self) -> None:
-        """End the groups whose stage has taken too long."""
+        """End the groups with a stage that exceeds its time limit."""
         if self.clock() - self.last_time_check < TIME_CHECK_S:
             return
         self.last_time_check = self.clock()
@@ -425,8 +473,10 @@ class RayExecutor(Executor):
                 self._time_out(group, stage, limit_s)
 
     def _time_out(self, index: int, stage: Stage, limit_s: float) -> None:
-        """End the workers of a group whose stage has taken too long. The stage failed, and another
-        group is started."""
+        """End the workers of a group because its stage exceeds its time limit.
+
+        The stage has failed, and another group is started.
+        """
         message = describe_timeout(stage.step, limit_s)
         if self._answer(self.queue.time_out.remote(index, stage.id, message)):
             self.rank_nodes.pop(index, None)
@@ -438,8 +488,7 @@ class RayExecutor(Executor):
 
     # ---- nodes -----------------------------------------------------------------------------------
     def _look_at_cluster(self) -> None:
-        """Report nodes that joined, were lost or are announced to go, and use the room that there
-        is now."""
+        """Report nodes that joined, were lost or will be taken away. Adjust the groups."""
         before = self.state.nodes
         self.queue.release_orphans.remote()
         self.state = self._answer(self.queue.get_cluster_state.remote())
@@ -474,9 +523,9 @@ class RayExecutor(Executor):
         if node.id not in self.used_nodes:
             consequence = "nothing of this run was on it"
         elif groups:
-            consequence = "what ran on it goes on from its last checkpoint"
+            consequence = "its stages continue from their last checkpoints"
         else:
-            consequence = "what ran on it has gone on elsewhere"
+            consequence = "its stages have continued elsewhere"
         self._note(f"node {node} was lost; {consequence}")
         # Ray finds the workers dead later. Another group may have time for the stage now.
         for index in groups:
@@ -487,14 +536,16 @@ class RayExecutor(Executor):
     def _node_leaves(self, node: Node) -> None:
         groups = self._find_groups(node)
         if not groups:
-            self._note(f"node {node} is going to be taken away; nothing of this run is on it")
+            self._note(f"node {node} will be taken away; nothing of this run is on it")
             return
-        self._note(f"node {node} is going to be taken away; what runs on it is saved and moved")
+        self._note(f"node {node} will be taken away; its stages are saved and moved")
         self.queue.dismiss.remote(groups, True)
 
     def _explain_loss(self, event: Event) -> Event:
-        """Add to a lost stage's event why its workers are gone and how much work is lost. Turn it
-        into MOVED where the stage is not at fault."""
+        """Add the reason and the amount of lost work to the event of a lost stage.
+
+        The event becomes MOVED if the stage is not at fault.
+        """
         if event.kind is not EventKind.LOST:
             return event
         stage = self.stages[event.stage]
@@ -512,24 +563,28 @@ class RayExecutor(Executor):
 
     # ---- the end ---------------------------------------------------------------------------------
     def _leave(self) -> None:
-        """This driver is preempted: its groups save their state. Raise `Preempted` when they have,
-        or did not in time."""
+        """Let the groups save their state, because this driver is preempted.
+
+        Raises:
+            Preempted: If they have saved it, or did not within GRACE_S.
+        """
         if self.leaving_since is None:
             self.leaving_since = self.clock()
             self.queue.dismiss.remote(list(self.groups), True)
             for index, group in self.groups.items():
                 if index not in self.rank_nodes:
                     self._cancel(group)
-            self._note("told to leave; saving what is under way")
+            self._note("asked to leave; saving the running stages")
         if not self.groups or self.clock() - self.leaving_since > GRACE_S:
             raise preemption.Preempted
 
     def close(self) -> None:
+        """End all groups and tasks, and leave the cluster if this run joined it."""
         self.stop_listening()
         self.map.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self.is_broken:
-            # A good end would wait for what does not answer. Ray's processes end with this one.
+            # A clean end would wait for a cluster that does not answer. Ray ends with this process.
             atexit.unregister(self.ray.shutdown)
             return
         # An error here must not hide why the run ended.
@@ -538,7 +593,7 @@ class RayExecutor(Executor):
                 self.ray.get(self.queue.close.remote())
                 tasks = [group.task for group in self.groups.values()]
                 self.ray.wait(tasks, num_returns=len(tasks), timeout=CLOSE_TIMEOUT_S)
-        # What waits for a task of Ray when Ray shuts down waits for ever, and this process with it.
+        # A thread that waits for a Ray task during Ray's shutdown would block this process forever.
         wait([run for run in self.ingests if not run.cancelled()], timeout=CLOSE_TIMEOUT_S)
         sweep(self.store, self.owner)
         if self.session.is_ours:
@@ -546,7 +601,12 @@ class RayExecutor(Executor):
 
 
 def describe_breakdown(ray: Any, error: Exception) -> UserError:
-    """Return the error for a person where not a worker is lost but Ray itself does not work."""
+    """Return the error to raise if Ray itself does not work, as opposed to a single worker.
+
+    Args:
+        ray: The module `ray`.
+        error: Error of Ray.
+    """
     if isinstance(error, ConnectionError):
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return UserError(
@@ -564,18 +624,26 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
 
 
 def sweep(store: Store, owner: str) -> None:
-    """Delete the folders that Ray wrote for groups of this driver, and of drivers of this machine
-    that were killed."""
+    """Delete Ray's folders of this driver's groups, and those of killed drivers of this machine.
+
+    Args:
+        store: The store with these folders.
+        owner: Name of this driver in the names of its folders.
+    """
     for folder in store.folders("ray"):
         if folder.startswith("group-") and (owner in folder or is_leftover(folder)):
             delete_dir(join(store.storage, "ray", folder))
 
 
 class RayMap:
-    """`map` over Ray tasks, with results in order, from several threads.
+    """`map` over Ray tasks, with results in order, for several threads.
 
-    All users of one RayMap together have at most `limit` tasks under way, so that many small data
+    All users of one RayMap together run at most `limit` tasks at a time, so that many small data
     sets do not start a process each. After `close` all users get `Preempted`, within CLOSED_S.
+
+    Args:
+        ray: The module `ray`.
+        limit: Largest number of tasks at a time.
     """
 
     def __init__(self, ray: Any, limit: int):
@@ -586,13 +654,21 @@ class RayMap:
     def __call__(
         self, fn: Callable[[Any], Any], items: Iterable[Any], deadline: Deadline
     ) -> Iterable[Any]:
-        """Yield the results of `fn`. Raise `StageTimeout` after the deadline; the tasks that are
-        under way are ended then."""
+        """Yield the results of `fn`, in order.
+
+        Args:
+            fn: Runs in a Ray task.
+            items: Its arguments.
+            deadline: Of the stage.
+
+        Raises:
+            StageTimeout: After the deadline. Running tasks are ended.
+        """
         remote = self.ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(fn)
         under_way: deque[Any] = deque()
         try:
             for item in items:
-                # Wait for a slot only with nothing under way: else a result frees one.
+                # Wait for a slot only if no task runs: otherwise a result frees one.
                 while not self._acquire(under_way, deadline):
                     yield self._next_result(under_way, deadline)
                 under_way.append(remote.remote(item))
@@ -600,16 +676,19 @@ class RayMap:
                 yield self._next_result(under_way, deadline)
         finally:
             for task in under_way:
-                if self.ray.is_initialized():  # else a call would start Ray again
+                if self.ray.is_initialized():  # otherwise the call would start Ray again
                     self.ray.cancel(task, force=True)
                 self.free.release()
 
     def close(self) -> None:
-        """End the tasks that are under way, and start no more."""
+        """End the running tasks, and start no more."""
         self.is_closed = True
 
     def _acquire(self, under_way: deque[Any], deadline: Deadline) -> bool:
-        """Take a slot. With nothing under way, wait for it; else return whether one was free."""
+        """Take a slot.
+
+        Wait for the slot if no task runs. Otherwise return whether one was free.
+        """
         while not self.free.acquire(timeout=0 if under_way else self._patience_s(deadline)):
             if under_way:
                 return False
@@ -627,15 +706,18 @@ class RayMap:
                 deadline.check()
                 continue
             except self.ray.exceptions.RayTaskError as error:
-                # The sentence is that of the cause, the traceback that of the remote process.
+                # Keep the message of the cause and the traceback of the remote process.
                 raise error.cause from error
             under_way.popleft()
             self.free.release()
             return result
 
     def _patience_s(self, deadline: Deadline) -> float:
-        """Return how long to wait before a look at the deadline and at `is_closed`. Raise
-        `Preempted` when this is closed."""
+        """Return the time to wait until the next check of the deadline and of `is_closed`.
+
+        Raises:
+            Preempted: If this is closed.
+        """
         if self.is_closed:
             raise preemption.Preempted
         return CLOSED_S if deadline.left_s is None else min(CLOSED_S, deadline.left_s)

@@ -1,6 +1,6 @@
-"""How long a try of a stage may take: `cluster.stages.KIND.timeout_s`.
+"""Time limit of one try of a stage: `cluster.stages.KIND.timeout_s`.
 
-Where stages run in other processes, the driver ends those processes. In this process a stage cannot
+If stages run in other processes, the driver ends those processes. In this process a stage cannot
 be interrupted: it ends itself when it reports its progress after the limit.
 """
 
@@ -13,11 +13,16 @@ from pipeline.config.settings import ClusterSettings
 
 
 class StageTimeout(Exception):
-    """A try of a stage has taken longer than its kind may."""
+    """A try of a stage took longer than its kind allows."""
 
 
 def describe_timeout(step: str, limit_s: float) -> str:
-    """Return the sentence about a try that took too long: kind of stage, limit, remedy."""
+    """Return the message about a try that took too long: kind of stage, limit, remedy.
+
+    Args:
+        step: Kind of the stage.
+        limit_s: Its time limit in seconds.
+    """
     setting = f"cluster.stages.{step}.timeout_s"
     return (
         f"this try of a stage of kind {step!r} took longer than {limit_s:g} s ({setting}); "
@@ -26,9 +31,12 @@ def describe_timeout(step: str, limit_s: float) -> str:
 
 
 class Deadline:
-    """The end of the time that a try of a stage has, counted from now on.
+    """The end of the time that one try of a stage has, counted from the creation of this object.
 
-    clock: returns seconds; only differences count.
+    Args:
+        cluster: Settings with the time limits.
+        step: Kind of the stage.
+        clock: Returns seconds; only differences count.
     """
 
     def __init__(
@@ -41,12 +49,12 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left, 0 when none are; None without a limit."""
+        """Remaining seconds, at least 0; None without a limit."""
         if self.limit_s is None:
             return None
         return max(0.0, self._started + self.limit_s - self._clock())
 
     def check(self) -> None:
-        """Raise `StageTimeout` when no time is left."""
+        """Raise `StageTimeout` if no time is left."""
         if self.limit_s is not None and self.left_s == 0:
             raise StageTimeout(describe_timeout(self.step, self.limit_s))

@@ -34,7 +34,16 @@ from workers.loop import run_stage
 
 
 class LocalExecutor(Executor):
-    """Runs one stage at each poll, the one with the longest path behind it first."""
+    """Runs one stage at each poll, the stage with the longest path of descendants first.
+
+    Args:
+        store: Holds the results.
+        cluster: Settings of the config.
+        run_on_driver: Runs stages without a job (the report).
+        progress: Is called with events that change no state.
+        clock: Returns seconds, for time limits.
+        sample_s: Seconds between two samples of the use of this machine (0: none).
+    """
 
     def __init__(
         self,
@@ -61,10 +70,11 @@ class LocalExecutor(Executor):
         self.progress(Event(EventKind.SAMPLE, "", body=dict(sample)))
 
     def submit(self, stage: Stage, depth: int) -> None:
+        """Queue a stage."""
         self.waiting.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
-        """Run one stage. Raise `Preempted` when this process was told to leave."""
+        """Run one stage. Raise `Preempted` if this process was asked to leave."""
         if preemption.requested.is_set():
             raise preemption.Preempted
         stage = self.waiting.take()
@@ -74,7 +84,7 @@ class LocalExecutor(Executor):
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
 
     def _describe_place(self, stage: Stage) -> dict[str, Any]:
-        """Return where a stage runs, as the body of its event."""
+        """Return the place where a stage runs, as the body of its event."""
         node = platform.node()
         where = f"this process, {node}"
         gpus = []
@@ -85,8 +95,11 @@ class LocalExecutor(Executor):
         return {"where": where, "nodes": [node], "gpus": gpus}
 
     def run(self, stage: Stage) -> Manifest:
-        """Run a stage and return its manifest. Raise `StageTimeout` when it reports its progress
-        after its time limit."""
+        """Run a stage and return its manifest.
+
+        Raises:
+            StageTimeout: If the stage reports its progress after its time limit.
+        """
         deadline = Deadline(self.cluster, stage.step, self.clock)
         if isinstance(stage.job, IngestJob):
             return run_ingest(self.store, stage, map, self.progress, deadline)
@@ -104,12 +117,13 @@ class LocalExecutor(Executor):
         return run_stage(stage.job, dist.Group(0, 1, device), report)
 
     def close(self) -> None:
+        """Stop sampling and listening for signals."""
         self.sampling.close()
         self.stop_listening()
 
 
 def check_gpus(cluster: ClusterSettings) -> None:
-    """Raise `UserError` when stages are to use a GPU and this machine has none."""
+    """Raise `UserError` if stages are configured for a GPU and this machine has none."""
     if accelerator.is_available():
         return
     settings: dict[str, float | None] = {"gpus_per_worker": cluster.gpus_per_worker}

@@ -1,4 +1,4 @@
-"""Use of a machine's CPUs, memory and GPU, sampled while a worker is at work."""
+"""Use of a machine's CPUs, memory and GPU, sampled while a worker runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ SAMPLE_S = 10.0  # between two samples
 
 
 def sample_machine(device: torch.device) -> MachineSample:
-    """Return the use of this machine. device: of the worker; a CPU has no entry in `gpus`."""
+    """Return the use of this machine.
+
+    Args:
+        device: Device of the worker; a CPU has no entry in `gpus`.
+    """
     sample: MachineSample = {"node": platform.node(), "gpus": {}}
     with suppress(ImportError):
-        import psutil  # an extra
+        import psutil  # optional dependency
 
         sample["cpu"] = psutil.cpu_percent() / 100
         sample["memory_bytes"] = psutil.virtual_memory().used
@@ -37,13 +41,16 @@ def sample_gpu(device: torch.device) -> GpuSample:
         sample["utilization"] = functions().utilization(device) / 100
     except ImportError:
         sample["reason"] = "nvidia-ml-py is not installed (`pip install nvidia-ml-py`)"
-    except Exception as error:  # those of nvidia-ml-py: part of a GPU (MIG) has no such figure
+    except Exception as error:  # nvidia-ml-py: a part of a GPU (MIG) has no such figure
         sample["reason"] = f"its driver says {error}"
     return sample
 
 
 def find_gpu_number(device: torch.device) -> str:
-    """Return the number of a GPU on its machine; processes count those that they may use."""
+    """Return the number of a GPU on its machine.
+
+    A process counts only the GPUs of CUDA_VISIBLE_DEVICES; this is the number among all GPUs.
+    """
     index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible[index].strip() if index < len(visible) and visible[index] else str(index)
@@ -53,11 +60,17 @@ def find_gpu_number(device: torch.device) -> str:
 def sampling(
     device: torch.device, post: Callable[[MachineSample], object], period_s: float
 ) -> Iterator[None]:
-    """Inside, a thread calls `post` with a sample every `period_s` seconds; never if that is 0."""
+    """Context manager that calls `post` with a sample every `period_s` seconds (0: never).
+
+    Args:
+        device: Device of the worker.
+        post: Is called from a thread.
+        period_s: Seconds between two samples.
+    """
     ended = threading.Event()
 
     def keep_sampling() -> None:
-        sample_machine(device)  # from here on psutil measures
+        sample_machine(device)  # psutil measures from its first call on
         while not ended.wait(period_s):
             post(sample_machine(device))
 

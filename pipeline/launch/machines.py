@@ -1,4 +1,4 @@
-"""Machine types of clouds that suit the nodes of a run; the smallest one that fits is taken."""
+"""Machine types of clouds for the nodes of a run. The smallest one that fits is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from workers.errors import UserError
 
 
 class Machine(NamedTuple):
-    """accelerator: name of the GPUs, where a cloud attaches them to any machine type."""
+    """A machine type.
+
+    Attributes:
+        name: Name of the type.
+        cpus: Number of CPUs.
+        memory_gb: Memory.
+        gpus: Number of GPUs.
+        accelerator: Name of the GPUs, if the cloud attaches GPUs to any machine type.
+    """
 
     name: str
     cpus: int
@@ -19,8 +27,8 @@ class Machine(NamedTuple):
 
 
 T4 = "nvidia-tesla-t4"
-RAY_SHARE = 0.7  # of a machine's memory that Ray's launcher lets ranks reserve
-# The smallest of each cloud first.
+RAY_SHARE = 0.7  # fraction of a machine's memory that Ray's launcher lets ranks reserve
+# By cloud, in ascending size.
 MACHINES = {
     "aws": (
         Machine("m6i.large", 2, 8),
@@ -51,14 +59,21 @@ MACHINES = {
 
 
 def choose_machine(cloud: str, size: Size) -> Machine:
-    """Return the smallest machine for a node. cloud: `aws` or `gcp`. Raise `UserError` when there
-    is none."""
+    """Return the smallest machine for a node.
+
+    Args:
+        cloud: `aws` or `gcp`.
+        size: Of the node.
+
+    Raises:
+        UserError: If no known machine is large enough.
+    """
     for machine in MACHINES[cloud]:
         has_gpus = machine.gpus >= size.gpus and bool(machine.gpus) == bool(size.gpus)
         memory_gb = max(size.memory_gb, size.reserved_gb / RAY_SHARE)
         if has_gpus and machine.cpus >= size.cpus and machine.memory_gb >= memory_gb:
             return machine
     raise UserError(
-        f"no machine of {cloud} that is known here has {size.cpus} CPUs, {size.gpus} GPUs and "
+        f"no known machine of {cloud} has {size.cpus} CPUs, {size.gpus} GPUs and "
         f"{size.memory_gb} GB; lower --ranks-per-node or what a rank takes"
     )

@@ -1,4 +1,4 @@
-"""The files by which a config runs on Slurm, on Kubernetes or on a cloud, for a person to read."""
+"""The files that run a config on Slurm, on Kubernetes or on a cloud. People read them first."""
 
 from __future__ import annotations
 
@@ -20,27 +20,32 @@ from pipeline.launch.template import render
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-VOLUME = "/storage"  # where pods see the claim
-SERVICE_SUFFIX = "-model"  # of the name of a service
-RUN_FOLDER = "/home/ray/run"  # where the head's pod sees a config
+VOLUME = "/storage"  # mount path of the volume in pods
+SERVICE_SUFFIX = "-model"  # appended to the name of a service
+RUN_FOLDER = "/home/ray/run"  # mount path of the config in the pod of the head
 IMAGE = "accrete:ray2.60.0-py311"
-MAX_NAME_LENGTH = 40  # characters: KubeRay adds some, and Kubernetes takes 63
-DIGEST = 6  # characters of a digest, where a name had to be changed
-MAX_ARRAY_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
-SERVING_NODES = (2, 4)  # fewest and most that serve a bundle
-REPLICAS_PER_NODE = 3  # of one CPU each, where they take no GPU
+MAX_NAME_LENGTH = 40  # KubeRay appends to it, and the limit of Kubernetes is 63
+DIGEST = 6  # characters of a digest, which a changed name ends with
+MAX_ARRAY_INDEX = 1000  # of a job array, in Slurm's default configuration
+SERVING_NODES = (2, 4)  # minimum and maximum of a service
+REPLICAS_PER_NODE = 3  # with one CPU each, if they take no GPU
 PAGE = "http://127.0.0.1:8265"
 JOB = f"job submit --address {PAGE} --working-dir ."
 NO_ACCOUNT = "nodes have no role that may use the bucket: name one with --service-account"
 OTHER_CHARACTERS = re.compile(r"[^a-z0-9-]+")
 IMAGE_NAME = re.compile(r"[a-z0-9][\w./:-]*")
 AWS_HEAD = "m6i.2xlarge"
-CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # what its roles allow
+CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # roles limit the account
 
 
 @dataclass(frozen=True)
 class Submission:
-    """files: text by name. commands: what a person types to submit, from the checkout."""
+    """Files of a run on a platform, and how to submit it.
+
+    Attributes:
+        files: Text by file name.
+        commands: Commands that submit the run from the checkout.
+    """
 
     files: dict[str, str]
     commands: list[str]
@@ -48,11 +53,14 @@ class Submission:
 
 @dataclass(frozen=True)
 class Pods:
-    """What a person chooses of the pods on Kubernetes.
+    """The user's choices for pods on Kubernetes.
 
-    image: without the device at its end. selector, tolerations: of nodes for workers, `KEY=VALUE`.
-    account: service account, which stands for a role of the cloud. secret: its keys become
-    environment variables.
+    Attributes:
+        image: Name of the image without its last part, the device.
+        selector: Labels of the nodes for workers, `KEY=VALUE`.
+        tolerations: Taints that workers tolerate, `KEY` or `KEY=VALUE`.
+        account: Service account, which can stand for a role of the cloud.
+        secret: A Secret with environment variables as keys.
     """
 
     image: str = IMAGE
@@ -64,8 +72,15 @@ class Pods:
 
 @dataclass(frozen=True)
 class Machines:
-    """What a person chooses of machines on a cloud. image: of machines with GPUs. project: of
-    Google Cloud. account: instance profile on AWS, e-mail of a service account on Google Cloud."""
+    """The user's choices for machines on a cloud.
+
+    Attributes:
+        cloud: `aws` or `gcp`.
+        is_spot: Run workers on spot machines.
+        image: Image of the workers' machines; required for GPUs.
+        project: Project of Google Cloud.
+        account: Instance profile on AWS, e-mail of a service account on Google Cloud.
+    """
 
     cloud: str = "aws"
     is_spot: bool = False
@@ -75,7 +90,12 @@ class Machines:
 
 
 def name_run(config: Config, suffix: str = "") -> str:
-    """Return the name of a run as platforms take it: other runs have other names."""
+    """Return the name of a run on platforms, which is unique per run.
+
+    Args:
+        config: The config.
+        suffix: Is appended to the name of the config.
+    """
     full = f"accrete-{config.name}{suffix}"
     name = OTHER_CHARACTERS.sub("-", full.lower()).strip("-")
     if name == full and len(name) <= MAX_NAME_LENGTH:
@@ -90,9 +110,9 @@ def render_slurm(run: Portable, size: Size, folder: str, with_array: bool = Fals
 
     Args:
         run: The config.
-        size: Of the nodes.
-        folder: Where the files will lie.
-        with_array: Submit a job for each of the config's seeds.
+        size: Size of the nodes.
+        folder: Folder of the files.
+        with_array: Submit a job for each seed of the config.
 
     Raises:
         UserError: If `with_array` is set and the config has no seeds that can be indices of jobs.
@@ -115,7 +135,7 @@ def list_array_seeds(config: Config) -> tuple[int, ...]:
         UserError: If there are no seeds, or one is larger than an index can be.
     """
     if not config.seeds:
-        raise UserError("--array makes a job of each seed, and the config has no `seeds`; add them")
+        raise UserError("--array makes a job per seed, but the config has no `seeds`; add them")
     if max(config.seeds) > MAX_ARRAY_INDEX:
         raise UserError(
             f"--array: seed {max(config.seeds)} is more than {MAX_ARRAY_INDEX}, the largest index "
@@ -130,12 +150,12 @@ def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submis
 
     Args:
         run: The config.
-        size: Of the nodes.
-        folder: Where the files will lie.
+        size: Size of the nodes.
+        folder: Folder of the files.
         pods: Choices of the user.
 
     Raises:
-        UserError: If the device cannot be added to the name of the image.
+        UserError: If the device cannot be appended to the name of the image.
     """
     check_image(pods.image)
     values = {
@@ -156,7 +176,7 @@ def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submis
 
 
 def check_image(image: str) -> None:
-    """Raise `UserError` if the device cannot be added to the name of an image."""
+    """Raise `UserError` if the device cannot be appended to the name of an image."""
     if IMAGE_NAME.fullmatch(image) and not image.endswith(("-cpu", "-gpu")):
         return
     raise UserError(
@@ -166,7 +186,13 @@ def check_image(image: str) -> None:
 
 
 def describe_pods(size: Size, pods: Pods, storage: str) -> dict[str, Any]:
-    """Return the variables of the template of a RayCluster that depend on nodes and pods."""
+    """Return the variables of the template of a RayCluster that depend on nodes and pods.
+
+    Args:
+        size: Size of the nodes.
+        pods: Choices of the user.
+        storage: URI of the storage; the pods mount a volume if it is a folder.
+    """
     resources: dict[str, Any] = {"cpu": str(size.cpus), "memory": f"{size.memory_gb}Gi"}
     tolerations = [parse_toleration(text) for text in pods.tolerations]
     if size.gpus:
@@ -212,7 +238,7 @@ def render_service(config: Config, pods: Pods) -> str:
     if gpus_per_replica:
         replicas_per_node = int(1 / gpus_per_replica)
     min_nodes, max_nodes = SERVING_NODES
-    cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one for those that read requests
+    cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one CPU reads requests
     memory_gb = MEMORY_GB_PER_CPU * cpus
     size = Size(min_nodes, cpus, math.ceil(gpus_per_replica), memory_gb, 0, "")
     return render(
@@ -232,12 +258,12 @@ def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machin
 
     Args:
         run: The config.
-        size: Of the nodes.
-        folder: Where the files will lie.
+        size: Size of the nodes.
+        folder: Folder of the files.
         machines: Choices of the user.
 
     Raises:
-        UserError: If storage is no bucket, GPUs have no machine image, Google Cloud has no
+        UserError: If storage is not a bucket, GPUs have no machine image, Google Cloud has no
             project, or the current folder is not the checkout.
     """
     check_current_folder(folder)
@@ -279,17 +305,20 @@ def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machin
 
 
 def check_current_folder(folder: str) -> None:
-    """Raise `UserError` unless the current folder is the checkout, which jobs take along, and
-    `folder` lies in it."""
+    """Check that the current folder, which jobs take along, is the checkout and contains `folder`.
+
+    Raises:
+        UserError: If it does not.
+    """
     if Path.cwd() != CHECKOUT:
         raise UserError(
-            f"a job takes the current folder along, which is not the checkout; go to {CHECKOUT}, "
+            f"a job takes the current folder along, and it is not the checkout; go to {CHECKOUT}, "
             "and give the same command there"
         )
     if os.path.relpath(folder).startswith(os.pardir):
         raise UserError(
             f"--out is {folder!r}, outside of the current folder, which a job takes along; "
-            "name a folder in it"
+            "name a folder in the current one"
         )
 
 
@@ -324,17 +353,22 @@ def describe_gcp(machine: Machine, machines: Machines) -> dict[str, Any]:
     }
 
 
-# ---- all of them ---------------------------------------------------------------------------------
+# ---- all platforms -------------------------------------------------------------------------------
 def write_files(submission: Submission, folder: str) -> list[str]:
     """Write the files of a submission, and return their paths.
 
-    Raise `UserError`, with nothing written, where a file is there with another content.
+    Args:
+        submission: The files.
+        folder: Folder of the files.
+
+    Raises:
+        UserError: If a file exists with another content. Nothing is written then.
     """
     paths = {os.path.join(folder, name): text for name, text in submission.files.items()}
     for path, text in paths.items():
         if os.path.lexists(path) and Path(path).read_text(encoding="utf-8") != text:
             raise UserError(
-                f"{path} is there with another content, and nothing was written; "
+                f"{path} exists with another content, so nothing was written; "
                 "name another folder with --out"
             )
     os.makedirs(folder, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Pools of worker groups. Kinds of stages whose ranks take the same resources share a pool, whose
-groups run no other stages.
+"""Pools of worker groups.
 
-A group has a number; the pool follows from it.
+Kinds of stages that need the same resources per rank share a pool. Its groups run no other stages.
+A group has a number, which also determines its pool.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ NOT_IN_GROUPS = ("ingest", "report")  # kinds of stages that no worker group run
 
 @dataclass
 class Pool:
-    """cluster: settings with the resources that its ranks take. steps: the kinds of stages that it
-    runs; empty for all that no other pool runs."""
+    """Groups that run the same kinds of stages.
+
+    Attributes:
+        cluster: Settings with the resources of its ranks.
+        steps: Kinds of stages that it runs; empty for all kinds without a pool of their own.
+    """
 
     cluster: ClusterSettings
     steps: list[str]
 
 
 class Pools:
-    """The pools that a config asks for; the first one has the resources that `cluster` itself
-    names."""
+    """The pools of a config. The first pool has the resources of `cluster` itself.
+
+    Args:
+        cluster: Settings of the config.
+    """
 
     def __init__(self, cluster: ClusterSettings):
         self.pools = [Pool(cluster, [])]
@@ -44,7 +51,7 @@ class Pools:
                 self.by_step[step] = self._find_pool(cluster.of_step(step), step)
 
     def _find_pool(self, cluster: ClusterSettings, step: str) -> int:
-        """Return the pool whose ranks take the same as those of `cluster`, a new one if need be."""
+        """Return the pool with the resources per rank of `cluster`; add it if it is missing."""
         amounts = resources_per_worker(cluster)
         for index, pool in enumerate(self.pools):
             if resources_per_worker(pool.cluster) == amounts:
@@ -55,15 +62,15 @@ class Pools:
         return len(self.pools) - 1
 
     def of_step(self, step: str) -> int:
-        """Return the pool that runs one kind of stage."""
+        """Return the number of the pool that runs one kind of stage."""
         return self.by_step.get(step, 0)
 
     def get_settings(self, group: int) -> ClusterSettings:
-        """Return the settings of a group, with the resources that its ranks take."""
+        """Return the settings of a group, with the resources of its ranks."""
         return self.pools[group // STRIDE].cluster
 
     def describe_group(self, group: int) -> str:
-        """Return what a person reads of a group."""
+        """Return the name of a group in messages."""
         text = f"group {group % STRIDE}"
         steps = self.pools[group // STRIDE].steps
         if steps:
@@ -71,7 +78,7 @@ class Pools:
         return text
 
     def check_fit(self, pool: int, state: ClusterState) -> None:
-        """Raise `UserError` when the cluster has no room for one group of a pool."""
+        """Raise `UserError` if the cluster has no room for one group of a pool."""
         check_fits(state, self.pools[pool].cluster, self.pools[pool].steps)
 
     def sizes(
@@ -82,12 +89,18 @@ class Pools:
         outstanding: Iterable[ReadyStage],
         groups: Mapping[int, int],
     ) -> dict[int, int]:
-        """Return the number of workers of each group that this driver may have now, by group.
+        """Return the number of workers of each group that this driver can have now, by group.
 
-        With several pools, those with the deepest stages get room first, no more groups than they
-        have stages. Where room is left and no other driver may need it, groups without a stage go
-        on. name, width: as for `sizes_of_groups`. outstanding: stages that wait or run. groups:
-        number of workers of the groups that run.
+        If there are several pools, the pools with the deepest stages get room first, but no more
+        groups than they have stages. Groups without a stage go on if room is left and no other
+        driver needs it.
+
+        Args:
+            state: The cluster.
+            name: See `sizes_of_groups`.
+            width: See `sizes_of_groups`.
+            outstanding: Stages that wait or run.
+            groups: Number of workers of each running group.
         """
         if len(self.pools) == 1:
             return dict(enumerate(sizes_of_groups(state, self.pools[0].cluster, name, width)))
@@ -114,7 +127,13 @@ class Pools:
 
 
 def subtract_workers(state: ClusterState, cluster: ClusterSettings, workers: int) -> ClusterState:
-    """Return a cluster without the resources that so many workers take, as far as it has them."""
+    """Return a cluster without the resources of some workers, as far as it has them.
+
+    Args:
+        state: The cluster.
+        cluster: Settings with the resources of a worker.
+        workers: Number of workers.
+    """
     left = workers
     nodes: dict[str, Node] = {}
     for node_id, node in state.nodes.items():

@@ -1,6 +1,7 @@
-"""A config as files of its own: what it extends and `--set` are in it, and its cards lie beside it.
+"""A config as files of its own.
 
-It computes what the config computes, under the same keys, wherever the files are taken.
+They contain everything that the config extends, the overrides, and its cards. On any machine they
+compute the same results under the same keys.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from pipeline.data import card_files
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-CACHE = "/tmp"  # of each node's own disk
+CACHE = "/tmp"  # on the disk of each node
 
 
 @dataclass(frozen=True)
 class Portable:
-    """config: checked, with the settings in the files. file: name of its file. files: text by
-    name."""
+    """A config as files.
+
+    Attributes:
+        config: The checked config, with the settings in the files.
+        file: Name of the config's file.
+        files: Text by file name.
+    """
 
     config: Config
     file: str
@@ -42,10 +48,15 @@ def make_portable(
 ) -> Portable:
     """Return a config as files that run on a cluster.
 
-    shared: the folder that all nodes see, where they see no other one of this machine, "" for none
-    at all; None where they see the same folders. Storage is put there, unless it is in it or in a
-    bucket. groups: `cluster.groups` where the config says nothing of it; 0 leaves it out. Raise
-    `UserError` when the config is not valid, or names data that the nodes do not see.
+    Args:
+        source: Path of the config.
+        overrides: Settings, `key=value`.
+        shared: The only folder of this machine that nodes see; "" for none; None if nodes see all
+            folders. Storage moves there, unless it is in it or in a bucket.
+        groups: Default of `cluster.groups`; 0: leave it out.
+
+    Raises:
+        UserError: If the config is invalid, or names data that the nodes do not see.
     """
     config = configs.load(source, list(overrides))
     body = configs.read_values(source, overrides)
@@ -74,7 +85,7 @@ def make_portable(
 
 
 def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> None:
-    """Put the cards of a stream that are named by a path into `files`, and name those instead."""
+    """Add the cards that a stream names by path to `files`, and let the stream name the copies."""
     for index, entry in enumerate(tasks):
         task = {"card": entry} if isinstance(entry, str) else entry
         card = card_files.load_without_source(task["card"])
@@ -96,12 +107,26 @@ def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> 
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return whether a path is a folder or lies in it."""
+    """Return whether a path is a folder or is inside it.
+
+    Example:
+        >>> is_inside("/storage/team", "/storage"), is_inside("/storage2", "/storage")
+        (True, False)
+    """
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 
 def _check_is_shared(name: str, path: str, folder: str) -> None:
-    """Raise `UserError` when nodes do not see a path. folder: all that they see of a disk."""
+    """Check that nodes see a path.
+
+    Args:
+        name: Name of the setting or card, for the message.
+        path: A path or URI.
+        folder: The only folder that nodes see; empty for none.
+
+    Raises:
+        UserError: If they do not.
+    """
     if "://" in path or (folder and is_inside(path, folder)):
         return
     remedy = "put it into a bucket, and name that: s3://bucket/folder"

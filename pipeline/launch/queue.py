@@ -1,6 +1,6 @@
-"""Which stage goes next, and the queue between the driver and its worker groups.
+"""The order of stages, and the queue between the driver and its worker groups.
 
-Plain Python without Ray: tests step it by hand.
+This is plain Python without Ray, so that tests can step through it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from typing import NamedTuple
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 
-STOP = "stop"  # in place of a stage: the group is to end
-STRIDE = 1_000_000  # numbers of groups in a pool: group g is of pool g // STRIDE
+STOP = "stop"  # sent in place of a stage: the group must end
+STRIDE = 1_000_000  # group g belongs to pool g // STRIDE
 
 
 class ReadyStage(NamedTuple):
-    """A stage whose parents are finished. depth: stages on the longest path behind it; the largest
-    goes first. pool: of the worker groups that may run it."""
+    """A stage whose parents are finished.
+
+    Attributes:
+        depth: Stages on the longest path of its descendants; the largest depth goes first.
+        stage: The stage.
+        pool: Number of the pool of worker groups that can run it.
+    """
 
     depth: int
     stage: Stage
@@ -27,26 +32,36 @@ class ReadyStage(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """A stage that is kept for one idle group, until the request of that number."""
+    """A stage that is kept for one idle group.
+
+    Attributes:
+        ready: The stage.
+        until_request: Number of the request at which the reservation expires.
+    """
 
     ready: ReadyStage
     until_request: int
 
 
 class ReadyQueue:
-    """Ready stages, the deepest first. Adding and taking one cost the same among any number.
+    """Ready stages, the deepest first.
+
+    The cost of adding and taking does not depend on their number.
 
     A chain stays on its group: the first child of a group's last stage is reserved for that group
-    while it is idle. The group asks again within moments, unless its workers are gone. So others
-    get the stage after each idle group could have asked twice.
+    while it is idle. The group asks again within moments, unless its workers are gone. So other
+    groups get the stage after each idle group could have asked twice.
+
+    Args:
+        stages: The first stages.
     """
 
     def __init__(self, stages: Iterable[ReadyStage] = ()) -> None:
-        self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, first come first
+        self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, oldest first
         # (depth, parent) -> ids of its waiting children; a dict as an ordered set
         self.children: dict[tuple[int, str], dict[str, None]] = {}
         self.depths: list[int] = []  # a heap of the depths in `waiting`, negative
-        self.idle_after: set[str] = set()  # last stages of the groups that asked in vain
+        self.idle_after: set[str] = set()  # last stages of the groups that got no stage
         self.reserved: dict[str, Reservation] = {}  # by the last stage of the group
         self.requests = 0
         self += stages
@@ -69,10 +84,15 @@ class ReadyQueue:
         self._add(ready)
 
     def take(self, last: Stage | None = None) -> Stage | None:
-        """Remove and return the next stage for a group whose last one was `last`.
+        """Remove and return the next stage for a group.
 
-        That is the stage reserved for it; else the deepest, among equals a child of `last`; None
-        where there is none.
+        It is the stage reserved for the group, or else the deepest; among equals a child of `last`.
+
+        Args:
+            last: The last stage of the group.
+
+        Returns:
+            The stage, or None if no stage is ready.
         """
         self.requests += 1
         last_id = last.id if last else ""
@@ -91,8 +111,11 @@ class ReadyQueue:
         return self._remove(depth, next(iter(candidates)))
 
     def release(self, last_id: str) -> None:
-        """Give up the reservation of the group whose last stage was `last_id`: it will not ask
-        again soon."""
+        """Give up the reservation of a group that will not ask again soon.
+
+        Args:
+            last_id: Id of the last stage of the group.
+        """
         self.idle_after.discard(last_id)
         if last_id in self.reserved:
             self._add(self.reserved.pop(last_id).ready)
@@ -122,35 +145,48 @@ class ReadyQueue:
             if not siblings:
                 del self.children[depth, parent]
         if not self.waiting[depth]:
-            heappop(self.depths)  # it is the deepest: `take` alone removes
+            heappop(self.depths)  # `depth` is the deepest: only `take` removes
             del self.waiting[depth]
         return stage
 
 
 class RunningStage(NamedTuple):
-    """A stage that a group runs, and for how many seconds."""
+    """A stage that a group runs, and the seconds since its start."""
 
     stage: Stage
     seconds: float
 
 
 class QueueNews(NamedTuple):
-    """What the driver hears from the queue. rank_nodes: of each group that is up, the nodes of its
-    ranks."""
+    """The answer of the queue to the driver.
+
+    Attributes:
+        events: Events since the last answer.
+        rank_nodes: Nodes of the ranks of each group that is up.
+    """
 
     events: list[Event]
     rank_nodes: dict[int, list[str]]
 
 
 class Rank(NamedTuple):
-    """Where a rank of a group is. node: id of its node. gpu: its number there; empty for none."""
+    """The place of a rank.
+
+    Attributes:
+        node: Id of its node.
+        gpu: Number of its GPU on the node; empty if it has no GPU.
+    """
 
     node: str
     gpu: str = ""
 
 
 class Queue:
-    """Hands stages from the driver to worker groups, and their events back. It runs in an actor."""
+    """Hands stages from the driver to worker groups, and their events back. It runs in an actor.
+
+    Args:
+        clock: Returns seconds; only differences count.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -160,13 +196,13 @@ class Queue:
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
         self.ranks: dict[int, list[Rank]] = {}  # of each group that is up
-        self.abandoned: set[int] = set()  # groups that the driver gave up and starts anew
-        self.dismissed: dict[int, bool] = {}  # group that is to end -> whether at once
+        self.abandoned: set[int] = set()  # groups that the driver gave up and restarts
+        self.dismissed: dict[int, bool] = {}  # group that must end -> whether at once
         self.closed = False
 
     # ---- called by the driver --------------------------------------------------------------------
     def offer(self, stages: list[ReadyStage]) -> QueueNews:
-        """Add stages. Return what happened since the last call."""
+        """Add stages. Return the events since the last call."""
         for ready in stages:
             self._get_ready(ready.pool).append(ready)
         events = self.events
@@ -175,13 +211,23 @@ class Queue:
         return QueueNews(events, rank_nodes)
 
     def dismiss(self, groups: list[int], at_once: bool) -> None:
-        """Have groups end: at once, when the state of their stage is saved; else after it."""
+        """Let groups end.
+
+        Args:
+            groups: Numbers of the groups.
+            at_once: End as soon as the state of the current stage is saved; else after that stage.
+        """
         for group in groups:
             self.dismissed[group] = at_once or self.dismissed.get(group, False)
 
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
-        """Give up a group that is gone, to be started anew. moved: the loss is no fault of the
-        stage that it ran."""
+        """Give up a group that is gone. The driver starts a new one under the same number.
+
+        Args:
+            group: Number of the group.
+            message: Why it is gone.
+            moved: The loss is not the fault of the stage that it ran.
+        """
         self._lose(group, message, moved)
         if group in self.last:
             self._get_ready(group // STRIDE).release(self.last[group].id)
@@ -190,15 +236,15 @@ class Queue:
         self.abandoned.add(group)
 
     def get_stage(self, group: int) -> Stage | None:
-        """Return the stage that a group runs, or that it has run last."""
+        """Return the stage that a group runs, or else its last one."""
         return self.running.get(group) or self.last.get(group)
 
     def close(self) -> None:
-        """Have every group end when it asks for its next stage."""
+        """Let every group end at its next request."""
         self.closed = True
 
     def list_running_stages(self) -> dict[int, RunningStage]:
-        """Return what each group runs, and for how long."""
+        """Return the running stage of each group, and the seconds since its start."""
         now = self.clock()
         stages = {}
         for group, stage in self.running.items():
@@ -206,8 +252,16 @@ class Queue:
         return stages
 
     def time_out(self, group: int, stage_id: str, message: str) -> bool:
-        """Give up a group whose stage has taken too long: that stage failed. Return False where the
-        group no longer runs it."""
+        """Give up a group because its stage takes too long. The stage has failed.
+
+        Args:
+            group: Number of the group.
+            stage_id: Id of the stage.
+            message: The message of the failure.
+
+        Returns:
+            False if the group no longer runs the stage.
+        """
         stage = self.running.get(group)
         if stage is None or stage.id != stage_id:
             return False
@@ -218,21 +272,29 @@ class Queue:
 
     # ---- called by worker groups -----------------------------------------------------------------
     def join(self, group: int, ranks: list[Rank]) -> None:
-        """From rank 0 of a group that has come up. If the group ran a stage, that stage is lost:
-        its workers died."""
+        """Register a group that has come up; called by its rank 0.
+
+        If the group ran a stage, that stage is lost, because the workers died.
+
+        Args:
+            group: Number of the group.
+            ranks: Places of its ranks.
+        """
         self._lose(group, "its workers died")
         self.ranks[group] = ranks
         self.abandoned.discard(group)
 
     def next_stage(self, group: int) -> Stage | str | None:
-        """From rank 0 of a group: return its next stage, None for nothing yet, or STOP.
+        """Return the next stage of a group, or STOP. Called by rank 0 of the group.
+
+        None means that no stage is ready yet.
 
         A group that asks while it runs a stage was restarted, because its workers died.
         """
         self._lose(group, "its workers died")
         if self.closed or group in self.dismissed:
             return STOP
-        if group in self.abandoned:  # what is left of it; the new one has not joined yet
+        if group in self.abandoned:  # a rest of the old group; the new one has not joined yet
             return None
         stage = self._get_ready(group // STRIDE).take(self.last.get(group))
         if stage is not None:
@@ -249,10 +311,17 @@ class Queue:
         return stage
 
     def post(self, group: int, event: Event) -> bool:
-        """From a rank: an event of its stage. Return whether the group is to leave at once.
+        """Take an event from a rank.
 
-        When several ranks fail together, the first event counts. Events of a stage that the group
-        no longer runs are ignored: it was abandoned and is not quite gone.
+        If several ranks fail together, the first event counts. Events of a stage that the group no
+        longer runs are ignored: the group was abandoned and has not ended yet.
+
+        Args:
+            group: Number of the group.
+            event: Event of its stage.
+
+        Returns:
+            Whether the group must leave at once.
         """
         stage = self.running.get(group)
         if event.kind in (EventKind.PROGRESS, EventKind.CHECKPOINT, EventKind.SAMPLE):

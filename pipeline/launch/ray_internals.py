@@ -1,7 +1,7 @@
-"""Every name of Ray that is not part of its public interface, and nothing else.
+"""All names of Ray that are not part of its public interface, and nothing else.
 
-Ray may rename or drop these in any release. tests/pipeline/test_ray_internals.py holds one contract
-test for each, so that an upgrade fails there with the name that is gone.
+Ray can rename or remove them in any release. tests/pipeline/test_ray_internals.py contains one
+contract test for each name, so that an upgrade fails there with the missing name.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# What only the head node has, in the resources of an actor that has to live there.
+# A resource of the head node only, for actors that must run there.
 HEAD_NODE_RESOURCE = "node:__internal_head__"
-# Set by `ray job submit`: the job's runtime environment as JSON.
+# Set by `ray job submit` to the job's runtime environment as JSON.
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# "0": processes of Ray listen on 127.0.0.1 alone.
+# "0": processes of Ray listen only on 127.0.0.1.
 OTHER_NODES_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# Requests without effect: one that the client server answers, and one that the head answers.
+# Requests without side effects, to the client server and to the head.
 CLIENT_SERVER_REQUEST = "/ray.rpc.RayletDriver/ClusterInfo"
 HEAD_REQUEST = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 @contextmanager
 def listen_on_loopback() -> Iterator[None]:
-    """Within it, Ray starts processes that listen on 127.0.0.1.
+    """Context manager in which Ray starts processes that listen on 127.0.0.1.
 
-    A private cluster has no other nodes, and its metrics pages ask for no token. Ray would bind the
-    rendezvous of torch.distributed to all addresses.
+    A private cluster has no other nodes, and its metrics pages ask for no token. By default Ray
+    binds the rendezvous of torch.distributed to all addresses.
     """
     variable_before = os.environ.get(OTHER_NODES_VARIABLE)
     constants: Any = sys.modules.get("ray._private.ray_constants")
     constant_before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
     os.environ[OTHER_NODES_VARIABLE] = "0"
-    if constants is not None:  # it has read the variable before
+    if constants is not None:  # it read the variable when it was imported
         constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
@@ -46,12 +46,14 @@ def listen_on_loopback() -> Iterator[None]:
             constants.ENABLE_RAY_CLUSTER = constant_before
 
 
-NODE_DIED = "its node has died"  # in what Ray says of an actor on a lost node
+NODE_DIED = "its node has died"  # part of Ray's report about an actor on a lost node
 
 
 def log_messages_of_raylets(log: Callable[[str], None]) -> None:
-    """Have what raylets tell this driver logged, such as that a worker died: Ray prints it in long
-    lines between those of the run."""
+    """Pass messages of raylets, such as the death of a worker, to `log`.
+
+    Ray prints them in long lines between the lines of the run.
+    """
     from ray._private import worker
 
     module: Any = worker
@@ -78,17 +80,17 @@ def open_channel(address: str) -> Any:
 
 
 def draining_node_ids() -> Iterable[str]:
-    """Return the ids of nodes whose end is announced: Ray tells it nowhere else."""
+    """Return the ids of nodes with an announced end. Ray tells it only here."""
     from ray._private.state import state
 
     return state.get_draining_nodes()
 
 
 def orphaned_placement_groups() -> list[Any]:
-    """Return the placement groups of this job that dead actors created, and that still reserve
-    resources or wait for them.
+    """Return the placement groups of this job that were created by actors that are dead now.
 
-    Ray removes a placement group when the driver of its creator ends, and not before.
+    They still reserve resources, or wait for them. Ray removes a placement group only when the
+    driver of its creator ends.
     """
     import ray
     from ray.util.placement_group import PlacementGroup
@@ -102,7 +104,7 @@ def orphaned_placement_groups() -> list[Any]:
 
 
 def waiting_placement_groups() -> list[bytes]:
-    """Return the ids of the placement groups of this job that the cluster has no room for yet."""
+    """Return the ids of the placement groups of this job that wait for room."""
     from ray.core.generated import gcs_pb2
 
     messages: Any = gcs_pb2  # generated code without types
@@ -112,7 +114,7 @@ def waiting_placement_groups() -> list[bytes]:
 
 
 def _placement_group_rows() -> list[Any]:
-    """Return Ray's rows on the placement groups of this job that are not removed."""
+    """Return Ray's rows for the placement groups of this job that are not removed."""
     import ray
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
@@ -135,7 +137,7 @@ def trainer_class() -> Any:
 
     - The cleaner of placement groups. Without a dashboard it never notices that a controller was
       killed and runs forever. Our queue removes placement groups: `orphaned_placement_groups`.
-    - The manager of Ray data sets. We use none.
+    - The manager of Ray data sets. This project uses none.
     - The coordinator that requests resources from the autoscaler. The controller waits for it. The
       pending placement group of the workers requests the same resources.
     """
@@ -167,7 +169,7 @@ def trainer_class() -> Any:
 
 
 def is_startup_timeout(error: Exception) -> bool:
-    """Whether Ray Train gave up because the workers of a group did not come up in time."""
+    """Return whether Ray Train gave up because a group's workers did not start in time."""
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import ControllerError
 
@@ -177,9 +179,9 @@ def is_startup_timeout(error: Exception) -> bool:
 
 
 def died_workers(error: Exception) -> dict[int, str]:
-    """Return what Ray says of each worker whose process died and so ended its group, by rank.
+    """Return Ray's report about each worker that ended its group by its death, by rank.
 
-    A worker whose node is lost is none of them.
+    Workers on a lost node are left out.
     """
     from ray.exceptions import ActorDiedError
 
@@ -191,8 +193,10 @@ def died_workers(error: Exception) -> dict[int, str]:
 
 
 def are_unreachable(error: Exception) -> bool:
-    """Return whether a group ended because workers could not be reached: their node is lost, though
-    Ray may not have declared it dead yet."""
+    """Return whether a group ended because its workers could not be reached.
+
+    Their node is lost in that case, even if Ray has not declared it dead yet.
+    """
     from ray.exceptions import RayActorError
 
     failures = _worker_failures(error).values()
@@ -201,19 +205,22 @@ def are_unreachable(error: Exception) -> bool:
 
 
 def _worker_failures(error: Exception) -> dict[int, Any]:
-    """Return why the workers of a group failed, by rank: what a health check of one raised."""
+    """Return the error of the health check of each failed worker of a group, by rank."""
     cause = getattr(error, "cause", error)  # of an error in a Ray task
     failures = getattr(cause, "worker_failures", {}).items()
     return {rank: getattr(failure, "health_check_failure", failure) for rank, failure in failures}
 
 
 def run_config(name: str, location: dict[str, Any]) -> Any:
-    """Return the `RunConfig` of a trainer that prints errors alone.
+    """Return the `RunConfig` of a trainer that prints only errors.
 
-    location: where Ray writes its own files. A failed worker or controller ends the trainer at
-    once.
+    A failed worker or controller ends the trainer at once.
+
+    Args:
+        name: Of the run.
+        location: Arguments that say where Ray writes its own files.
     """
-    # The names in ray.train are typed as those of its version 1.
+    # The names in ray.train have the types of its version 1.
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
 
     failures = FailureConfig(max_failures=0, controller_failure_limit=0)

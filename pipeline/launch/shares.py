@@ -1,7 +1,6 @@
-"""How many workers fit into the cluster, and how many of them this driver may have.
+"""Number of workers that fit into the cluster, and the share of this driver.
 
-Every driver on a cluster has the same share of it. Trials of one search share what their search
-has.
+All drivers on a cluster have equal shares. The trials of one search divide the share of the search.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from pipeline.config.settings import ClusterSettings
 from pipeline.launch.cluster import ClusterState, Node, is_search_actor, parse_job
 from workers.errors import UserError
 
-SLACK = 1e-9  # ten tenths of a GPU are one GPU, whatever the rounding
+SLACK = 1e-9  # against rounding: ten tenths of a GPU are one GPU
 
 
 def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
-    """Return what one worker takes, under Ray's names."""
+    """Return the resources of one worker, under Ray's names."""
     amounts = {
         "CPU": cluster.cpus_per_worker,
         "GPU": cluster.gpus_per_worker,
@@ -27,18 +26,18 @@ def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
 
 
 def min_group_size(cluster: ClusterSettings) -> int:
-    """Return the fewest workers that a group may have."""
+    """Return the smallest number of workers of a group."""
     return cluster.min_workers or cluster.workers
 
 
 def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
-    """Return how many workers fit onto the nodes that are alive and not announced to go."""
+    """Return the number of workers that fit onto the nodes that are alive and will stay."""
     usable = [node for node in state.nodes.values() if node.alive and not node.leaves]
     slots = [count_node_slots(node, cluster) for node in usable]
     group_size = min_group_size(cluster)
-    if cluster.placement == "STRICT_PACK":  # a group stands on one node
+    if cluster.placement == "STRICT_PACK":  # a group must be on one node
         slots = [count for count in slots if count >= group_size]
-    if cluster.placement == "STRICT_SPREAD":  # each worker of a group has a node to itself
+    if cluster.placement == "STRICT_SPREAD":  # each worker of a group needs its own node
         nodes_with_room = [count for count in slots if count]
         if len(nodes_with_room) < group_size:
             return 0
@@ -46,12 +45,12 @@ def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
 
 
 def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
-    """Return how many workers fit onto one node, if nothing else ran there."""
+    """Return the number of workers that fit onto an otherwise empty node."""
     counts = []
     for name, amount in resources_per_worker(cluster).items():
         available = node.resources.get(name, 0.0)
         count = int(available / amount + SLACK)
-        if name == "GPU" and amount < 1:  # a worker takes its part of one card
+        if name == "GPU" and amount < 1:  # a worker takes a part of a single card
             cards = int(available + SLACK)
             rest = available - cards
             count = cards * ranks_per_gpu(amount) + int(rest / amount + SLACK)
@@ -60,7 +59,7 @@ def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
 
 
 def ranks_per_gpu(gpus_per_worker: float) -> int:
-    """Return how many ranks share a GPU; 1 for ranks with a whole GPU, or without any."""
+    """Return the number of ranks that share a GPU; 1 for ranks with whole GPUs, or without any."""
     if not 0 < gpus_per_worker < 1:
         return 1
     return int(1 / gpus_per_worker + SLACK)
@@ -69,7 +68,16 @@ def ranks_per_gpu(gpus_per_worker: float) -> int:
 def compute_fair_share(total: int, name: str, names: Iterable[str]) -> int:
     """Return the part of `total` that `name` gets among `names`.
 
-    Parts are equal. What is left over goes to the names that come first in the alphabet.
+    Parts are equal. The remainder goes to the first names in the alphabet.
+
+    Args:
+        total: The number to divide.
+        name: Name of the part.
+        names: All names; `name` is added if it is missing.
+
+    Example:
+        >>> compute_fair_share(7, "b", ["a", "b", "c"])
+        2
     """
     ordered = sorted({*names, name})
     share, left_over = divmod(total, len(ordered))
@@ -81,10 +89,15 @@ def compute_fair_share(total: int, name: str, names: Iterable[str]) -> int:
 def sizes_of_groups(
     state: ClusterState, cluster: ClusterSettings, name: str, width: int
 ) -> list[int]:
-    """Return the number of workers of each group that this driver may have now.
+    """Return the number of workers of each group that this driver can have now.
 
-    A driver has one group even where its share is less: that group waits for room. name: of this
-    driver's registered actor. width: most stages that can run side by side.
+    A driver has one group even if its share is smaller; that group waits for room.
+
+    Args:
+        state: The cluster.
+        cluster: Settings with the resources of a worker.
+        name: Name of this driver's registered actor.
+        width: Largest number of stages that can run in parallel.
     """
     job = parse_job(name)
     of_job = compute_fair_share(count_slots(state, cluster), job, state.drivers)
@@ -97,10 +110,17 @@ def sizes_of_groups(
 
 
 def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[str] = ()) -> None:
-    """Raise `UserError` when the cluster has no room for one group.
+    """Check that the cluster has room for one group.
 
-    steps: the kinds of stages that `cluster.stages` asks these resources for; empty for the others.
-    With `cluster.groups` set nothing is checked: nodes may then be started on demand.
+    If `cluster.groups` is set, nothing is checked, because nodes can be started on demand.
+
+    Args:
+        state: The cluster.
+        cluster: Settings with the resources of a worker.
+        steps: Kinds of stages with these resources in `cluster.stages`; empty for all other kinds.
+
+    Raises:
+        UserError: If a group does not fit.
     """
     group_size = min_group_size(cluster)
     if cluster.groups or count_slots(state, cluster) >= group_size:
@@ -117,14 +137,19 @@ def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[st
     setting = f" (cluster.stages.{steps[0]})" if steps else ""
     raise UserError(
         f"this cluster ({format_resources(total) or 'no node'}) has no room for {users} with "
-        f"{format_resources(per_worker)} each; lower cluster.workers or what each takes{setting}, "
-        "add nodes, "
-        "or, where nodes are started on demand, say how many groups to ask for with cluster.groups"
+        f"{format_resources(per_worker)} each; lower cluster.workers or the resources of each"
+        f"{setting}, add nodes, "
+        "or set cluster.groups if nodes are started on demand"
     )
 
 
 def format_resources(resources: Mapping[str, float]) -> str:
-    """Return resources as text: `2 CPUs, 1 GPU, 4 GB of memory`."""
+    """Return resources as text.
+
+    Example:
+        >>> format_resources({"CPU": 2, "GPU": 1, "memory": 4 * 2**30})
+        '2 CPUs, 1 GPU, 4 GB of memory'
+    """
     parts = []
     for name, amount in resources.items():
         match name:

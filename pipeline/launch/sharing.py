@@ -1,9 +1,9 @@
-"""How ranks that share a GPU slow each other down.
+"""Slowdown of ranks that share a GPU.
 
-A rank that has a GPU to itself keeps it busy for a share of the time, which earlier runs measured
-(`pipeline.graph.gpu_use`). Ranks beside each other run at full speed while these shares add up to
-at most 1. Above that each gets an equal part of the GPU. Where nothing was measured, a rank counts
-as keeping its GPU busy all the time: the GPU is shared equally, and sharing it saves nothing.
+A rank with its own GPU keeps it busy for a share of the time, which earlier runs measured
+(`pipeline.graph.gpu_use`). Ranks on one GPU run at full speed while these shares add up to at most
+1. Above that, each rank gets an equal part of the GPU. If nothing was measured, a rank is assumed
+to keep its GPU busy all the time: the GPU is shared equally, and sharing saves nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pipeline.launch.shares import ranks_per_gpu
 
 
 class Busy(NamedTuple):
-    """How busy one rank keeps a GPU that it has to itself.
+    """How busy one rank keeps its own GPU.
 
     Attributes:
         share: Share of the time.
-        run: The run that measured it; empty where none did.
+        run: The run that measured it; empty if no run did.
     """
 
     share: float
@@ -37,11 +37,11 @@ ALWAYS_BUSY = Busy(1.0, "")
 
 @dataclass(frozen=True)
 class Sharing:
-    """The stages of a run whose ranks share GPUs.
+    """The stages of a run that share GPUs.
 
     Attributes:
         stages: Their ids.
-        ranks: Most ranks on a GPU at a time.
+        ranks: Largest number of ranks on a GPU at a time.
         workers: Ranks of a stage.
         busy: How busy one rank keeps a GPU.
     """
@@ -89,15 +89,15 @@ def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy)
 
 
 def count_ranks_per_gpu(cluster: ClusterSettings) -> int:
-    """Return the most ranks of a run that are on one GPU at a time."""
-    if not cluster.workers:  # one process runs one stage after the other
+    """Return the largest number of ranks of a run that are on one GPU at a time."""
+    if not cluster.workers:  # one process runs one stage at a time
         return 1
     ranks = ranks_per_gpu(cluster.gpus_per_worker)
     return min(ranks, cluster.groups * cluster.workers) if cluster.groups else ranks
 
 
 def shares_gpus(cluster: ClusterSettings) -> bool:
-    """Return whether ranks of a run share a GPU, for one kind of stage at least."""
+    """Return whether ranks of a run share a GPU, for at least one kind of stage."""
     kinds = [cluster, *(cluster.of_step(step) for step in cluster.stages)]
     return any(count_ranks_per_gpu(kind) > 1 for kind in kinds)
 
@@ -115,6 +115,10 @@ def find_busy(storage: str, names: Iterable[str]) -> Busy:
     """Return how busy one rank keeps a GPU, from the first of these runs that measured it.
 
     If several ranks kept a GPU fully busy, the result is a lower bound for one rank.
+
+    Args:
+        storage: URI of the storage.
+        names: Names of runs.
     """
     for name in names:
         figures = [figure for figure in read_gpu_use(storage, name) if "busy" in figure]
@@ -125,10 +129,15 @@ def find_busy(storage: str, names: Iterable[str]) -> Busy:
 
 
 def read_ranks_per_gpu(storage: str, name: str, cluster: ClusterSettings) -> float:
-    """Return how many ranks trained on a GPU at a time, on average, in an earlier run.
+    """Return the average number of ranks that trained on a GPU at a time in an earlier run.
 
     If the run did not record it, this is the largest possible number.
+
+    Args:
+        storage: URI of the storage.
+        name: Name of the run.
+        cluster: Its settings.
     """
-    most = count_ranks_per_gpu(cluster)
-    ranks = [figure.get("ranks", most) for figure in read_gpu_use(storage, name)]
-    return min(most, fmean(ranks)) if ranks else most
+    max_ranks = count_ranks_per_gpu(cluster)
+    ranks = [figure.get("ranks", max_ranks) for figure in read_gpu_use(storage, name)]
+    return min(max_ranks, fmean(ranks)) if ranks else max_ranks

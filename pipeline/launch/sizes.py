@@ -1,4 +1,4 @@
-"""How many nodes of which size a run needs, and for how long, from what its config asks for."""
+"""Number and size of the nodes of a run and its time limit, derived from its config."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from pipeline.launch.cost import Estimate, Forecast, counted, total_seconds
 from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError
 
-MIN_CPUS = 2  # of a node: beside a rank, Ray's own processes and the driver are at work
+MIN_CPUS = 2  # of a node: Ray's own processes and the driver run next to the rank
 MIN_MEMORY_GB = 8
 MEMORY_GB_PER_CPU = 4
-RAY_MEMORY_GB = 2  # beside what ranks reserve
-MARGIN = 2  # times the forecast, which leaves out ingest, report and the start of Ray
+RAY_MEMORY_GB = 2  # in addition to the memory that ranks reserve
+MARGIN = 2  # factor on the forecast, which leaves out ingest, report and the start of Ray
 MIN_HOURS = 1
-HOURS = 8  # where the number of images is not known
+HOURS = 8  # if the number of images is unknown
 
 
 @dataclass(frozen=True)
 class Size:
-    """The nodes of a run, all alike. cpus, gpus, memory_gb: of each. hours: the time limit. why:
-    what the time limit rests on. reserved_gb: the part of memory_gb that ranks reserve."""
+    """The nodes of a run, which are all alike, and the time limit.
+
+    Attributes:
+        nodes: Number of nodes.
+        cpus: CPUs of each node.
+        gpus: GPUs of each node.
+        memory_gb: Memory of each node.
+        hours: The time limit.
+        why: Origin of the time limit, for people.
+        reserved_gb: The part of `memory_gb` that ranks reserve.
+    """
 
     nodes: int
     cpus: int
@@ -44,9 +53,14 @@ def choose_size(
 ) -> Size:
     """Return the size of the nodes that run a config.
 
-    forecast: of what is to run; None where it is not known. ranks_per_node: 0 for as many as share
-    a GPU, else one. hours: the time limit; 0 to take it from the forecast. Raise `UserError` when
-    a number is negative.
+    Args:
+        config: The config.
+        forecast: Forecast of the run; None if it is unknown.
+        ranks_per_node: 0: the number of ranks that share a GPU, or else 1.
+        hours: The time limit; 0: derive it from the forecast.
+
+    Raises:
+        UserError: If a number is negative.
     """
     for option, value in (("--ranks-per-node", ranks_per_node), ("--hours", hours)):
         if value < 0:
@@ -73,7 +87,13 @@ def choose_size(
 
 
 def compute_memory_gb(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
-    """Return the memory of a node with so many ranks and CPUs, in GB."""
+    """Return the memory of a node in GB.
+
+    Args:
+        cluster: Settings with the resources of a rank.
+        ranks: Ranks on the node.
+        cpus: CPUs of the node.
+    """
     reserved = cluster.memory_gb_per_worker * ranks
     if reserved:
         return max(MIN_MEMORY_GB, math.ceil(reserved) + RAY_MEMORY_GB)
@@ -81,7 +101,7 @@ def compute_memory_gb(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
 
 
 def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
-    """Return a time limit in whole hours, and what it rests on."""
+    """Return a time limit in whole hours, and its origin as text."""
     if forecast is None:
         return HOURS, "not forecast"
     unknown = [cost for cost in forecast.costs.values() if cost.device_s is None]
@@ -90,7 +110,7 @@ def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
     if not forecast.costs:
         return MIN_HOURS, "nothing is to run"
     wall = forecast.walls["together"]
-    if not forecast.groups:  # as many as there is room for: here, one
+    if not forecast.groups:  # as many groups as fit: here one
         share = forecast.sharing.stretch(1) / forecast.workers  # of all device-seconds
         wall = Estimate(*(s * share for s in total_seconds(forecast.costs.values())))
     limit_h = max(wall.expected * MARGIN, wall.high) / 3600

@@ -1,5 +1,7 @@
-"""How fast a device trains a backbone: assumed from the backbone's operations, or calibrated by a
-few training steps on this machine."""
+"""Speed at which a device trains a backbone: derived from the backbone's operations, or calibrated.
+
+A calibration runs a few training steps on this machine.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from workers.model.compact import multiply_adds
 
 TRAINING_PASSES = 3  # of full fine-tuning, in forward passes: the backward pass counts as two
 READ_S = 1e-3  # to read, decode and augment one image
-# FLOP/s that a training step reaches, in fp32 on one core of a CPU and on a GPU in fp32 and bf16.
-# Newer devices reach a multiple of it; so does a large batch.
+# FLOP/s of a training step: of one CPU core in fp32, and of a GPU. Newer devices and large batches
+# reach a multiple of it.
 CORE_FLOPS = 3e10
 GPU_FLOPS = {"fp32": 1.5e13, "tf32": 3e13, "bf16": 5e13}
 MAX_BATCH = 16  # images of a step of a calibration on a CPU
@@ -34,9 +36,9 @@ class Speed(NamedTuple):
     """Device-seconds of one image.
 
     Attributes:
-        train_s: in a training step, with reading it.
-        forward_s: in a forward pass without gradients, with reading it.
-        source: what the numbers rest on, for people.
+        train_s: In a training step, including the time to read the image.
+        forward_s: In a forward pass without gradients, including the time to read the image.
+        source: Origin of the numbers, for people.
     """
 
     train_s: float
@@ -48,10 +50,10 @@ def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) 
     """Return the speed that follows from the operations of a backbone.
 
     Args:
-        settings: of the backbone.
-        cores: CPU cores of a worker; without a GPU it computes with these.
-        gpus: GPUs of a worker; 0 for a CPU. A worker with a part of a GPU has the speed of one that
-            is alone on it.
+        settings: Settings of the backbone.
+        cores: CPU cores of a worker, which compute if it has no GPU.
+        gpus: GPUs of a worker; 0 for a CPU. A worker with a part of a GPU has the speed of a worker
+            that has the GPU to itself.
         precision: `fp32`, `tf32` or `bf16`.
     """
     forward_flops = 2 * multiply_adds(
@@ -75,11 +77,11 @@ def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) 
 def calibrate(settings: BackboneSettings, cores: int, gpus: float, precision: str) -> Speed:
     """Measure the speed of this machine with steps of full fine-tuning on random images.
 
-    It takes a few seconds, and more for a backbone with a slow step. The arguments are those of
+    It takes a few seconds, or longer for a backbone with slow steps. The arguments are those of
     `assume`.
 
     Raises:
-        UserError: if the backbone is to be trained on a GPU, and this machine has none.
+        UserError: If the config trains on a GPU and this machine has none.
     """
     if gpus and not accelerator.is_available():
         raise UserError(
@@ -130,7 +132,7 @@ def time_steps(
 
 
 def time_calls(call: Callable[[], object], device: torch.device) -> float:
-    """Return the mean seconds of a call, after one call that is not counted."""
+    """Return the mean seconds of a call, after one uncounted call."""
     start = 0.0
     calls = -1
     while calls < MIN_STEPS or time.perf_counter() - start < CALIBRATION_S:

@@ -1,8 +1,9 @@
-"""How long a run will go on, from what its stages took so far.
+"""Remaining time of a run, estimated from its finished stages.
 
 The work of a stage is counted in epochs, that of an evaluation in tasks. Finished stages of the
-same method and step give the seconds of one; where there are none, other methods' of that step do.
-Once a stage is late by more than all that is left, nobody knows how long, and no time is given.
+same method and step give the seconds per unit, or else those of other methods in the same step.
+If a stage is late by more than the remaining time of the run, the estimate is useless and no time
+is given.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from pipeline.launch.wall_time import wall_time
 
 FINISHED = ("done", "reused")
 ENDED = (*FINISHED, "failed", "blocked")
-LEFT_OUT = ("report",)  # seconds, in which nothing is learned
+LEFT_OUT = ("report",)  # takes only seconds
 
 
 class TimeLeftEstimator:
-    """Estimates how long a run will go on; see `estimate_time_left`.
+    """Estimates the remaining time of a run; see `estimate_time_left`.
 
-    groups: worker groups that run side by side; 0: as many as have been seen at work.
+    Args:
+        graph: The graph of the run.
+        groups: Worker groups in parallel; 0: the largest number seen at work so far.
     """
 
     def __init__(self, graph: Graph, groups: int):
@@ -53,11 +56,18 @@ def estimate_time_left(
     slots: int,
     clock: Callable[[], float] = time.time,
 ) -> TimeLeft:
-    """Return how long a run will go on. stages: by id. slots: stages that run side by side."""
+    """Return the remaining time of a run.
+
+    Args:
+        graph: The graph of the run.
+        stages: Status of each stage, by id.
+        slots: Number of stages that run in parallel.
+        clock: Returns seconds since the epoch.
+    """
     unit_s = _seconds_per_unit(graph, stages)
     todo: set[str] = set()
     seconds: dict[str, float] = {}
-    latest_s = 0.0  # how much longer than forecast a stage has taken so far
+    latest_s = 0.0  # delay of the latest stage
     without = 0
     for stage in graph:
         live = stages[stage.id]
@@ -81,8 +91,7 @@ def estimate_time_left(
 def _seconds_per_unit(
     graph: Graph, stages: Mapping[str, LiveStage]
 ) -> dict[tuple[str | None, str], float]:
-    """Return the median of seconds per unit of finished stages, by (label, step) and by (None,
-    step)."""
+    """Return the median seconds per unit of finished stages, by (label or None, step)."""
     measured: dict[tuple[str | None, str], list[float]] = {}
     for stage in graph:
         live = stages[stage.id]
@@ -97,9 +106,9 @@ def _seconds_per_unit(
 def _estimate_left(
     stage: Stage, live: LiveStage, unit_s: Mapping[tuple[str | None, str], float], now: float
 ) -> float | None:
-    """Return the seconds that a stage will take from now on; None where nothing was measured.
+    """Return the remaining seconds of a stage; None if nothing was measured.
 
-    They are below 0 where it takes longer than forecast.
+    The result is negative if the stage takes longer than forecast.
     """
     reported = live.get("progress", {}).get("left_s")
     if live["state"] == "running" and isinstance(reported, (int, float)):

@@ -24,8 +24,8 @@ from workers.data.loaders import count_cores
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
 
-QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
-IDLE_S = 10.0  # how long the other ranks of an idle group wait in one collective
+QUEUE_POLL_S = 0.02  # pause between two requests of an idle group
+IDLE_S = 10.0  # longest wait of the other ranks of an idle group in one collective
 NO_ROOM = "no room"
 
 
@@ -41,14 +41,22 @@ def run_segment(
 ) -> str:
     """Run one worker group until the queue is closed or dismisses it. Runs inside a Ray task.
 
-    workers: its number of ranks. name: of the folder below `storage` for Ray's own files. sample_s:
-    seconds between two samples of the use of the workers' machines; 0: none. Returns NO_ROOM where
-    an elastic group did not come up.
+    Ray never restarts the workers of a group. The driver starts another group, because only the
+    driver can say what happened to a dead worker, and knows how many ranks fit. A worker that dies
+    while its group comes up leaves the group's resources reserved until the trainer ends. Therefore
+    that failure ends the trainer, and the next trainer is started.
 
-    Ray never restarts the workers of a group: the driver starts another group, which alone can say
-    what happened to a worker that died, and has as many ranks as there is room for. A worker that
-    dies while its group comes up leaves the group's resources reserved until the trainer ends. So
-    that failure ends the trainer, and the next one is started.
+    Args:
+        queue: Handle of the queue actor.
+        group: Number of the group.
+        cluster: Settings with the resources of a rank.
+        workers: Number of ranks.
+        storage: Folder for Ray's own files.
+        name: Folder of this group below `storage`.
+        sample_s: Seconds between two samples of the use of the workers' machines (0: none).
+
+    Returns:
+        NO_ROOM if an elastic group did not come up, else "".
     """
     while True:
         trainer = make_trainer(queue, group, cluster, workers, storage, name, sample_s)
@@ -73,8 +81,8 @@ def make_trainer(
     name: str,
     sample_s: float,
 ) -> Any:
-    """Return the `TorchTrainer` of a worker group."""
-    from ray.train import ScalingConfig  # heavy: for this task's process alone
+    """Return the `TorchTrainer` of a worker group. See `run_segment` for the arguments."""
+    from ray.train import ScalingConfig  # heavy: needed only in the process of this task
     from ray.train.torch import TorchConfig
 
     return ray_internals.trainer_class()(
@@ -100,8 +108,8 @@ def make_trainer(
 def choose_collectives(cluster: ClusterSettings) -> str:
     """Return the torch.distributed backend of a worker group.
 
-    NCCL sums tensors on GPUs, and refuses two ranks on one of them. Objects are sent by gloo: ranks
-    that wait for a stage in NCCL would keep their GPUs busy.
+    NCCL sums tensors on GPUs, and refuses two ranks on one GPU. Objects are sent by gloo, because
+    ranks that wait for a stage in NCCL keep their GPUs busy.
     """
     has_whole_gpus = cluster.gpus_per_worker >= 1 and cluster.gpus_per_worker % 1 == 0
     return "cpu:gloo,cuda:nccl" if has_whole_gpus else "gloo"
@@ -109,8 +117,12 @@ def choose_collectives(cluster: ClusterSettings) -> str:
 
 # ---- each rank -----------------------------------------------------------------------------------
 def train_loop_per_worker(config: dict[str, Any]) -> None:
-    """What every rank runs: stages from the queue, until it is closed or dismisses the group."""
-    import ray  # heavy, and loaded already in a worker
+    """Run stages from the queue until it is closed or dismisses the group. Runs on every rank.
+
+    Args:
+        config: As passed to the trainer by `make_trainer`.
+    """
+    import ray  # heavy, but already loaded in a worker
     import ray.train
 
     context = ray.train.get_context()
@@ -124,7 +136,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     cores = count_rank_cores(ray, config["gpus"], config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device, cores)
     if rank.world > 1:
-        # NCCL keeps Ray's limit, which is longer: NCCL ends the process without a sentence.
+        # NCCL keeps Ray's longer limit, because NCCL ends the process without a message.
         torch_internals.limit_host_waits(dist.WAIT_S)
     queue = config["queue"]
     group = config["group"]
@@ -141,7 +153,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def count_rank_cores(ray: Any, gpus: float, cpus: int) -> int:
-    """Return the cores of this node per rank that fits on it.
+    """Return the number of cores of this node divided by the number of ranks that fit on it.
 
     Args:
         ray: The module `ray`.
@@ -155,7 +167,14 @@ def count_rank_cores(ray: Any, gpus: float, cpus: int) -> int:
 
 
 def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:
-    """Run stages from the queue, until it is closed or dismisses the group."""
+    """Run stages from the queue until it is closed or dismisses the group.
+
+    Args:
+        ray: The module `ray`.
+        queue: Handle of the queue actor.
+        group: Number of the group.
+        rank: This rank.
+    """
     while True:
         stage = next_stage(ray, queue, group, rank)
         if stage is None:
@@ -165,20 +184,21 @@ def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:
         progress = ProgressReporter(ray, queue, group, stage)
         run = partial(run_stage, stage.job, rank, progress)
         event = attempt_stage(stage, run, parent(stage.job.root), rank)
-        # Rank 0 speaks for all. Of a failure the rank that failed knows more.
+        # Rank 0 reports for all ranks. A rank that failed reports its own failure.
         if rank.rank == 0 or event.kind not in (EventKind.DONE, EventKind.MOVED):
             ray.get(queue.post.remote(group, event))
         if event.kind is EventKind.MOVED:
             return
         if event.kind is not EventKind.DONE and rank.world > 1:
-            # The other ranks may wait inside a collective: the group is started anew.
+            # The other ranks may wait inside a collective: the group must be restarted.
             raise RuntimeError(event.message)
 
 
 def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
-    """Return the next stage, on every rank alike; STOP; or None after IDLE_S without one.
+    """Return the next stage, STOP, or None after IDLE_S without a stage, the same on all ranks.
 
-    The other ranks wait for rank 0 in a collective, which has a timeout.
+    The other ranks wait for rank 0 in a collective, which has a timeout. See `run_stages` for the
+    arguments.
     """
     stage: Any = None
     deadline = time.monotonic() + IDLE_S
@@ -190,8 +210,17 @@ def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
 
 
 class ProgressReporter:
-    """Posts a stage's progress to the queue. The answer says whether the group is to leave at once;
-    it is read at the next report, so that no training step waits for it."""
+    """Posts a stage's progress to the queue.
+
+    The answer says whether the group must leave at once. It is read at the next report, so that no
+    training step waits for it.
+
+    Args:
+        ray: The module `ray`.
+        queue: Handle of the queue actor.
+        group: Number of the group.
+        stage: The running stage.
+    """
 
     def __init__(self, ray: Any, queue: Any, group: int, stage: Stage):
         self.ray = ray

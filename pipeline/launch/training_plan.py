@@ -1,4 +1,4 @@
-"""What the training steps of a graph will train with, and for how long, before anything runs."""
+"""Planned training of the steps of a graph, and its length, before anything runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ def plan_training(
 ) -> list[StepTraining]:
     """Return the training of each step of each method.
 
-    Of a stage that stands the result says how long it was. Of the others, `todo`, it follows from
-    the number of images, where that is known.
+    The length comes from the result if the stage has one. For the stages `todo` it follows from the
+    number of images, if that is known.
+
+    Args:
+        graph: The graph of the run.
+        lookups: Look-up of each stage.
+        todo: Ids of the stages to run.
+        store: Holds the results.
+        tasks: The tasks of the run.
     """
     lengths = expected_lengths(graph, store, todo, tasks)
     steps = []
@@ -34,10 +41,10 @@ def plan_training(
 def expected_lengths(
     graph: Graph, store: Store, todo: set[str], tasks: Iterable[Task]
 ) -> dict[str, Length]:
-    """Return by stage how long the training of the stages `todo` will be.
+    """Return the length of the training of the stages `todo`, by stage id.
 
-    Exemplars of earlier tasks are not counted. Stages whose number of images is not known are left
-    out.
+    Exemplars of earlier tasks are not counted. Stages with an unknown number of images are left
+    out. See `plan_training` for the arguments.
     """
     waiting = [stage for stage in graph if stage.id in todo and stage.inputs.get("train")]
     if not waiting:
@@ -58,7 +65,7 @@ def expected_lengths(
 
 
 def text(steps: Iterable[StepTraining]) -> str:
-    """Return the lines that `plan` prints: one per method and step; empty without training."""
+    """Return the lines that `plan` prints, one per method and step; empty without training."""
     lines = []
     for step in steps:
         name = step.label

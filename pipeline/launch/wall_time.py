@@ -32,7 +32,7 @@ class Clock:
         heappush(self.ends, (self.now + work_s, stage_id))
 
     def left_s(self) -> float:
-        """Return the seconds until the next stage ends; infinite where none runs."""
+        """Return the seconds until the next stage ends; infinite if none runs."""
         if not self.ends:
             return math.inf
         return max(0.0, self.ends[0][0] - self.now) * self.stretch
@@ -50,9 +50,9 @@ def wall_time(
     Args:
         graph: The graph of the run.
         todo: Ids of the stages to run.
-        seconds: Of each stage that has its device to itself; others take no time.
+        seconds: Seconds of each stage on its own device; stages that are missing here take no time.
         groups: Number of stages that can run at a time.
-        sharing: Which stages share a GPU, and how much longer they take then.
+        sharing: The stages that share a GPU, and their slowdown.
     """
     walk = Walk.over(graph, [stage.id for stage in graph if stage.id not in todo], retries=0)
     ready = ReadyQueue()

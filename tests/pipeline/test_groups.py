@@ -263,7 +263,7 @@ def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
     assert event.message == "node 10.0.0.0 (0) was lost, and the stage has no checkpoint yet"
     assert (
         driver.notes[0]
-        == "node 10.0.0.0 (0) was lost; what ran on it goes on from its last checkpoint"
+        == "node 10.0.0.0 (0) was lost; its stages continue from their last checkpoints"
     )
 
 
@@ -295,7 +295,7 @@ def test_a_node_that_is_declared_lost_after_its_group_has_ended_is_said_to_be_re
     driver.poll()
     driver.change_cluster(cpus(1.0, 1.0, lost=[0]))
     driver.poll()
-    assert "node 10.0.0.0 (0) was lost; what ran on it has gone on elsewhere" in driver.notes
+    assert "node 10.0.0.0 (0) was lost; its stages have continued elsewhere" in driver.notes
 
 
 def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
@@ -307,10 +307,7 @@ def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
     driver.end_group(0, "")
     driver.change_cluster(cpus(1.0, 1.0, 1.0, leaving=[1], lost=[2]))
     driver.poll()
-    assert (
-        "node 10.0.0.1 (1) is going to be taken away; what runs on it is saved and moved"
-        in driver.notes
-    )
+    assert "node 10.0.0.1 (1) will be taken away; its stages are saved and moved" in driver.notes
     assert any(
         line.startswith("node 10.0.0.2 (2) was lost; nothing of this run") for line in driver.notes
     )

@@ -379,7 +379,7 @@ def test_files_of_another_run_are_not_replaced(capsys: pytest.CaptureFixture[str
     before = launched(DEMO, "--on", "slurm")
     assert launched(DEMO, "--on", "slurm") == before
     assert main(["launch", DEMO, "--on", "slurm", "--hours", "9", "--out", "out"]) == 2
-    assert "is there with another content, and nothing was written" in capsys.readouterr().err
+    assert "exists with another content, so nothing was written" in capsys.readouterr().err
     assert {path.name: path.read_text() for path in Path("out").iterdir()} == before
 
 

@@ -348,7 +348,7 @@ def test_resources_that_no_node_has_are_one_sentence() -> None:
         pools.check_fit(1, nodes_of([GPU_NODE]))
     assert str(error.value).startswith(
         "this cluster (8 CPUs) has no room for 1 worker for stages of kind evaluate with 16 CPUs "
-        "each; lower cluster.workers or what each takes (cluster.stages.evaluate), add nodes"
+        "each; lower cluster.workers or the resources of each (cluster.stages.evaluate), add nodes"
     )
 
 

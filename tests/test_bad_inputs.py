@@ -293,7 +293,7 @@ CONFIGS: dict[str, tuple[Change, list[str]]] = {
         lambda site: site.body["stream"].update(
             tasks=[{**site.body["stream"]["tasks"][0], "role": "unlabelled"}]
         ),
-        ["'a' has role `unlabelled`, and there is no task beside it", "add one"],
+        ["'a' has role `unlabelled`, and there is no other task", "add one"],
     ),
     "best epoch of a step without validation": (
         entries(

@@ -1,1 +1,1 @@
-"""Stages, the graph of a config, the walk over it, and the store of results."""
+"""Stages, the graph of a config, the walk over the graph, and the store of results."""

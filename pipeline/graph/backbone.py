@@ -1,4 +1,4 @@
-"""The backbone of a run with every value resolved: what a config leaves out is the model's own."""
+"""The backbone of a run with every value resolved: the model supplies omitted values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from workers.model import pretrained, vit
 from workers.storage.hub import pinned
 
 DEFAULT_NAME = "vit_tiny_patch16_224"
-# Arguments in the config.json of a model on the hub that other settings decide.
+# Arguments in the config.json of a model on the hub that other settings replace.
 OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
-# settings that are the model's own unless set
+# settings with a default that depends on the model
 ASKED = ("img_size", "mean", "std", "crop_pct", "interpolation")
 
 
 class Backbone(NamedTuple):
     """A backbone that workers can build.
 
-    settings: as in a job; a model on the hub stands there with its commit. outline: the model
-    without memory for its weights, to copy before it is changed. weights: what stands for them in
-    keys.
+    Attributes:
+        settings: Settings as in a job. A model on the hub is named with its commit.
+        outline: The model without memory for its weights. Copy it before you change it.
+        weights: Digest of the weights, for keys.
     """
 
     settings: BackboneSettings
@@ -34,10 +35,15 @@ class Backbone(NamedTuple):
 
 
 def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
-    """Return the backbone that a config describes.
+    """Return the backbone of a config.
 
-    may_connect: whether the hub may be asked for a model that the config names there. Raise
-    `UserError` when there is no such backbone.
+    Args:
+        config: The config.
+        store: Remembers models and digests.
+        may_connect: Ask the hub for a model that the config names there.
+
+    Raises:
+        UserError: If there is no such backbone.
     """
     choice = config.backbone
     model = hub_model(config, store, may_connect)
@@ -53,20 +59,20 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
 
 
 def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
-    """Return the settings of a model on the hub, with what the config sets in their place.
+    """Return the settings of a model on the hub. Settings of the config take precedence.
 
-    The hub gives an architecture's name, plain arguments and numbers, and nothing else.
+    The hub supplies only the name of an architecture, plain arguments and numbers.
     """
     where = f"backbone.weights is {choice.weights!r}, and its config.json"
     architecture = model.body["architecture"].partition(".")[0]
     if choice.name and choice.name.partition(".")[0] != architecture:
         raise UserError(
-            f"{where} names the architecture {architecture!r:.80}, where backbone.name is "
+            f"{where} names the architecture {architecture!r:.80}, but backbone.name is "
             f"{choice.name!r}; leave backbone.name out"
         )
     arguments = model.body.get("model_args") or {}
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{where} has `model_args` that are no mapping; choose another model")
+        raise UserError(f"{where} has `model_args` that are not a mapping; choose another model")
     options: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in OTHER_ARGUMENTS:
@@ -88,7 +94,7 @@ def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
 def _complete(
     choice: BackboneChoice, name: str, options: Mapping[str, Any], own_input: Mapping[str, Any]
 ) -> BackboneSettings:
-    """Return the settings of a config with the model's own input where it sets none."""
+    """Return the settings of a config, completed by the model's own input."""
     values = choice.model_dump(exclude={*ASKED, "name", "options"})
     values |= {"name": name, "options": dict(options)}
     for key in ASKED:

@@ -1,6 +1,6 @@
-"""A config becomes a graph: for each method a chain or a star of tasks, every stage with its key.
+"""Turn a config into a graph: for each method a chain or a star of tasks, with a key per stage.
 
-A method that carries states from task to task makes a chain; any other makes a star.
+A method that carries states from task to task makes a chain; any other method makes a star.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from workers.methods import METHODS
 from workers.methods.base import Step
 from workers.storage.artifact import Artifact
 
-REPORT_REVISION = 3  # raise it when the report shows other things
-# raise it when other weights come out of the same settings: building, loading, resampling
+REPORT_REVISION = 3  # increase it if the content of the report changes
+# increase it if the same settings give other weights: building, loading, resampling
 BACKBONE_REVISION = 1
-TRAINING_SPLITS = ("train", "val")  # validation images may be a part of those of train
-NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that change no bit of a result
+TRAINING_SPLITS = ("train", "val")  # validation images can be a part of the train images
+NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that do not change a result
 
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
 
@@ -44,10 +44,18 @@ def graph_of(
 ) -> tuple[Graph, list[Task]]:
     """Return the stages of a run in topological order, and its tasks, the base task first.
 
-    split: with `val`, for a search, methods are evaluated on validation images, and there is no
-    report; training stages have the same keys. ask_sources: False opens no connection to a source
-    on another machine whose ingested result stands. sources: raw data that was looked at before, by
-    card. Raise `UserError` when a method cannot be trained on this stream.
+    Args:
+        config: The config.
+        store: Knows the data of the cards.
+        provenance: Git commit and versions of packages, for manifests.
+        split: `val`, for a search, evaluates methods on validation images and leaves out the
+            report. Training stages have the same keys.
+        ask_sources: If false, open no connection to a source on another machine that has an
+            ingested result.
+        sources: Raw data that was looked at before, by card.
+
+    Raises:
+        UserError: If a method cannot be trained on this stream.
     """
     builder = Builder(config, store, provenance or {}, split, ask_sources, sources or {})
     all_tasks = add_tasks(builder)
@@ -55,7 +63,7 @@ def graph_of(
     if not tasks:
         raise UserError(
             f"stream.tasks: {all_tasks[0].name!r} has role `unlabelled`, "
-            "and there is no task beside it; add one"
+            "and there is no other task; add one"
         )
     base = _task_with_role(all_tasks, "base")
     unlabelled = _task_with_role(all_tasks, "unlabelled")
@@ -78,7 +86,16 @@ def _task_with_role(tasks: Sequence[Task], role: str) -> Task | None:
 
 
 def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> None:
-    """Raise `UserError` when a best epoch is to be chosen, and a task has no validation images."""
+    """Check that there are validation images if a best epoch is chosen.
+
+    Args:
+        builder: The builder of the graph.
+        label: Label of the method.
+        tasks: The tasks of the stream.
+
+    Raises:
+        UserError: If a task has no validation images.
+    """
     config = builder.config
     if config.data_of(label).val_fraction:
         return
@@ -96,7 +113,7 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
 
 
 def check_task_settings(builder: Builder, label: str) -> None:
-    """Raise `UserError` when a method has settings for a task that none of its steps is for."""
+    """Raise `UserError` if a method has settings for a task that has none of its steps."""
     entry = builder.config.methods[label]
     names: list[str] = []
     for stage in builder.stages:
@@ -113,7 +130,7 @@ def check_task_settings(builder: Builder, label: str) -> None:
 
 
 def check_unlabelled_used(builder: Builder, unlabelled: Task) -> None:
-    """Raise `UserError` when no stage reads the images without labels."""
+    """Raise `UserError` if no stage reads the images without labels."""
     if any(stage.task == unlabelled.name for stage in builder.stages):
         return
     able = ", ".join(name for name, method in METHODS.items() if method.starts_from)
@@ -126,7 +143,16 @@ def check_unlabelled_used(builder: Builder, unlabelled: Task) -> None:
 
 # ---- the backbone --------------------------------------------------------------------------------
 def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None:
-    """Add the backbone stage. Raise `UserError` when a method cannot use this backbone."""
+    """Add the backbone stage.
+
+    Args:
+        builder: The builder of the graph.
+        tasks: The tasks of the stream.
+        base: The task that the backbone is trained on, or None.
+
+    Raises:
+        UserError: If a method cannot use this backbone.
+    """
     config = builder.config
     backbone = resolve(config, builder.store, builder.ask_sources)
     builder.backbone = backbone.settings
@@ -160,27 +186,27 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
 
 
 def shared_revisions() -> dict[str, int]:
-    """Return the revisions of the code that every training step runs, whatever its method."""
+    """Return the revisions of the code that every training step of any method runs."""
     return {"training": loop.TRAIN_REVISION, "decoding": decoding.DECODING}
 
 
 # ---- chains and stars ----------------------------------------------------------------------------
 class TaskTopology(Protocol):
-    """Which stages the next task starts from."""
+    """Stages that the next task starts from."""
 
     def training_start(self) -> Stages:
         """Return the stages that the first steps of the next task start from."""
 
     def serving_start(self) -> Stages:
-        """Return the stages whose carried states the tasks so far are served with."""
+        """Return the stages with the carried states that serve the tasks so far."""
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
-        """Note the stages of a task that was added, by step."""
+        """Note the stages of an added task, by step."""
 
 
 @dataclass
 class Chain:
-    """Every task starts from what the last steps of the task before it carry on."""
+    """Every task starts from the carried states of the last steps of the previous task."""
 
     last_stages: Stages = field(default_factory=dict)
 
@@ -196,9 +222,11 @@ class Chain:
 
 @dataclass
 class Star:
-    """No task starts from another one; all start from the stages of the shared steps.
+    """No task starts from another one. All tasks start from the stages of the shared steps.
 
-    shared_stages: stages on images without labels, or on the base task.
+    Attributes:
+        shared_steps: Steps on images without labels, or on the base task.
+        shared_stages: Their stages, by step.
     """
 
     shared_steps: tuple[str, ...]
@@ -218,7 +246,7 @@ class Star:
 
 @dataclass
 class CumulativeStar(Star):
-    """A star whose tasks train on the data of all tasks so far; the newest serves them all."""
+    """A star of tasks that train on the data of all tasks so far. The newest one serves all."""
 
     last_stages: Stages = field(default_factory=dict)
 
@@ -253,10 +281,23 @@ def _last_steps(steps: tuple[Step, ...]) -> list[str]:
 def add_method(
     builder: Builder, label: str, tasks: list[Task], base: Task | None, unlabelled: Task | None
 ) -> list[str]:
-    """Add all stages of one method; return the ids of its evaluations.
+    """Add all stages of one method.
 
-    The tasks of a star start from images without labels where there are such, else from the base
-    task. Raise `UserError` when the method needs a base task and there is none.
+    The tasks of a star start from images without labels if there are any, or else from the base
+    task.
+
+    Args:
+        builder: The builder of the graph.
+        label: Label of the method.
+        tasks: The tasks of the stream.
+        base: The task that the backbone is trained on, or None.
+        unlabelled: The task with images without labels, or None.
+
+    Returns:
+        The ids of the evaluations.
+
+    Raises:
+        UserError: If the method needs a base task and there is none.
     """
     method = builder.method(label)
     if base is None and method.needs_base(builder.settings(label)):
@@ -298,7 +339,13 @@ def add_method(
 
 @dataclass
 class MethodStages:
-    """Adds the stages of one method. state_stages: task -> stage that holds its state."""
+    """Adds the stages of one method.
+
+    Attributes:
+        builder: The builder of the graph.
+        label: Label of the method.
+        state_stages: Name of a task -> id of the stage with its state.
+    """
 
     builder: Builder
     label: str
@@ -307,9 +354,13 @@ class MethodStages:
     def add_training(
         self, task: Task, seen: tuple[Task, ...], steps: tuple[Step, ...], start: Stages
     ) -> Stages:
-        """Add the training stages of one task; return them by step.
+        """Add the training stages of one task, and return them by step.
 
-        seen: the tasks so far, this one last. start: the stages that the first steps start from.
+        Args:
+            task: The task.
+            seen: The tasks so far; this one is the last.
+            steps: The steps to train.
+            start: The stages that the first steps start from.
         """
         builder = self.builder
         method = builder.method(self.label)
@@ -356,7 +407,7 @@ class MethodStages:
     def _training_inputs(
         self, task: Task, read_tasks: tuple[Task, ...], step: Step
     ) -> dict[str, Any]:
-        """Return what the key of a training stage is made of."""
+        """Return the inputs for the key of a training stage."""
         builder = self.builder
         method = builder.method(self.label)
         train, data = builder.train_and_data(self.label, step.name, task)
@@ -378,12 +429,16 @@ class MethodStages:
         }
 
     def add_evaluation(self, seen: tuple[Task, ...], start: Stages) -> str:
-        """Add the evaluation after the last of the tasks `seen`; return its id.
+        """Add the evaluation after the last of the tasks `seen`, and return its id.
 
-        Where later stages can change past predictions it measures all tasks; else this one, and
-        the one before as a check. Test data whose source and shards are both gone is left out,
-        unless a result that measured it stands: a new task can still be added, and what cannot be
-        measured stays empty in the matrix.
+        It measures all tasks if later stages can change past predictions. Otherwise it measures
+        this task, and the previous one as a check. Test data is left out if its source and shards
+        are both gone and no result has measured it. So a new task can still be added, and values
+        that cannot be measured stay empty in the matrix.
+
+        Args:
+            seen: The tasks so far.
+            start: The stages with the carried states that serve them, by step.
         """
         builder = self.builder
         method = builder.method(self.label)
@@ -402,8 +457,10 @@ class MethodStages:
     ) -> Stage:
         """Return an evaluation after the last of the tasks `served`.
 
-        measured: those of them whose test images are read. start: the stages whose carried states
-        they are served with, by step.
+        Args:
+            served: The tasks.
+            measured: The tasks with test images that are read.
+            start: The stages with the carried states that serve them, by step.
         """
         builder = self.builder
         config = builder.config

@@ -1,4 +1,4 @@
-"""What the parts of a graph are built with: stages are collected, and every stage gets its key."""
+"""The builder of a graph: collects stages, and gives every stage its key."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ from workers.methods.registration import code_of, method_module
 class Builder:
     """Collects the stages of one graph.
 
-    keys: stage id -> key. images: name of a card -> digests of its images, None before they are
-    ingested. cards_without_data: names of cards whose source and shards are both gone.
-    split: what evaluations read. ask_sources: whether a source on another machine is asked for its
-    fingerprint although its result stands. sources: raw data that was looked at before, by card.
-    backbone: as workers get it; `add_backbone` sets it. code_digests: name of a method -> digest of
-    its code, where it is defined outside of this project. provisional: ids of the stages
-    whose keys are unknown until an ingest has run.
+    Attributes:
+        config: The config of the run.
+        store: Knows the data of the cards.
+        provenance: Git commit and versions of packages, for manifests.
+        split: Split that evaluations read.
+        ask_sources: Ask a source on another machine for its fingerprint although its result exists.
+        sources: Raw data that was looked at before, by card.
+        backbone: Settings as workers get them; `add_backbone` sets them.
+        stages: The stages so far.
+        keys: Stage id -> key.
+        images: Name of a card -> digests of its images; None before they are ingested.
+        cards_without_data: Names of cards without source and without shards.
+        code_digests: Name of a method -> digest of its code if it is defined outside of this
+            project.
+        provisional: Ids of the stages with keys that are unknown until an ingest has run.
     """
 
     config: Config
@@ -49,16 +57,24 @@ class Builder:
     def add(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
     ) -> Stage:
-        """Make a stage and add it to the graph; return it."""
+        """Make a stage, add it to the graph, and return it.
+
+        Args:
+            stage_id: Its id.
+            step: Kind of the stage.
+            inputs: Inputs of its key.
+            parents: Ids of its parents.
+            rest: Other attributes of `Stage`.
+        """
         return self.append(self.make_stage(stage_id, step, inputs, parents, **rest))
 
     def make_stage(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
     ) -> Stage:
-        """Return a stage with its key; its job gets the key and those of its parents.
+        """Return a stage with its key. Its job gets the key and the keys of its parents.
 
-        The key has no part of an ingest stage among the parents: the images that are used are in
-        the inputs, see `digest_images`.
+        Keys of ingest stages are not part of the key: the inputs contain the digests of the images
+        that the stage uses (see `digest_images`). See `add` for the arguments.
         """
         parent_keys = [self.keys[parent] for parent in parents]
         is_ingest = [parent.startswith("data/") for parent in parents]
@@ -79,8 +95,12 @@ class Builder:
     def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
         """Return the name of each task -> a digest of its images in some splits.
 
-        Before a card is ingested its images are unknown: the digest is then that of its source, and
-        the key of the stage is one that no result ever has.
+        Before a card is ingested its images are unknown. The digest is then that of its source, and
+        the key of the stage is a placeholder that no result has.
+
+        Args:
+            tasks: The tasks.
+            splits: Names of splits.
         """
         digests: dict[str, str] = {}
         for task in tasks:
@@ -93,7 +113,7 @@ class Builder:
         return digests
 
     def append(self, stage: Stage) -> Stage:
-        """Add a stage to the graph; return it."""
+        """Add a stage to the graph, and return it."""
         self.stages.append(stage)
         self.keys[stage.id] = stage.key
         return stage
@@ -107,14 +127,14 @@ class Builder:
         return METHODS[self.config.methods[label].method]
 
     def code(self, method: str) -> dict[str, str]:
-        """Return what the code of a method adds to keys: nothing for one of this project."""
+        """Return the input for keys that stands for a method's code; empty for built-in methods."""
         if method not in self.code_digests:
             self.code_digests[method] = code_of(method)
         digest = self.code_digests[method]
         return {"code": digest} if digest else {}
 
     def settings(self, label: str, task: Task | None = None) -> MethodSettings:
-        """Return a method's settings for the steps of a task; None: those that serve all tasks."""
+        """Return a method's settings for the steps of a task; None: for all tasks."""
         task_name = None if task is None else task.name
         entry = self.config.entry_of(label, task_name)
         return METHODS[entry.method].Settings.model_validate(entry.settings)
@@ -124,7 +144,13 @@ class Builder:
     ) -> tuple[TrainSettings, DataSettings]:
         """Return the training and data settings of a step of a method.
 
-        Images without labels cannot validate anything: all are trained on, to the last epoch.
+        Images without labels cannot validate anything: the step trains on all of them, to the last
+        epoch.
+
+        Args:
+            label: Label of the method.
+            step: Kind of the stage.
+            task: The task; None: settings for all tasks.
         """
         task_name = None if task is None else task.name
         train = self.config.train_of(label, step, task=task_name)
@@ -135,7 +161,11 @@ class Builder:
         return train, data
 
     def backbone_job(self, base: Task | None) -> StageJob:
-        """Return the job of the backbone stage. base: the task that it is trained on."""
+        """Return the job of the backbone stage.
+
+        Args:
+            base: The task that it is trained on, or None.
+        """
         tasks = () if base is None else (base,)
         train = self.config.backbone_train()
         return self._job(
@@ -159,8 +189,17 @@ class Builder:
         tasks: tuple[Task, ...],
         **rest: Any,
     ) -> StageJob:
-        """Return the job of a method's stage. It gets no setting that its step does not read."""
-        # An evaluation serves all tasks alike, so it has no settings of one task.
+        """Return the job of a method's stage. It contains only settings that its step reads.
+
+        Args:
+            stage_id: Id of the stage.
+            step: Kind of the stage.
+            label: Label of the method.
+            task: The task.
+            tasks: The tasks so far.
+            rest: Other attributes of `StageJob`.
+        """
+        # An evaluation serves all tasks, so it has no settings for one task.
         settings_task = None if step == "evaluate" else task
         task_name = None if settings_task is None else settings_task.name
         entry = self.config.entry_of(label, task_name)
@@ -183,7 +222,7 @@ class Builder:
         )
 
     def _job(self, **rest: Any) -> StageJob:
-        """Return a job with what all jobs of this graph share; `make_stage` fills in its key."""
+        """Return a job with the attributes that all jobs share; `make_stage` sets its key."""
         config = self.config
         return StageJob(
             key="",
@@ -203,16 +242,20 @@ class Builder:
 def cache_folder(configured: str, storage: str) -> str:
     """Return the node-local folder for shards and decoded images.
 
-    It is below the configured folder; else in the storage where that is a disk; else below the
+    It is below the configured folder; else in the storage if that is on a disk; else below the
     temporary folder.
+
+    Args:
+        configured: `cluster.cache`; empty if it is not set.
+        storage: URI of the storage.
     """
     if configured:
-        # A subfolder: whatever else is in the configured folder is never deleted.
+        # A subfolder, so that other files in the configured folder are never deleted.
         return os.path.join(os.path.abspath(os.path.expanduser(configured)), "accrete-cache")
     if "://" in storage:
         return os.path.join(tempfile.gettempdir(), f"accrete-cache-{os.getuid()}")
     folder = os.path.join(os.path.abspath(storage), "cache")
-    # A cache is for one user alone: a second user of the same storage gets a folder beside it.
+    # A cache belongs to one user: another user of the same storage gets another folder.
     if os.path.isdir(folder) and os.stat(folder).st_uid != os.getuid():
         return f"{folder}-{os.getuid()}"
     return folder

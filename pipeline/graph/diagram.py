@@ -27,22 +27,25 @@ OTHER_COLOUR = "#eeeeee"
 # pixels
 BOX_W = 128
 BOX_H = 36
-TIME_H = 14  # of a box that shows how long its stage took
+TIME_H = 14  # extra height of a box with a time
 LEGEND_H = 24
-LEGEND_W = 84  # of one state
+LEGEND_W = 84  # width of one state
 GAP_X = 46
 GAP_Y = 10
 MARGIN = 12
-MOST_LETTERS = 20  # that fit into a box
-MOST_CLEAR = 120  # stages; the arrows of more are faint
+MAX_LETTERS = 20  # per line of a box
+MAX_CLEAR = 120  # stages; above that, arrows are faint
 FAINT = 0.4
 
 
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
-    """Return one line per method: its tasks, and `*` beside each stage that will run.
+    """Return one line per method: its tasks, and `*` after each stage that will run.
 
-    `->` joins a task to the next when the next waits for it (a chain), `|` when it does not (a
-    star).
+    `->` means that the next task waits for the task (a chain), `|` that it does not (a star).
+
+    Args:
+        graph: The graph.
+        status: State of each stage, by id.
     """
     shared = [stage for stage in graph if stage.method is None and stage.step != "report"]
     marked_ids = [f"{stage.id}{_star(stage, status)}" for stage in shared]
@@ -58,7 +61,7 @@ def to_text(graph: Graph, status: Mapping[str, str]) -> str:
 
 
 def _row_name(stage: Stage) -> str:
-    """Return the label of a stage's method, after the replica that the stage belongs to."""
+    """Return the label of a stage's method, with the replica of the stage in front."""
     return "/".join(filter(None, (stage.replica, stage.method)))
 
 
@@ -106,8 +109,11 @@ def to_svg(
 ) -> str:
     """Return an SVG with a column per depth and a box per stage, coloured by its state.
 
-    status: state by stage id. times: how long stages took, as text, by id. links: where a click on
-    a box leads, by id.
+    Args:
+        graph: The graph.
+        status: State of each stage, by id.
+        times: Duration of stages as text, by id.
+        links: Target of a click on a box, by id.
     """
     times = times or {}
     links = links or {}
@@ -123,10 +129,10 @@ def to_svg(
         f'width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="11">'
     ]
-    opacity = FAINT if len(graph) > MOST_CLEAR else 1
+    opacity = FAINT if len(graph) > MAX_CLEAR else 1
     parts.append(f'<g fill="none" stroke="#a8a8a8" stroke-opacity="{opacity}">')
     for stage in graph:
-        # an arrow that follows from two others is left out
+        # leave out arrows that follow from two others
         implied: set[str] = set()
         for parent in stage.parents:
             implied.update(graph[parent].parents)
@@ -147,7 +153,7 @@ def to_svg(
 
 
 def _legend_svg(state: str, index: int) -> str:
-    """Return a dot in the colour of a state, and the state's name. index: its place in the row."""
+    """Return a dot in the colour of a state, and the state's name, at a place in the row."""
     x = MARGIN + index * LEGEND_W
     y = MARGIN
     return (
@@ -167,7 +173,7 @@ def _arrow_svg(start: Corner, end: Corner, box_h: int) -> str:
 
 
 def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: int) -> str:
-    """Return the box of a stage, with its task above its method and step, and its time below."""
+    """Return the box of a stage: its task, then its method and step, then its time."""
     x, y = corner
     colour = COLOURS.get(state, OTHER_COLOUR)
     middle = x + BOX_W / 2
@@ -193,17 +199,22 @@ def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: 
 
 
 def _short(text: str) -> str:
-    if len(text) <= MOST_LETTERS:
+    if len(text) <= MAX_LETTERS:
         return text
-    half = MOST_LETTERS // 2
+    half = MAX_LETTERS // 2
     return text[:half] + "…" + text[1 - half :]
 
 
 def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
-    """Return the corner of each stage's box, by id. margin_top: of the whole picture, in pixels.
+    """Return the corner of each stage's box, by id.
 
-    The column is the depth of the stage. Methods are below each other, and in a column of a method
-    its tasks are.
+    The column is the depth of the stage. Methods are stacked, and so are the tasks of a method in a
+    column.
+
+    Args:
+        graph: The graph.
+        box_h: Height of a box in pixels.
+        margin_top: Margin of the whole picture in pixels.
     """
     depth: dict[str, int] = {}
     stages_by_row: dict[str, list[Stage]] = {}
@@ -212,9 +223,9 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
         row_name = _row_name(stage) if stage.method else ""
         stages_by_row.setdefault(row_name, []).append(stage)
     corners: dict[str, Corner] = {}
-    top = 0  # the first row of the method
+    top = 0  # first row of the method
     for stages in stages_by_row.values():
-        used_rows: Counter[int] = Counter()  # of the method, by column
+        used_rows: Counter[int] = Counter()  # rows of the method, by column
         for stage in stages:
             column = depth[stage.id]
             row = top + used_rows[column]

@@ -1,8 +1,8 @@
 """The events of a run as JSON lines, `<storage>/runs/NAME/events.jsonl`: one line per event.
 
 On a disk each line is appended at once, with one write, so that a reader never sees a part of a
-line before its end; in a bucket the file is written again from time to time. The file is bounded:
-when it is full it becomes `events.1.jsonl`, in place of the one before.
+line. In a bucket the whole file is rewritten from time to time. The size of the file is bounded: a
+full file is renamed to `events.1.jsonl` and replaces the previous file of that name.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ MAX_TEXT = 2000  # characters of a text in an event
 
 
 class EventLog:
-    """Appends events to the log of the run `name`.
+    """Appends events to the log of a run.
 
-    A log that cannot be written stops without a word: on a full disk the run itself reports it.
+    If a log cannot be written, it stops silently: on a full disk the run itself reports it.
+
+    Args:
+        storage: URI of the storage.
+        name: Name of the run.
+        max_bytes: Largest size of the file.
     """
 
     def __init__(self, storage: str, name: str, max_bytes: int = MAX_BYTES):
@@ -47,13 +52,18 @@ class EventLog:
         self.is_local = is_local(storage)
         self.size = 0
         self.stream: TextIO | None = None
-        self.lines: list[bytes] = []  # of a log in a bucket
+        self.lines: list[bytes] = []  # for a log in a bucket
         self.is_flushed = True
         with suppress(OSError, UserError):
             self._open()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append an event. values: JSON values; texts are redacted, and empty ones left out."""
+        """Append an event.
+
+        Args:
+            kind: Kind of the event.
+            values: JSON values. Texts are redacted, and empty values are left out.
+        """
         event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}
         for name, value in values.items():
             if value not in ("", None, {}):
@@ -63,7 +73,7 @@ class EventLog:
             self._append(line)
 
     def flush(self) -> None:
-        """Write the file of a log in a bucket again, where events were added."""
+        """Rewrite the file of a log in a bucket if events were added."""
         if self.is_local or self.is_flushed:
             return
         with suppress(OSError, UserError):
@@ -71,7 +81,7 @@ class EventLog:
             self.is_flushed = True
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining events, and close the file."""
         self.flush()
         if self.stream is not None:
             with suppress(OSError):
@@ -90,7 +100,7 @@ class EventLog:
     def _append(self, line: str) -> None:
         data = line.encode(errors="replace")
         if self.size + len(data) > self.max_bytes:
-            self._start_anew()
+            self._rotate()
         self.size += len(data)
         if self.stream is not None:
             os.write(self.stream.fileno(), data)
@@ -98,7 +108,7 @@ class EventLog:
             self.lines.append(data)
             self.is_flushed = False
 
-    def _start_anew(self) -> None:
+    def _rotate(self) -> None:
         if self.stream is not None:
             self.stream.close()
             os.rename(resolve(self.uri)[1], resolve(self.full_uri)[1])
@@ -110,7 +120,7 @@ class EventLog:
 
 
 def _clean(value: Any) -> Any:
-    """Return a JSON value with its texts redacted and bounded."""
+    """Return a JSON value with redacted and bounded texts."""
     if isinstance(value, str):
         return redact(value)[:MAX_TEXT]
     if isinstance(value, dict):
@@ -121,10 +131,11 @@ def _clean(value: Any) -> Any:
 
 
 def open_log(path: str) -> TextIO:
-    """Open a log on a disk, to append to it; it is shared with the group where its folder is.
+    """Open a log on a disk for appending. The group can read it if it can read the folder.
 
-    Raise OSError when it cannot be written, or is no regular file: a link might lead out of the
-    storage, and a FIFO would wait for a reader.
+    Raises:
+        OSError: If the log cannot be written, or is not a regular file: a link could lead out of
+            the storage, and a FIFO would wait for a reader.
     """
     make_dirs(os.path.dirname(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -132,6 +143,6 @@ def open_log(path: str) -> TextIO:
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise OSError(errno.EINVAL, "it is no regular file", path)
-    with suppress(PermissionError):  # the file of another user, who has shared it already
+    with suppress(PermissionError):  # the file belongs to another user, who shared it
         share_file(path)
     return stream

@@ -1,9 +1,8 @@
-"""What is written about a failed try of a stage: its traceback, the end of its log, and the line
-that raised the error.
+"""Files about failed tries of a stage: traceback, end of the log, line that raised the error.
 
-Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`, with
-nanoseconds in the time, so that each try has a file of its own. `gc` deletes
-the files of stages that have a result, and of stages that no run needs.
+Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. The time has
+nanoseconds, so that each try has its own file. `gc` deletes the files of stages that have a result,
+and of stages that no run needs.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ ROOT = str(Path(__file__).resolve().parents[2])
 PACKAGES = (f"pipeline{os.sep}", f"workers{os.sep}")
 REMOTE_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 REMOTE_MODULE = re.compile(r"(?!.*site-packages).*?(?P<module>(?:pipeline|workers)/.*\.py)")
-# folders of libraries, below which no file is the user's
+# folders of libraries: their files are not the user's code
 LIBRARIES = tuple({f"{path}{os.sep}" for path in sysconfig.get_paths().values()})
-MAX_MESSAGE = 500  # characters of an error's message in `describe`; the file has all of them
+MAX_MESSAGE = 500  # characters of an error's message in `describe`; the file has the whole message
 MAX_WRITE_ERROR = 200  # characters of the reason why the file was not written
 STDERR = 2
-LOG_LINES = 50  # of a log, and at most LOG_BYTES of it
+LOG_LINES = 50  # at the end of a log, in at most LOG_BYTES
 LOG_BYTES = 16 << 10
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colours, which Ray puts into tracebacks
 
@@ -48,11 +47,12 @@ def describe(error: Exception) -> str:
 
 
 def find_frame(error: BaseException) -> str:
-    """Return the innermost frame of the user's code, such as a method of a notebook; without one,
-    the innermost frame below `pipeline/` or `workers/`; empty if there is neither.
+    """Return the innermost frame of the user's code, for example of a method in a notebook.
 
-    The form is `workers/loop.py:120 in train_step`. Where Ray has brought the error from another
-    process, it is the frame in that process.
+    Without such a frame, return the innermost frame below `pipeline/` or `workers/`; empty if there
+    is neither. If Ray sent the error from another process, it is the frame in that process.
+
+    Example of a result: `workers/loop.py:120 in train_step`.
     """
     # a RayTaskError holds the traceback of the other process as text
     remote_traceback = getattr(error.__cause__, "traceback_str", "")
@@ -72,7 +72,7 @@ def find_frame(error: BaseException) -> str:
 
 
 def _own_module(path: str, is_remote: bool) -> str:
-    """Return the path of a file below this project, such as `workers/loop.py`; empty if foreign."""
+    """Return the path of a file below this project, for example `workers/loop.py`, or empty."""
     if is_remote:
         match = REMOTE_MODULE.fullmatch(path)
         return match["module"] if match else ""
@@ -81,13 +81,23 @@ def _own_module(path: str, is_remote: bool) -> str:
 
 
 def _is_users(path: str) -> bool:
-    """Whether a file of code is neither that of a library nor made by the interpreter."""
+    """Return whether a code file belongs neither to a library nor to the interpreter."""
     is_library = path.startswith(LIBRARIES) or "-packages/" in path or "/lib/python3" in path
     return not is_library and not path.startswith("<")
 
 
 class Origin(NamedTuple):
-    """Where a try failed. host: name or address of the machine. log: file with its stderr."""
+    """Place of a failed try.
+
+    Attributes:
+        stage: Id of the stage.
+        key: Its key.
+        host: Name or address of the machine.
+        rank: Rank in the group.
+        world: Number of ranks.
+        process: Process id.
+        log: File with stderr of the process.
+    """
 
     stage: str
     key: str
@@ -101,7 +111,16 @@ class Origin(NamedTuple):
 def keep(
     storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
 ) -> str:
-    """Write the whole traceback of a stage that failed in this process, as `write` does."""
+    """Write the whole traceback of a stage that failed in this process. See `write`.
+
+    Args:
+        storage: URI of the storage.
+        stage_id: Id of the stage.
+        key: Its key.
+        error: The error.
+        rank: Rank of this process.
+        world: Number of ranks.
+    """
     log = log_path()
     origin = Origin(stage_id, key, platform.node(), rank, world, os.getpid(), log)
     trace = "".join(traceback.format_exception(error))
@@ -109,12 +128,20 @@ def keep(
 
 
 def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
-    """Write what is known of a failed try below `storage`, and the end of its log.
+    """Write the report about a failed try below `storage`, and the end of its log.
 
-    Return the path of the file, or the reason why it was not written: a storage that cannot be
-    reached must not hide the error itself.
+    Args:
+        storage: URI of the storage.
+        origin: Place of the try.
+        text: The report.
+        log_end: Last lines of the log.
+
+    Returns:
+        The path of the file, or the reason why it was not written: an unreachable storage must not
+            hide
+        the error itself.
     """
-    host = re.sub(r"[^\w.-]", "_", origin.host)  # addresses of IPv6 have colons
+    host = re.sub(r"[^\w.-]", "_", origin.host)  # IPv6 addresses contain colons
     process = f"rank{origin.rank}-{origin.process}"
     now = time.time_ns()
     second = time.strftime("%Y%m%dT%H%M%S", time.localtime(now // 10**9))
@@ -143,7 +170,7 @@ def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
 
 
 def end_of_log(path: str) -> str:
-    """Return the last lines of a log; empty where there is none, or it cannot be read."""
+    """Return the last lines of a log; empty if there is none, or it cannot be read."""
     if not path:
         return ""
     try:
@@ -157,7 +184,7 @@ def end_of_log(path: str) -> str:
 
 
 def log_path() -> str:
-    """Return the file that stderr of this process goes to; empty when it goes to no file.
+    """Return the file that stderr of this process is redirected to; empty if there is none.
 
     Workers of Ray and jobs of Slurm have such a file.
     """

@@ -1,16 +1,15 @@
-"""What a run will cost, before anything runs: device-hours, with their uncertainty.
+"""Forecast of the cost of a run before anything runs: device-hours, with their uncertainty.
 
-The work of a stage is images times epochs; of an evaluation, or of a step without epochs, it is
-images. Finished stages of the same method, step and precision give seconds per image. Where there
-are none, other methods' stages of the same step do. Where there are none either, the seconds follow
-from a calibration, or from the operations of the backbone (`speed`). Only a stage whose number of
-images is not known has no forecast.
+The work of a stage is images times epochs; for an evaluation or a step without epochs, it is
+images. The seconds per image come from the first of these that exists: finished stages of the same
+method, step and precision; finished stages of other methods in the same step; a calibration or the
+operations of the backbone (`speed`). Only a stage with an unknown number of images has no forecast.
 
 Measurements come from all named runs of this storage with the same backbone, precision and kind of
 device. Ingest and report use no device and are left out.
 
-Ranks that share a GPU are counted by card: `sharing` says how much longer each takes beside others,
-and device-hours count the GPU once.
+Ranks that share a GPU are counted by card: `sharing` gives the slowdown of each rank, and
+device-hours count the GPU once.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ from workers.storage.artifact import Artifact
 from workers.storage.parquet import read_table
 
 Basis = Literal["same method", "other method", "calibration", "formula", "unknown"]
-# What a forecast rests on -> the factor by which the real time may be lower or higher. Those of a
-# calibration and of a formula cover that methods differ: a step takes 0.5 to 2 times, and of a few
-# methods 5 times, as long as one of full fine-tuning.
+# Basis of a forecast -> the factor by which the real time can be lower or higher. The factors of a
+# calibration and of a formula cover differences between methods: compared with full fine-tuning, a
+# step takes 0.5 to 2 times as long, and 5 times for a few methods.
 SPREADS: dict[Basis, float] = {
     "same method": 1.3,
     "other method": 2.0,
@@ -64,8 +63,8 @@ SPREADS: dict[Basis, float] = {
     "formula": 5.0,
     "unknown": 1.0,
 }
-STAGE_S = 0.5  # of a stage, beside its images, where nothing was measured
-MAX_SOURCES = 8  # stages that are read for one method and step, of the runs started last
+STAGE_S = 0.5  # of a stage without its images, if nothing was measured
+MAX_SOURCES = 8  # stages read per method and step, from the most recent runs
 WITHOUT_DEVICE = ("ingest", "report")
 SHOWN_TASKS = 5
 
@@ -73,7 +72,9 @@ SHOWN_TASKS = 5
 class Work(NamedTuple):
     """The work of a stage.
 
-    images: of one epoch; None when their number is not known yet. epochs: 0 for a step without.
+    Attributes:
+        images: Images of one epoch; None if their number is unknown.
+        epochs: Number of epochs; 0 for a step without epochs.
     """
 
     images: float | None
@@ -81,14 +82,19 @@ class Work(NamedTuple):
 
 
 class TaskData(NamedTuple):
-    """The data of a task. key: of the ingested data. classes: those that the task has of it."""
+    """The data of a task.
+
+    Attributes:
+        key: Key of the ingested data.
+        classes: Classes of the task.
+    """
 
     key: str
     classes: tuple[str, ...]
 
 
 class SourceKind(NamedTuple):
-    """Stages whose measurements are interchangeable."""
+    """Kind of stages with interchangeable measurements."""
 
     method: str
     step: str
@@ -97,10 +103,12 @@ class SourceKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The device-seconds of one finished stage.
+    """The device-seconds of one finished stage, for ranks with a device to themselves.
 
-    They are those of ranks that each have a device to themselves. fixed_s: those that do not grow
-    with its work. image_s: those per image and epoch.
+    Attributes:
+        fixed_s: Seconds that do not grow with the work.
+        image_s: Seconds per image and epoch.
+        device: Description of the device.
     """
 
     fixed_s: float
@@ -123,9 +131,15 @@ class Estimate(NamedTuple):
 class Cost:
     """The predicted cost of a stage.
 
-    images: of one epoch; None when not known yet. device_s: device-seconds of ranks that each have
-    a device to themselves; None when the number of images is not known. basis: what it rests on.
-    part: of a device that each of these seconds takes; below 1 where ranks share a GPU.
+    Attributes:
+        label: Label of the method, or the step.
+        step: Kind of the stage.
+        images: Images of one epoch; None if unknown.
+        epochs: Number of epochs.
+        device_s: Device-seconds of ranks with a device to themselves; None if the number of images
+            is unknown.
+        basis: Origin of the forecast.
+        part: Part of a device that each of these seconds takes; below 1 if ranks share a GPU.
     """
 
     label: str
@@ -138,7 +152,7 @@ class Cost:
 
     @property
     def taken_s(self) -> float | None:
-        """Device-seconds that the stage takes; None where they are not known."""
+        """Device-seconds that the stage takes; None if unknown."""
         return None if self.device_s is None else self.device_s * self.part
 
 
@@ -146,11 +160,16 @@ class Cost:
 class Forecast:
     """The predicted costs of a run.
 
-    costs: by stage id. groups: of `workers` ranks each; 0 is as many as stages can use. walls:
-    seconds of wall time of each label alone, and of all `together`, without stages that have no
-    forecast. devices: on which finished stages were measured. speeds: what formulas or a
-    calibration rest on. unknown: tasks whose number of images is not known. sharing: the stages
-    whose ranks share GPUs.
+    Attributes:
+        costs: Cost of each stage, by id.
+        workers: Ranks of a group.
+        groups: Number of groups; 0: as many as the stages can use.
+        walls: Seconds of wall time of each label alone, and of all `together`, without stages that
+            have no forecast.
+        devices: Devices of the measured stages.
+        speeds: Origins of formulas or of a calibration.
+        unknown: Tasks with an unknown number of images.
+        sharing: The stages that share GPUs.
     """
 
     costs: dict[str, Cost]
@@ -165,11 +184,14 @@ class Forecast:
 
 @dataclass
 class Images:
-    """Counts the images of tasks: by the index of ingested data, else by the counts of the card.
+    """Counts the images of tasks: by the index of ingested data, or else by the counts of the card.
 
-    cards: key of an ingest stage -> its card. counts: key -> images by (split, class), read from
-    an index; None when there is no index. lists_sources: whether sources on this machine are listed
-    to count their images, which takes a while. listed: key -> images by split, of such a source.
+    Attributes:
+        store: Holds the ingested data.
+        cards: Key of an ingest stage -> its card.
+        counts: Key -> images by (split, class), read from an index; None without an index.
+        lists_sources: List sources on this machine to count their images, which takes a while.
+        listed: Key -> images by split of a listed source.
     """
 
     store: Store
@@ -179,9 +201,16 @@ class Images:
     listed: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     def of(self, data: TaskData, split: str) -> float | None:
-        """Return how many images of these classes a split (`train`, `val`, `test`) has.
+        """Return the number of images of a task in a split.
 
-        A card with a sum alone counts as the same number for each class.
+        If a card has only a sum, all classes count as equally large.
+
+        Args:
+            data: Data of the task.
+            split: `train`, `val` or `test`.
+
+        Returns:
+            The number; None if it is unknown.
         """
         if data.key not in self.counts:
             self.counts[data.key] = self._read_index(data.key)
@@ -214,9 +243,9 @@ class Images:
 
 
 def count_source(card: Card) -> dict[str, float]:
-    """Return about how many images each split of a source has, by listing its files.
+    """Return the approximate number of images in each split of a source, by listing its files.
 
-    Empty for a source that is not on this machine, or that cannot be read: ingest says why.
+    The result is empty if the source is not on this machine or cannot be read: ingest explains why.
     """
     if card.source.format == "torchvision" or not is_local_source(card):
         return {}
@@ -237,10 +266,16 @@ def count_source(card: Card) -> dict[str, float]:
 def count_work(
     step: str, inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
 ) -> Work:
-    """Return the work of a stage. tasks: by name.
+    """Return the work of a stage.
 
-    A training step counts the train images of its own task, or of all tasks so far where the method
+    A training step counts the train images of its own task, or of all tasks so far if the method
     trains on them. Replayed exemplars are not counted: they show in the seconds per image.
+
+    Args:
+        step: Kind of the stage.
+        inputs: Its inputs.
+        tasks: Data of the tasks, by name.
+        images: Counts the images of tasks.
     """
     if step == "evaluate":
         return Work(evaluated_images(inputs, tasks, images), 1)
@@ -252,9 +287,14 @@ def count_work(
 
 
 def fitted_train(inputs: Mapping[str, Any], num_images: float | None) -> TrainSettings | None:
-    """Return the training settings of a stage, of the length that its number of images gives it.
+    """Return the training settings of a stage, with the length that its number of images gives it.
 
-    None for a step without training. num_images: of an epoch; None where it is not known.
+    Args:
+        inputs: Inputs of the stage.
+        num_images: Images of an epoch; None if unknown.
+
+    Returns:
+        The settings; None for a step without training.
     """
     configured = inputs.get("train")
     if not configured:
@@ -266,10 +306,10 @@ def fitted_train(inputs: Mapping[str, Any], num_images: float | None) -> TrainSe
 def evaluated_images(
     inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
 ) -> float | None:
-    """Return the number of images of an evaluation.
+    """Return the number of images of an evaluation; None if it is unknown.
 
-    They are the test images of all tasks so far, or their validation images: those that the data
-    sets bring, or train images that are held out.
+    They are the test images of all tasks so far, or their validation images: either the validation
+    split of the data sets, or held-out train images.
     """
     val_fraction = inputs.get("val_fraction", 0.0)
     if inputs.get("split") != "val":
@@ -286,7 +326,7 @@ def seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tasks that a training step reads images of."""
+    """Return the names of the tasks with images that a training step reads."""
     method = METHODS.get(inputs.get("method", ""))
     if method is not None and method.trains_on == "seen":
         return seen_tasks(inputs)
@@ -297,7 +337,7 @@ def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
 def count_images(
     names: Iterable[str], tasks: Mapping[str, TaskData], split: str, images: Images
 ) -> float | None:
-    """Return the images of several tasks; None where the number of one is not known."""
+    """Return the number of images of several tasks; None if the number of one is unknown."""
     total = 0.0
     for name in names:
         count = images.of(tasks[name], split) if name in tasks else None
@@ -308,12 +348,12 @@ def count_images(
 
 
 def read_precision(inputs: Mapping[str, Any]) -> str:
-    """Return the setting `train.precision` of a stage; empty where it has none."""
+    """Return the setting `train.precision` of a stage; empty if it has none."""
     return str((inputs.get("train") or {}).get("precision", ""))
 
 
 def describe_backbone(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides how fast the backbone of a config is."""
+    """Return the settings of a config that decide the speed of its backbone."""
     backbone = config.get("backbone") or {}
     options = sorted((backbone.get("options") or {}).items())
     return (
@@ -324,7 +364,7 @@ def describe_backbone(config: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-# ---- what was measured ---------------------------------------------------------------------------
+# ---- measurements --------------------------------------------------------------------------------
 def read_sources(
     store: Store,
     records: Iterable[Mapping[str, Any]],
@@ -334,12 +374,12 @@ def read_sources(
 ) -> Sources:
     """Return the device-seconds of finished stages by kind.
 
-    They are of the kind of device that `config` gives to each kind of stage.
+    Only stages are used that ran on the kind of device that `config` gives to their kind.
 
     Args:
         store: The storage of the runs.
-        records: Those of comparable runs.
-        config: The config whose cost is forecast.
+        records: Records of comparable runs.
+        config: The config to forecast.
         images: Counts the images of tasks.
         busy: How busy one rank keeps a GPU.
     """
@@ -374,7 +414,7 @@ def read_sources(
 
 
 def list_comparable_records(store: Store, graph: Graph, config: Config) -> list[Mapping[str, Any]]:
-    """Return the records of runs with the backbone of `config`, those started last first."""
+    """Return the records of runs with the backbone of `config`, the most recently started first."""
     backbone = describe_backbone(recorded_config(graph, config))
     records = []
     for name in store.run_names():
@@ -385,14 +425,14 @@ def list_comparable_records(store: Store, graph: Graph, config: Config) -> list[
 
 
 def measure(artifact: Artifact, work: Work) -> Measured | None:
-    """Return what one result took; None where its manifest or the number of images is missing."""
+    """Return the measurements of one result; None if its manifest or the images do not suffice."""
     manifest = artifact.manifest
     wall_s = manifest.get("wall_s")
     workers = manifest.get("workers", 1)
     device = str((manifest.get("provenance") or {}).get("device", ""))
     if not isinstance(wall_s, (int, float)) or not device or work.images is None:
         return None
-    if not work.images:  # a backbone that is only built
+    if not work.images:  # a backbone stage that only builds the model
         return Measured(wall_s * workers, 0.0, device)
     epochs_s = read_epochs_s(artifact) if work.epochs else None
     images = work.images * max(1, work.epochs)
@@ -403,12 +443,12 @@ def measure(artifact: Artifact, work: Work) -> Measured | None:
 
 
 def remove_slowdown(measured: Measured, factor: float) -> Measured:
-    """Return what a stage takes with a GPU to itself that took `factor` times as long."""
+    """Return the measurements of a stage without the slowdown `factor` by other ranks."""
     return replace(measured, fixed_s=measured.fixed_s / factor, image_s=measured.image_s / factor)
 
 
 def read_epochs_s(artifact: Artifact) -> float | None:
-    """Return the seconds of all epochs together; None where there is no readable history."""
+    """Return the seconds of all epochs together; None if there is no readable history."""
     if "history.parquet" not in artifact.manifest["files"]:
         return None
     try:
@@ -418,7 +458,7 @@ def read_epochs_s(artifact: Artifact) -> float | None:
     return float(sum(row.get("seconds") or 0.0 for row in rows)) or None
 
 
-# ---- what is to come -----------------------------------------------------------------------------
+# ---- the forecast --------------------------------------------------------------------------------
 def forecast(
     graph: Graph,
     config: Config,
@@ -430,10 +470,15 @@ def forecast(
     """Return the costs of the stages `todo`.
 
     Args:
-        calibrate: where nothing was measured, measure this machine for a few seconds.
+        graph: The graph of the run.
+        config: The config of the run.
+        store: Holds the results.
+        todo: Ids of the stages to run.
+        tasks: The tasks of the run.
+        calibrate: Measure this machine for a few seconds if there are no measurements.
 
     Raises:
-        UserError: if this machine cannot be calibrated for the config.
+        UserError: If this machine cannot be calibrated for the config.
     """
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
     images = Images(store, cards, lists_sources=True)
@@ -478,7 +523,12 @@ def forecast(
 
 
 class Speeds:
-    """The speeds of the kinds of workers that a config asks for, from formulas or a calibration."""
+    """The speeds of the kinds of workers in a config, from formulas or a calibration.
+
+    Args:
+        config: The config to forecast.
+        calibrate: Measure this machine; else use formulas.
+    """
 
     def __init__(self, config: Config, calibrate: bool):
         self.config = config
@@ -487,10 +537,10 @@ class Speeds:
         self.known: dict[tuple[int, float, str], speed.Speed] = {}
 
     def of(self, stage: Stage, work: Work) -> Measured:
-        """Return the device-seconds of a stage as if it had been measured."""
+        """Return estimated device-seconds of a stage in the form of a measurement."""
         assert isinstance(stage.job, StageJob)
         cluster = self.config.cluster.of_step(stage.step)
-        precision = read_precision(stage.inputs) or "fp32"  # evaluation has none: it is in fp32
+        precision = read_precision(stage.inputs) or "fp32"  # evaluations run in fp32
         kind = (cluster.cpus_per_worker, cluster.gpus_per_worker, precision)
         if kind not in self.known:
             self.known[kind] = self.get(stage.job.backbone_settings, *kind)
@@ -506,7 +556,7 @@ class Speeds:
 
 
 def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
-    """Return the data of tasks by their name: of `tasks`, and of all tasks in the graph's jobs."""
+    """Return the data of tasks by name: of `tasks`, and of all tasks in the graph's jobs."""
     by_name = {task.name: TaskData(task.data, task.classes) for task in tasks}
     for stage in graph:
         if isinstance(stage.job, StageJob) and stage.job.task:
@@ -518,7 +568,7 @@ def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
 def choose_measurements(
     stage: Stage, config: Config, sources: Sources, work: Work
 ) -> tuple[Basis, list[Measured]]:
-    """Return which measurements the forecast of a stage rests on; `unknown` for none."""
+    """Return the measurements for the forecast of a stage, and their basis."""
     if work.images is None:
         return "unknown", []
     method = config.methods[stage.method].method if stage.method else ""
@@ -545,7 +595,7 @@ def device_seconds(measurements: list[Measured], work: Work) -> float | None:
 
 
 def total_seconds(costs: Iterable[Cost]) -> Estimate:
-    """Return the device-seconds of several stages; those without a forecast count as nothing."""
+    """Return the device-seconds of several stages. Stages without a forecast count as 0."""
     known = [(cost.device_s, SPREADS[cost.basis]) for cost in costs if cost.device_s is not None]
     return Estimate(
         sum(device_s for device_s, _ in known),
@@ -555,14 +605,22 @@ def total_seconds(costs: Iterable[Cost]) -> Estimate:
 
 
 def device_time(costs: Iterable[Cost]) -> Estimate:
-    """Return the device-seconds of several stages, of a shared GPU the part that each takes."""
+    """Return the device-seconds of several stages; of a shared GPU only their parts."""
     return total_seconds(replace(cost, device_s=cost.taken_s) for cost in costs)
 
 
 def wall_times(
     graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int, sharing: Sharing
 ) -> dict[str, Estimate]:
-    """Return the seconds of wall time of each label alone, and of all `together`."""
+    """Return the seconds of wall time of each label alone, and of all `together`.
+
+    Args:
+        graph: The graph of the run.
+        costs: Cost of each stage, by id.
+        workers: Ranks of a group.
+        groups: Number of groups.
+        sharing: The stages that share GPUs.
+    """
     seconds = {stage_id: total_seconds([cost]) for stage_id, cost in costs.items()}
     stages_of: dict[str, set[str]] = {}
     for stage_id, cost in costs.items():
@@ -580,7 +638,7 @@ def wall_times(
 
 # ---- the printed table ---------------------------------------------------------------------------
 def text(prediction: Forecast) -> str:
-    """Return the table and the notes that a person reads."""
+    """Return the table and the notes for people."""
     if not prediction.costs:
         return "cost: nothing to run"
     head = ["cost", "stages", "images x epochs", "device time", "wall time", "rests on"]
@@ -600,7 +658,7 @@ def table_row(prediction: Forecast, label: str) -> list[str]:
 
 
 def range_text(row: Row, name: str) -> str:
-    """Return a time and its likely range, such as `1 h 05 min (13 min 00 s to 5 h 25 min)`."""
+    """Return a time and its likely range, for example `1 h 05 min (13 min 00 s to 5 h 25 min)`."""
     expected, low, high = (
         format_seconds(3600 * row[name + suffix]) for suffix in ("", "_low", "_high")
     )
@@ -610,8 +668,8 @@ def range_text(row: Row, name: str) -> str:
 def label_row(prediction: Forecast, label: str) -> Row:
     """Return the numbers of one label.
 
-    images: times epochs. Hours are NaN if no number of images is known; `_low` and `_high` are the
-    ends of their likely range. Beside them, by basis, stages.
+    `images` are multiplied by epochs. Hours are NaN if no number of images is known; `_low` and
+    `_high` are the ends of the likely range. There is also the number of stages of each basis.
     """
     costs = [cost for cost in prediction.costs.values() if label in (cost.label, "together")]
     row: Row = {
@@ -629,7 +687,7 @@ def label_row(prediction: Forecast, label: str) -> Row:
 
 
 def notes(prediction: Forecast) -> list[str]:
-    """Return the sentences below the table: what it assumes, and what is missing."""
+    """Return the sentences below the table: assumptions, and missing information."""
     groups = "as many groups as are asked for"
     if prediction.groups:
         groups = counted(prediction.groups, "group")
@@ -669,7 +727,7 @@ def notes(prediction: Forecast) -> list[str]:
 
 
 def describe_sharing(sharing: Sharing) -> str:
-    """Return what the forecast assumes of ranks that share a GPU."""
+    """Return the assumption of the forecast about ranks that share a GPU."""
     text = f"shared GPUs: up to {sharing.ranks} ranks on each, which device time counts once; "
     if not sharing.busy.run:
         return (
@@ -683,7 +741,12 @@ def describe_sharing(sharing: Sharing) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return `1 group`, `2 groups`."""
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "group"), counted(2, "group")
+        ('1 group', '2 groups')
+    """
     if count == 1:
         return f"{count} {noun}"
     return f"{count} {noun}s"

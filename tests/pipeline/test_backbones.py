@@ -258,7 +258,7 @@ def test_other_files_under_the_same_name_are_another_key(cache: Path, tmp_path: 
         ({"model_args": {"depth": 100_000}}, "at most 200"),
         ({"model_args": {"no_such": 3}}, "has no such option"),
         ({"model_args": {"embed_dim": 1e300}}, "at most 65536"),
-        ({"model_args": [1]}, "no mapping"),
+        ({"model_args": [1]}, "not a mapping"),
         ({"architecture": "../../x"}, "backbone.name"),
         ({"architecture": 3}, "names no `architecture`"),
         ({"architecture": "resnet18"}, "has no such option"),

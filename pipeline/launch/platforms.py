@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.invocation import this_python
 from pipeline.config.settings import Config
+from pipeline.config.version import CHECKOUT, COMMIT, git_commit
 from pipeline.launch.machines import Machine, choose_machine
 from pipeline.launch.portable import Portable
 from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size

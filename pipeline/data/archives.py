@@ -1,4 +1,4 @@
-"""What a card says of official files that a person fetches by hand."""
+"""Official files of a card that a person downloads by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Files of cards: `datasets/NAME/card.yaml`, and those that stand beside the data; published class
-orders."""
+"""Files of cards, and published class orders.
+
+Cards are `datasets/NAME/card.yaml`, or files next to the data.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,19 @@ from workers.storage.regular_file import read_regular
 
 SEED = re.compile("[0-9]{1,9}")  # in place of the name of a class order: it permutes the classes
 MAX_LIST_BYTES = 256 << 20  # of a file that names images
-FROM_SOURCE = "from_source"  # in place of classes: they are those of the source
+FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
 
 
 def load(name: str, memory: Memory | None = None) -> Card:
-    """Load a card by name, or by the path of its file, or of the folder that holds its card.yaml.
+    """Load a card by name, or by the path of its file, or of the folder with its card.yaml.
 
-    memory: gives the classes of a card that takes them from its source, once the source is gone.
-    Raise UserError where there is no such card, with the nearest name, or where it is not valid.
+    Args:
+        name: Name or path.
+        memory: Returns the remembered classes of a card with classes from its source, if the source
+            no longer exists.
+
+    Raises:
+        UserError: If there is no such card (the message has the nearest name), or it is invalid.
     """
     path = card_path(name)
     body = read_yaml(path, "a card")
@@ -45,7 +52,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
 
 
 def _validated(path: Path, body: dict[str, Any]) -> Card:
-    """Return a card as its file has it; `from_source` stands for classes that are not looked up."""
+    """Return the card in a file; `from_source` is not resolved."""
     if body.get("classes") == FROM_SOURCE:
         body = body | {"classes": [FROM_SOURCE]}
     try:
@@ -106,7 +113,7 @@ def _with_files(card: Card, file: Path) -> Card:
 def _source_path(card_file: Path, path: str) -> str:
     """Return the path of a source; a relative one starts at the folder of the card's file.
 
-    Cards in `datasets` are found by name: their paths start where `listing.absolute_uri` says.
+    The paths of cards in `datasets` start where `listing.absolute_uri` defines.
     """
     source_path = expand(path)
     if "://" in source_path or CARDS in card_file.resolve().parents:
@@ -115,7 +122,7 @@ def _source_path(card_file: Path, path: str) -> str:
 
 
 def card_path(name: str) -> Path:
-    """Return the file of a card. Raise `UserError` if there is none."""
+    """Return the file of a card; raise `UserError` if it does not exist."""
     path = CARDS / name / "card.yaml"
     if is_path_of_card(name):
         path = Path(name)
@@ -167,10 +174,13 @@ def _check_classes(path: Path, card: Card) -> None:
 def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the classes of a card in a published order, or permuted.
 
-    name: CARD/NAME stands for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`; a
-    whole number is the seed of a permutation.
-    Raise UserError where the file is missing, is not what its hash says, or does not go with the
-    card.
+    Args:
+        name: CARD/NAME for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`; an
+            integer is the seed of a permutation.
+        classes: Classes of the card.
+
+    Raises:
+        UserError: If the file is missing, does not match its hash, or does not fit the card.
     """
     if SEED.fullmatch(name):
         return permuted(classes, int(name))

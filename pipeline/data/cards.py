@@ -1,4 +1,4 @@
-"""Cards: what one says of a data set, its source, licence and contents."""
+"""Cards: descriptions of data sets with source, licence and contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.job import Frozen, Neutral, key_inputs
 SourceFormat = Literal["folder", "csv", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
 Numbers = Literal["places", "names"]
 MAX_CLASS_CHARACTERS = 200
-# 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
+# 8-bit PNG reaches 1032, JPEG 512; above that, the image is almost one colour
 MAX_PIXELS_PER_BYTE = 2000
 # between the parts of a list of shards, as WebDataset writes it in one text; written so, it is not
 # taken for the address that means every interface
@@ -27,7 +27,7 @@ COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|
 
 
 class MoreFolder(Frozen):
-    """A further folder of class folders, whose images belong to the same data set."""
+    """A further folder of class folders with images of the same data set."""
 
     path: str = Field(min_length=1, description="folder or URI, as `source.path`")
     splits: dict[Split, str] = Field(
@@ -138,7 +138,7 @@ class Source(Frozen):
         return tuple(part.strip() for part in self.files.split(LIST_MARK))
 
     def split_columns(self) -> tuple[str, ...]:
-        """Return the columns that say the split; none without such a column."""
+        """The columns with the split; empty without such a column."""
         return tuple(self.split.split(LIST_MARK)) if self.split else ()
 
     def parts_of(self, split: Part) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Source(Frozen):
         return () if text is None else tuple(part.strip() for part in text.split(LIST_MARK))
 
     def named_splits(self) -> tuple[Split, ...]:
-        """Return the splits that the card names, those of train first."""
+        """Return the splits that the card names, beginning with train."""
         return tuple(split for split in SPLITS if "".join(self.parts_of(split)))
 
 
@@ -190,13 +190,13 @@ class Counts(Frozen):
     )
 
     def by_split(self) -> dict[Split, int]:
-        """Return the numbers that are given."""
+        """Return the given numbers by split."""
         numbers = {split: getattr(self, split) for split in SPLITS}
         return {split: number for split, number in numbers.items() if number is not None}
 
 
 class Card(Frozen):
-    """One data set. `classes` is the class order; without a seed it is taken as it stands."""
+    """One data set. `classes` is the class order; without a seed it is used unchanged."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the data set in configs"
@@ -280,17 +280,18 @@ class Card(Frozen):
         return tuple(name for name in classes if nfc(name) not in left_out)
 
     def images_left_out(self) -> frozenset[str]:
-        """Return the names and digests of the images that the card leaves out.
+        """Return the names and digests of the images that the card excludes.
 
-        `card_files` puts the lines of the file in place of its name, so that they are part of the
-        identity of the card.
+        `card_files` replaces the name of the file by its lines, so that they are part of the card's
+        identity.
         """
         return frozenset(filter(None, self.without_images.split("\n")))
 
     def identity(self) -> str:
-        """Return the hash of everything on the card that can change what ingest writes.
+        """Return the hash of everything on the card that can change the result of ingest.
 
-        The path of the source is not in it: data may move, and its fingerprint says what it is.
+        The path of the source is not included: data can move, and their fingerprint identifies
+        them.
         """
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified", "leaks"))
         source = key_inputs(self.source, ("path",))

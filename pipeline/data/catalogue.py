@@ -68,7 +68,7 @@ def note(program: str) -> str:
 
 
 def entry_of(card: Card) -> Entry:
-    """Return what the catalogue says of a card."""
+    """Return the catalogue entry of a card."""
     train = None
     test = None
     if card.counts:
@@ -99,10 +99,14 @@ def how(card: Card) -> str:
 
 
 def describe(name: str, program: str) -> str:
-    """Return what a card says of its data, and where that lies or is to be fetched.
+    """Describe the data of a card, and their location or download.
 
-    name: of a card, or its path. program: how a person starts Accrete. Raise UserError where there
-    is no such card.
+    Args:
+        name: Name or path of the card.
+        program: Command that starts Accrete.
+
+    Raises:
+        UserError: If there is no such card.
     """
     card = card_files.load_without_source(name)
     row = dict(zip(HEADING, entry_of(card).cells, strict=True))

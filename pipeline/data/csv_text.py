@@ -20,16 +20,14 @@ HARMLESS = re.compile(r"-|[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
 
 def as_cell(value: Any) -> Any:
-    """A value as it stands in a cell: text that a spreadsheet would execute begins with an
-    apostrophe."""
+    """Return a value as a cell; text that a spreadsheet would execute gets an apostrophe."""
     if isinstance(value, str) and FORMULA.match(value) and not HARMLESS.fullmatch(value):
         return "'" + value
     return value
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """A table as CSV (RFC 4180, UTF-8). What is no UTF-8 in a name is written as its escape
-    sequence."""
+    """Return a table as CSV (RFC 4180, UTF-8); invalid UTF-8 in names becomes escape sequences."""
     sink = io.StringIO(newline="")
     writer = csv.writer(sink)  # ends lines by \r\n, so that a cell with either is in quotes
     for row in (header, *rows):

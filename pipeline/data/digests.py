@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 BATCH_ROWS = 1 << 16  # rows converted to Python objects at once
 DIGEST_WORDS = 4  # 64-bit words in a sha256
 DIGITS = 32  # of the digest of a class
-ClassDigests = dict[str, dict[str, str]]  # split -> class -> digest of its images
+ClassDigests = dict[str, dict[str, str]]  # digest of the images by split and class
 
 
 def compute_key_digests(keys: pa.ChunkedArray) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""The error of a source that is not what its card says."""
+"""The error of a source that does not match its card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class UnfitSource(UserError):
-    """A source is not what its card says."""
+    """A source does not match its card."""
 
     def __init__(self, message: str, card: Card):
         super().__init__(message)

@@ -106,10 +106,10 @@ class RowPath(NamedTuple):
 
 
 def parse_path(text: str, base: str) -> RowPath | None:
-    """Parse the path in a row.
+    r"""Parse the path in a row.
 
     Args:
-        text: Text in the table, for example `img/1.png` or `C:\\zoo\\1.png`.
+        text: Text in the table, for example `img/1.png` or `C:\zoo\1.png`.
         base: Path or URI of the source; a path below it becomes relative to it.
 
     Returns:
@@ -319,7 +319,7 @@ def _find_candidates(row: NamedRow, index: FileIndex, base: str) -> list[str]:
 def _find_shared_patterns(
     rows: Sequence[NamedRow], candidates: Sequence[list[str]], folder: str
 ) -> list[str]:
-    """Return the patterns that lead from the first row with candidates to one of them."""
+    """Return the patterns that map the first row with candidates to one of them."""
     patterns: dict[str, None] = {}
     for row, names in zip(rows, candidates, strict=True):
         for name in names:

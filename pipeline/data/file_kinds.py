@@ -52,12 +52,12 @@ def is_packed(name: str) -> bool:
 
 
 def starts_as_image(data: bytes) -> bool:
-    """Whether the first bytes of a file are those of an image."""
+    """Return whether the first bytes of a file belong to an image."""
     return IMAGE_START.match(data) is not None
 
 
 def describe_kind(name: str) -> str:
-    """Return what a file that is not read is: `table`, `archive`, `image` or `other file`."""
+    """Return the kind of an unread file: `table`, `archive`, `image` or `other file`."""
     suffix = suffix_of(name)
     if suffix in IMAGE_SUFFIXES:
         return "image"

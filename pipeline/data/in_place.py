@@ -1,7 +1,7 @@
-"""Shards that are used where they lie: each is read once, hashed and indexed; nothing is copied.
+"""Index shards that are used in place: each is read once and hashed; nothing is copied.
 
-The table of a shard is written as soon as the shard was read, so that a killed run goes on with the
-next one. Shards of an earlier ingest with the same URL, size and time are not read again.
+The table of a shard is written when the shard was read, so a killed run continues with the next
+one. Shards of an earlier ingest with the same URL, size and time are not read again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ PICTURES = b"pictures"  # the same: small images for the preview, as a shard is 
 PLACES = ("more", "path", "splits")  # settings of a source that say where its shards lie
 MOST_PICTURES = 40  # of a shard
 SHOWN_SHARDS = 200  # about so many have pictures
-TABLE_READERS = 8  # tables of shards that are read at the same time
+TABLE_READERS = 8  # tables of shards that are read in parallel
 
 
 class IndexJob(NamedTuple):
@@ -76,11 +76,11 @@ class IndexJob(NamedTuple):
 
     Attributes:
         unit: The shard as a unit.
-        card: Of the source.
-        name: Of the shard in the index.
-        target: Where its table is put.
-        is_shown: Whether some images of it are for the preview.
-        stamp: Of its samples; empty if the time of the shard is unknown.
+        card: Card of the source.
+        name: Name of the shard in the index.
+        target: Path of its table.
+        is_shown: Whether some of its images are for the preview.
+        stamp: Stamp of its samples. Empty if the time of the shard is unknown.
     """
 
     unit: Unit
@@ -92,7 +92,7 @@ class IndexJob(NamedTuple):
 
 
 class IndexedShard(NamedTuple):
-    """A shard that was read. rows: of its samples, as `packs.ROWS`; `pack` is its name."""
+    """A shard that was read; `rows` are its samples, as `packs.ROWS` with its name as `pack`."""
 
     rows: pa.Table
     info: FileInfo
@@ -100,7 +100,7 @@ class IndexedShard(NamedTuple):
 
 
 def urls_of(card: Card) -> ShardUrls | None:
-    """Return where the shards of a card lie; None where ingest writes shards of its own."""
+    """Return the locations of a card's shards, or None if ingest writes shards."""
     if format_of(card).list_shards is None:
         return None
     return webdataset.shard_urls(card)
@@ -165,7 +165,7 @@ def index_shards(
 
 
 def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
-    """Return all files beside the shards of a card on a disk; the shards alone elsewhere."""
+    """Return the shards of a card, and on a disk also all other files."""
     path = source_uri(card)
     if not card.source.path or not is_local(path) or not os.path.isdir(path):
         return entries
@@ -175,7 +175,7 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
 def _pictures(
     selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
 ) -> list[Picture]:
-    """Return the pictures of images that are used, with their split; no more than are shown."""
+    """Return the pictures of used images with their split, up to the number in the preview."""
     of_shards = dict(zip(names, (shard.pictures for shard in shards), strict=True))
     known = {picture.name for pictures in of_shards.values() for picture in pictures}
     rows = selected.filter(pc.is_in(selected["name"], pa.array(known, pa.large_string())))
@@ -195,9 +195,9 @@ def _pictures(
 def _write_source(
     kept: pa.Table, rows: pa.Table, jobs: Sequence[IndexJob], shards: Sequence[IndexedShard]
 ) -> bytes:
-    """Return the bytes of the file SOURCE, with the pictures of images that are kept.
+    """Return the bytes of the file SOURCE, with the pictures of kept images.
 
-    kept, rows: as for `write_source`.
+    `kept` and `rows` are those of `write_source`.
     """
     names = {picture.name for shard in shards for picture in shard.pictures}
     pictured = kept.filter(pc.is_in(kept["name"], pa.array(names, pa.large_string())))
@@ -309,7 +309,7 @@ def _read_all(
     map_fn: MapFn,
     progress: ingest.Report | None,
 ) -> list[IndexedShard]:
-    """Read the shards that are neither known nor have a table yet, and return all in order."""
+    """Index the shards that have no table yet and are not known, and return all in order."""
     shards: dict[str, IndexedShard] = {}
     if before is not None and jobs:
         checker = ImageChecker(jobs[0].card)
@@ -337,7 +337,7 @@ def _read_all(
 
 
 def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
-    """Return a shard that was read by a run before; None where it must be read."""
+    """Return a shard that an earlier run has read, or None if it must be read."""
     if job.target.partition("?")[0].rpartition("/")[2] not in sizes:
         return None
     try:
@@ -365,7 +365,7 @@ def _decode_pictures(body: Any) -> tuple[Picture, ...]:
 
 
 def index_shard(job: IndexJob) -> IndexedShard:
-    """Read a shard to its end, decode every image of it, and write its table."""
+    """Read a whole shard, decode every image, and write its table."""
     checker = ImageChecker(job.card)
     summary = webdataset.ShardSummary()
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Ingest: raw data of any format becomes WebDataset tars and a Parquet index.
+"""Ingest: raw data of any format become WebDataset tars and a Parquet index.
 
-Every unit of the source is read once and becomes a pack; shards are written from packs. Both are
-spread over tasks, and what is done is not done again after a kill. An image that cannot be used is
-listed in rejected.csv with the reason.
+Every unit of the source is read once and becomes a pack; shards are written from packs. Both steps
+run in parallel tasks, and finished work is not repeated after a kill. An image that cannot be used
+is listed in rejected.csv with the reason.
 """
 
 from __future__ import annotations
@@ -93,17 +93,19 @@ from workers.storage.artifact import (
 
 REVISION = 2  # raise it when the same source gives other images or keys
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
-SMALL_BYTES = 8 << 20  # a source of no more, and of few images, is packed beside this process
-TABLE_READERS = 8  # tables of finished units that are read at the same time
+SMALL_BYTES = 8 << 20  # a source up to this size, with few images, is packed by this machine
+TABLE_READERS = 8  # tables of finished units that are read in parallel
 
 Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass
 class Progress:
-    """Images done and time left of one of the two passes.
+    """Number of finished images, and remaining time, of one of the two passes.
 
-    total: images. num_before: of these, how many were done before this process began.
+    Args:
+        total: Number of images.
+        num_before: Number of images that were finished before this process started.
     """
 
     report: Report
@@ -138,13 +140,24 @@ def ingest(
     progress: Report | None = None,
     previous: str = "",
 ) -> Manifest:
-    """Write the artifact `key` below `root` and return its manifest.
+    """Write the artifact `key` and return its manifest.
 
-    map_fn(function, items): results in order. The shards are the same bytes whatever it does in
-    parallel. extra: what else goes into the manifest. Raise UserError where the source is missing,
-    too much of it is bad, or it is not what the card promises; then nothing is published. What a
-    killed or failed try has packed and written is used by the next one. previous: key of an ingest
-    of the same data as they were before: its images are not read again, see `KnownImages`.
+    The shards have the same bytes for any parallelism. Packs and shards of a killed or failed
+    attempt are reused.
+
+    Args:
+        card: Card of the data.
+        root: Folder or URI of the stages.
+        key: Key of the stage.
+        map_fn: map_fn(function, items) returns the results in order.
+        extra: Further fields of the manifest.
+        progress: Called with the progress.
+        previous: Key of an earlier ingest of the same data. Its images are not read again, see
+            `KnownImages`.
+
+    Raises:
+        UserError: If the source is missing, too much of it is corrupt, or it does not match its
+            card. Then nothing is published.
     """
     report = progress or (lambda event: None)
     started = time.monotonic()
@@ -221,7 +234,7 @@ def _write_artifact(
 
 
 def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[Picture]:
-    """Yield the images of some rows for the preview; few bytes of them are in memory at a time."""
+    """Yield the images of some rows for the preview, with few bytes in memory at a time."""
     sizes = rows["bytes"].to_pylist()
     for part in unit_slices(sizes):
         images = PackedImages(packs, rows[part])
@@ -231,15 +244,15 @@ def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[Picture]:
 
 
 class Contents(NamedTuple):
-    """What is made of a source.
+    """The result of reading a source.
 
     Attributes:
-        card: Of the source.
-        rows: The rows of the source, without those that the card leaves out.
-        selected: The rows to write.
-        rejected: The rows that are listed.
-        account: What became of every file.
-        fields: What the manifest says.
+        card: Card of the source.
+        rows: Rows of the source, without those that the card excludes.
+        selected: Rows to write.
+        rejected: Rows to list.
+        account: Outcome for every file.
+        fields: Fields of the manifest.
     """
 
     card: Card
@@ -299,9 +312,9 @@ def _account(
     left_out: pa.Table,
     notes: list[str],
 ) -> Account:
-    """Return what became of every file, or of every image if files hold many.
+    """Return the outcome for every file, or for every image if files contain many.
 
-    Images that the card leaves out are counted and not named.
+    Images that the card excludes are counted and not named.
     """
     not_kept = rejected.filter(pc.equal(rejected["kept"], "no"))
     if format_of(card).list_items is None:
@@ -325,14 +338,14 @@ def publish(
     pictures: list[Picture],
     extra: dict[str, Any],
 ) -> None:
-    """Write the index and what people read beside it, and commit the attempt.
+    """Write the index and the files for people, and commit the attempt.
 
     Args:
-        attempt: With its shards.
-        index: Of the shards.
-        contents: What was made of the source.
-        pictures: For the preview.
-        extra: More fields of the manifest; as `started` when the ingest began, in seconds of
+        attempt: The attempt with its shards.
+        index: Index of the shards.
+        contents: The result of reading the source.
+        pictures: Images for the preview.
+        extra: Further fields of the manifest; `started` is the start of the ingest in seconds of
             `time.monotonic`.
     """
     attempt.write(INDEX, _to_parquet(index))
@@ -348,15 +361,21 @@ def publish(
 
 
 def fingerprint_of(state: SourceState | None) -> str | None:
-    """Return what the manifest says of a source from outside."""
+    """Return the fingerprint of a source for the manifest."""
     return state.fingerprint if state else None
 
 
 def _attempt_name(root: str, key: str, packs: str, plan: str) -> str:
     """Return the name of the attempt that writes the shards of a plan.
 
-    It is the one of the try that made the folder of packs, so that its shards are used. Where that
-    attempt was published and found damaged, it is a new one. plan: what the shards follow from.
+    It is the attempt that created the folder of packs, so that its shards are reused. If that
+    attempt was published and found damaged, it is a new one.
+
+    Args:
+        root: Folder or URI of the stages.
+        key: Key of the stage.
+        packs: Folder of packs.
+        plan: Digest of the inputs of the shards.
     """
     uri = join(packs, NONCE)
     nonce = ""
@@ -410,8 +429,19 @@ def read_source(
 ) -> pa.Table:
     """Check and pack all images, and return the rows of all units in order (`packs.ROWS`).
 
-    Units whose table stands in the folder of packs are not read again. file_bytes: of all files of
-    the source, 0 where a library fetches it. Raise UserError where its images have far more.
+    Units with a table in the folder of packs are not read again.
+
+    Args:
+        units: Units of the source.
+        card: Card of the source.
+        packs: Folder of packs.
+        map_fn: See `ingest`.
+        report: Called with the progress.
+        file_bytes: Size of all files of the source, 0 if a library downloads it.
+        known: Images of an earlier ingest.
+
+    Raises:
+        UserError: If the images have far more bytes than the files.
     """
     divided: list[DividedUnit | None] = [None] * len(units)
     if known is not None:
@@ -467,7 +497,7 @@ def _write_all(
     report: Report,
     known: KnownImages | None,
 ) -> pa.Table:
-    """Write all shards that do not stand yet, and return the index."""
+    """Write all missing shards, and return the index."""
     shards = list(divide_into_shards(rows, card.shard_images))
     written = _written_before([shard.name for shard in shards], attempt, packs)
     if known is not None:

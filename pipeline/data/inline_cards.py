@@ -1,4 +1,4 @@
-"""Cards inside a config that is a mapping: each becomes a file, as a config file would name it."""
+"""Cards inside a config given as a mapping: each is written to a file, which the config names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ LONGEST_CARD = 16 << 20  # bytes
 
 
 def write_inline_cards(body: dict[str, Any]) -> None:
-    """Write the cards of a stream that are mappings into the current folder, as `NAME-card.yaml`.
+    """Write the cards of a stream that are mappings to the current folder, as `NAME-card.yaml`.
 
-    body: the plain values of a config; the path of the file replaces the mapping. Raise `UserError`
-    when a card is not valid, or when a file of that name is there that was not written from one.
+    Args:
+        body: Plain values of a config; the path of the file replaces the mapping.
+
+    Raises:
+        UserError: If a card is invalid, or a file with that name exists that was not written in
+            this way.
     """
     stream = body.get("stream")
     tasks = stream.get("tasks") if isinstance(stream, dict) else None
@@ -37,7 +41,7 @@ def write_inline_cards(body: dict[str, Any]) -> None:
 
 
 def _write_card(card: dict[str, Any], where: str) -> str:
-    """Write one card and return the path of its file. where: the card's path in the config."""
+    """Write one card and return the path of its file; `where` is its path in the config."""
     refuse_secrets(card, f"{where}: ")
     checked_card = card
     if card.get("classes") == FROM_SOURCE:
@@ -52,7 +56,7 @@ def _write_card(card: dict[str, Any], where: str) -> str:
 
 
 def _check_is_inline(file: str, where: str) -> None:
-    """Raise `UserError` when a file was not written from a mapping, and is not to be replaced."""
+    """Raise `UserError` if a file was not written from a mapping, so it must not be replaced."""
     try:
         text = read_regular(Path(file), LONGEST_CARD).decode()
     except (OSError, UnicodeDecodeError):

@@ -1,10 +1,10 @@
-"""Images that an earlier ingest has read, and where it stored them.
+"""Images that an earlier ingest has read, and their location in the store.
 
-An image is identified by its stamp: the name, size and modification time of its file, and the place
-of its bytes in the file. Rows of a table have one stamp for all rows that are read together. Known
-images are neither read nor decoded again; their bytes are copied from the earlier shards. Shards
-that do not change are linked. Images that are read and have the bytes of an earlier one, for
-example in a file that was renamed, are not decoded.
+An image is identified by its stamp: the name, size and modification time of its file, and the
+position of its bytes in the file. Rows of a table have one stamp for all rows that are read
+together. Known images are neither read nor decoded again; their bytes are copied from the earlier
+shards. Unchanged shards are linked. Images with the bytes of an earlier one, for example in a
+renamed file, are read but not decoded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from workers.job import key_inputs
 from workers.storage.artifact import Artifact, Attempt, FileInfo, join, link_file
 from workers.storage.parquet import read_table
 
-SOURCE = "source.parquet"  # of an ingest stage: a row for each image of its source that has a stamp
+SOURCE = "source.parquet"  # a row for each image of the source of an ingest stage that has a stamp
 NUM_ROWS = b"rows"  # in the metadata of SOURCE: stamp -> number of rows, where it is not 1
 STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"  # groups: size of the file; place in it
 # Settings of a card that do not affect how a single image is read.
@@ -60,8 +60,8 @@ def digest_reading(card: Card, not_of_source: tuple[str, ...] = ("more",)) -> st
 
     Args:
         card: The card.
-        not_of_source: Settings of the source that are left out. By default, the path is included:
-            files elsewhere may have the same names and times.
+        not_of_source: Settings of the source to ignore. By default, the path is included, because
+            files in another folder can have the same names and times.
     """
     body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source, not_of_source)}
     if card.source.numbers == "places" or card.source.format in LIBRARIES:
@@ -105,13 +105,13 @@ def _build_stamp(entry: Entry, first: int, size: int | None) -> str:
 
 
 class DividedUnit(NamedTuple):
-    """A unit without the images that are known.
+    """A unit without its known images.
 
     Attributes:
         rest: The images that must be read.
-        earlier: Rows of earlier images that may have the same bytes as those.
-        known: Rows of the others, as `packs.ROWS`.
-        is_known: Of each item of the whole unit. Unused if no image is known.
+        earlier: Rows of earlier images that may have the same bytes.
+        known: Rows of the known images, as `packs.ROWS`.
+        is_known: Whether each item of the whole unit is known. Unused if no image is known.
     """
 
     rest: Unit
@@ -120,7 +120,7 @@ class DividedUnit(NamedTuple):
     is_known: NDArray[np.bool_]
 
     def merge(self, read: pa.Table) -> pa.Table:
-        """Return the rows of the whole unit, in the order of its items. read: those of `rest`."""
+        """Return the rows of the whole unit in the order of its items; `read`: those of `rest`."""
         if not len(self.known):
             return read
         if self.is_known.all():
@@ -136,9 +136,9 @@ class KnownImages:
     """The images of an earlier ingest stage.
 
     Attributes:
-        artifact: Its result.
-        rows: Of its source, as `packs.ROWS`; `pack` is the URI of a shard.
-        index: Of its shards.
+        artifact: Result of the stage.
+        rows: Rows of its source, as `packs.ROWS`; `pack` is the URI of a shard.
+        index: Index of its shards.
         num_rows: Number of rows by stamp, see `read_num_rows`.
     """
 
@@ -166,7 +166,7 @@ class KnownImages:
         if rows.schema != ROWS:
             return None
         rows = rows.replace_schema_metadata(None)
-        # the storage may be a stranger's, whose rows must not lead to other files
+        # The storage may belong to a stranger, and its rows must not lead to other files.
         files = pa.array(artifact.manifest["files"], pa.large_string())
         rows = rows.filter(pc.or_(pc.is_null(rows["pack"]), pc.is_in(rows["pack"], files)))
         folder = pa.scalar(artifact.uri("").rstrip("/"), pa.large_string())
@@ -178,9 +178,9 @@ class KnownImages:
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
         """Divide units into known and unknown images; None for a unit without known images.
 
-        An image is known if its file has the same name, size and time. One with the name of an
-        earlier image, or with the size of one that is gone, is read, and not decoded if its bytes
-        are the same.
+        An image is known if its file has the same name, size and time. An image with the name of an
+        earlier image, or with the size of a deleted one, is read, and not decoded if its bytes are
+        equal.
         """
         checker = ImageChecker(card)
         parts = [unit.args[0] if unit.read is read_items else [] for unit in units]
@@ -242,9 +242,10 @@ class KnownImages:
     def _find(
         self, items: Sequence[Item], checker: ImageChecker
     ) -> tuple[NDArray[np.bool_], pa.Table]:
-        """Return which of n items are known, (n,), and the rows of those.
+        """Return a mask (n,) of the known items, and the rows of the known items.
 
-        An image whose class was not on the card before is read: it was not decoded then.
+        If the class of an image was not on the card before, the image is read, because it was not
+        decoded then.
         """
         if not len(self.rows):
             return np.zeros(len(items), bool), self.rows
@@ -267,7 +268,7 @@ class KnownImages:
         return is_known, self.rows.take(places.filter(pa.array(is_known)))
 
     def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
-        """Return those of some shards that would be written as they are here, by name."""
+        """Return the earlier shards that equal some of these, by name."""
         runs = find_runs(self.index["shard"])
         same: dict[str, WrittenShard] = {}
         for shard in shards:
@@ -323,7 +324,7 @@ def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
 
 
 def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
-    """Return the rows that have the name of an item, or the size of its file and its place."""
+    """Return the rows with the name of an item, or with the size of its file and its position."""
     if not items or not len(rows):
         return rows.slice(0, 0)
     names = pa.array([printable(item.name) for item in items], pa.large_string())
@@ -364,9 +365,9 @@ def write_source(kept: pa.Table, rows: pa.Table, metadata: Mapping[bytes, str]) 
     """Return the bytes of a file SOURCE: the rows with a stamp, and the number of rows by stamp.
 
     Args:
-        kept: The rows that the card does not leave out.
+        kept: Rows that the card does not exclude.
         rows: All rows of the source.
-        metadata: Of the table, beside NUM_ROWS.
+        metadata: Metadata of the table in addition to NUM_ROWS.
     """
     counts = rows.group_by("stamp").aggregate([([], "count_all")])
     counts = counts.filter(
@@ -433,8 +434,7 @@ class Changes(NamedTuple):
 
 
 def _paths(rows: pa.Table) -> list[str]:
-    """Return the path of each image: the name of its file, which its stamp begins with, and its
-    own."""
+    """Return the path of each image: the name of its file from its stamp, and its own name."""
     files = [stamp.partition("\t")[0] for stamp in rows["stamp"].to_pylist()]
     return [f"{file}\t{name}" for file, name in zip(files, rows["name"].to_pylist(), strict=True)]
 

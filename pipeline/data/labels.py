@@ -98,7 +98,7 @@ def check_meaning(where: str, labels: Iterable[str]) -> None:
         labels: All labels.
 
     Raises:
-        UserError: If a label may mean one of these.
+        UserError: If a label can have this meaning.
     """
     names = {*labels}
     remedy = "or name all classes with --set 'classes=[...]'"

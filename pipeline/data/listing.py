@@ -1,6 +1,6 @@
-"""Files of a source: list them and open them.
+"""List and open the files of a source.
 
-Cards and formats both stand on this module, so it knows neither.
+Cards and formats are built on this module, so it knows neither.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
         name: Path below the source.
         size: Bytes.
         modified: Modification time in nanoseconds, 0 if it is unknown.
-        problem: Why the entry is not used; HIDDEN for hidden files.
+        problem: Reason why the entry is not used; HIDDEN for hidden files.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Entry(NamedTuple):
 
 
 def describe_left_out(problems: Iterable[tuple[str, str | None]]) -> str:
-    """Return the first files that are left out, by reason, for the end of a sentence.
+    """Describe the first skipped files by reason, for the end of a sentence.
 
     Args:
-        problems: Name and reason of each file; files without a reason are skipped.
+        problems: Name and reason of each file; files without a reason are ignored.
 
     Returns:
         An empty text if no file has a reason.
@@ -111,7 +111,7 @@ def is_folder(uri: str) -> bool:
 
 
 def remedy(uri: str) -> str:
-    """Return what a person should check if a source cannot be read."""
+    """Describe what to check if a source cannot be read."""
     if is_local(uri) or uri.startswith("hf://"):
         return "check the path, the network and your permissions"
     return access_remedy(uri)
@@ -119,7 +119,7 @@ def remedy(uri: str) -> str:
 
 # ---- listing -------------------------------------------------------------------------------------
 def list_folders(uri: str) -> list[str]:
-    """Return the sorted names of the folders in a folder that are not hidden."""
+    """Return the sorted names of the visible folders in a folder."""
     system, folder = open_source(uri)
     names: list[str] = []
     if not isinstance(system, fs.LocalFileSystem):
@@ -133,17 +133,17 @@ def list_folders(uri: str) -> list[str]:
 def list_entries(
     uri: str, folders: Sequence[str], suffixes: frozenset[str], most: int | None = None
 ) -> list[Entry] | None:
-    """List all files below a source, sorted, hidden ones too.
+    """List all files below a source, sorted, including hidden ones.
 
     Args:
-        uri: Of a folder or of a single file, which is listed under its base name.
-        folders: Folders below the source that are looked at before the others. A link in them to a
-            folder of the source is followed, unless that is in one of them too. "": the source.
-        suffixes: Of the files that are read.
-        most: Stop after so many names.
+        uri: URI of a folder, or of a single file, which is listed under its base name.
+        folders: Folders below the source to visit first. A link in them to a folder of the source
+            is followed, unless that folder is in one of them too. "": the source.
+        suffixes: Suffixes of the files to read.
+        most: Stop after this number of names.
 
     Returns:
-        None if the source does not exist.
+        The entries, or None if the source does not exist.
 
     Raises:
         UserError: If the source cannot be listed.
@@ -155,7 +155,7 @@ def list_entries(
         return _list_remote(system, path)
     except UserError:
         raise
-    except Exception as error:  # the hub's HTTP client raises kinds of its own
+    except Exception as error:  # the hub's HTTP client has its own kinds of errors
         if not isinstance(error, OSError) and not uri.startswith("hf://"):
             raise
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
@@ -200,9 +200,9 @@ class FolderWalk:
     """Lists the files below a source on a disk.
 
     A link to a file stands for the file. A link to a folder is followed if it leads to a folder of
-    the source that is not read anyway, and each folder is read once: else its images would come
-    again, under the label of the folder that holds the link. Hidden folders come last, so that
-    links may lead into them.
+    the source that is not read otherwise, and each folder is read once. Without this rule, images
+    would be read twice, the second time with the label of the folder with the link. Hidden folders
+    come last, because links can lead into them.
     """
 
     def __init__(self, root: str, suffixes: frozenset[str], most: int | None = None):
@@ -218,7 +218,7 @@ class FolderWalk:
         self.hidden: list[str] = []  # folders
 
     def entries_below(self, folders: Sequence[str]) -> list[Entry]:
-        """Return all sorted entries, those of some folders read before the others."""
+        """Return all sorted entries; the given folders are read first."""
         for first in (sorted(set(folders)), [""]):
             for name in first:
                 real = self._real(name)
@@ -271,7 +271,7 @@ class FolderWalk:
             folder = os.path.dirname(folder)
 
     def _follow(self, name: str) -> None:
-        """Read the folder behind a link, or add an entry that says why it is not read."""
+        """Read the folder behind a link, or add an entry with the reason why it is not read."""
         real = self._real(name)
         if real in self.visited:
             target = f"{self.visited[real]}, which is"
@@ -367,7 +367,7 @@ class Folder:
 
 
 def folder_tree(entries: Iterable[Entry]) -> Folder:
-    """Return the folders of listed files that are not hidden."""
+    """Return the visible folders of listed files."""
     root = Folder("")
     known = {"": root}
     for entry in entries:

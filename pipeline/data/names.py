@@ -1,4 +1,4 @@
-"""Names that come from people's data: Unicode forms, what a terminal can show, extensions, keys."""
+"""Names from people's data: Unicode forms, printable text, extensions, keys."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ from workers.storage.artifact import is_local, join, read_bytes, resolve, write_
 PACK_BYTES = 256 << 20
 PACK_ROWS = 1 << 16
 TABLE_SUFFIX = ".parquet"
-RANGE_GAP = 64 << 10  # bytes that are read and left aside rather than make two requests
+RANGE_GAP = 64 << 10  # unneeded bytes that are read to avoid a second request
 RANGE_BYTES = 8 << 20  # of one request, where no image is larger
 LEFT_OUT = "left out by the card"  # the problem of images that `without_...` of the card names
 READERS = 8  # requests to a bucket at the same time
 _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
-# One row an image, in the order of the source. split, name, label, problem: as in `Item`, but the
-# label is a class of the card. key: without its split. sha256, ext: of the bytes that are stored.
-# pack, offset, bytes: where these lie; null for an image with a problem. raw: see `raw_row`. blank:
-# "yes" for an image of one colour, "became" if its values differ. top: of more than 8 bits. stamp:
-# see `Item`.
+# One row per image, in the order of the source. split, name, label, problem: as in `Item`, but the
+# label is a class of the card. key: without its split. sha256, ext: of the stored bytes. pack,
+# offset, bytes: their location; null for an image with a problem. raw: see `raw_row`. blank: "yes"
+# for an image with one colour, "became" if its original values differ. top: largest value of an
+# image with more than 8 bits. stamp: see `Item`.
 ROWS = pa.schema(
     [
         *((name, pa.large_string()) for name in _TEXT),
@@ -60,7 +60,7 @@ ROWS = pa.schema(
 
 
 class DamagedPack(UserError):
-    """A pack is gone, or does not hold what was written."""
+    """A pack is missing, or its content has changed."""
 
 
 class UnitJob(NamedTuple):
@@ -68,10 +68,10 @@ class UnitJob(NamedTuple):
 
     Attributes:
         unit: The unit.
-        card: Of the source.
-        packs: The folder.
-        name: Of the unit's table and packs.
-        earlier: Rows of images that were ingested before, which may be among those of the unit.
+        card: Card of the source.
+        packs: Folder of packs.
+        name: Name of the unit's table and packs.
+        earlier: Rows of earlier ingested images that may be in the unit.
     """
 
     unit: Unit
@@ -82,7 +82,10 @@ class UnitJob(NamedTuple):
 
 
 class StoredImage(NamedTuple):
-    """What is stored of an image, or why it is not used; blank and top: as in ROWS."""
+    """The stored form of an image, or the reason why it is not used.
+
+    See ROWS for `blank` and `top`.
+    """
 
     problem: str | None
     sha256: str = ""
@@ -100,7 +103,7 @@ class PackedRange(NamedTuple):
 
 
 def name_of(unit: Unit) -> str:
-    """Return a name for a unit, by what it reads."""
+    """Return a name for a unit that depends on the files it reads."""
     text = repr((unit.read.__module__, unit.read.__qualname__, unit.args))
     digest = hashlib.sha256(text.encode("utf-8", "backslashreplace"))
     return f"unit-{digest.hexdigest()[:24]}"
@@ -144,19 +147,19 @@ class ImageChecker:
         return nfc(printable(item.name)) in self.images_left_out
 
     def label(self, item: Item) -> str | None:
-        """Return the class of an image; what its label says if that is no class of the card."""
+        """Return the class of an image, or its label if that is not a class of the card."""
         if self.card.source.label is None:  # images without labels, all of one class
             return self.card.classes[0]
         return self.names.find(item.label)
 
     def raw_label(self, item: Item) -> str | None:
-        """Return what enters the digest of the raw content: the class, or the label as it is."""
+        """Return the label for the digest of the raw content: the class, or the unchanged label."""
         if self.card.source.label is None:
             return None if item.label is None else str(item.label)
         return self.names.find(item.label)
 
     def row(self, item: Item) -> dict[str, Any]:
-        """Return what is known of an image without its bytes."""
+        """Return the row of an image before its bytes are known."""
         label = self.label(item)
         if label is not None and label not in self.classes:
             label = printable(label)
@@ -209,9 +212,9 @@ class ImageChecker:
 
 
 def mark_left_out(units: Sequence[Unit], card: Card) -> list[Unit]:
-    """Give the images that a card leaves out a problem, so that they are not read.
+    """Give the images that a card excludes a problem, so that they are not read.
 
-    Units whose images have no place of their own stay as they are: `ImageChecker` sees to those.
+    Units with images without own positions are not changed: `ImageChecker` handles them.
     """
     if not card.without_classes and not card.without_images:
         return [*units]
@@ -253,7 +256,7 @@ class _PackWriter:
         self.num_bytes = 0
 
     def add(self, item: Item, data: Any) -> None:
-        """Add one image of the source. data: its bytes, or what a hostile table holds for them."""
+        """Add one image of the source; `data` are its bytes, or any value in a hostile table."""
         row = self.checker.row(item)
         row["stamp"] = row["stamp"] or self.job.unit.stamp or None
         if isinstance(data, bytes):
@@ -266,10 +269,11 @@ class _PackWriter:
             self._flush()
 
     def _add_image(self, row: dict[str, Any], data: bytes, raw_digest: str) -> None:
-        """Check an image and keep what is stored of it; a copy of one in this pack costs nothing.
+        """Check an image and store it; a copy of another image in this pack costs nothing.
 
-        So a table that holds one value a million times makes no pack of a million. An image that
-        was ingested before is not decoded: a file may have another time, and the same bytes.
+        Therefore a table with one value a million times does not create a pack with a million
+        images. An image that was ingested before is not decoded: a file can have another time and
+        the same bytes.
         """
         earlier = self.earlier.get(raw_digest)
         if earlier is not None:
@@ -293,9 +297,9 @@ class _PackWriter:
         return StoredImage(None, digest, extension, **notes_of(checked))
 
     def _likely_rank(self, row: Mapping[str, Any], digest: str) -> tuple[str, str, str]:
-        """Return what sorts an image as the shards will.
+        """Return a sort key that approximates the order in the shards.
 
-        The key may yet get a suffix, and which images are held out depends on all of them.
+        The key can still get a suffix, and the held-out images depend on all images.
         """
         split = row["split"]
         share = int.from_bytes(hashlib.sha256(row["key"].encode()).digest()[:4]) / 2**32
@@ -335,13 +339,13 @@ class _PackWriter:
         return ranges
 
     def finish(self) -> pa.Table:
-        """Write what is left, and return the rows of the unit."""
+        """Write the remaining images, and return the rows of the unit."""
         self._flush()
         return pa.concat_tables(self.parts)
 
 
 def raw_row(item: Item, label: str | None, digest: str) -> bytes:
-    """Return an image as the source has it: split, name, label and digest of its bytes."""
+    """Return an image as in the source: split, name, label and digest of its bytes."""
     row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(label))}\t{digest}"
     return row.encode("utf-8", "surrogateescape")
 
@@ -352,7 +356,7 @@ def read_raw_digest(raw: bytes | None) -> str:
 
 
 class RawJob(NamedTuple):
-    """A unit whose images are read and not decoded."""
+    """A unit with images that are read but not decoded."""
 
     unit: Unit
     card: Card
@@ -373,9 +377,12 @@ def raw_rows(job: RawJob) -> pa.Array:
 
 # ---- reading -------------------------------------------------------------------------------------
 def read_table(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
-    """Return the rows of a unit that is done; None where it must be read again.
+    """Return the rows of a finished unit, or None if it must be read again.
 
-    sizes: bytes of the files in the folder of packs, by name.
+    Args:
+        packs: Folder of packs.
+        name: Name of the unit.
+        sizes: Sizes of the files in the folder of packs, by name.
     """
     if name + TABLE_SUFFIX not in sizes:
         return None
@@ -445,22 +452,23 @@ class PackedImages:
 
 
 def is_uri(pack: str) -> bool:
-    """Whether a pack is a file of its own, and not one in the folder of packs."""
+    """Return whether a pack is a separate file outside of the folder of packs."""
     return "/" in pack
 
 
 def read_object(uri: str, size: int, offset: int) -> bytes:
+    """Read a part of a pack in a bucket."""
     try:
         return open_pack(uri).read_at(size, offset)
     except OSError:
-        # opening tells an object that is gone from one that cannot be read
+        # opening distinguishes a missing object from an unreadable one
         open_pack.cache_clear()
         return open_pack(uri).read_at(size, offset)
 
 
 @lru_cache(maxsize=4096)
 def open_pack(uri: str) -> ObjectFile:
-    """Open a pack in a bucket, once in this process: its name says what it holds."""
+    """Open a pack in a bucket, once per process: its name identifies its content."""
     system, path = resolve(uri)
     assert isinstance(system, fs.PyFileSystem)
     return ObjectFile(system, path)

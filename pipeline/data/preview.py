@@ -50,8 +50,8 @@ class Picture(NamedTuple):
 
     Attributes:
         split: Split of the image.
-        label: Its class.
-        name: Name of its file.
+        label: Class of the image.
+        name: Name of the file.
         thumbnail: A small JPEG, or b"" if the image cannot be decoded.
     """
 

@@ -1,6 +1,6 @@
-"""The card and the config that are proposed for data sets, as YAML that a person can read and edit.
+"""Propose a card and a config for data sets, as YAML that a person can read and edit.
 
-Names that come from the data are written by the YAML dumper, and escaped in comments.
+The YAML dumper writes names from the data; in comments they are escaped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet
 from pipeline.data.names import counted, printable
 
-MOST_BAD = 0.05  # share of corrupt images that a run goes on with; they are listed
+MOST_BAD = 0.05  # tolerated share of corrupt images; they are listed
 MOST_TASKS = 5  # that one data set is divided into
 LEAST_CLASSES = 2  # of a task
 BASE_SHARE = 0.4  # of the classes of one data set
@@ -27,7 +27,7 @@ COMMENT_COLUMN = 30
 
 
 class TaskPlan(NamedTuple):
-    """A task of the proposed stream. card: file of its card. classes: None for all of the card."""
+    """A task of the proposed stream, with the file of its card, and its classes (None: all)."""
 
     name: str
     card: str
@@ -46,8 +46,11 @@ class Backbone(NamedTuple):
 def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     """Return the card of a data set.
 
-    name: of the card. path: of the source, as the card names it. command: what a person types to
-    get such a card.
+    Args:
+        data_set: The data set.
+        name: Name of the card.
+        path: Path of the source in the card.
+        command: Command that creates such a card.
     """
     source = {**data_set.source, "path": path}
     classes = _line("classes", list(data_set.classes))
@@ -93,8 +96,12 @@ def _counts_text(data_set: DataSet) -> str:
 def tasks_of(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) -> list[TaskPlan]:
     """Return the tasks of a stream, the base task first.
 
-    Several data sets are a task each. One data set is divided by its classes (`task_sizes`).
-    cards: the file of each card. name: of the run.
+    Several data sets are one task each. One data set is divided by its classes (`task_sizes`).
+
+    Args:
+        data_sets: The data sets.
+        cards: File of each card.
+        name: Name of the run.
     """
     if len(data_sets) > 1:
         return [
@@ -147,8 +154,13 @@ def config_text(
 ) -> str:
     """Return the config of a run on data sets.
 
-    command: what a person types to get such a config. run_command: what runs it. has_gpu: whether
-    this machine has a GPU that torch can use.
+    Args:
+        name: Name of the run.
+        tasks: Tasks of the stream.
+        data_sets: The data sets.
+        command: Command that creates such a config.
+        run_command: Command that runs it.
+        has_gpu: Whether this machine has a GPU that torch can use.
     """
     backbone = backbone_of(data_sets)
     num_train = sum(data_set.counts["train"] for data_set in data_sets)
@@ -225,9 +237,13 @@ def _train_text(has_gpu: bool) -> str:
 
 
 def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> str:
-    """Return `key: value` as YAML; a long list goes over several lines.
+    """Return `key: value` as YAML; a long list takes several lines.
 
-    indent: blanks before the key.
+    Args:
+        key: The key.
+        value: The value.
+        comment: Comment after the value.
+        indent: Spaces before the key.
     """
     if isinstance(value, str):  # a text is written whole, without an end mark
         text = dump_yaml([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
@@ -242,7 +258,7 @@ def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return a text that cannot leave the comment it stands in."""
+    """Return a text that cannot end the comment around it."""
     return printable(text)
 
 

@@ -1,6 +1,6 @@
-"""Selection: which images of a source are written, under which key, in which split and order.
+"""Select the images of a source to write, with their key, split and order.
 
-It works on columns; a row of Python objects is made only of images that are listed.
+The code works on columns; rows of Python objects are created only for listed images.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SLASH = pa.scalar("/", pa.large_string())
 LIMIT_REASON = "left out: its class has per_class images"
 _NAMES = ("key", "split", "class", "reason", "kept", "source")
 REJECTED_CSV = "rejected.csv"  # of an ingest stage
-# The rows of rejected.csv. kept: "yes" for an image that is listed and written all the same.
+# The rows of rejected.csv. kept: "yes" for an image that is listed but also written.
 REJECTED = pa.schema([(name, pa.large_string()) for name in _NAMES])
 
 CLASSES = pa.schema([(name, pa.large_string()) for name in ("split", "label")])
 
 
 class Selection(NamedTuple):
-    """What is made of the rows of a source.
+    """The result of the selection.
 
     Attributes:
-        rows: Of the images to write, sorted by split, class, sha256 and key.
-        rejected: As in REJECTED.
-        notes: What a person should know of the images.
+        rows: Rows of the images to write, sorted by split, class, sha256 and key.
+        rejected: Rows as in REJECTED.
+        notes: Notes about the images for a person.
     """
 
     rows: pa.Table
@@ -53,11 +53,11 @@ class Selection(NamedTuple):
 
 
 def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Return the rows of a source that its card does not leave out, and those that it does.
+    """Divide the rows of a source into those that its card includes and those that it excludes.
 
     Args:
-        card: Of the source.
-        rows: As `packs.ROWS`. Of images that are named by their digest, the bytes are known here.
+        card: Card of the source.
+        rows: Rows as `packs.ROWS`. The bytes of images named by digest are known here.
     """
     if not card.without_classes and not card.without_images:
         return rows, rows.slice(0, 0)
@@ -69,10 +69,14 @@ def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def select_rows(card: Card, rows: pa.Table) -> Selection:
-    """Return the rows to write, and the rows of rejected.csv.
+    """Return the rows to write with their whole key, and the rows of rejected.csv.
 
-    rows: as `packs.ROWS` has them; those that are returned have their whole key. Raise UserError
-    where too many images are bad, or a class has none.
+    Args:
+        card: Card of the source.
+        rows: Rows as `packs.ROWS`.
+
+    Raises:
+        UserError: If too many images are corrupt, or a class has none.
     """
     _require_rows(card, len(rows))
     has_problem = pc.is_valid(rows["problem"])
@@ -104,10 +108,15 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
 def check_listed(
     card: Card, counts: Mapping[tuple[str, str], int], problems: pa.Table
 ) -> dict[str, int]:
-    """Return how many images each split has at most, before any is read.
+    """Return the maximum number of images in each split, before reading any.
 
-    counts: of images without a problem, by split and class. problems: split, name and problem of
-    all others. Raise UserError where `select_rows` would, whatever the images are.
+    Args:
+        card: Card of the source.
+        counts: Number of images without a problem, by split and class.
+        problems: Split, name and problem of all other files.
+
+    Raises:
+        UserError: If `select_rows` would raise it for any images.
     """
     _require_rows(card, sum(counts.values()) + len(problems))
     check_bad_fraction(card, sum(counts.values()), problems)
@@ -202,10 +211,10 @@ def _with_unique_keys(rows: pa.Table) -> pa.Table:
 
 
 def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
-    """Return which rows are held out: of each class those whose keys have the lowest sha256.
+    """Return a mask of the held-out rows: of each class the keys with the lowest sha256.
 
-    As `workers.data.held_out.hold_out`: of n images round(fraction * n), at least one where n >= 2,
-    and never all; exact copies stay on the side of the one whose key has the lowest sha256.
+    It follows `workers.data.held_out.hold_out`: of n images round(fraction * n), at least one if n
+    >= 2, and never all; exact copies stay together with the key of the lowest sha256.
     """
     contents = _codes(rows["sha256"])
     is_first = np.zeros(len(rows), bool)
@@ -237,10 +246,10 @@ def num_held_out(size: int, fraction: float) -> int:
 
 # ---- copies, and images that are too many --------------------------------------------------------
 def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.Table]:
-    """Return which rows are exact copies within their split, and rows that list all exact copies.
+    """Return a mask of exact copies within their split, and rows that list all exact copies.
 
-    The first by key is no copy. An image that another split has too is listed, and is no copy
-    within its split.
+    The first image by key is not a copy. An image that another split also has is listed, but is not
+    a copy within its split.
     """
     contents = _codes(rows["sha256"])
     candidates = np.flatnonzero(_counts(contents)[contents] > 1)
@@ -295,14 +304,14 @@ def find_surplus(limits: Mapping[Split, int], rows: pa.Table) -> NDArray[np.bool
 
 
 def check_pixels(card: Card, rows: pa.Table) -> list[str]:
-    """Return what a person should know of the pixels: images that have one colour.
+    """Return notes about the pixels: images with one colour.
 
     Args:
-        card: Of the source.
-        rows: Of the images that are written, with the columns `blank` and `top`.
+        card: Card of the source.
+        rows: Rows of the written images, with the columns `blank` and `top`.
 
     Raises:
-        UserError: If most images of a class became one colour though their values differ, or if
+        UserError: If most images of a class became one colour although their values differ, or if
             all images of 16 bits use a small part of their range, so that they would be black.
     """
     top = pc.max(rows["top"]).as_py()
@@ -337,11 +346,11 @@ def check_pixels(card: Card, rows: pa.Table) -> list[str]:
 
 
 def _in_two_classes(rows: pa.Table) -> list[str]:
-    """Return a note on images whose exact copies have other classes; none without such."""
+    """Return a note about images with exact copies in other classes, if there are any."""
     contents = _codes(rows["sha256"])
     labels = _codes(rows["label"])
     one_label = np.zeros(len(rows), np.int64)
-    one_label[contents] = labels  # of each content, that of some image
+    one_label[contents] = labels  # label of some image with each content
     is_twice = np.zeros(len(rows), bool)
     is_twice[contents[one_label[contents] != labels]] = True
     if not is_twice.any():
@@ -354,11 +363,11 @@ def _in_two_classes(rows: pa.Table) -> list[str]:
 
 
 def check_leaks(card: Card, rows: pa.Table) -> None:
-    """Raise UserError if too many test images are exact copies of train images.
+    """Raise `UserError` if too many test images are exact copies of train images.
 
     Args:
-        card: `leaks: allow` allows them.
-        rows: That are written.
+        card: The card; `leaks: allow` allows them.
+        rows: Written rows.
     """
     if card.leaks == "allow":
         return
@@ -383,7 +392,7 @@ def _check_leaks_of(card: Card, rows: pa.Table, split: Split, contents: NDArray[
 
 # ---- what is listed ------------------------------------------------------------------------------
 def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
-    """Return rows as rows of rejected.csv that are not kept. reason: the problem by default."""
+    """Return rows of rejected.csv that are not kept; `reason` is the problem by default."""
     reasons = rows["problem"]
     if reason is not None:
         reasons = _repeated(reason, len(rows))
@@ -425,9 +434,12 @@ def reason_counts(rejected: pa.Table) -> dict[str, int]:
 
 # ---- checks --------------------------------------------------------------------------------------
 def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
-    """Raise UserError where more images are corrupt or unlabelled than the card allows.
+    """Raise `UserError` if more images are corrupt or unlabelled than the card allows.
 
-    num_usable: images without a problem. problems: name and problem of all other files.
+    Args:
+        card: The card.
+        num_usable: Number of images without a problem.
+        problems: Name and problem of all other files.
     """
     is_bad = pc.invert(pc.match_substring_regex(problems["problem"], "^(other file|hidden)"))
     num_bad = pc.sum(is_bad).as_py() or 0
@@ -445,10 +457,12 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
 
 
 def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
-    """Raise UserError where a class has no train images, or where there are no test images.
+    """Raise `UserError` if a class has no train images, or there are no test images.
 
-    problems: split, name and problem of the files that are not used. selected: split and label of
-    the images that are.
+    Args:
+        card: The card.
+        problems: Split, name and problem of unused files.
+        selected: Split and label of used images.
     """
     checked: tuple[Split, ...] = ("train", "test")
     for split in checked:

@@ -21,13 +21,13 @@ from workers.storage.parquet import read_table
 
 MIN_GROUP_BYTES = 32 << 20
 MAX_GROUP_BYTES = 512 << 20  # of images that one task reads before it writes them
-GROUPS = 32  # about as many as there are of a data set whose groups are between the two
-CLASS_DIGITS = 16  # of the sha256 of a class's name, in the names of its shards
+GROUPS = 32  # approximate number of groups for a data set of medium size
+CLASS_DIGITS = 16  # digits of the sha256 of a class's name in the names of its shards
 MARK_SUFFIX = ".written"
 
 
 class Shard(NamedTuple):
-    """One shard. rows: of its images in their order, as `selection.select_rows` returns them."""
+    """One shard; `rows` are its images in order, as returned by `selection.select_rows`."""
 
     name: str
     rows: pa.Table
@@ -44,7 +44,7 @@ class ShardJob(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A shard that is written. index: its rows of the index."""
+    """A written shard; `index` has its rows of the index."""
 
     name: str
     info: FileInfo
@@ -91,10 +91,12 @@ def group_shards(shards: list[Shard]) -> Iterator[list[Shard]]:
 
 
 def write_shards(job: ShardJob) -> list[WrittenShard]:
-    """Write shards, each with a mark behind it, and return them.
+    """Write shards, each followed by a mark, and return them.
 
-    A shard that has a mark is not written again after a kill. Raise `DamagedPack` where a pack does
-    not hold what was put into it.
+    A shard with a mark is not written again after a kill.
+
+    Raises:
+        DamagedPack: If the content of a pack has changed.
     """
     rows = pa.concat_tables([shard.rows for shard in job.shards])
     images = PackedImages(job.packs, rows)
@@ -107,9 +109,9 @@ def write_shards(job: ShardJob) -> list[WrittenShard]:
 
 
 def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenShard:
-    """Write one tar with `key.ext` and `key.txt` of each image, which holds the name of its class.
+    """Write one tar with `key.ext` and `key.txt` of each image; the text is the name of its class.
 
-    The number of a class (`.cls`) is not written: it would depend on the other classes.
+    The number of a class (`.cls`) is not written, because it would depend on the other classes.
     """
     buffer = io.BytesIO()
     offsets: list[int] = []
@@ -147,7 +149,7 @@ def _index_of(shard: Shard, offsets: list[int]) -> pa.Table:
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
     """Add a member without time or owner, and return the offset of its data.
 
-    So the same images give the same bytes.
+    Therefore equal images give equal bytes.
     """
     member = tarfile.TarInfo(name)
     member.size = len(data)
@@ -172,9 +174,13 @@ def _write_mark(job: ShardJob, shard: WrittenShard) -> None:
 
 
 def read_mark(packs: str, attempt: str, name: str, sizes: Mapping[str, int]) -> WrittenShard | None:
-    """Return a shard that stands; None where it must be written.
+    """Return a finished shard, or None if it must be written.
 
-    sizes: bytes of the files below the attempt, by name.
+    Args:
+        packs: Folder of packs.
+        attempt: Name of the attempt.
+        name: Name of the shard.
+        sizes: Sizes of the files of the attempt, by name.
     """
     try:
         table = read_table(read_bytes(join(packs, mark_name(attempt, name))))

@@ -1,4 +1,4 @@
-"""What to do about a card whose source does not fit: what is there, and a command that helps."""
+"""Advice about a card that does not match its source: the actual content, and a helpful command."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from workers.storage.artifact import is_local
 
 
 def advice_of(card: Card, program: str) -> str:
-    """Return what is there instead of a card's source, for the end of a sentence about it.
+    """Describe the actual content of a card's source, for the end of a sentence.
 
-    program: how a person starts Accrete. Empty for a source on another machine, which is not
-    looked at, or of a library.
+    Args:
+        card: The card.
+        program: Command that starts Accrete.
+
+    Returns:
+        The text. Empty for a source on another machine or of a library, which is not inspected.
     """
     uri = source_uri(card)
     if not card.source.path or not is_local(uri) or card.source.format == "torchvision":
@@ -39,7 +43,7 @@ def advice_of(card: Card, program: str) -> str:
 
 
 def _nearest(path: str) -> str:
-    """Return a sentence part on the nearest folder above a path that is not there."""
+    """Describe the nearest existing folder above a missing path, as a part of a sentence."""
     folder, name = os.path.split(path)
     while not os.path.isdir(folder):
         folder, name = os.path.split(folder)

@@ -1,6 +1,6 @@
-"""What a listing shows of a source before any image is read: whether ingest would refuse it.
+"""Check a source by its listing, before any image is read, with the checks of ingest.
 
-So `plan` answers with the sentence of `ingest`, in the time of a listing.
+`plan` then prints the message of `ingest` in the time of a listing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _PROBLEMS = pa.schema([(name, pa.large_string()) for name in ("split", "name", "
 
 
 def check_source(card: Card, entries: list[Entry]) -> None:
-    """Raise UserError where ingest would refuse a source, whatever its images are.
+    """Raise `UserError` if ingest would refuse a source with any images.
 
-    entries: the files of the source; none where a library fetches the data.
+    Args:
+        card: The card.
+        entries: Files of the source; empty if a library downloads the data.
     """
     source_format = format_of(card)
     if source_format.check is not None:
@@ -40,7 +42,7 @@ def check_source(card: Card, entries: list[Entry]) -> None:
 
 
 def _check_items(card: Card, items: Iterable[Item]) -> None:
-    """Check images whose labels are known."""
+    """Check images with known labels."""
     checker = ImageChecker(card)
     rows: dict[Label, dict[str, Any]] = {}  # of one image of each label
     counts: Counter[tuple[str, str]] = Counter()

@@ -22,21 +22,21 @@ from pipeline.data.splits import Split
 from workers.errors import UserError
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
-MAX_CLASSES = 20_000  # of one data set: a column or a folder of more is no set of classes
-MIN_CLASSES = 2  # of a data set that is looked at for the first time
-MIN_IMAGES = 2  # of a class on average, of labels that are many
+MAX_CLASSES = 20_000  # a column or a folder with more values is not a set of classes
+MIN_CLASSES = 2  # classes of a new data set
+MIN_IMAGES = 2  # average images per class, if there are many labels
 FEW_CLASSES = 50  # that no number of images makes too many
 
 
 class Memory(Protocol):
-    """Values that were seen before, by name; the store keeps them."""
+    """Remembered values by name; the store keeps them."""
 
     def remember(self, identity: str, value: Any) -> None: ...
     def remembered(self, identity: str) -> Any: ...
 
 
 class Labels(NamedTuple):
-    """The classes of a source in order, and what its numbers are (see `Source.numbers`)."""
+    """The classes of a source in order, and the meaning of its numbers (see `Source.numbers`)."""
 
     classes: tuple[str, ...]
     numbers: Numbers | None
@@ -45,8 +45,14 @@ class Labels(NamedTuple):
 def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
     """Return the classes of the train split of a card's source, or of test without train.
 
-    where: the card's file, for errors. memory: gives them once the source is gone, and spares
-    reading labels again. Raise UserError where there are none, and none are remembered.
+    Args:
+        card: The card.
+        where: File of the card, for errors.
+        memory: Returns remembered classes if the source no longer exists, and saves reading labels
+            again.
+
+    Raises:
+        UserError: If there are no classes, and none are remembered.
     """
     if card.source.label is None:
         raise UserError(
@@ -149,14 +155,14 @@ def labels_of_counts(
     """Return the classes that the labels of a split stand for.
 
     Args:
-        card: Whose numbers are names.
-        entries: The files of its source.
+        card: Card with numbers that are names.
+        entries: Files of its source.
         counts: Number of images by split and label.
-        split: From which the classes come.
-        min_classes: Fewer are an error.
+        split: Split that defines the classes.
+        min_classes: Smallest accepted number.
 
     Raises:
-        UserError: If the labels are no classes.
+        UserError: If the labels are not classes.
     """
     where = printable(card.source.path or card.source.name)
     labels = {label: n for (of, label), n in counts.items() if of == split and label is not None}
@@ -194,9 +200,9 @@ def _numbers_of(labels: Iterable[Label], names: Sequence[str]) -> Numbers | None
 
 
 def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
-    """Return the classes that the files or the library declare, and what numbers are; else None.
+    """Return the classes declared by the files or the library, and the meaning of numbers, or None.
 
-    Numbers are places in the list, unless files list the classes in different orders.
+    Numbers are positions in the list, unless files list the classes in different orders.
     """
     source = card.source
     if source.format == "sklearn":

@@ -123,7 +123,7 @@ def remove_split_words(name: str) -> str:
 
 
 def parse_flag_column(column: str) -> Role | None:
-    """Return the role that a column such as `is_train` marks, or None for other columns."""
+    """Return the role of a flag column, for example `is_train`, or None for other columns."""
     plain = normalize_word(column)
     rests = [plain.removeprefix(start) for start in ("is", "in") if plain.startswith(start)]
     return find_role(column) or (parse_role(rests[0]) if rests else None)
@@ -170,10 +170,10 @@ def parse_split_words(names: Iterable[str], exact: bool = True) -> SplitWords:
 
     Args:
         names: Values of a column, names of folders, or beginnings of file names.
-        exact: Whether the whole name must be a split word. If False, one of its words is enough.
+        exact: Whether the whole name must be a split word. Otherwise one of its words is enough.
 
     Raises:
-        SplitUnclear: If a held-out word can be validation or test, or if `trainval` and `train`
+        SplitUnclear: If a held-out word can mean validation or test, or if `trainval` and `train`
             both occur.
     """
     by_role: dict[str, list[str]] = {}

@@ -1,5 +1,7 @@
-"""From data that nobody prepared to a card and a config: `init`, and `run`, `plan` and `ingest`
-where they are given a path of data."""
+"""Create a card and a config for unprepared data.
+
+It is used by `init`, and by `run`, `plan` and `ingest` with a path of data.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,20 @@ CONFIG_SUFFIXES = (".yaml", ".yml")
 DATA_SUFFIXES = TABLE_SUFFIXES | IMAGE_SUFFIXES | {TAR_SUFFIX}
 # settings of a source that a person can give to `init`
 GIVEN = ("format", "image", "label", "split", "splits", "files", "numbers", "range")
-SHOWN_CLASSES = 8  # in what is printed
+SHOWN_CLASSES = 8  # printed classes
 LONGEST_FILE = 16 << 20  # bytes
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Starter:
-    """The files that are written for some data: name of a file in the current folder -> its text.
+    """The files to write for some data: text by name in the current folder.
 
     Attributes:
-        config: The name of the config among them.
-        stream: A line on the tasks.
-        run_command: What a person types to run the config.
-        init_command: What they type to get it.
+        config: Name of the config among them.
+        stream: A line about the tasks.
+        run_command: Command that runs the config.
+        init_command: Command that creates it.
     """
 
     config: str
@@ -70,11 +72,13 @@ def is_config(path: str) -> bool:
 
 
 def config_of(paths: Sequence[str], program: str, say: Say) -> str:
-    """Return the path of the config that a command is to use.
+    """Return the path of the config for a command.
 
-    paths: a config, or data, for which a card and a config are written into the current folder
-    unless they are there. program: how a person starts Accrete. say: is given lines about what was
-    found and written.
+    Args:
+        paths: A config, or data. For data a card and a config are written to the current folder
+            unless they exist.
+        program: Command that starts Accrete.
+        say: Called with lines about the detected layout and written files.
     """
     if is_config(paths[0]) and len(paths) == 1:
         return paths[0]
@@ -95,22 +99,21 @@ def start(
     keep: bool = False,
     settings: Sequence[str] = (),
 ) -> str:
-    """Look at data, say what it is, and write its cards, a config and a preview.
+    """Inspect data, describe them, and write cards, a config and a preview.
 
     Args:
-        paths: Of data.
-        program: How a person starts Accrete.
-        say: Is given lines about what was found and written.
-        name: Of the run; empty: that of the data.
-        keep: Whether files that are there already, for the same data, are used as they stand.
-        settings: Of the cards, such as `source.label=breed`, where they are not clear.
+        paths: Paths of data.
+        program: Command that starts Accrete.
+        say: Called with lines about the detected layout and written files.
+        name: Name of the run. Empty: that of the data.
+        keep: Use existing files for the same data unchanged.
+        settings: Settings of the cards for ambiguous data, for example `source.label=breed`.
 
     Returns:
         The path of the config.
 
     Raises:
-        UserError: With nothing written, if the data does not fit or a file of another content is
-            there.
+        UserError: If the data do not fit or a file with another content exists. Nothing is written.
     """
     given = given_settings(settings)
     sources: list[Source] = []
@@ -138,13 +141,13 @@ def column_settings(image: str | None, label: str | None) -> list[str]:
 
 
 def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the settings of a source, and the classes, that a person gave.
+    """Parse the settings of a source, and the classes, that a person gave.
 
     Args:
-        settings: As `source.label=breed` or `classes=[cat, dog]`.
+        settings: For example `source.label=breed` or `classes=[cat, dog]`.
 
     Raises:
-        UserError: If one is no such setting.
+        UserError: If a setting is invalid.
     """
     source: dict[str, Any] = {}
     classes: tuple[str, ...] = ()
@@ -166,7 +169,7 @@ def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, 
 
 
 def write_preview(starter: Starter, sources: Sequence[Source]) -> str:
-    """Write the page that shows what was understood, and return its path."""
+    """Write the page with the detected layout, and return its path."""
     sheets: list[Sheet] = []
     for source in sources:
         data_set = source.data_set
@@ -229,13 +232,13 @@ def propose(
 
     Args:
         sources: The data sets.
-        name: Of the run; empty: that of the data.
-        paths: As the person gave them.
-        program: How a person starts Accrete.
-        settings: As the person gave them.
+        name: Name of the run. Empty: that of the data.
+        paths: Paths as the person gave them.
+        program: Command that starts Accrete.
+        settings: Settings as the person gave them.
 
     Raises:
-        UserError: If they cannot be written into the current folder.
+        UserError: If the files cannot be written to the current folder.
     """
     data_sets = [source.data_set for source in sources]
     if not name:
@@ -275,7 +278,7 @@ def propose(
 
 
 def _with_own_names(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources with names that are all different, by numbers behind some."""
+    """Return the sources with unique names, by appending numbers."""
     taken: set[str] = set()
     renamed: list[Source] = []
     for source in sources:
@@ -348,9 +351,10 @@ def has_gpu() -> bool:
 
 
 def write(starter: Starter) -> str:
-    """Write the files into the current folder, and return what to say of it.
+    """Write the files to the current folder, and return a message.
 
-    Raise `UserError`, with nothing written, where one of them is there with another content.
+    Raises:
+        UserError: If a file with another content exists. Nothing is written.
     """
     missing: list[str] = []
     for file, text in starter.files.items():
@@ -379,7 +383,7 @@ def _other_content(file: str, starter: Starter) -> UserError:
 
 
 def with_free_name(starter: Starter) -> str:
-    """Return what a person types to get the files of a starter, by a name that is free."""
+    """Return the command that creates the files of a starter with an unused name."""
     if all(_is_free(file, text) for file, text in starter.files.items()):
         return starter.init_command
     stem = starter.config.removesuffix(".yaml")
@@ -395,9 +399,11 @@ def _is_free(file: str, text: str) -> bool:
 
 
 def suggest(path: str, program: str) -> str | None:
-    """Return what a person types to get a card and a config for a path; None where it has no data.
+    """Return the command that creates a card and a config for a path, or None if it has no data.
 
-    program: how a person starts Accrete.
+    Args:
+        path: The path.
+        program: Command that starts Accrete.
     """
     try:
         sources = [Source(data_set, path) for data_set in detect(Request(path, program))]
@@ -407,7 +413,7 @@ def suggest(path: str, program: str) -> str | None:
 
 
 def _read(file: str) -> str | None:
-    """Return the text of a file; None where it is none."""
+    """Return the text of a file, or None if it cannot be read."""
     try:
         return read_regular(Path(file), LONGEST_FILE).decode()
     except (OSError, UnicodeDecodeError):
@@ -415,7 +421,7 @@ def _read(file: str) -> str | None:
 
 
 def _are_there(starter: Starter) -> bool:
-    """Whether the config is there already, and the cards beside it are of the same data."""
+    """Return whether the config exists, with cards of the same data."""
     if not os.path.isfile(starter.config):
         return False
     for file, text in starter.files.items():
@@ -437,7 +443,7 @@ def _are_there(starter: Starter) -> bool:
 
 # ---- what is said --------------------------------------------------------------------------------
 def describe(data_set: DataSet) -> str:
-    """Return a few lines on a data set: what was understood, and the account of its files."""
+    """Describe a data set in a few lines: the detected layout, and the account of its files."""
     class_names = ", ".join(data_set.classes[:SHOWN_CLASSES])
     if len(data_set.classes) > SHOWN_CLASSES:
         class_names += ", ..."

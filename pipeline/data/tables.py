@@ -20,10 +20,10 @@ from workers.errors import UserError
 DELIMITERS = (",", ";", "\t", "|")
 MOST_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
 MOST_COLUMNS = 1000
-MAX_TEXT = 1 << 16  # characters of a cell that are looked at
+MAX_TEXT = 1 << 16  # characters of a cell that are inspected
 MOST_COMMENTS = 100  # lines before the header
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-END = "\x03\x04\x03"  # a line behind the last one: a quote that is not closed takes it
+END = "\x03\x04\x03"  # a line after the last one; an unclosed quote swallows it
 SEPARATOR_LINE = "sep="  # how Excel notes the delimiter before the header
 
 
@@ -31,8 +31,8 @@ class Row(NamedTuple):
     """One row of a table.
 
     Attributes:
-        number: As a person counts rows, from 1, without the header.
-        values: Of the columns that were asked for; None if there is none.
+        number: Number of the row, from 1, without the header.
+        values: Values of the requested columns; None for a missing value.
     """
 
     number: int
@@ -64,13 +64,13 @@ def read_rows(uri: str, columns: Sequence[str], has_header: bool | None = None) 
     """Yield the values of some columns of a table as text.
 
     Args:
-        uri: Of the table.
-        columns: Names as `column_names` returns them.
-        has_header: As in `column_names`; None: if the first row has all these columns, and no cell
-            that is called like an image.
+        uri: URI of the table.
+        columns: Names as returned by `column_names`.
+        has_header: As in `column_names`. None: true if the first row has all these columns, and no
+            cell that looks like an image name.
 
     Raises:
-        UserError: If the table cannot be read to its end, or lacks a column.
+        UserError: If the table cannot be read completely, or lacks a column.
     """
     suffix = suffix_of(uri)
     if suffix in COLUMN_FILES:
@@ -275,7 +275,7 @@ def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _text_of(value: Any) -> str | None:
-    if isinstance(value, dict):  # an image of the hub whose bytes lie in a file
+    if isinstance(value, dict):  # an image of the hub with its bytes in a file
         value = value.get("path")
     if isinstance(value, float) and value.is_integer():
         value = int(value)

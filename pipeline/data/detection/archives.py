@@ -151,7 +151,7 @@ def _format_splits_command(files: Files, train: str = "", test: str = "") -> str
 def _assign_given_files(
     files: Files, named: Mapping[str, str | Sequence[str]]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Assign files as the setting `splits` says, by paths, globs or braces.
+    """Assign files by the setting `splits`: paths, globs or braces.
 
     Returns:
         The files of each split, and the unused files.

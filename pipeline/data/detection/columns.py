@@ -120,8 +120,8 @@ def find_label_column(
 
     Args:
         columns: Columns of the table.
-        taken: Columns with another role, such as the image column.
-        declared: Column -> classes that the file declares for it.
+        taken: Columns with another role, for example the image column.
+        declared: Classes that the file declares, by column.
 
     Returns:
         The name of the column, or None if no column can be the label.
@@ -179,12 +179,12 @@ def sort_labels(sample: Values, names: Iterable[str]) -> list[str]:
 
 
 def note_label(columns: Columns, label: str, taken: Iterable[str]) -> list[str]:
-    """Return a note on a label column that was chosen without a usual name such as `label`.
+    """Return a note about a label column without a usual name like `label`.
 
     Args:
         columns: Columns of the table.
         label: The label column.
-        taken: Columns with another role, such as the image column.
+        taken: Columns with another role, for example the image column.
     """
     word = normalize_word(label)
     others = sort_labels(
@@ -250,13 +250,13 @@ def find_split_columns(
 
     Args:
         columns: Columns of the table.
-        taken: Columns with another role, such as the image column.
+        taken: Columns with another role, for example the image column.
 
     Returns:
         The columns and the values of each split, or `((), None)` without a split column.
 
     Raises:
-        SplitUnclear: If several columns can be the split, or some values of the column name no
+        SplitUnclear: If several columns can be the split, or some values of the column are not a
             split.
     """
     settings = columns.request.given

@@ -35,7 +35,7 @@ from workers.errors import UserError
 
 TEST_FRACTION = 0.2  # held out by hash if a source has no test images
 MAX_FILES = 1_000_000  # files that `init` lists below one path
-MAX_SIZED = 16  # images whose size is read
+MAX_SIZED = 16  # number of images with a measured size
 MAX_PREVIEWED = 4000  # images read from archives for a preview
 MAX_PREVIEW_BYTES = 64 << 20  # read from one archive for a preview
 FROM_SOURCE = "from_source"  # value of `classes` on a card: take them from the source
@@ -273,7 +273,7 @@ def _assemble(
     where: str,
     request: Request | None = None,
 ) -> DataSet:
-    """Assemble a data set whose labels were counted; images of no class are skipped and noted."""
+    """Assemble a data set from counted labels; images without a class are skipped and noted."""
     checker = ImageChecker(card)
     images: Counter[tuple[str, str]] = Counter()
     unknown: Counter[tuple[str, str]] = Counter()

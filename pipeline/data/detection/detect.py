@@ -66,7 +66,7 @@ from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
 from workers.storage.secrets import refuse_secrets
 
-# generic stems: a data set in such a file is named after its folder
+# generic stems: a data set in a file with such a name is named after its folder
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
 MAX_TABLES = 50  # tables in a source; each is read to its end
 MAX_DATA_SETS = 200  # data sets in one folder
@@ -81,7 +81,7 @@ def detect(request: Request) -> list[DataSet]:
     """Detect the data sets at a path or URI.
 
     Raises:
-        UserError: If there is no data set, or if the path can be read in several ways.
+        UserError: If there is no data set, or the path can be read in several ways.
     """
     path = request.path
     if not is_utf8(path) or "${" in path or "\0" in path or not path.strip():
@@ -174,7 +174,7 @@ class SourceFolder:
         """Return the data sets in this folder: one, or one per subfolder.
 
         Raises:
-            UserError: If there is no data set, or if the folder can be read in several ways.
+            UserError: If there is no data set, or the folder can be read in several ways.
         """
         data_sets = self._read()
         if len(data_sets) == 1:
@@ -492,7 +492,7 @@ class SourceFolder:
         archive: UserError | None,
         folders: UserError | None,
     ) -> UserError:
-        """Choose the most helpful of the errors; that of a table precedes that of folders."""
+        """Choose the most helpful error; that of a table precedes that of folders."""
         if table is not None and (not isinstance(table, NoTable) or folders is None):
             return table
         if archive is not None:

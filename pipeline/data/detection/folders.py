@@ -1,7 +1,7 @@
-"""Detect the layout of folders of images: the folders of the splits and those of the classes.
+"""Detect the layout of folders of images: split folders and class folders.
 
 A layout is a mapping for `source.splits`, for example `train/CLASS` and `test/CLASS`. If several
-layouts are possible, the error names the setting to choose with.
+layouts are possible, the error names the setting that decides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipeline.data.splits import (
 )
 from workers.errors import UserError
 
-MAX_PAIRED = 20_000  # images whose names are compared
+MAX_PAIRED = 20_000  # largest number of images for comparing names
 SHARE_PAIRED = 0.9  # share of the images of a folder that have a namesake in another folder
 
 

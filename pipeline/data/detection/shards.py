@@ -85,7 +85,7 @@ class Survey:
         Args:
             key: Key of the sample, for example `train/0001`.
             images: Extensions of its images.
-            texts: Source -> value, for its members and JSON fields.
+            texts: Values of its members and JSON fields, by source.
         """
         self.images[images[0].rpartition(".")[2]] += 1
         if len(images) > 1:

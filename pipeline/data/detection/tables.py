@@ -58,10 +58,10 @@ from workers.errors import UserError
 from workers.storage.artifact import join
 
 MAX_SAMPLED_ROWS = 2000  # rows that distinguish columns
-MAX_PLACED_ROWS = 20_000  # rows whose image files are searched
+MAX_PLACED_ROWS = 20_000  # largest number of rows for searching image files
 MAX_ROWS_PER_ID = 20  # rows per distinct value of an id column, on average; labels repeat more
 MAX_IMAGES_PER_ID = 20  # images per distinct id, on average; fewer ids name other things
-MAX_SAMPLED_VALUES = 40  # values of a column whose files are searched
+MAX_SAMPLED_VALUES = 40  # number of values of a column for searching files
 
 
 class NoTable(UserError):
@@ -124,9 +124,9 @@ class ColumnRoles:
         image: Column of image paths.
         label: Column of labels; equal to `image` if the folders of the paths are the labels.
         split: Columns of splits, or ().
-        words: The split that each value stands for, if there is a split column.
+        words: The split of each value, if there is a split column.
         has_header: As in `tables.read_rows`.
-        notes: Sentences on the choice of the label.
+        notes: Notes about the choice of the label.
     """
 
     image: str
@@ -368,7 +368,7 @@ def _has_file(tables: Tables, text: str) -> bool:
     if path is None or "\0" in text:
         return False
     name = posixpath.normpath(path.text.removeprefix("/")).removeprefix("../")
-    base = name.rpartition("/")[2]  # the folders may be those of another machine
+    base = name.rpartition("/")[2]  # the folders may belong to another machine
     return any(map(tables.index.find_by_suffix, (name, base)))
 
 
@@ -446,7 +446,7 @@ def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[s
     """Return the image column as the label column if the folders of its paths are the labels.
 
     Raises:
-        LabelUnclear: If another column may be the label.
+        LabelUnclear: If another column can be the label.
         NoTable: If there are no labels.
     """
     others = {name: texts for name, texts in columns.sample.items() if name not in taken}

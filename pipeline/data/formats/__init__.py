@@ -51,10 +51,15 @@ def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
 
 
 def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list[Unit]:
-    """Divide the whole source into units, in an order that depends on the source alone.
+    """Divide the whole source into units, in an order that depends only on the source.
 
-    entries: the result of `require_entries`, where it is known. Raise UserError where the source
-    is missing, empty or unreadable.
+    Args:
+        card: The card.
+        map_fn: Maps a function over items in parallel.
+        entries: Result of `require_entries`, if known.
+
+    Raises:
+        UserError: If the source is missing, empty or unreadable.
     """
     if entries is None:
         entries = require_entries(card)
@@ -93,10 +98,11 @@ def is_local_source(card: Card) -> bool:
 
 
 class SourceState(NamedTuple):
-    """What a source looks like from outside.
+    """State of a source from outside.
 
-    fingerprint: changes when the paths or sizes of its files do. modified: digest of their
-    modification times, a hint that files may have been edited in place.
+    Attributes:
+        fingerprint: Changes if the paths or sizes of its files change.
+        modified: Digest of their modification times, which hints at files edited in place.
     """
 
     fingerprint: str
@@ -104,9 +110,11 @@ class SourceState(NamedTuple):
 
 
 def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState | None:
-    """Return the state of the files that the card's splits take images from; None without any.
+    """Return the state of the files that the card's splits use, or None without files.
 
-    entries: the files of the source, where they are known.
+    Args:
+        card: The card.
+        entries: Files of the source, if known.
     """
     source_format = format_of(card)
     if not source_format.suffixes:

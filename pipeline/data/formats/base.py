@@ -1,4 +1,4 @@
-"""What all formats share: items, the units of work that read them, and the files of a split."""
+"""Common parts of all formats: items, the units that read them, and the files of a split."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ LIBRARIES = ("sklearn", "torchvision")  # formats of data that a package brings
 UNIT_ITEMS = 4096  # at most so many files, members or rows are one unit
 MIN_UNIT_BYTES = 8 << 20
 MAX_UNIT_BYTES = 256 << 20
-UNITS = 64  # about as many as a source has whose units are between the two
-RUN_GAP = 64 << 10  # bytes that are read and left aside rather than make two reads
+UNITS = 64  # approximate number of units of a source of medium size
+RUN_GAP = 64 << 10  # unneeded bytes that are read to avoid a second read
 RUN_BYTES = 8 << 20  # of one read of several images
-AHEAD_BYTES = 64 << 20  # that are read ahead from a bucket
+AHEAD_BYTES = 64 << 20  # bytes read ahead from a bucket
 READERS = 8  # reads from a bucket at the same time
 # of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
 MAX_IMAGE_BYTES = 512 << 20
-# A table may hold one value once and repeat it in a million rows: the images of a source may
-# together have so many times the bytes of its files, and so many bytes whatever those are.
+# A table can store one value once and repeat it in a million rows: the images of a source can have
+# this multiple of the bytes of its files, and always this number of bytes.
 MAX_UNFOLDING = 100
 MAX_UNFOLDED_BYTES = 4 << 30
 
@@ -54,14 +54,15 @@ class Item:
     """One image of a source.
 
     Attributes:
-        split: Its split, IGNORE if the card leaves it out.
-        name: How people know it (path or row).
+        split: Split, or IGNORE if the card excludes it.
+        name: Name for people (path or row).
         stem: The name without folder and extension.
-        label: Its label in the words of the source; None if it has none.
-        problem: Why it cannot be used, if that is known without its pixels.
-        uri: Where its bytes can be read again; empty if they cannot.
-        offset, size: Of its bytes in the file; size None: the whole file.
-        stamp: Name, size and time of the file, and the place in it, of the image or of the rows
+        label: Label in the words of the source, or None.
+        problem: Reason why it cannot be used, if that is known without its pixels.
+        uri: File from which its bytes can be read again. Empty if that is impossible.
+        offset: Offset of its bytes in the file.
+        size: Number of its bytes. None: the whole file.
+        stamp: Name, size and time of the file, and the position in it, of the image or of the rows
             that are read with it. Equal stamps mean equal bytes. Empty if the time is unknown.
     """
 
@@ -84,11 +85,12 @@ class Unit(NamedTuple):
     """A part of a source that one task reads.
 
     Attributes:
-        read, args: `read(*args)` yields items with their bytes.
-        num_items: Number of items, as far as the source says.
+        read: `read(*args)` yields items with their bytes.
+        args: Arguments of `read`.
+        num_items: Number of items, as far as the source tells.
         file: URI of the file, if the items are rows of one file.
         first_row: Number of the first of these rows in the file.
-        stamp: Stamp of all items that have none of their own, see `Item`.
+        stamp: Stamp of all items without their own stamp, see `Item`.
     """
 
     read: Callable[..., Iterator[ItemBytes]]
@@ -111,13 +113,13 @@ class Format:
     Attributes:
         units: Divides a source into units, from its card, its entries and a map function.
         count_labels: Counts images by split and label, without reading their pixels.
-        suffixes: Of the files that hold images. Empty if a library fetches the data.
-        first_folders: The folders of a source that are listed before the others.
+        suffixes: Suffixes of the files with images. Empty if a library downloads the data.
+        first_folders: Folders of a source to list before the others.
         list_shards: Lists shards that are used in place, which are named one by one.
-        list_files: Lists the files of a source, if that is not the folder at its path.
-        entries_of_split: The files that a split takes images from.
-        list_items: Lists all images with their labels, if that takes none of their bytes.
-        check: Raises UserError for a source that `units` would refuse, as far as that is quick.
+        list_files: Lists the files of a source, if they are not in the folder at its path.
+        entries_of_split: Files that a split uses.
+        list_items: Lists all images with their labels, if their bytes are not needed.
+        check: Raises `UserError` for a source that `units` would refuse, if that is quick.
     """
 
     units: Callable[[Card, list[Entry], MapFn], list[Unit]]
@@ -140,7 +142,7 @@ def source_uri(card: Card) -> str:
 
 
 def base_uri(card: Card) -> str:
-    """Return what file names of a source are joined to: a path on a disk, a URI elsewhere."""
+    """Return the prefix of file names of a source: a path on a disk, a URI elsewhere."""
     system, path = open_source(source_uri(card))
     return path if isinstance(system, fs.LocalFileSystem) else source_uri(card).rstrip("/")
 
@@ -154,14 +156,14 @@ def is_single_file(card: Card, entries: Sequence[Entry]) -> bool:
 def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
     """Return the entries of a split that is a folder, a file, a glob or a prefix of file names.
 
-    With a column of the split, every split may take rows of all files.
+    With a split column, every split can use rows of all files.
     """
     if card.source.split is not None:
         return visible(entries) if split in card.source.named_splits() else []
     patterns = card.source.parts_of(split)
     if not "".join(patterns):
         return []
-    if is_single_file(card, entries):  # all of it is train
+    if is_single_file(card, entries):  # the whole file is train
         return [*entries] if split == "train" else []
     globs = _globs(patterns)
     ignored = _globs(card.source.parts_of(IGNORE))
@@ -173,7 +175,7 @@ def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list
 
 
 def visible(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries that are not hidden."""
+    """Return the visible entries."""
     return [entry for entry in entries if entry.problem != HIDDEN]
 
 
@@ -215,11 +217,11 @@ def archives_of_split(
 
 
 class SplitValues:
-    """Finds the split of a row by the values of its column, or columns, of the split.
+    """Finds the split of a row by the values of its split column or columns.
 
     Args:
-        card: With `source.split`.
-        where: What to call the source in errors.
+        card: Card with `source.split`.
+        where: Name of the source in errors.
     """
 
     def __init__(self, card: Card, where: str):
@@ -231,7 +233,7 @@ class SplitValues:
                 self.splits[value] = split
 
     def value(self, values: Sequence[str | None]) -> str:
-        """Return what the columns of the split say; of several, the name of the one that is 1."""
+        """Return the value of the split column, or the name of the flag column that is 1."""
         if len(self.columns) == 1:
             return values[0] or ""
         pairs = zip(self.columns, values, strict=True)
@@ -280,7 +282,7 @@ class SplitValues:
 
 
 def class_names(card: Card) -> ClassNames:
-    """Return what finds the classes of a card; the numbers of a library are places in its list."""
+    """Return the class finder of a card; numbers of a library are positions in its list."""
     numbers = card.source.numbers
     if numbers is None and card.source.format in LIBRARIES:
         numbers = "places"
@@ -289,7 +291,7 @@ def class_names(card: Card) -> ClassNames:
 
 # ---- items ---------------------------------------------------------------------------------------
 def other_file(name: str) -> str:
-    """Return the problem of a file that is no image of this format."""
+    """Return the problem of a file that is not an image of this format."""
     return f"other file: {os.path.splitext(name)[1] or 'no extension'}"
 
 
@@ -301,10 +303,13 @@ def size_problem(size: int) -> str | None:
 
 
 def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Divide the parts of a source into units: yield the slices of consecutive parts.
+    """Yield slices of consecutive parts of a source that form units.
 
-    sizes: bytes of each part. The result depends on nothing else, so that a run that goes on after
-    a kill has the same units on another cluster.
+    The result depends only on the sizes, so a run that is resumed on another cluster has the same
+    units.
+
+    Args:
+        sizes: Bytes of each part.
     """
     most = min(max(sum(sizes) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     start = 0
@@ -321,7 +326,7 @@ def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def units_of_items(items: list[Item]) -> list[Unit]:
-    """Divide items whose bytes can be read at random into units."""
+    """Divide items with randomly accessible bytes into units."""
     units: list[Unit] = []
     for part in unit_slices([_bytes_to_read(item) for item in items]):
         unit_items = items[part]
@@ -334,7 +339,7 @@ def _bytes_to_read(item: Item) -> int:
 
 
 class Run(NamedTuple):
-    """Items that one read gives: bytes `start` to `stop` of a file; all of it without a stop."""
+    """Items of one read: bytes `start` to `stop` of a file, or the whole file without `stop`."""
 
     items: list[Item]
     uri: str
@@ -419,7 +424,16 @@ def _read_run(run: Run) -> bytes:
 
 
 def read_at(uri: str, offset: int, size: int | None) -> bytes:
-    """Read a part of a file; size None: all of it. Raise UserError where it cannot be read."""
+    """Read a part of a file.
+
+    Args:
+        uri: Path or URI of the file.
+        offset: First byte.
+        size: Number of bytes. None: to the end.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
     try:
         with open_file(uri) as stream:
             data: bytes = stream.read_at(stream.size() if size is None else size, offset)

@@ -1,7 +1,7 @@
-"""Tables of paths and labels, CSV, JSON lines or Parquet, beside the images that they name.
+"""Tables of paths and labels (CSV, JSON lines or Parquet) next to the named images.
 
-A path starts at the folder of its table and stays inside the source: a table may come from a
-stranger, and what it names is read and copied into shards.
+A path starts at the folder of its table and must stay inside the source: a table may come from a
+stranger, and the named files are copied into shards.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ MOST_NAME = 200  # characters of a name that leads to no file
 
 
 class Table(NamedTuple):
-    """One table. split: None if a column, or the path of each image, says it. name: below the
-    source."""
+    """One table, with its name below the source.
+
+    `split` is None if a column, or the path of each image, gives it.
+    """
 
     split: str | None
     name: str
@@ -51,12 +53,12 @@ class TableImage(NamedTuple):
     """An image that a table names, in one row or several.
 
     Attributes:
-        split: Its split, or IGNORE.
+        split: Split, or IGNORE.
         row: Number of its first row.
-        text: What that row says of it.
-        label: Its label.
-        name: Of the file below the source; empty with a problem.
-        problem: Why there is no file.
+        text: Path in that row.
+        label: Label.
+        name: Name of the file below the source. Empty if there is a problem.
+        problem: Reason why there is no file.
     """
 
     split: str
@@ -70,8 +72,8 @@ class TableImage(NamedTuple):
 def tables_of(card: Card) -> tuple[str, list[Table]]:
     """Return the folder of a source as a path or URI, and its tables.
 
-    A source that is one table holds all splits: those that `source.split` tells apart, or train
-    alone. It reaches as far above the folder of its table as `source.files` says by `../`.
+    A source that is a single table contains all splits: those of `source.split`, or only train. It
+    extends as many folders above its table as `source.files` has `../`.
     """
     uri = source_uri(card)
     source = card.source
@@ -95,11 +97,11 @@ class TableRow(NamedTuple):
     """A row of a table.
 
     Attributes:
-        number: From 1.
-        text: What it says of its image.
-        label: As it stands there.
-        split: That its table or column says; None if the path of the image says it.
-        word: The value of the column of the split.
+        number: Number of the row, from 1.
+        text: Path of its image.
+        label: Unchanged label.
+        split: Split from its table or column. None if the path of the image gives it.
+        word: Value of the split column.
     """
 
     number: int
@@ -110,7 +112,7 @@ class TableRow(NamedTuple):
 
 
 def rows_of(card: Card, base: str, table: Table) -> Iterator[TableRow]:
-    """Yield the rows of a table, without those of a split that is ignored."""
+    """Yield the rows of a table, without those of an ignored split."""
     source = card.source
     values = SplitValues(card, printable(join(base, table.name)))
     by_path = source.split == source.image
@@ -129,7 +131,10 @@ def rows_of(card: Card, base: str, table: Table) -> Iterator[TableRow]:
 
 
 class _LastImages:
-    """The images of the tables that were read last: a source is asked several times in a row."""
+    """Cache of the images of the most recent tables.
+
+    A source is read several times in a row.
+    """
 
     card: Card | None = None
     entries: list[Entry] | None = None
@@ -178,7 +183,7 @@ def _read_images(card: Card, entries: list[Entry]) -> list[TableImage]:
 def _images_of_table(
     card: Card, base: str, table: Table, index: FileIndex, links: Mapping[str, str]
 ) -> Iterator[TableImage]:
-    """Yield the images of a table. links: problem of each folder that is a link, by its name."""
+    """Yield the images of a table; `links` has the problem of each linked folder, by name."""
     source = card.source
     where = printable(join(base, table.name))
     finder = FileFinder(index, posixpath.dirname(table.name), base, source.file_patterns())
@@ -204,14 +209,14 @@ def _images_of_table(
 
 
 def _named(row: TableRow) -> NamedRow:
-    """Return what the patterns of `source.files` are filled with."""
+    """Return the values for the patterns of `source.files`."""
     label = normalize_label(row.label)
     word = row.word if parse_role(row.word) is not None else row.split
     return NamedRow(row.text, "" if label is None else str(label), word or "")
 
 
 def _folder_label(name: str, splits: dict[str, str]) -> str | None:
-    """Return the last folder of a path that is no split."""
+    """Return the last folder of a path that is not a split."""
     folders = [part for part in name.split("/")[:-1] if part not in splits]
     return nfc(folders[-1]) if folders else None
 
@@ -256,7 +261,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
-    """Yield the items of all rows, those of train first."""
+    """Yield the items of all rows, beginning with train."""
     base, _ = tables_of(card)
     _, path = open_source(base)
     root = path if is_local(base) else base

@@ -1,4 +1,4 @@
-"""Image folders: `<split>/<class>/**/<image>`, or as `source.splits` says with `{label}`."""
+"""Image folders: `<split>/<class>/**/<image>`, or patterns with `{label}` in `source.splits`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LABEL = "{label}"
 
 
 class SplitFolder(NamedTuple):
-    """A folder of a split, part by part of its path.
+    """A folder of a split, by parts of its path.
 
     Attributes:
-        split: A split, or IGNORE.
-        parts: A regular expression for each; that of the class has a group `label`.
-        names: Of the folders before the first one that stands for several.
+        split: Split, or IGNORE.
+        parts: A regular expression for each part; that of the class has a group `label`.
+        names: Names of the folders before the first pattern.
     """
 
     split: str
@@ -86,7 +86,7 @@ def _part_pattern(text: str) -> re.Pattern[str]:
 
 
 def _glob(text: str) -> str:
-    """Return a regular expression for a glob, without the marks of its ends."""
+    """Return a regular expression for a glob, without anchors."""
     return re.sub(r"^\(\?s:(.*)\)\\[zZ]$", r"\1", translate(text), flags=re.DOTALL)
 
 
@@ -109,7 +109,7 @@ class Root(NamedTuple):
     """A folder that a card reads: its source, or a further one.
 
     Attributes:
-        prefix: What the names of its files begin with: `../more/`; empty for the source.
+        prefix: Prefix of the names of its files: `../more/`. Empty for the source.
         card: The card with this folder as its source.
     """
 
@@ -206,7 +206,7 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 
 
 def first_folders(card: Card) -> list[str]:
-    """Return the folders of the splits, from the top down to the first one that is a pattern."""
+    """Return the folders of the splits, down to the first one with a pattern."""
     folders = [folder for folder in split_folders(card) if folder.split != IGNORE]
     return ["/".join(folder.names) for folder in folders]
 
@@ -250,7 +250,7 @@ def _class_folders(card: Card, split: Split) -> set[str]:
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all files, those of train first."""
+    """Return the units of all files, beginning with train."""
     items = _sorted_items(card, entries)
     return [
         Unit(read_items, (items[part],), part.stop - part.start)
@@ -271,10 +271,10 @@ def _bytes_to_read(item: Item) -> int:
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
-    """Yield all files of a source as items, those of train first.
+    """Yield all files of a source as items, beginning with train.
 
     Raises:
-        UserError: If two names differ in their Unicode form alone.
+        UserError: If two names differ only in their Unicode form.
     """
     yield from _sorted_items(card, entries)
 

@@ -43,16 +43,16 @@ from pipeline.data.names import nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SPLITS
 from workers.errors import UserError
 
-MOST_VALUES = 100_000  # different labels that are counted
+MOST_VALUES = 100_000  # counted different labels
 
 
 class ParquetFile(NamedTuple):
-    """One file to look into.
+    """One file to inspect.
 
     Attributes:
-        card: With the columns of the image, label and split.
-        split: Of all its rows; None if a column says it.
-        uri: Of the file.
+        card: Card with the columns of the image, label and split.
+        split: Split of all its rows. None if a column gives it.
+        uri: URI of the file.
     """
 
     card: Card
@@ -61,7 +61,7 @@ class ParquetFile(NamedTuple):
 
 
 def files_of(card: Card, entries: list[Entry]) -> tuple[list[ParquetFile], list[Item]]:
-    """Return the files of all splits, and items for the other files beside them."""
+    """Return the files of all splits, and items for the other files."""
     files: list[ParquetFile] = []
     other_items: list[Item] = []
     splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
@@ -136,16 +136,17 @@ def _units_of_file(file: ParquetFile, groups: list[RowGroup]) -> list[Unit]:
 def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterator[ItemBytes]:
     """Yield the items of some row groups.
 
-    Rows are read one after the other, so that a group of any size needs little memory. So do rows
-    that all hold the same huge value, which a file stores once.
+    Rows are read one after the other, so a group of any size needs little memory. The same holds
+    for rows with the same huge value, which a file stores once.
 
     Args:
-        file: That is read.
-        start, stop: Numbers of the first row group and of the one behind the last.
+        file: The file.
+        start: Number of the first row group.
+        stop: Number after the last row group.
         first: Number of the first row in the file.
 
     Raises:
-        UserError: If the groups cannot be read to their end.
+        UserError: If the groups cannot be read completely.
     """
     source = file.card.source
     columns = _columns_of(file.card)
@@ -173,14 +174,14 @@ def _split_value(values: SplitValues, cells: Sequence[Any]) -> str:
 
 
 class DeclaredLabels:
-    """Reads the labels of a file, by the names that the file declares for its numbers (ClassLabel).
+    """Reads the labels of a file by the names that it declares for its numbers (ClassLabel).
 
-    Files may list their classes in different orders: a number is the name at its place in the list
-    of its own file.
+    Files can list their classes in different orders: a number means the name at its position in the
+    list of its own file.
 
     Raises:
-        UserError: If the card says that numbers are places in its own list, and a name that the
-            file declares has another place there.
+        UserError: If on the card numbers are positions in its own list, and a declared name has
+            another position there.
     """
 
     def __init__(self, card: Card, uri: str):
@@ -202,7 +203,7 @@ class DeclaredLabels:
                 )
 
     def find(self, value: Any, row: int) -> Label:
-        """Return the label of a row. Raise UserError for one that is too long to be a class."""
+        """Return the label of a row; raise `UserError` if it is too long to be a class."""
         if isinstance(value, (str, bytes)) and len(value) > MAX_LABEL_BYTES:
             raise UserError(
                 f"{printable(self.uri)}: the label of row {row} has {len(value)} characters, "
@@ -236,7 +237,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of rows by split and label; the images are not read.
 
     Raises:
-        UserError: If the values of the column are no classes.
+        UserError: If the values of the column are not classes.
     """
     counts: LabelCounts = Counter()
     source = card.source
@@ -274,9 +275,13 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
 def _check_declared(
     declared: dict[bool, str], uri: str, column: str, labels: DeclaredLabels
 ) -> None:
-    """Raise UserError if some files declare names for their numbers and others do not.
+    """Raise `UserError` if some files declare names for their numbers and others do not.
 
-    declared: Whether names are declared -> a file with such numbers; it is filled in.
+    Args:
+        declared: A file with such numbers for each case; it is updated.
+        uri: The file.
+        column: The label column.
+        labels: Its declared labels.
     """
     if not pa.types.is_integer(read_schema(uri).types[column]):
         return

@@ -1,4 +1,4 @@
-"""Uncompressed tars in WebDataset's layout: `key.jpg` beside `key.cls`, which holds the class."""
+"""Uncompressed tars in WebDataset's layout: `key.jpg` with `key.cls`, which contains the class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from workers.storage.artifact import is_local
 
 SUFFIXES = frozenset((TAR_SUFFIX,))
 LABEL_SUFFIX = "cls"
-NAME_SUFFIX = "txt"  # of the member with the name of the class beside its number
+NAME_SUFFIX = "txt"  # suffix of the member with the name of the class
 JSON_PREFIX = "json:"
 LABEL_MEMBERS = ("cls", "txt", "json", "class", "label")
 MAX_HEADER_BYTES = 1 << 20  # of one header in a tar
@@ -49,7 +49,7 @@ TWO_IMAGES = "corrupt: two images for one key"
 NO_SAMPLE = "other file: neither an image nor a label"
 IMAGE_ENDINGS = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
 MORE_DATA = "data behind its end mark, as of several archives in one file"
-# what reading a damaged tar raises; the last two come from headers that no program writes
+# Errors of reading a damaged tar; the last two come from malicious headers.
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
 
@@ -66,13 +66,13 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     """Return the key of a member and its extension.
 
     Args:
-        uri: Of the tar, for errors.
-        member: Of the tar.
-        has_dots: Whether keys have dots: the extension begins at the last dot of the file name,
-            and not at the first one, as WebDataset has it.
+        uri: URI of the tar, for errors.
+        member: The member.
+        has_dots: Whether keys have dots: then the extension begins at the last dot of the file
+            name, otherwise at the first one, as in WebDataset.
 
     Raises:
-        UserError: If it is no plain file inside the archive.
+        UserError: If it is not a plain file inside the archive.
     """
     is_outside = member.name.startswith("/") or ".." in member.name.split("/")
     if is_outside or not member.isreg() or member.issparse():
@@ -83,7 +83,7 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.rpartition(".") if has_dots else name.partition(".")
     first, _, rest = suffix.partition(".")
-    while rest and first.isdecimal():  # img.0001.jpg behind members whose keys have no dots
+    while rest and first.isdecimal():  # img.0001.jpg after members with keys without dots
         stem, suffix = f"{stem}.{first}", rest
         first, _, rest = suffix.partition(".")
     return f"{folder}/{stem}" if folder else stem, suffix.lower()
@@ -97,10 +97,10 @@ def is_passed_over(member: tarfile.TarInfo) -> bool:
 
 
 def keys_have_dots(names: Sequence[str]) -> bool:
-    """Whether the keys of a tar have dots, by the names of its first members.
+    """Return whether the keys of a tar have dots, from the names of its first members.
 
-    They have if an image and a label differ in their last extension alone, and what is before it
-    has a dot: `img.0001.jpg` beside `img.0001.cls`, and not `0001.image.jpg` beside `0001.cls`.
+    They have if an image and a label differ only in their last extension, and the part before it
+    has a dot: `img.0001.jpg` and `img.0001.cls`, but not `0001.image.jpg` and `0001.cls`.
     """
     endings: dict[str, set[str]] = {}
     for name in names:
@@ -116,7 +116,7 @@ def keys_have_dots(names: Sequence[str]) -> bool:
 
 
 def is_image_ending(suffix: str, endings: frozenset[str] | tuple[str, ...]) -> bool:
-    """Whether an extension such as `jpg` or `image.jpg` is that of an image."""
+    """Return whether an extension like `jpg` or `image.jpg` belongs to an image."""
     return suffix in endings or suffix.rpartition(".")[2] in endings
 
 
@@ -142,12 +142,12 @@ def label_suffix(card: Card) -> str | None:
 
 
 def member_suffix(source: str) -> str:
-    """Return the extension of the member that `json:FIELD` or an extension stands for."""
+    """Return the extension of the member for `json:FIELD`, or an extension unchanged."""
     return "json" if source.startswith(JSON_PREFIX) else source
 
 
 def field_of(source: str, data: bytes) -> Any:
-    """Return what a member says: a field of its JSON, or its text. None if it cannot be read."""
+    """Return the value of a member: a field of its JSON, or its text. None if it cannot be read."""
     if not source.startswith(JSON_PREFIX):
         return data.decode("utf-8", "replace")
     try:
@@ -159,7 +159,7 @@ def field_of(source: str, data: bytes) -> Any:
 
 
 def name_contradicts(names: ClassNames, label: Label, text: Any) -> str | None:
-    """Return the problem of a sample whose `.txt` names another class than its label."""
+    """Return the problem of a sample if its `.txt` names another class than its label."""
     said = normalize_label(text)
     if said is None or said not in names.by_name or label is None:
         return None
@@ -214,7 +214,7 @@ def open_tar(stream: HeaderReader) -> tarfile.TarFile:
 
 
 class Headers(NamedTuple):
-    """A tar that is open: its members with their keys and extensions, and its bytes."""
+    """An open tar: its members with their keys and extensions, and its bytes."""
 
     stream: HeaderReader
     has_dots: bool
@@ -292,7 +292,7 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
 
 # ---- the format ----------------------------------------------------------------------------------
 class TarJob(NamedTuple):
-    """One tar to list. split: of all its samples; None if a field of their JSON says it."""
+    """One tar to list; `split` is None if a field of the samples' JSON gives it."""
 
     card: Card
     split: str | None
@@ -300,7 +300,7 @@ class TarJob(NamedTuple):
 
 
 def jobs_of(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item]]:
-    """Return the tars of all splits, and items for the other files beside them."""
+    """Return the tars of all splits, and items for the other files."""
     jobs: list[TarJob] = []
     other_items: list[Item] = []
     splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]

@@ -1,4 +1,4 @@
-"""Data sets that torchvision downloads, such as CIFAR100."""
+"""Data sets that torchvision downloads, for example CIFAR100."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def _words(card: Card, split: Split) -> str:
-    """Return what torchvision calls a split; several words with `+` between."""
+    """Return torchvision's name of a split; several names are joined by `+`."""
     return "+".join(card.source.parts_of(split))
 
 
@@ -57,10 +57,17 @@ def check(card: Card, entries: list[Entry]) -> None:
 
 @lru_cache(maxsize=2)
 def torchvision_set(path: str, name: str, words: str, download: bool) -> Any:
-    """Return a data set of torchvision, or several splits of it after each other.
+    """Return a data set of torchvision, or several of its splits in sequence.
 
-    words: what torchvision calls the split, such as `train-standard`; several with `+` between.
-    Raise UserError where there is no such data set or split, or it cannot be fetched.
+    Args:
+        path: Folder of the data.
+        name: Name of the data set.
+        words: torchvision's name of the split, for example `train-standard`; several are joined by
+            `+`.
+        download: Download missing files.
+
+    Raises:
+        UserError: If there is no such data set or split, or it cannot be downloaded.
     """
     parts = [_one_split(path, name, word, download) for word in words.split("+")]
     if len(parts) == 1:

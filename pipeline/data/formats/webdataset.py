@@ -1,8 +1,7 @@
-"""WebDataset's shards where they lie: each is read once, in sequence, and not copied.
+"""WebDataset shards that are used in place: each is read once, in sequence, and not copied.
 
-`key.jpg` stands beside `key.cls`, `key.txt` or `key.json`; the members of a sample follow each
-other. Offsets are those of the headers, which pass by while a shard is hashed: an `.idx` file
-beside it could save nothing.
+A sample is `key.jpg` with `key.cls`, `key.txt` or `key.json`; its members are consecutive. Offsets
+come from the headers, which are read while a shard is hashed, so an `.idx` file would save nothing.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def list_shards(card: Card) -> list[Entry] | None:
 
 
 def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
-    """Return size and version of files, None for one that is missing.
+    """Return size and version of files, or None for a missing file.
 
     A folder of a storage or of the hub is listed once; web servers are asked for each file.
     """
@@ -143,7 +142,7 @@ def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
 def _look_up_in(folder: str, urls: list[str]) -> dict[str, FileVersion | None]:
     if is_web(folder):
         with ThreadPoolExecutor(LOOKUPS, "shards") as pool:
-            # a context for each: how long a server is waited for is a part of it
+            # A separate context for each thread, because it contains the time limit for a server.
             contexts = [copy_context() for _ in urls]
             answers = pool.map(lambda url, context: context.run(_ask, url), urls, contexts)
             return dict(zip(urls, answers, strict=True))
@@ -199,7 +198,7 @@ class ShardJob(NamedTuple):
 
 @dataclass
 class ShardSummary:
-    """What is known of a shard that was read to its end."""
+    """Summary of a completely read shard."""
 
     size: int = 0
     sha256: str = ""
@@ -273,7 +272,7 @@ def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[I
 
 
 def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar whose bytes are there. What was yielded is forgotten."""
+    """Yield the complete members of a tar, and forget them afterwards."""
     source: Any = stream  # tarfile uses no more of a file
     tar: Any
     with tarfile.open(fileobj=source, mode="r:") as tar:
@@ -287,7 +286,7 @@ def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
                 )
             if not is_passed_over(member):
                 yield member
-        # tarfile takes a header that is none for the end
+        # tarfile treats an invalid header as the end
         if stream.last_header != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
 
@@ -313,13 +312,14 @@ class Sample:
     """The members of one key.
 
     Attributes:
-        key: Of the sample.
+        key: Key of the sample.
         data: Bytes of the image.
-        problem: Why it cannot be used.
-        label: As its member says it.
-        text: Of the member with the name of the class.
-        offset, size: Of the image in the shard.
-        found: Kinds of members that were taken: the extension of the image, and `label`.
+        problem: Reason why it cannot be used.
+        label: Label from its member.
+        text: Text of the member with the name of the class.
+        offset: Offset of the image in the shard.
+        size: Size of the image.
+        found: Kinds of used members: the extension of the image, and `label`.
         suffixes: Extensions of all its members, in order.
     """
 
@@ -339,7 +339,7 @@ class Sample:
         return suffix == next(iter(self.suffixes), "") and "label" in self.found and has_image
 
     def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob) -> None:
-        """Take what is needed of a member: the image, the label, or the name of the class."""
+        """Add the needed part of a member: the image, the label, or the name of the class."""
         self.suffixes[suffix] = None
         if job.label is not None and suffix == member_suffix(job.label):
             if "label" in self.found:
@@ -407,7 +407,7 @@ class Sample:
 
 
 def _field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
-    """Return what a member says; None if it says nothing that can be read."""
+    """Return the value of a member, or None if it cannot be read."""
     stream.seek(member.offset_data)
     if not source.startswith(JSON_PREFIX):
         return field_of(source, stream.take(min(member.size, MAX_LABEL_BYTES)))
@@ -417,10 +417,13 @@ def _field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
 
 
 class ShardStream:
-    """A file that is read once, from its start to its end, and hashed.
+    """A file that is read once, from start to end, and hashed.
 
-    `tarfile` reads headers from it, and a header that claims to be huge is refused. header_bytes:
-    read by `tarfile` since the last member. last_header: what it read last.
+    `tarfile` reads headers from it, and a header with a huge size is refused.
+
+    Attributes:
+        header_bytes: Bytes read by `tarfile` since the last member.
+        last_header: The last read bytes.
     """
 
     def __init__(self, file: RangeFile):
@@ -432,7 +435,7 @@ class ShardStream:
         self._threads = ThreadPoolExecutor(1)
         self._position = 0
         self._chunk = memoryview(b"")
-        self._next_start = 0  # of the chunk that is read meanwhile
+        self._next_start = 0  # start of the next chunk, which is read in the background
         self._next_chunk = self._request()
 
     def __enter__(self) -> ShardStream:

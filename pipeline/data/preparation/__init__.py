@@ -26,12 +26,12 @@ from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 MOST_NAMED = 8  # names that a sentence lists
-MOST_FOLDERS = 2000  # that are looked at for the official files
+MOST_FOLDERS = 2000  # largest number of folders to search for the official files
 ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf", ".gz": "tar -xf"}
 
 
 class Prepared(NamedTuple):
-    """What was made. counts: images by split."""
+    """The prepared folder, with the number of images by split."""
 
     folder: str
     counts: dict[str, int]
@@ -39,11 +39,16 @@ class Prepared(NamedTuple):
 
 
 def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared:
-    """Sort the official images of a card into class folders, as links, and return what was made.
+    """Sort the official images of a card into class folders, as links.
 
-    source: the folder of the unpacked files. folder: to be filled; None for that of the card. copy:
-    write copies in place of links. Raise UserError, with nothing written, where files are missing
-    or are not those that the card describes.
+    Args:
+        card: The card.
+        source: Folder of the unpacked files.
+        folder: Folder to fill. None: that of the card.
+        copy: Write copies instead of links.
+
+    Raises:
+        UserError: If files are missing or do not match the card. Nothing is written.
     """
     archive = require_layout(card)
     folder = target_folder(card, folder)
@@ -86,7 +91,7 @@ def split_folders(card: Card) -> dict[Split, str]:
 
 
 def target_folder(card: Card, folder: str | None) -> str:
-    """Return the folder that is to be filled. Raise UserError where it is on no disk."""
+    """Return the folder to fill; raise `UserError` if it is not on a disk."""
     path = folder or absolute_uri(card.source.path)
     if not is_local(path):
         raise UserError(
@@ -98,9 +103,10 @@ def target_folder(card: Card, folder: str | None) -> str:
 
 # ---- what lies there -----------------------------------------------------------------------------
 def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolder, Layout]:
-    """Return the folder with the official files, at `source` or up to two folders below it.
+    """Return the folder with the official files, at `source` or up to two folders below.
 
-    Raise UserError, with what is there and what is needed, where there is none.
+    Raises:
+        UserError: If there is none; the message lists the existing and the required files.
     """
     if not os.path.isdir(source):
         raise _no_folder(source, archive)
@@ -153,7 +159,7 @@ def _subfolders(folder: str) -> list[str]:
 
 # ---- whether it is what the card describes -------------------------------------------------------
 def wanted_images(card: Card, images: Iterator[LabelledImage]) -> Iterator[LabelledImage]:
-    """Yield the images whose classes the card lists; all where it lists none."""
+    """Yield the images with classes on the card, or all images if it lists no classes."""
     if card.classes == ("from_source",):
         yield from images
         return

@@ -1,4 +1,4 @@
-"""What all official layouts share: labelled images, and by which files a layout is recognised."""
+"""Common parts of all official layouts: labelled images, and the files that identify a layout."""
 
 from __future__ import annotations
 
@@ -35,22 +35,28 @@ class LabelledImage(NamedTuple):
 class Layout:
     """One layout of official files.
 
-    needs: files and folders that it is recognised by, each a tuple of names one of which is there.
-    read: yields all labelled images. Raise UserError where a list is damaged.
+    Attributes:
+        needs: Files and folders that identify it, each a tuple of alternative names.
+        read: Yields all labelled images, and raises `UserError` if a list is damaged.
     """
 
     needs: tuple[tuple[str, ...], ...]
     read: Callable[[OfficialFolder], Iterator[LabelledImage]]
 
     def missing(self, files: OfficialFolder) -> list[str]:
-        """Return what a folder lacks; of alternatives, the first one is named."""
+        """Return the missing names of a folder; of alternatives, the first one."""
         return [names[0] for names in self.needs if files.first(names) is None]
 
 
 def class_name(text: str, where: str) -> str:
-    """Return the name of a class as a folder can have it: a slash becomes a dash.
+    """Return the name of a class as the name of a folder: a slash becomes a dash.
 
-    where: for the error. Raise UserError where the text cannot be the name of a folder.
+    Args:
+        text: The name.
+        where: Name of the list, for the error.
+
+    Raises:
+        UserError: If the text cannot be the name of a folder.
     """
     name = text.strip().strip("/").replace("/", "-")
     is_folder = name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS
@@ -65,7 +71,12 @@ def class_name(text: str, where: str) -> str:
 def class_names(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
     """Return the folder of each class by its number in the lists.
 
-    names: number and name. Raise UserError where two classes would share a folder.
+    Args:
+        names: Pairs of number and name.
+        where: Name of the list, for the error.
+
+    Raises:
+        UserError: If two classes would share a folder.
     """
     folders: dict[str, str] = {}
     numbers: dict[str, str] = {}
@@ -82,12 +93,12 @@ def class_names(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
 
 
 def split_of(is_train: bool) -> Split:
-    """Return the split of an image in a list that says whether it is for training."""
+    """Return the split of an image from a flag for training."""
     return "train" if is_train else "test"
 
 
 def value_of(table: dict[str, str], key: str, where: str) -> str:
-    """Return what a list says of an image or class. Raise UserError where it says nothing."""
+    """Return the entry of an image or class in a list; raise `UserError` if it is missing."""
     value = table.get(key)
     if value is None:
         raise UserError(
@@ -98,9 +109,10 @@ def value_of(table: dict[str, str], key: str, where: str) -> str:
 
 
 def box_of(numbers: Sequence[str], where: str) -> Box:
-    """Return the box of four numbers in a list: left, top, width, height.
+    """Parse a box from four numbers: left, top, width, height.
 
-    Raise UserError where they are none.
+    Raises:
+        UserError: If they are not numbers.
     """
     try:
         left, top, width, height = map(float, numbers)
@@ -112,7 +124,7 @@ def box_of(numbers: Sequence[str], where: str) -> Box:
 
 
 def finite(box: Box, where: str) -> Box:
-    """Return a box. Raise UserError where one of its sides is no number of pixels."""
+    """Return a box; raise `UserError` if one of its sides is not a finite number of pixels."""
     if not all(map(math.isfinite, box)):
         raise UserError(f"{where}: {tuple(box)} is no box; fetch the official files again")
     return box

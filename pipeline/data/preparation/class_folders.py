@@ -1,5 +1,7 @@
-"""Class folders in a folder for each split, as the authors of Piggyback pass WikiArt and Sketches
-on."""
+"""Class folders in a folder per split, the form in which Piggyback's authors publish data sets.
+
+It is used for WikiArt and Sketches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def read_with_val(files: OfficialFolder) -> Iterator[LabelledImage]:
 
 
 def read_folders(files: OfficialFolder, folders: Mapping[Split, str]) -> Iterator[LabelledImage]:
-    """Yield the images of all class folders. folders: that of each split."""
+    """Yield the images of all class folders; `folders` has the folder of each split."""
     for split, name in folders.items():
         for folder in files.subfolders(name):
             label = class_name(folder, files.where(name))

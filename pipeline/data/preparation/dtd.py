@@ -16,7 +16,7 @@ LISTS: dict[str, Split] = {
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images of the partition; train has those of train and validation."""
+    """Yield all images of the partition; train includes validation."""
     for name, split in LISTS.items():
         for label, image in files.rows(name, 2, separator="/"):
             path = f"images/{label}/{image}"

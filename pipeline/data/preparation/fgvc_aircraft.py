@@ -19,7 +19,7 @@ LISTS: dict[Split, str] = {
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images; train has those of train and validation. `F/A-18` is called F-A-18."""
+    """Yield all images; train includes validation. `F/A-18` is called F-A-18."""
     where = files.where(VARIANTS)
     classes = class_names(((name, name) for (name,) in files.rows(VARIANTS, 1)), where)
     for split, name in LISTS.items():

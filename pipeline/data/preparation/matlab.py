@@ -1,10 +1,10 @@
-"""Variables of MATLAB's .mat files, version 5: numbers, texts, cells and structs, within bounds.
+"""Read variables of MATLAB's .mat files, version 5: numbers, texts, cells and structs.
 
-The files may come from a stranger, and other readers of them crash on damaged ones; here every
-size is checked, and no code is run.
+The files may come from a stranger, and other readers crash on damaged files. Here every size is
+checked and limited, and no code is run.
 
 Source: MAT-File Format, MathWorks: a header of 128 bytes, then elements of a type and a size. A
-matrix is an element whose parts are elements: flags, sides, name, and what its class has.
+matrix is an element that consists of elements: flags, sides, name, and the data of its class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from workers.errors import UserError
 
 MOST_FILE_BYTES = 64 << 20
-MOST_BYTES = 64 << 20  # of one variable, unpacked
+MAX_BYTES = 64 << 20  # of one variable, unpacked
 MOST_VALUES = 4_000_000  # of one file: numbers of structs, cells and their fields
 MOST_LEVELS = 8  # of cells and structs in each other
 HEADER_BYTES = 128
@@ -33,7 +33,7 @@ CELL = 1  # classes of matrices
 STRUCT = 2
 CHAR = 4
 NUMERIC = range(6, 16)
-# type of an element -> numpy's code, without the order of its bytes
+# numpy's code by type of an element, without the byte order
 NUMBERS = {
     1: "i1",
     2: "u1",
@@ -53,7 +53,7 @@ Value = NDArray[np.generic] | str | list["Value"] | list[dict[str, "Value"]] | N
 
 
 class MatError(ValueError):
-    """A file that is damaged, or has what is not read here."""
+    """A file is damaged, or contains unsupported data."""
 
 
 class Element(NamedTuple):
@@ -64,10 +64,18 @@ class Element(NamedTuple):
 
 
 def variables_of(data: bytes, where: str, names: Sequence[str]) -> dict[str, Value]:
-    """Return variables of a .mat file: numbers as one axis (columns first), a text, a list of
-    cells, or a list of structs by the names of their fields.
+    """Return variables of a .mat file.
 
-    where: for errors. Raise UserError where it is of version 7.3, too large, damaged, or lacks one.
+    A variable is a vector of numbers (columns first), a text, a list of cells, or a list of structs
+    by the names of their fields.
+
+    Args:
+        data: Bytes of the file.
+        where: Name of the file, for errors.
+        names: Names of the variables.
+
+    Raises:
+        UserError: If the file has version 7.3, is too large or damaged, or lacks a variable.
     """
     if HDF5_START in data[:1024] or b"MATLAB 7.3" in data[:HEADER_BYTES]:
         raise UserError(
@@ -100,7 +108,7 @@ class Reader:
         self.values_left = MOST_VALUES
 
     def variables(self, names: Collection[str]) -> dict[str, Value]:
-        """Return the variables of these names that are in the file."""
+        """Return the variables with these names that are in the file."""
         values: dict[str, Value] = {}
         for element in self._elements(self.data[HEADER_BYTES:], is_padded=False):
             if element.kind == COMPRESSED:
@@ -218,11 +226,11 @@ def _next(parts: Iterator[Element]) -> Element:
 
 
 def unpacked(body: bytes) -> bytes:
-    """Return what zlib makes of a body. Raise MatError beyond MOST_BYTES, or without its end."""
+    """Decompress a body; raise `MatError` beyond MAX_BYTES, or for a truncated body."""
     inflate = zlib.decompressobj()
-    data = inflate.decompress(body, MOST_BYTES)
+    data = inflate.decompress(body, MAX_BYTES)
     if inflate.unconsumed_tail:
-        raise MatError(f"it unpacks to more than {MOST_BYTES} bytes")
+        raise MatError(f"it unpacks to more than {MAX_BYTES} bytes")
     if not inflate.eof or not data:
         raise MatError("it ends inside of compressed data")
     return data
@@ -254,14 +262,14 @@ def whole_number(value: Value, where: str) -> int:
 
 
 def text_of(value: Value, where: str) -> str:
-    """Return a value that is a text. Raise UserError where it is something else."""
+    """Return a text value; raise `UserError` for another type."""
     if not isinstance(value, str):
         raise _other_kind(where, "text")
     return value
 
 
 def texts_of(value: Value, where: str) -> list[str]:
-    """Return a list of cells that are texts. Raise UserError where it is something else."""
+    """Return a list of cells with texts; raise `UserError` for another type."""
     if not isinstance(value, list):
         raise _other_kind(where, "list of texts")
     return [text_of(cell, where) for cell in value]  # type: ignore[arg-type]

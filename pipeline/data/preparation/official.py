@@ -1,7 +1,7 @@
-"""The official files of a data set, unpacked: lists and images.
+"""The unpacked official files of a data set: lists and images.
 
-They may come from a stranger. A list is read up to a size; what it names lies in the folder, also
-after links are followed, or is refused.
+They may come from a stranger. A list is read up to a size. The files that it names must be in the
+folder, also after links are followed; others are refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class OfficialFolder:
         self._is_inside: dict[str, bool] = {}  # folder -> whether it leads out of this one
 
     def first(self, names: Sequence[str]) -> str | None:
-        """Return the first name of a file or folder that is there; None without any."""
+        """Return the first existing name of a file or folder, or None."""
         return next((name for name in names if os.path.exists(self._join(name))), None)
 
     def need(self, names: Sequence[str]) -> str:
-        """Return the first name that is there. Raise UserError without any."""
+        """Return the first existing name; raise `UserError` if there is none."""
         name = self.first(names)
         if name is None:
             raise UserError(f"{self.where(names[0])} is missing; fetch the official files again")
@@ -53,8 +53,13 @@ class OfficialFolder:
     ) -> Iterator[tuple[str, ...]]:
         """Yield the lines of a list, divided into columns; the last one has the rest of its line.
 
-        separator: None for blanks. Raise UserError where a line has fewer columns, or the list
-        cannot be read.
+        Args:
+            name: Name of the list.
+            columns: Number of columns.
+            separator: Separator of columns. None: blanks.
+
+        Raises:
+            UserError: If a line has fewer columns, or the list cannot be read.
         """
         for number, line in enumerate(self._lines(name), start=1):
             cells = line.strip().split(separator, columns - 1)

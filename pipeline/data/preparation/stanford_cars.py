@@ -1,7 +1,7 @@
-"""Stanford Cars: images beside annotations in .mat files, in one of two forms.
+"""Stanford Cars: images with annotations in .mat files, in one of two forms.
 
-The first has a folder and a file for each split, the labels of test in a file of its own; the
-second has one folder and one file. Boxes count pixels from 1, the last ones included.
+The first form has a folder and a file for each split, with the labels of test in a separate file;
+the second has one folder and one file. Boxes count pixels from 1 and include the last ones.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from workers.data.decoding import open_image, to_rgb
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 
-UNFINISHED = ".preparing-"  # beginning of the name of a folder that is being filled
+UNFINISHED = ".preparing-"  # prefix of the name of an incomplete folder
 JPEG_QUALITY = 95
 THREADS = 4
-MOST_WAITING = 64  # images that are cut at the same time, or wait for it
+MOST_WAITING = 64  # images that are cut in parallel, or wait
 
 
 class Target:
@@ -44,10 +44,16 @@ class Target:
     def write(
         self, files: OfficialFolder, images: Sequence[LabelledImage], crop: bool, copy: bool
     ) -> None:
-        """Fill a hidden folder, then give each split its name: a killed command leaves no half.
+        """Fill a hidden folder, then rename each split, so that a kill leaves no incomplete folder.
 
-        crop: cut images to their boxes. copy: write copies in place of links. Raise UserError where
-        an image has no box, or cannot be cut.
+        Args:
+            files: The official files.
+            images: The images.
+            crop: Cut images to their boxes.
+            copy: Write copies instead of links.
+
+        Raises:
+            UserError: If an image has no box, or cannot be cut.
         """
         os.makedirs(self.path, exist_ok=True)
         unfinished = tempfile.mkdtemp(prefix=UNFINISHED, dir=self.path)
@@ -124,10 +130,13 @@ def write_crop(files: OfficialFolder, image: LabelledImage, path: str) -> None:
 
 
 def crop_image(data: bytes, box: Box) -> bytes:
-    """Return an encoded image cut to a box, which is rounded outwards and ends at the borders.
+    """Return an encoded image cut to a box, which is rounded outwards and clipped at the borders.
 
-    Boxes are of the pixels as they are stored; the result is upright. Raise ValueError where
-    nothing is left of it, or OSError where the bytes are no image.
+    Boxes refer to the stored pixels; the result is upright.
+
+    Raises:
+        ValueError: If nothing is left.
+        OSError: If the bytes are not an image.
     """
     image = open_image(data)
     left = max(int(box.left), 0)

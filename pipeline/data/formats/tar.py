@@ -209,6 +209,7 @@ class HeaderReader:
 
 
 def open_tar(stream: HeaderReader) -> tarfile.TarFile:
+    """Open a tar for reading its headers."""
     file: Any = stream  # tarfile uses no more of a file
     return tarfile.open(fileobj=file, mode="r:")
 

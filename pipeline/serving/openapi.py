@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from pipeline.serving.requests import ARRAY, FORM
+from pipeline.serving.requests import ARRAY, FORM, OPTIONS
 
 FILE = "A JPEG, PNG or WebP file."
 
@@ -194,10 +194,7 @@ def describe_requests() -> dict[str, Any]:
     """Return the parameters and the bodies of POST /predict, which `requests` parses."""
     form = FormBody.model_json_schema()
     query = {"in": "query", "description": "Only for an array.", "explode": True}
-    parameters = [
-        {"name": name, "schema": form["properties"][name], **query}
-        for name in ("tasks", "rule", "top")
-    ]
+    parameters = [{"name": name, "schema": form["properties"][name], **query} for name in OPTIONS]
     array = {
         "type": "string",
         "format": "binary",

@@ -22,7 +22,8 @@ from workers.errors import UserError
 MAX_JSON_PARTS = 1 << 22
 MAX_PARTS = 256  # parts of a form (each image and each task is one), and images of an array
 MAX_HEAD_BYTES = 4096  # of one part of a form
-FIELDS = {"images", "tasks", "rule", "top"}
+OPTIONS = ("tasks", "rule", "top")
+FIELDS = {"images", *OPTIONS}
 FORM = "multipart/form-data"
 ARRAY = "application/x-npy"
 
@@ -144,8 +145,7 @@ def parse_form(data: bytes, content_type: str) -> ParsedRequest:
     check_fields(fields)
     if "images" not in fields:
         raise UserError("the form has no file `images`; send one for each image")
-    values = {"rule": [], "top": [], "tasks": [], **fields}
-    texts = {name: [*map(decode_text, values[name])] for name in ("tasks", "rule", "top")}
+    texts = {name: [*map(decode_text, fields.get(name, []))] for name in OPTIONS}
     return ParsedRequest(fields["images"], *convert_fields(texts))
 
 
@@ -243,7 +243,7 @@ def parse_array(data: bytes, query: str) -> ParsedRequest:
     except ValueError:
         raise UserError(f"the address has more than {MAX_PARTS} fields; send fewer") from None
     check_fields([*fields])
-    texts = {name: fields.get(name, []) for name in ("tasks", "rule", "top")}
+    texts = {name: fields.get(name, []) for name in OPTIONS}
     return ParsedRequest(parse_npy(data), *convert_fields(texts))
 
 

@@ -42,24 +42,13 @@ class ServerMetrics:
             buckets=BUCKETS,
             registry=self.registry,
         )
-        waiting = Gauge(
-            "accrete_predictions_in_progress",
-            "Predictions that run or wait",
-            registry=self.registry,
-        )
-        waiting.set_function(predictions)
-        bodies = Gauge(
-            "accrete_request_body_bytes",
-            "Bytes of all request bodies in memory",
-            registry=self.registry,
-        )
-        bodies.set_function(held)
-        running = Gauge(
-            "accrete_replicas",
-            "Replicas of the model that can answer",
-            registry=self.registry,
-        )
-        running.set_function(replicas)
+        gauges = {
+            "accrete_predictions_in_progress": ("Predictions that run or wait", predictions),
+            "accrete_request_body_bytes": ("Bytes of all request bodies in memory", held),
+            "accrete_replicas": ("Replicas of the model that can answer", replicas),
+        }
+        for name, (text, function) in gauges.items():
+            Gauge(name, text, registry=self.registry).set_function(function)
 
     def count(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request.

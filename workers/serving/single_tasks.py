@@ -160,8 +160,7 @@ def _check_task(task: Task, needs: Mapping[str, Any], where: str) -> None:
 def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
     """Raise `UserError` if a task cannot be loaded, or has not one finite logit per class."""
     method = bundle.method()
-    side = bundle.body["backbone"]["img_size"]
-    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = _make_noise(bundle)
     with bundle._loading(f"the state of task {task.name!r}"):
         logits = method.logits(images, task.name)
         if logits.shape[-1] < task.num_classes or not torch.isfinite(logits).all():
@@ -169,6 +168,12 @@ def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
                 f"{where}: task {task.name!r} answers with {logits.shape[-1]} numbers for "
                 f"{task.num_classes} classes, or with numbers that are not finite; export it again"
             )
+
+
+def _make_noise(bundle: Bundle) -> torch.Tensor:
+    """Return two images of noise, always the same: float32 (2, 3, H, W)."""
+    side = bundle.body["backbone"]["img_size"]
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
 
 
 def read_needs(data: bytes, where: str) -> dict[str, Any]:
@@ -263,8 +268,7 @@ def trains_shared(method: type[Method]) -> bool:
 @torch.no_grad()
 def same_answers(before: Bundle, after: Bundle) -> bool:
     """Return whether the tasks of `after` have bit-identical logits in both bundles, on noise."""
-    side = before.body["backbone"]["img_size"]
-    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = _make_noise(before)
     old_method = before.method()
     try:
         new_method = after.method()

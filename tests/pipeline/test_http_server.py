@@ -1,5 +1,4 @@
-"""What strangers send to a served model costs nobody else an answer: slow and half-sent requests,
-large images, foreign hosts."""
+"""The HTTP server under hostile clients: slow and half-sent requests, large images, other hosts."""
 
 from __future__ import annotations
 
@@ -157,7 +156,7 @@ def test_a_request_that_trickles_in_is_ended_too(half: bytes) -> None:
         assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
 
 
-def test_a_second_head_on_the_same_connection_has_a_deadline_too() -> None:
+def test_second_head_on_a_connection_has_a_deadline() -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with serving(bounds=SOON) as server, server.opened(whole + whole + HALF_HEAD) as client:
         assert received(client).count(b"HTTP/1.1 200 ") == 2
@@ -177,7 +176,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
         assert len(received(client)) < 32 << 20
 
 
-def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
+def test_longest_waiting_connection_makes_room_for_a_new_one() -> None:
     with serving(bounds=Bounds(connections=20)) as server, ExitStack() as stack:
         clients = [stack.enter_context(server.opened(HALF_HEAD)) for _ in range(60)]
         assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
@@ -251,7 +250,7 @@ class Stuck:
         raise AssertionError
 
 
-def test_an_answer_has_a_deadline_and_what_is_late_is_cancelled() -> None:
+def test_late_answer_is_cancelled_at_its_deadline() -> None:
     stuck = Stuck()
     with serving(stuck, bounds=Bounds(answer_s=0.2)) as server:
         status, body = server.ask("POST", "/predict", b"{}")
@@ -363,13 +362,13 @@ def test_requests_go_on_where_nobody_knows_the_number_of_replicas(
 
 
 @pytest.mark.parametrize("length", ["34000000", "9" * 15, "9" * 5000])
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(length: str) -> None:
+def test_too_large_body_is_refused_before_reading(length: str) -> None:
     head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
     with serving() as server, server.opened(head) as client:
         assert client.recv(13) in (b"HTTP/1.1 413 ", b"HTTP/1.1 400 ")
 
 
-def test_a_body_of_unknown_length_is_refused_once_it_is_too_large() -> None:
+def test_body_of_unknown_length_has_a_limit() -> None:
     with serving(bounds=Bounds(body_bytes=1000)) as server:
         status, body = server.ask("POST", "/predict", iter([b"x" * 600, b"x" * 600]))
         assert (status, "more than 1000 bytes" in body["error"]) == (413, True)
@@ -488,7 +487,7 @@ def test_every_route_but_health_asks_for_the_token(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}"])
-def test_the_examples_of_the_page_have_the_address_of_the_request(host: str) -> None:
+def test_page_examples_have_the_address_of_the_request(host: str) -> None:
     with serving() as server:
         asked = host.format(port=server.port)
         with server.opened(f"GET / HTTP/1.1\r\nHost: {asked}\r\n\r\n".encode()) as client:
@@ -655,7 +654,7 @@ def test_the_page_needs_no_other_server() -> None:
                 assert linked.status == 200
 
 
-def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
+def test_too_many_pixels_are_refused_before_decoding(
     model: tuple[Server, Finished], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = model
@@ -689,7 +688,7 @@ def test_no_image_is_decoded_for_a_request_that_was_cancelled() -> None:
         pixels_of(images, 4, Limits(), is_cancelled=lambda: next(asked_for))
 
 
-def test_images_are_decoded_side_by_side_within_a_budget_of_pixels() -> None:
+def test_images_are_decoded_in_parallel_within_a_pixel_budget() -> None:
     budget, most, lock = PixelBudget(100), [0], threading.Lock()
     inside: list[int] = []
 
@@ -746,7 +745,7 @@ def test_a_field_that_is_no_such_value_gets_one_sentence(
 
 
 @pytest.mark.parametrize("part", ["[],", "{},"])
-def test_a_body_of_millions_of_parts_is_refused_before_it_is_parsed(part: str) -> None:
+def test_body_of_millions_of_parts_is_refused_before_parsing(part: str) -> None:
     from pipeline.serving.requests import MAX_JSON_PARTS, parse_json
 
     with pytest.raises(UserError, match="lists and objects"):

@@ -61,7 +61,7 @@ def address(folder: str) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_every_request_of_a_storm_is_answered_though_a_replica_is_killed(
+def test_all_requests_are_answered_when_a_replica_is_killed(
     run: Finished, address: tuple[str, int]
 ) -> None:
     url, process = address
@@ -121,7 +121,7 @@ def test_tasks_come_and_go_while_requests_are_answered(
 
 
 @pytest.mark.slow
-def test_without_a_replica_a_request_is_refused_at_once_and_answered_by_the_next(
+def test_request_without_replica_is_refused_then_answered_by_the_next(
     run: Finished, folder: str
 ) -> None:
     """One replica alone: a request does not wait for the start of the next one."""
@@ -165,9 +165,7 @@ def ask(url: str, body: bytes) -> tuple[int, bytes]:
 
 
 @pytest.mark.slow
-def test_a_server_on_a_cluster_that_is_there_leaves_nothing_behind(
-    run: Finished, folder: str
-) -> None:
+def test_server_leaves_nothing_on_an_existing_cluster(run: Finished, folder: str) -> None:
     images = run.images("two")[0][:2]
     expected = [answer.class_ for answer in run.served.predict(images, "two")]
     with nodes_up([1, 1]) as nodes:
@@ -180,9 +178,7 @@ def test_a_server_on_a_cluster_that_is_there_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_leaves_no_replica_on_the_cluster(
-    run: Finished, folder: str
-) -> None:
+def test_killed_server_leaves_no_replica_on_the_cluster(run: Finished, folder: str) -> None:
     with (
         nodes_up([1, 1]) as nodes,
         server(folder, "--address", nodes.address) as (url, process),
@@ -195,9 +191,7 @@ def test_a_server_that_is_killed_leaves_no_replica_on_the_cluster(
 
 
 @pytest.mark.slow
-def test_a_second_replica_is_started_under_load_and_no_request_is_lost(
-    run: Finished, folder: str
-) -> None:
+def test_load_starts_a_second_replica_without_lost_requests(run: Finished, folder: str) -> None:
     images = run.images("two")[0][:1]
     expected = [answer.class_ for answer in run.served.predict(images, "two")]
     stop, problems = threading.Event(), list[str]()

@@ -42,7 +42,7 @@ def predict(handle: FakeHandle) -> Any:
     return asyncio.run(main())
 
 
-def test_a_request_of_a_replica_that_died_is_answered_by_another() -> None:
+def test_request_of_a_dead_replica_is_answered_by_another() -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
     from pipeline.serving.http_server import Reply
@@ -54,7 +54,7 @@ def test_a_request_of_a_replica_that_died_is_answered_by_another() -> None:
         assert handle.asked == [b"body", b"body"]
 
 
-def test_a_request_that_outlives_two_replicas_is_not_tried_on_a_third() -> None:
+def test_request_is_not_retried_on_a_third_replica() -> None:
     from ray.exceptions import ActorDiedError
 
     handle = FakeHandle(ActorDiedError(), ActorDiedError(), AssertionError())
@@ -114,7 +114,7 @@ def test_a_replica_asks_for_what_the_options_say() -> None:
     assert build_deployment(ReplicaSettings(2, 2)).num_replicas == 2
 
 
-def test_gpus_that_this_machine_lacks_are_said_before_a_replica_waits_for_them() -> None:
+def test_missing_gpus_are_reported_before_replicas_start() -> None:
     from pipeline.serving.application import check_gpus
 
     class FakeRay:

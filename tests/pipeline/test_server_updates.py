@@ -69,7 +69,7 @@ def test_a_new_version_is_served_once(run: Finished, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == "accrete: now serving two, three\n"
 
 
-def test_a_model_that_cannot_be_served_is_said_once_and_tried_again_later(
+def test_failed_update_is_reported_once_and_retried(
     run: Finished, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: list[Exception | None] = [UserError("no such method"), UserError("no such method")]
@@ -114,9 +114,7 @@ def test_no_error_ends_the_watch(
     assert "RuntimeError: a fault" in capfd.readouterr().err
 
 
-def test_a_folder_has_another_version_when_a_task_comes_or_goes(
-    run: Finished, tmp_path: Path
-) -> None:
+def test_folder_version_changes_with_its_tasks(run: Finished, tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
     run.bundle.write(folder)
     source = FolderModel(folder)
@@ -167,7 +165,7 @@ def test_what_is_no_model_of_mlflow_gets_one_sentence(
 
 
 @pytest.mark.slow
-def test_an_alias_that_moves_and_goes_back_is_served_without_a_lost_request(
+def test_moved_alias_is_served_without_lost_requests(
     run: Finished, tracking: Any, tmp_path: Path
 ) -> None:
     for version, tasks in (("1", run.bundle.tasks), ("2", run.bundle.tasks[:1])):

@@ -274,7 +274,7 @@ def test_a_folder_answers_like_the_store(runs: Any, folder: Any) -> None:
         )
 
 
-def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs: Any, folder: Any) -> None:
+def test_folder_contains_no_pickle_and_no_store_path(runs: Any, folder: Any) -> None:
     model_folder = Path(folder("packnet"))
     names = {str(p.relative_to(model_folder)) for p in model_folder.rglob("*") if p.is_file()}
     assert names == {
@@ -314,7 +314,7 @@ class Retuned(MeatSettings):
     fresh: Annotated[int, Neutral(0)] = 5
 
 
-def test_a_folder_is_served_with_the_settings_it_was_made_with(
+def test_folder_is_served_with_its_written_settings(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_folder = folder("meat")
@@ -328,7 +328,7 @@ def test_a_folder_is_served_with_the_settings_it_was_made_with(
     assert (after.alpha, after.fresh) == (before.alpha, 0)
 
 
-def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder: Any) -> None:
+def test_task_with_partially_written_settings_is_equal(folder: Any) -> None:
     """An older version wrote only what a config had set."""
     model_folder = folder("meat")
     bundle = Bundle.open(model_folder)
@@ -340,7 +340,7 @@ def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder: A
 
 # ---- tasks that come and go ----------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", "supsup_nn", *CHAINS])
-def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
+def test_removed_task_is_gone_and_others_answer_as_before(
     runs: Any, folder: Any, name: Any
 ) -> None:
     model_folder, images = folder(name), runs(name).images("three")[0]
@@ -518,9 +518,7 @@ def test_limits_are_kept(runs: Any) -> None:
         {"tasks": [{"name": "../two", "classes": ["x"], "card": "c", "data": "d", "role": "task"}]},
     ],
 )
-def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_must(
-    folder: Any, change: Any
-) -> None:
+def test_untrusted_model_folder_is_confined_and_complete(folder: Any, change: Any) -> None:
     model_folder = Path(folder("packnet"))
     precious = model_folder.parent.parent / "precious.txt"
     precious.write_text("mine")
@@ -538,7 +536,7 @@ def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_mu
     precious.unlink()
 
 
-def test_the_state_of_another_task_is_not_served_under_a_name(folder: Any) -> None:
+def test_state_of_another_task_is_refused(folder: Any) -> None:
     model_folder = Path(folder("meat"))
     body = json.loads((model_folder / "model.json").read_text())
     body["tasks"][0]["classes"] = body["tasks"][0]["classes"][:1]

@@ -40,7 +40,7 @@ def test_a_folder_with_files_is_left_alone(packnet: Finished, tmp_path: Path) ->
         timm_model.write(packnet.bundle, "two", str(tmp_path))
 
 
-def test_a_task_of_more_than_weights_is_refused_in_one_sentence(lab: Any, tmp_path: Path) -> None:
+def test_task_of_more_than_weights_is_refused(lab: Any, tmp_path: Path) -> None:
     run = finished(lab, "toast", epochs=1)
     with pytest.raises(UserError, match=r"cannot be written for plain timm: .*leave out --timm"):
         timm_model.write(run.bundle, "two", str(tmp_path / "timm"))

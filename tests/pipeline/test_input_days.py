@@ -153,7 +153,7 @@ def test_unknown_distances_are_explained(
     app.write_bundle(app.prepare(run[1]), "linear", model)  # without a reference
     output_of(capsys, "predict", model, *images_of(run[0], "a"), "--task", "a")
     text = output_of(capsys, "report", model)
-    assert "distances of task a are unknown: the model folder was made without" in text
+    assert "distances of task a are unknown: the model folder was written without" in text
     assert f" {len(images_of(run[0], 'a'))} " in text
 
 

@@ -387,7 +387,7 @@ def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, l
         with pytest.raises(UserError, match="trains weights that its tasks share"):
             single_tasks.import_task(folder(name), data, "f")
     with pytest.raises(
-        UserError, match=r"exported from a model whose method is meat, and in .* it is linear"
+        UserError, match=r"exported from a model whose method is meat, but in .* it is linear"
     ):
         single_tasks.import_task(folder("linear"), data, "f")
     with pytest.raises(UserError, match="is not an exported task"):
@@ -467,7 +467,7 @@ def test_a_task_is_replaced_if_that_is_said(folder: Any) -> None:
     names = [task.name for task in Bundle.open(model_folder).tasks]
     data = single_tasks.export_task(Bundle.open(model_folder), "two")
     other = forged(data, {"head/bias": torch.ones(2)})
-    with pytest.raises(UserError, match="replace it with `--replace`"):
+    with pytest.raises(UserError, match="add `--replace` to replace it"):
         single_tasks.import_task(model_folder, other, "two.task")
     single_tasks.import_task(model_folder, other, "two.task", replace=True)
     changed = Bundle.open(model_folder)

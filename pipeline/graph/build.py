@@ -389,8 +389,8 @@ class MethodStages:
                 self.label,
                 task,
                 seen,
-                previous=builder.keys_of(step_start),
-                states=builder.keys_of(state_stages),
+                previous=builder.get_keys(step_start),
+                states=builder.get_keys(state_stages),
             )
             builder.add(
                 stage_id,
@@ -500,8 +500,8 @@ class MethodStages:
             served,
             measured=tuple(t.name for t in measured),
             split=builder.split,
-            previous=builder.keys_of(start),
-            states=builder.keys_of(state_stages),
+            previous=builder.get_keys(start),
+            states=builder.get_keys(state_stages),
         )
         parents = list(dict.fromkeys(parents))
         return builder.make_stage(

@@ -118,7 +118,7 @@ class Builder:
         self.keys[stage.id] = stage.key
         return stage
 
-    def keys_of(self, stage_ids: Mapping[str, str]) -> dict[str, str]:
+    def get_keys(self, stage_ids: Mapping[str, str]) -> dict[str, str]:
         """Replace the stage ids of a mapping by the keys of these stages."""
         return {name: self.keys[stage_id] for name, stage_id in stage_ids.items()}
 

@@ -13,7 +13,7 @@ from pipeline.graph.live_status import GpuFigure, GpuSample, read_status
 from pipeline.graph.stage import Graph
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 
-BUSY = 0.5  # share of the time; below it, more groups are suggested
+BUSY = 0.5  # share of the time; below this, more groups are suggested
 MEMORY_SHARE = 0.9  # of a GPU, for all groups together
 MIN_SAMPLES = 3
 
@@ -23,7 +23,7 @@ class Use:
     """The samples of one GPU while stages trained.
 
     Attributes:
-        samples: Their number.
+        samples: Number of samples.
         measured: Number of samples that say how busy the GPU was.
         busy_sum: Sum over these of the share of the time in which the GPU computed.
         stages_sum: Sum over all samples of the stages that trained, on all GPUs together.
@@ -59,8 +59,8 @@ class GpuUse:
     Args:
         graph: The graph of the run.
         cluster: Resources of its workers.
-        chains: Number of stages that can run beside each other.
-        post: Called with the figures whenever they have changed. They are empty when the first
+        chains: Number of stages that can run in parallel.
+        post: Is called with the figures whenever they have changed. They are empty when the first
             stage starts to train.
     """
 
@@ -77,10 +77,10 @@ class GpuUse:
         self.post = post
         self.training: set[str] = set()
         self.has_trained = False
-        self.uses: dict[tuple[str, str], Use] = defaultdict(Use)  # by node and number of the GPU
+        self.uses: dict[tuple[str, str], Use] = defaultdict(Use)  # by node and GPU number
 
     def progress(self, event: Event) -> None:
-        """Note that a stage starts, or a sample."""
+        """Note the start of a stage, or a sample."""
         if event.kind is EventKind.STARTED and self.graph[event.stage].inputs.get("train"):
             self.training.add(event.stage)
             if not self.has_trained:
@@ -92,7 +92,7 @@ class GpuUse:
             self.post(self.figures())
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Note that a stage has ended."""
+        """Note the end of a stage."""
         if event.kind not in (EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT):
             self.training.discard(event.stage)
         else:
@@ -115,7 +115,7 @@ class GpuUse:
         use.total_bytes = sample["total_bytes"]
 
     def figures(self) -> list[GpuFigure]:
-        """Return the figure of each GPU with enough samples, or why it has none."""
+        """Return the figure of each GPU with enough samples, or the reason for its absence."""
         figures: list[GpuFigure] = []
         for node, gpu in sorted(self.uses, key=lambda place: (place[0], len(place[1]), place[1])):
             use = self.uses[node, gpu]
@@ -133,7 +133,7 @@ class GpuUse:
         return figures
 
     def _advice(self, use: Use) -> str:
-        """Return the setting that uses a GPU more; empty if there is none."""
+        """Return a setting that makes better use of a GPU; empty if there is none."""
         groups = self.groups_that_fit(use)
         if use.busy >= BUSY or groups < 2:
             return ""
@@ -146,9 +146,9 @@ class GpuUse:
         )
 
     def groups_that_fit(self, use: Use) -> int:
-        """Return how many chains may train beside each other on a GPU, by time and by memory."""
+        """Return how many chains can train on a GPU in parallel, by time and by memory."""
         if self.cluster.gpus_per_worker < 1 or self.cluster.workers > 1:
-            return 1  # it is shared, or its ranks talk by NCCL, which takes whole GPUs
+            return 1  # it is shared, or its ranks use NCCL, which needs whole GPUs
         by_time = int(1 / max(use.busy, 0.01) + 1e-6)  # 1 / 0.2 is less than 5
         by_memory = int(MEMORY_SHARE * use.total_bytes / max(use.memory_bytes, 1))
         return min(self.chains, by_time, by_memory)
@@ -161,7 +161,7 @@ def read_gpu_use(storage: str, name: str) -> list[GpuFigure]:
 
 
 def gpu_sentences(figures: Iterable[GpuFigure]) -> list[str]:
-    """Return how busy each GPU was while stages trained, and the setting that uses it more."""
+    """Return how busy each GPU was while stages trained, and a setting that helps."""
     sentences = []
     for figure in figures:
         if "busy" not in figure:

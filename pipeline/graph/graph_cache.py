@@ -1,10 +1,10 @@
-"""The graph of an unchanged config, kept in the storage: where all stands, a start needs no torch.
+"""Cache of the graph of an unchanged config: if all results exist, a start does not import torch.
 
-Building a graph imports torch, timm and every method, which takes seconds; all the rest takes
-tenths. So a built graph is written to `<storage>/graphs/<digest>.json`. The digest covers all that
-a graph is built from: the config, the cards, the state of the raw data and of the weights file, the
-code of this project, and the versions of Python and of packages. A file that is damaged, or is not
-ours, is ignored. Jobs are not in it: who runs stages builds the graph anew.
+Building a graph imports torch, timm and every method, which takes seconds; the rest takes tenths.
+So a built graph is written to `<storage>/graphs/<digest>.json`. The digest covers everything that a
+graph is built from: the config, the cards, the state of the raw data and of the weights file, the
+code of this project, and the versions of Python and of packages. A damaged or foreign file is
+ignored. Jobs are not stored: the driver builds the graph again to run stages.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ from workers.storage.artifact import join, read_json, resolve, write_bytes
 LOG = logging.getLogger("accrete.graph")
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = "graphs"
-MAX_FILES = 64  # the oldest beyond these are deleted
+MAX_FILES = 64  # older files are deleted
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "pillow", "PyYAML", "safetensors")
 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """All that a graph is built from. sources: name of a card -> state of its raw data."""
+    """Everything that a graph is built from.
+
+    Attributes:
+        digest: Digest of these inputs.
+        sources: Name of a card -> state of its raw data.
+    """
 
     digest: str
     sources: dict[str, Source]
@@ -53,17 +58,24 @@ class BuildInputs:
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """A graph whose stages have no jobs, and the tasks of the run."""
+    """A graph without jobs, and the tasks of the run."""
 
     graph: Graph
     tasks: list[Task]
 
 
 def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> BuildInputs | None:
-    """Return what the graph of a config is built from.
+    """Return the inputs that the graph of a config is built from.
 
-    None where the cache cannot serve: the build itself shall refuse a config that is not valid, and
-    where raw data is gone, a graph also depends on which results stand.
+    Args:
+        config: The config.
+        run_store: Store of the run.
+        ask_sources: See `graph_of`.
+
+    Returns:
+        The inputs; None if the cache cannot be used. The config is invalid in that case, and the
+            build
+        reports it; or raw data is gone, and the graph also depends on the existing results.
     """
     loaded: dict[str, Card] = {}
     sources: dict[str, Source] = {}
@@ -102,7 +114,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
 
 @functools.cache
 def code_digest() -> str:
-    """Return a digest of all Python files of this project that can decide a key."""
+    """Return a digest of all Python files of this project that can influence a key."""
     digest = hashlib.sha256()
     for folder in ("pipeline", "workers"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
@@ -114,7 +126,7 @@ def code_digest() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that settings and backbones come from."""
+    """Return the versions of Python and of the packages that influence settings and backbones."""
     versions = {"python": sys.version}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -123,7 +135,13 @@ def package_versions() -> dict[str, str]:
 
 
 def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None:
-    """Return the graph that was built from these inputs for the run `name`; None without one."""
+    """Return the graph that was built from these inputs, or None.
+
+    Args:
+        run_store: Store of the run.
+        inputs: See `collect_inputs`.
+        name: Name of the run.
+    """
     try:
         body = read_json(_path(run_store, inputs))
         content = body["content"]
@@ -137,10 +155,16 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
 
 
 def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
-    """Keep a graph that was built from these inputs, and delete the oldest of too many.
+    """Store a graph that was built from these inputs, and delete the oldest graphs above MAX_FILES.
 
-    The cache saves time and decides nothing: where it cannot be written, nothing is lost. A graph
-    with a method from outside is not kept: whether its code is the same is not known without it.
+    The cache only saves time: if it cannot be written, nothing is lost. A graph with an external
+    method is not stored, because a later start cannot know whether its code is the same.
+
+    Args:
+        run_store: Store of the run.
+        inputs: See `collect_inputs`.
+        graph: The graph.
+        tasks: The tasks of the run.
     """
     if graph.has_outside_code:
         return
@@ -173,7 +197,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
 
 
 def _task_json(task: Task) -> dict[str, Any]:
-    """Return a task without the places of its shards: those come from cards alone."""
+    """Return a task without the locations of its shards, which only cards may name."""
     fields = asdict(task)
     del fields["shard_urls"]
     return fields
@@ -194,7 +218,7 @@ def _from_json(content: Mapping[str, Any]) -> CachedGraph:
 
 
 def _digest(value: Any) -> str:
-    """Return the digest of plain values; the order of keys counts, as the order of methods does."""
+    """Return the digest of plain values. The order of keys counts, because methods are ordered."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -209,5 +233,5 @@ def _delete_oldest(run_store: Store) -> None:
         return
     newest_first = sorted(files, key=lambda file: -(file.mtime_ns or 0))
     for file in newest_first[MAX_FILES:]:
-        with suppress(FileNotFoundError):  # another driver deletes too
+        with suppress(FileNotFoundError):  # another driver may have deleted it
             system.delete_file(file.path)

@@ -1,4 +1,4 @@
-"""Notes what a run does while it does it: the event log, and the status that others read."""
+"""Records the progress of a run: the event log, and the status that other processes read."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from workers.storage.artifact import is_local
 from workers.storage.lock import stage_lock
 from workers.storage.secrets import redact
 
-WRITE_S = 1.0  # shortest time between two writes on a disk
+WRITE_S = 1.0  # minimum time between two writes on a disk
 BUCKET_WRITE_S = 20.0
-MAX_LOAD = 0.02  # share of the time that writing may take: a status grows with the graph
+MAX_LOAD = 0.02  # largest share of the time for writing: a status grows with the graph
 PROGRESS_S = 30.0  # between two events about the progress of one stage
 MAX_MESSAGE = 2000  # characters
 # Events that change no state of the walk.
@@ -44,9 +44,14 @@ REPORTS = (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS, EventKind.CHEC
 
 
 class TimeLeft(NamedTuple):
-    """seconds: until the run ends, about; None where nothing was measured, or a stage is late by
-    more than that. without: stages that are left out of it, because nothing comparable was
-    measured."""
+    """The remaining time of a run.
+
+    Attributes:
+        seconds: Estimated seconds until the run ends; None if nothing was measured, or a stage is
+            late by more than the estimate.
+        without: Number of stages that the estimate leaves out, because nothing comparable was
+            measured.
+    """
 
     seconds: float | None
     without: int
@@ -56,9 +61,17 @@ EstimateTimeLeft = Callable[[Mapping[str, LiveStage]], TimeLeft]
 
 
 class Journal:
-    """Watches a run. A thread writes the status; the run waits for no write of it.
+    """Watches a run. A thread writes the status, so that the run never waits for a write.
 
-    Two drivers may run the same run: the first one that holds its lock writes the status.
+    Two drivers can run the same run: the first one that holds its lock writes the status.
+
+    Args:
+        store: Holds the results.
+        graph: The graph of the run.
+        lookups: Look-up of each stage.
+        todo: Ids of the stages to run.
+        command: Command that resumes the run.
+        estimate: Estimates the remaining time.
     """
 
     def __init__(
@@ -92,17 +105,17 @@ class Journal:
             "left_without": 0,
             "stages": stages,
         }
-        self.guard = threading.Lock()  # of the status: ingest stages report from threads
+        self.guard = threading.Lock()  # protects the status: ingest stages report from threads
         self.writing = threading.Lock()
         self.is_changed = True
-        self.written_at = 0.0  # of a monotonic clock
+        self.written_at = 0.0  # by the monotonic clock
         self.write_took_s = 0.0
         self.last_progress: dict[str, float] = {}
         self.ended = threading.Event()
-        self.holding = ExitStack()  # the lock of the run
+        self.holding = ExitStack()  # holds the lock of the run
         self.has_lock = False
         self.thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
-        with suppress(OSError, UserError):  # they hold until a stage trains
+        with suppress(OSError, UserError):  # the last figures are valid until a stage trains
             self.set_gpu_use(read_gpu_use(store.storage, graph.name))
         self.log.write(
             "run_started",
@@ -115,7 +128,12 @@ class Journal:
         )
 
     def take_up(self, lookups: Mapping[str, Lookup], todo: set[str]) -> None:
-        """Note that stages which waited have results: data were ingested, and keys are known."""
+        """Note that waiting stages have results: data was ingested, so their keys are known now.
+
+        Args:
+            lookups: Look-up of each stage.
+            todo: Ids of the stages to run.
+        """
         with self.guard:
             for stage_id, stage in self.status["stages"].items():
                 if stage["state"] == "waiting" and stage_id not in todo:
@@ -125,9 +143,9 @@ class Journal:
                         stage["wall_s"] = wall_s
             self.is_changed = True
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
     def progress(self, event: Event) -> None:
-        """Note where a stage runs, how far it is, or a message about the cluster."""
+        """Note the place or progress of a stage, or a message about the cluster."""
         match event.kind:
             case EventKind.NOTE:
                 self.log.write("note", message=event.message)
@@ -179,7 +197,7 @@ class Journal:
                 self._set(decision.stage, "failed", message=reason, tries=tries)
             case DecisionKind.BLOCK:
                 self._set(decision.stage, "blocked", message=reason)
-            case _:  # it is run again
+            case _:  # the stage will run again
                 tries = walk.tries.get(decision.stage, 0)
                 self._set(decision.stage, "waiting", message=reason, tries=tries)
         self.log.write(f"decision_{decision.kind.value}", stage=decision.stage, reason=reason)
@@ -229,7 +247,7 @@ class Journal:
             self.log.write("progress", stage=stage_id, progress=body)
 
     def _add_sample(self, sample: dict[str, Any]) -> None:
-        """Note the use of a machine. Ranks on one node have each a GPU of their own."""
+        """Note the use of a machine. Each rank on a node reports its own GPU."""
         with self.guard:
             machines = self.status.setdefault("machines", {})
             before = machines.get(sample["node"], {"gpus": {}})
@@ -238,7 +256,7 @@ class Journal:
             self.is_changed = True
 
     def set_gpu_use(self, figures: list[GpuFigure]) -> None:
-        """Note how busy the GPUs are while stages train. A run without figures has no entry."""
+        """Note how busy the GPUs are while stages train. Empty figures remove the entry."""
         with self.guard:
             if figures:
                 self.status["gpu_use"] = figures
@@ -247,18 +265,18 @@ class Journal:
             self.is_changed = True
 
     def snapshot(self) -> LiveStatus:
-        """Return a copy of the status as it is now."""
+        """Return a copy of the current status."""
         with self.guard:
             return deepcopy(self.status)
 
     # ---- the status file -------------------------------------------------------------------------
     def start(self) -> None:
-        """Write the first status, and go on writing."""
+        """Write the first status, and start the thread that writes it."""
         self.save()
         self.thread.start()
 
     def end(self, state: RunState, message: str = "") -> None:
-        """Write the last status, which says how the run ended."""
+        """Write the last status, with the state and message at the end of the run."""
         self.ended.set()
         self.thread.join()
         with self.guard:
@@ -282,7 +300,7 @@ class Journal:
                 self.save()
 
     def save(self) -> None:
-        """Write status and events as far as they are. On a full disk the run itself reports it."""
+        """Write the current status and events. On a full disk the run itself reports it."""
         with self.writing:
             self._write()
 
@@ -308,7 +326,7 @@ class Journal:
         if self.has_lock:
             return
         key = lock_key(self.status["name"])
-        with suppress(BlockingIOError, OSError):  # another driver of this run has it
+        with suppress(BlockingIOError, OSError):  # another driver of this run holds it
             self.holding.enter_context(stage_lock(self.store.root, key, wait=False))
             self.has_lock = True
 
@@ -322,7 +340,7 @@ def journal_of(
     command: str,
     estimate: EstimateTimeLeft,
 ) -> Iterator[Journal]:
-    """Within it, a run is noted; at its end, how it ended. See `Journal` for the arguments."""
+    """Context manager that records a run and how it ended. See `Journal` for the arguments."""
     journal = Journal(store, graph, lookups, todo, command, estimate)
     journal.start()
     try:

@@ -1,8 +1,7 @@
-"""What a run is doing now, `<storage>/runs/NAME/status.json`: written whole by its driver, read by
-others.
+"""Status of a run, `<storage>/runs/NAME/status.json`. Its driver writes it, others read it.
 
-A driver that lives holds the lock `run-NAME`; the system frees it when the driver ends, however it
-ends. Where there are no locks, in a bucket, the time of the last write shows that it lives.
+A live driver holds the lock `run-NAME`. The system releases the lock when the driver ends in any
+way. A bucket has no locks: there the time of the last write shows that the driver lives.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from workers.storage.filesystem import access_remedy
 from workers.storage.lock import is_locked
 
 FILE = "status.json"
-HEARTBEAT_S = 10.0  # longest time between two writes on a disk
+HEARTBEAT_S = 10.0  # maximum time between two writes on a disk
 BUCKET_HEARTBEAT_S = 60.0
-MISSED = 4  # heartbeats in a row without which a driver counts as gone
-LARGEST = 1e15  # number in a status or an event
-LONGEST = 10_000  # characters of a text in a status
+MISSED = 4  # a driver counts as dead after this number of missed heartbeats
+MAX_NUMBER = 1e15  # in a status or an event
+MAX_TEXT = 10_000  # characters of a text in a status
 
 StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
 STAGE_STATES: tuple[StageState, ...] = get_args(StageState)
@@ -42,11 +41,16 @@ RUN_STATES: tuple[RunState, ...] = get_args(RunState)
 
 
 class LiveStage(TypedDict, total=False):
-    """A stage of a run that goes on.
+    """A stage of a run in progress.
 
-    since: seconds since the epoch, of the last change of `state`. tries: tries that failed. where:
-    what runs it. wall_s: seconds that it took. progress: as the worker reports it. message: why it
-    failed or waits again.
+    Attributes:
+        state: Its state.
+        since: Time of the last change of `state`, in seconds since the epoch.
+        tries: Number of failed tries.
+        where: Place that runs it.
+        wall_s: Duration in seconds.
+        progress: Last progress report of the worker.
+        message: Why it failed or waits again.
     """
 
     state: StageState
@@ -61,7 +65,11 @@ class LiveStage(TypedDict, total=False):
 class GpuSample(TypedDict, total=False):
     """Use of a GPU by all processes.
 
-    utilization: share of the time in which it computed; if it is not known, `reason` says why.
+    Attributes:
+        memory_bytes: Used memory.
+        total_bytes: Size of the memory.
+        utilization: Share of the time in which it computed.
+        reason: Why `utilization` is unknown.
     """
 
     memory_bytes: int
@@ -71,9 +79,14 @@ class GpuSample(TypedDict, total=False):
 
 
 class MachineSample(TypedDict, total=False):
-    """Use of a machine. node: its name. cpu: share of all its cores that is in use, since the last
-    sample; memory_bytes: in use by all processes; both are left out where psutil is not installed.
-    gpus: number of the GPU on its machine -> its use; of the worker's own GPU."""
+    """Use of a machine.
+
+    Attributes:
+        node: Name of the machine.
+        cpu: Used share of all its cores since the last sample; absent without psutil.
+        memory_bytes: Memory used by all processes; absent without psutil.
+        gpus: Number of the worker's GPU on its machine -> use of the GPU.
+    """
 
     node: str
     cpu: float
@@ -87,10 +100,10 @@ class GpuFigure(TypedDict, total=False):
     Attributes:
         node: Name of its machine.
         gpu: Its number on that machine.
-        busy: Share of the time in which it computed; absent where that could not be measured.
+        busy: Share of the time in which it computed; absent if it could not be measured.
         reason: Why it could not be measured.
-        advice: The setting that would use it more; empty if there is none.
-        ranks: Number of ranks that trained on it at a time, on average.
+        advice: A setting that would use it more; empty if there is none.
+        ranks: Average number of ranks that trained on it at a time.
         sampled_at: Time of the last sample, in seconds since the epoch.
     """
 
@@ -106,12 +119,24 @@ class GpuFigure(TypedDict, total=False):
 class LiveStatus(TypedDict):
     """A run as its driver sees it.
 
-    started, updated: seconds since the epoch. command: what a person types to go on with the run.
-    message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
-    measured, or a stage is late by more than that. left_without: stages that `left_s` leaves out,
-    because nothing comparable was measured. machines: node -> the last sample of its use. groups:
-    worker groups that are `up`, and `starting`: they wait for room or for their processes. gpu_use:
-    how busy each GPU was while stages trained, since the last start in which some did.
+    Attributes:
+        name: Name of the run.
+        state: Its state.
+        host: Machine of the driver.
+        pid: Process id of the driver.
+        started: Seconds since the epoch.
+        updated: Seconds since the epoch.
+        command: Command that resumes the run.
+        message: Why the run failed.
+        left_s: Estimated seconds until its end; None if nothing comparable was measured, or a stage
+            is late by more than that.
+        left_without: Number of stages that `left_s` leaves out, because nothing comparable was
+            measured.
+        stages: Status of each stage, by id.
+        machines: Node -> the last sample of its use.
+        groups: Number of worker groups that are `up`, and `starting` (waiting for room or
+            processes).
+        gpu_use: How busy each GPU was while stages trained, since the last start with training.
     """
 
     name: str
@@ -179,18 +204,18 @@ def read_status(storage: str, name: str) -> LiveStatus | None:
 
 
 def is_amount(value: Any) -> TypeGuard[float]:
-    """Whether a JSON value is a number that can be shown: finite, and not absurdly large."""
+    """Return whether a JSON value is a number that can be shown: finite, of reasonable size."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and -LARGEST < value < LARGEST
+    return is_number and -MAX_NUMBER < value < MAX_NUMBER
 
 
 def is_text(value: Any) -> bool:
-    """Whether a JSON value is a text that can be shown: not absurdly long."""
-    return isinstance(value, str) and len(value) <= LONGEST
+    """Return whether a value is a text that can be shown, with a reasonable length."""
+    return isinstance(value, str) and len(value) <= MAX_TEXT
 
 
 def _is_status(value: Any, name: str) -> bool:
-    """Whether a JSON value has the form of a status: the storage may be a stranger's."""
+    """Return whether a JSON value has the form of a status: the storage can be a stranger's."""
     if not isinstance(value, dict) or value.get("name") != name:
         return False
     texts = ("host", "command")
@@ -232,10 +257,14 @@ def _is_gpu_figure(value: Any) -> bool:
 
 
 def is_alive(storage: str, status: LiveStatus) -> bool:
-    """Return whether the driver that wrote a status is still there.
+    """Return whether the driver that wrote a status is still alive.
 
-    On the machine of the driver its lock decides; a driver on another machine may hold a lock that
-    is not seen here, and shows by its heartbeat that it lives.
+    On the driver's machine its lock decides. The lock of a driver on another machine may be
+    invisible here, so its heartbeat decides.
+
+    Args:
+        storage: URI of the storage.
+        status: Status of the run.
     """
     if status["state"] != "running":
         return False
@@ -249,7 +278,7 @@ def is_alive(storage: str, status: LiveStatus) -> bool:
 
 
 def check_readable(storage: str) -> None:
-    """Raise `UserError` when a storage is no folder that can be listed."""
+    """Raise `UserError` if a storage is not a folder that can be listed."""
     if not is_local(storage):
         return
     folder = resolve(storage)[1]

@@ -1,11 +1,10 @@
-"""Raw data behind a card: which content its results were made of, and what is known when it
-changes.
+"""Raw data of cards: the content that results were made from, and its changes.
 
-The ingest stage is keyed by the paths and sizes of the raw files. Files that were edited in place
-have the same, but other modification times. Then they are read again, once, and compared by digest:
-equal content changes nothing, and other content gets an `edition`, which enters the key, so that
-results of both stand apart. What is known is kept in `<storage>/sources/`, per card and
-fingerprint.
+The key of the ingest stage contains the paths and sizes of the raw files. Files that were edited in
+place have the same paths and sizes, but other modification times. They are read again, once, and
+compared by digest. Equal content changes nothing. Other content gets an `edition`, which enters the
+key, so that results of both contents are kept apart. The knowledge is kept in `<storage>/sources/`,
+per card and fingerprint.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
-ClassFiles = dict[str, tuple[int, str]]  # label -> number of files; digest of names, sizes, times
+ClassFiles = dict[str, tuple[int, str]]  # label -> number of files, digest of names, sizes, times
 READ_THREADS = 16
-MAX_CLASSES = 8  # that a sentence names
+MAX_CLASSES = 8  # named in a sentence
 GONE = (
     "its raw files are gone, so that it cannot be made again; what was ingested is used while it "
     "stands"
@@ -50,10 +49,14 @@ REWRITTEN = (
 class Source:
     """The raw data of a card as the storage knows it.
 
-    fingerprint: of paths and sizes. modified: digest of the modification times; "" while unknown.
-    edition: "" for the content that was ingested first, else the start of its digest. contents:
-    edition -> digest of the raw content. present: whether the files are there. note: what a person
-    should know. entries: its files; None where they were not listed now.
+    Attributes:
+        fingerprint: Digest of paths and sizes.
+        modified: Digest of the modification times; "" if unknown.
+        edition: "" for the content that was ingested first, else the start of its digest.
+        contents: Edition -> digest of the raw content.
+        present: Whether the files exist.
+        note: Text for people.
+        entries: The files; None if they were not listed this time.
     """
 
     fingerprint: str
@@ -66,16 +69,23 @@ class Source:
 
     @property
     def text(self) -> str:
-        """What enters the key of the ingest stage."""
+        """Text that enters the key of the ingest stage."""
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
 def source_of(store: Store, card: Card, ask: bool = True) -> Source:
     """Return the source of a card.
 
-    Return the last known one when the files are gone or cannot be reached, so that results stand.
-    Raise `UserError` when the files are gone and were never known. ask: False opens no connection
-    to another machine for a source whose ingested result stands.
+    If the files are gone or unreachable, the last known source is returned, so that results stay
+    valid.
+
+    Args:
+        store: Remembers sources.
+        card: The card.
+        ask: If false, open no connection to another machine for a source with an ingested result.
+
+    Raises:
+        UserError: If the files are gone and were never known.
     """
     last = store.remembered(card.identity())
     known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
@@ -112,9 +122,14 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
 
 
 def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
-    """Before a run, read the raw data of its cards that was written again in place.
+    """Read the raw data of a config's cards again, if it was rewritten in place.
 
-    A card that does not fit its data is passed over: building the graph says why.
+    A card that does not fit its data is skipped: building the graph reports it.
+
+    Args:
+        config: The config.
+        store: Remembers sources.
+        say: Prints a line.
     """
     for name in dict.fromkeys(entry.card for entry in config.stream.tasks):
         try:
@@ -125,14 +140,19 @@ def read_sources_again(config: Config, store: Store, say: Callable[[str], None])
 
 
 def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
-    """Read the raw files of a card that were written again, and note which content they have.
+    """Read the rewritten raw files of a card, and note their content.
 
-    Do nothing when they were not written again, are gone, or cannot be listed.
+    Do nothing if the files were not rewritten, are gone, or cannot be listed.
+
+    Args:
+        store: Remembers sources.
+        card: The card.
+        say: Prints a line.
     """
     try:
         with patience(FIRST_CONTACT_S):
             listed = source_state(card)
-    except UserError:  # see `source_of`: it refuses the source, or goes on with what is known
+    except UserError:  # `source_of` refuses the source, or uses the last known one
         return
     if listed is None:
         return
@@ -143,7 +163,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     before = known["contents"].get(known["edition"])
     inputs = stage_inputs(card, Source(**known))
     if before is None and Artifact.open(store.root, key_of(inputs, ())) is None:
-        pass  # listed before, and not ingested yet
+        pass  # listed before, but not ingested yet
     elif before is None:
         say(
             f"data/{card.name}: its raw files were written again; "
@@ -175,7 +195,7 @@ def _stands(store: Store, card: Card, source: Source) -> bool:
 
 
 def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
-    """Return the inputs that the key of the card's ingest stage is made of."""
+    """Return the inputs for the key of the card's ingest stage."""
     return {
         "step": "ingest",
         "card": card.identity(),
@@ -187,8 +207,12 @@ def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
 def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
     """Count the files of each label of a source, and hash their names, sizes and times.
 
-    Images that the card leaves out do not count. The result is empty if files hold many images
-    each.
+    Images that the card leaves out do not count. The result is empty if a file contains many
+    images.
+
+    Args:
+        card: The card.
+        entries: The files of its source.
     """
     list_items = format_of(card).list_items
     if list_items is None:
@@ -209,14 +233,14 @@ def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
 
 
 def previous_key(store: Store, card: Card) -> str:
-    """Return the key of the last ingest of a card of this name; empty where there is none."""
+    """Return the key of the last ingest of a card with this name; empty if there was none."""
     last = store.remembered(_name_of_files(card))
     key = last.get("key") if isinstance(last, dict) else None
     return key if isinstance(key, str) and run_record.PLAIN.fullmatch(key) else ""
 
 
 def read_last_files(store: Store, card: Card) -> ClassFiles:
-    """Return the files of each class at the last ingest of a card of this name.
+    """Return the files of each class at the last ingest of a card with this name.
 
     The result is empty if there was no such ingest.
     """
@@ -230,9 +254,14 @@ def read_last_files(store: Store, card: Card) -> ClassFiles:
 
 
 def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]]) -> str:
-    """Name the classes whose files changed since the last ingest of a card of this name.
+    """Name the classes with changes of their files since the last ingest of a card with this name.
 
     The result is empty if there was no such ingest.
+
+    Args:
+        store: Remembers the files of the last ingest.
+        card: The card.
+        now: Result of `list_classes`.
     """
     before = read_last_files(store, card)
     if not now or not before:
@@ -256,8 +285,8 @@ def ingested(
     """Record the digests of an ingest: of its raw content, and of the images of each class.
 
     Args:
-        store: Of the run.
-        card: Of the data set.
+        store: Store of the run.
+        card: Card of the data set.
         source: `Source.text`.
         artifact: The result of the ingest stage.
         files: See `list_classes`.
@@ -271,9 +300,14 @@ def ingested(
 
 
 def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | None:
-    """Return the digests of the images of each class as they were ingested; None before that.
+    """Return the digests of the images of each class at their ingest; None before that.
 
-    They are known as long as the storage is, also when raw files and shards are gone.
+    They are known even if raw files and shards are gone.
+
+    Args:
+        store: Remembers digests.
+        card: The card.
+        source: Its source.
     """
     name = _name_of_images(card, source.text)
     known = store.remembered(name)
@@ -286,13 +320,13 @@ def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | No
         digests = _digest_artifact(artifact)
     except DamagedArtifact:
         return None
-    with suppress(OSError):  # the storage may be read alone
+    with suppress(OSError):  # the storage can be read-only
         store.remember(name, digests)
     return digests
 
 
 def _digest_artifact(artifact: Artifact) -> ClassDigests:
-    """Return the digests of the images of each class of an ingest stage."""
+    """Return the digests of the images of each class in the result of an ingest stage."""
     # start-up time: they import torch
     from workers.data.in_place import is_in_place, read_shards
     from workers.data.shards import limits_of, read_hold_out, read_index

@@ -1,7 +1,7 @@
 """The replicas of a run: its config once for each seed, and for each class order.
 
-A replica is an ordinary config of one seed, with the name and the keys that it has when it is run
-by itself: replica `seed-1` of run `table` is the run `table-seed-1`, as `--set seed=1` makes it.
+A replica is an ordinary config with one seed. It has the name and the keys of the same config run
+on its own: replica `seed-1` of run `table` is the run `table-seed-1`, as `--set seed=1` makes it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from workers.errors import UserError
 
 
 def replica_configs(config: Config) -> dict[str, Config]:
-    """Return the configs of one seed and one class order each, by the name of the replica.
+    """Return the configs with one seed and one class order each, by the name of the replica.
 
-    Empty for a config that has one of each.
+    The result is empty for a config with one seed and one order.
     """
     if not config.seeds and not config.orders:
         return {}
@@ -37,9 +37,15 @@ def replica_configs(config: Config) -> dict[str, Config]:
 
 
 def refuse_replicas(config: Config, where: str, needs: str) -> None:
-    """Raise `UserError` when a config has several seeds or class orders.
+    """Check that a config has one seed and one class order.
 
-    needs: what a command works with, for example `one model`.
+    Args:
+        config: The config.
+        where: Path of the config, for the message.
+        needs: What the command works with, for example `one model`.
+
+    Raises:
+        UserError: If it has several.
     """
     replicas = replica_configs(config)
     if not replicas:
@@ -56,7 +62,7 @@ def refuse_replicas(config: Config, where: str, needs: str) -> None:
 
 
 def _replica_name(config: Config, order: str, seed: int) -> str:
-    """Return `seed-1`, `order1`, or `order1-seed-1`; it begins with what all replicas have."""
+    """Return `seed-1`, `order1` or `order1-seed-1`, without parts that the run does not vary."""
     parts = []
     if order:
         parts.append(_order_name(config.orders, order))
@@ -66,7 +72,7 @@ def _replica_name(config: Config, order: str, seed: int) -> str:
 
 
 def _order_name(orders: Sequence[str], order: str) -> str:
-    """Return the name of a class order without its card, where no other order has that name."""
+    """Return the name of a class order, without its card if no other order has that name."""
     stems = [other.rpartition("/")[2] for other in orders]
     stem = order.rpartition("/")[2]
     name = stem if stems.count(stem) == 1 else order.replace("/", "-")
@@ -74,7 +80,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
 
 
 def _in_order(stream: StreamSettings, order: str) -> StreamSettings:
-    """Return a stream whose divided tasks take their classes in an order; empty: as they are."""
+    """Return a stream with an order of the classes of its divided tasks; empty: unchanged."""
     if not order:
         return stream
     entries = []

@@ -1,4 +1,4 @@
-"""One graph of several replicas of a run: stages of equal keys are one stage."""
+"""One graph for several replicas of a run: stages with equal keys are one stage."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import key_of
 from workers.job import StageJob
 
-REPORT_REVISION = 3  # raise it when the report on several replicas shows other things
+REPORT_REVISION = 3  # increase it if the content of the report on replicas changes
 
 
 def union_of(name: str, graphs: Mapping[str, Graph]) -> Graph:
     """Return the graph of all replicas, with one report.
 
-    name: of the run. graphs: by replica. A stage that all replicas share, as an ingest, has its own
-    id; any other stage has an id that begins with the name of the first replica that has it.
+    A stage that all replicas share, such as an ingest, keeps its id. The id of any other stage
+    begins with the name of the first replica that has it.
+
+    Args:
+        name: Name of the run.
+        graphs: Graphs by replica.
     """
-    num_replicas_of: Counter[str] = Counter()  # key of a stage -> replicas that have it
+    num_replicas_of: Counter[str] = Counter()  # key of a stage -> number of replicas with it
     for graph in graphs.values():
         num_replicas_of.update({stage.key for stage in graph})
     stages: dict[str, Stage] = {}  # by key
@@ -41,9 +45,9 @@ def union_of(name: str, graphs: Mapping[str, Graph]) -> Graph:
 
 
 def _in_union(stage: Stage, replica: str, parents: tuple[str, ...]) -> Stage:
-    """Return a stage as it stands in the graph of all replicas. replica: empty if all share it."""
+    """Return a stage for the graph of all replicas. An empty replica means that all share it."""
     stage_id = f"{replica}/{stage.id}" if replica else stage.id
     job = stage.job
-    if isinstance(job, StageJob):  # workers report by the id of the stage
+    if isinstance(job, StageJob):  # workers name the stage by its id in reports
         job = replace(job, id=stage_id)
     return replace(stage, id=stage_id, parents=parents, job=job, replica=replica)

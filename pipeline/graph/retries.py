@@ -1,8 +1,7 @@
-"""How often failed work is tried again: the one place where `cluster.retries` becomes a number of
-tries.
+"""Number of retries of failed work. This is the only place that reads `cluster.retries`.
 
-A stage starts each try from its last checkpoint. A loss that is no fault of the work, such as a
-preempted node, counts as no try.
+A stage starts each try from its last checkpoint. A loss that is not the fault of the work, such as
+a preempted node, does not count as a try.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipeline.config.settings import ClusterSettings  # start-up time: imports pydantic
 
-# A stage that loses more nodes than this is suspected of it: each further loss counts as a try.
+# A stage that loses more nodes may be the cause: each further loss counts as a try.
 MAX_MOVES = 20
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Tries after the first one.
+    """Numbers of tries after the first one.
 
-    stage: of a stage that failed or lost its workers. group: of a worker group that ended before
-    its workers came up. trial: of a search trial whose process died.
+    Attributes:
+        stage: Of a stage that failed or lost its workers.
+        group: Of a worker group that ended before its workers came up.
+        trial: Of a search trial after its process died.
     """
 
     stage: int
@@ -31,5 +32,5 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, cluster: ClusterSettings) -> RetryPolicy:
-        """Return the policy that a config asks for."""
+        """Return the policy of a config."""
         return cls(cluster.retries, cluster.retries, cluster.retries)

@@ -1,8 +1,8 @@
-"""Runs a graph: looks up which results are in the store, and has an executor run the other stages.
+"""Run a graph: look up the results in the store, and let an executor run the other stages.
 
 The walk (walk.py) is the scheduler: a state machine that decides what happens to each stage. This
-module carries its decisions out. A stage is a node of the graph. A result is valid when it is
-complete and was made of the parents' results that are stored now.
+module carries out its decisions. A stage is a node of the graph. A result is valid if it is
+complete and was made from the parents' results that are stored now.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pipeline.graph.walk import (
 from workers.errors import UserError
 from workers.storage.artifact import content_digest
 
-LOOK_UP_THREADS = 16  # a thread holds at most 64 MiB of a file in memory
+LOOK_UP_THREADS = 16  # each holds at most 64 MiB of a file in memory
 OTHER_IMAGES = (
     "its raw files hold other images than when they were ingested before, with the same paths and "
-    "sizes; run the same command again, which takes them"
+    "sizes; run the same command again to use them"
 )
 Manifests = dict[str, Mapping[str, Any] | None]  # by stage id; None for a stage without a result
 
@@ -40,31 +40,40 @@ class Executor(Protocol):
     """Runs stages and reports events. Stages with the longest path of descendants go first."""
 
     def submit(self, stage: Stage, depth: int) -> None:
-        """Queue a stage. depth: stages on the longest path of its descendants."""
+        """Queue a stage.
+
+        Args:
+            stage: The stage.
+            depth: Number of stages on the longest path of its descendants.
+        """
 
     def poll(self) -> list[Event]:
-        """Return what happened since the last call, without waiting for more."""
+        """Return the events since the last call, without waiting for more."""
 
     def close(self) -> None:
-        """Stop what runs and release what the executor holds."""
+        """Stop running stages and release all resources."""
 
 
 class Watcher(Protocol):
     """Observes a run. The terminal and the MLflow recorder are watchers."""
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Called after the walk has recorded an event."""
+        """Handle an event, after the walk has recorded it."""
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        """Called after the walk has recorded a decision."""
+        """Handle a decision, after the walk has recorded it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, by stage id.
+    """The end of a run.
 
-    failures: error messages of the stages that failed. manifests: of the results, as the executor
-    reported them or the look-up found them. left_out: missing stages that were not selected.
+    Attributes:
+        states: State of each stage, by id.
+        failures: Error messages of the stages that failed, by id.
+        seconds: Duration of the run.
+        manifests: Manifests of the results, by id, from the executor or the look-up.
+        left_out: Ids of missing stages that were not selected.
     """
 
     states: dict[str, State]
@@ -87,7 +96,7 @@ class Outcome:
         return list(self.states.values()).count(state)
 
 
-# ---- what is in the store ------------------------------------------------------------------------
+# ---- look-ups ------------------------------------------------------------------------------------
 def content_digests(lookups: Mapping[str, Lookup]) -> dict[str, str]:
     """Return the content digest of each stored result, by stage id."""
     contents = {}
@@ -100,10 +109,13 @@ def content_digests(lookups: Mapping[str, Lookup]) -> dict[str, str]:
 def look_up_all(
     graph: Graph, store: Store, previous: RunRecord | None, verify: Verify = "digests"
 ) -> dict[str, Lookup]:
-    """Look up every stage of a graph, and mark results that are outdated.
+    """Look up every stage of a graph, and mark outdated results.
 
-    previous: the record of the last run of this name; it explains why a stage is missing. verify:
-    what of the files is compared with their manifests.
+    Args:
+        graph: The graph.
+        store: Holds the results.
+        previous: Record of the last run of this name; it explains why a stage is missing.
+        verify: What to compare files with: digests, sizes or nothing.
     """
     return mark_outdated(graph, look_up_each(graph, store, previous, verify))
 
@@ -113,7 +125,7 @@ def look_up_each(
 ) -> dict[str, Lookup]:
     """Look up each stage without regard to its parents. See `look_up_all` for the arguments.
 
-    A bucket takes several round trips per stage, so threads look up in parallel there. On a disk
+    A bucket needs several round trips per stage, so threads look up in parallel there. On a disk,
     threads would cost more than they save.
     """
     previous_by_stage = {}
@@ -131,10 +143,10 @@ def look_up_each(
 
 
 def mark_outdated(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
-    """Return all look-ups; those of outdated results become misses, to be withdrawn.
+    """Return all look-ups. Outdated results become misses, to be withdrawn.
 
-    A result is outdated when a parent's content digest differs from the one that the result was
-    made of. Descendants of an outdated result are checked when it has been computed again.
+    A result is outdated if a parent's content digest differs from the one that the result was made
+    from. Descendants of an outdated result are checked after it has been computed again.
     """
     contents = content_digests(lookups)
     marked = dict(lookups)
@@ -146,10 +158,10 @@ def mark_outdated(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]
 
 
 def stages_to_run(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
-    """Return the ids of the stages to run: every missing one, except some ingest stages.
+    """Return the ids of the stages to run: every missing stage, except some ingest stages.
 
-    An ingest stage whose children all have results does not run: what was trained on data that has
-    been deleted since remains valid.
+    An ingest stage does not run if all its children have results: results remain valid when their
+    data is deleted.
     """
     missing = {stage.id for stage in graph if not lookups[stage.id].hit}
     todo = set()
@@ -173,12 +185,19 @@ def run_graph(
     selected: set[str] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run what is missing.
+    """Run the missing stages.
 
-    make_executor: makes the executor from the ids to run; called once, and only if there are any.
-    retries: tries of a stage after the first one. lookups: from `look_up_all`. poll_s: pause after
-    a poll without events. selected: the stages to run, where not all that is missing is to run.
-    failed: stages that failed before, and why; what needs them does not run.
+    Args:
+        graph: The graph.
+        store: Holds the results.
+        make_executor: Makes the executor from the ids to run. It is called once, and only if there
+            are stages to run.
+        retries: Tries of a stage after the first one.
+        watchers: Observers of the run.
+        lookups: Result of `look_up_all`.
+        poll_s: Pause in seconds after a poll without events.
+        selected: Ids of the stages to run, if not all missing stages.
+        failed: Stages that failed before, and why. Stages that need them do not run.
     """
     started = time.monotonic()
     missing = stages_to_run(graph, lookups)
@@ -208,8 +227,12 @@ def run_graph(
 class GraphRun:
     """Carries out the decisions of a walk.
 
-    manifests, contents: by stage id, the manifest and the content digest of the last known result;
-    changed in place while the run goes on.
+    Attributes:
+        store: Holds the results.
+        walk: The walk.
+        watchers: Observers of the run.
+        manifests: Manifest of the last known result of each stage, by id; changes during the run.
+        contents: Content digest of these results, by stage id; changes during the run.
     """
 
     store: Store
@@ -251,14 +274,13 @@ class GraphRun:
                 self._withdraw(decision_to_rerun.stage)
                 self._notify(decision_to_rerun)
         if decision is not None:
-            # A child could not read the result of this stage. It may have been replaced meanwhile.
+            # A child could not read this stage's result, which may have been replaced meanwhile.
             if decision.kind is DecisionKind.RECOMPUTE and self._is_damaged(decision.stage):
                 self._withdraw(decision.stage)
             self._notify(decision)
 
     def _has_other_images(self, event: Event) -> bool:
-        """Whether data that were ingested again, as they were damaged, are not those that the keys
-        of this graph are made of."""
+        """Return whether data that was ingested again differs from the data in the keys."""
         graph = self.walk.graph
         before = self.contents.get(event.stage)
         return (
@@ -269,19 +291,19 @@ class GraphRun:
         )
 
     def _rerun_outdated(self, stage_id: str) -> list[Decision]:
-        """Set the stages that a finished stage makes outdated to waiting; return the decisions.
+        """Set stages that a finished stage makes outdated to waiting; return the decisions.
 
-        That is the stage itself if a parent's content changed while it ran. Otherwise it is each
+        It is the stage itself if a parent's content changed while it ran. Otherwise it is each
         finished child that was computed from another content of the stage.
         """
         reason = self._why_outdated(stage_id)
         if reason:
-            return [self.walk.run_again(stage_id, reason)]
+            return [self.walk.rerun(stage_id, reason)]
         decisions: list[Decision] = []
         for child in self.walk.graph.children(stage_id):
             reason = self._why_outdated(child.id)
             if reason and self.walk.states[child.id] in FINISHED:
-                decisions.append(self.walk.run_again(child.id, reason))
+                decisions.append(self.walk.rerun(child.id, reason))
         return decisions
 
     def _why_outdated(self, stage_id: str) -> str | None:
@@ -300,10 +322,16 @@ class GraphRun:
 
 
 def raise_if_failed(outcome: Outcome, command: str, logs_command: str = "") -> None:
-    """Raise `UserError` if a stage failed, with the message of the first one.
+    """Raise the error of the first failed stage, if any.
 
-    command: what a person types to resume the run. logs_command: what prints its log, where it has
-    one; the id of a stage is added.
+    Args:
+        outcome: The end of the run.
+        command: Command that resumes the run.
+        logs_command: Command that prints the log of a stage, to which its id is appended; empty if
+            there are no logs.
+
+    Raises:
+        UserError: If a stage failed.
     """
     if not outcome.failures:
         return

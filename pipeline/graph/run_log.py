@@ -1,6 +1,6 @@
-"""The log of a driver: `<storage>/runs/NAME/driver.log`, and what `--log-level` prints.
+"""The log of a driver: `<storage>/runs/NAME/driver.log`, and the output of `--log-level`.
 
-All loggers of the project are below `accrete`. A run appends what they report from INFO on to its
+All loggers of the project are below `accrete`. A run appends their records from INFO on to its
 driver.log. Secrets are redacted.
 """
 
@@ -20,7 +20,7 @@ from workers.storage.secrets import printable
 LOG = logging.getLogger("accrete.run")
 LEVELS = ("debug", "info", "warning", "error")
 FILE = "driver.log"
-ON_SCREEN = "is_on_screen"  # attribute of a record that the lines of a run repeat
+ON_SCREEN = "is_on_screen"  # attribute of a record that the terminal shows anyway
 FAILURES = (EventKind.FAILED, EventKind.LOST, EventKind.DAMAGED)
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -29,24 +29,27 @@ class OneLineFormatter(logging.Formatter):
     """Formats a record as one printable line without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
         return printable(" ".join(super().format(record).splitlines()))
 
 
 def is_not_on_screen(record: logging.LogRecord) -> bool:
-    """Return whether a record tells what the lines of a run on the terminal do not."""
+    """Return whether the terminal does not already show the content of a record."""
     return not getattr(record, ON_SCREEN, False)
 
 
 class FileHandler(logging.StreamHandler[TextIO]):
-    """Writes records to an open file, and stops without a word when the file cannot be written: on
-    a full disk the run itself reports it."""
+    """Writes records to an open file.
+
+    It stops silently if the file cannot be written: on a full disk the run itself reports it.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing."""
 
 
 def log_to_stderr(level: str) -> None:
-    """Print what the project's loggers report from `level` on, one of LEVELS."""
+    """Print the records of the project's loggers from `level` on, which is one of LEVELS."""
     logger = logging.getLogger("accrete")
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(level.upper())
@@ -63,8 +66,14 @@ def log_to_stderr(level: str) -> None:
 
 @contextmanager
 def driver_log(storage: str, name: str) -> Iterator[None]:
-    """Within it, append to the driver.log of the run `name`. In a bucket it is written at the end,
-    and replaces that of the last run."""
+    """Context manager that appends to the driver.log of a run.
+
+    In a bucket the log is written at the end, and replaces the log of the previous run.
+
+    Args:
+        storage: URI of the storage.
+        name: Name of the run.
+    """
     # start-up time: they import pyarrow
     from pipeline.graph.event_log import open_log
     from workers.storage.artifact import is_local, join, resolve, write_bytes
@@ -96,16 +105,16 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level_before)
         text = buffer.getvalue()
-        with suppress(OSError):  # what is left to write finds no room
+        with suppress(OSError):  # the disk is full
             stream.close()
         if text and not is_local(storage):
-            # A storage that is away must not hide how the run ended, nor hold it up for long.
+            # An unreachable storage must neither hide how the run ended nor delay its end for long.
             with suppress(OSError, UserError), patience(FIRST_CONTACT_S):
                 write_bytes(path, text.encode())
 
 
 class RunLog:
-    """Logs what happens to each stage of a run: failures as warnings, all else at info."""
+    """Logs the events of a run: failures as warnings, everything else as info."""
 
     def progress(self, event: Event) -> None:
         """Log the progress of a stage, or a note about the cluster."""
@@ -120,6 +129,7 @@ class RunLog:
             LOG.debug("%s: %s", event.stage, event.body)
 
     def on_event(self, walk: Walk, event: Event) -> None:
+        """Log an event."""
         match event.kind:
             case EventKind.DONE:
                 LOG.info("%s: done in %.1f s", event.stage, event.body.get("wall_s", 0.0))
@@ -133,6 +143,7 @@ class RunLog:
                 LOG.log(level, "%s", text, extra={ON_SCREEN: True})
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
+        """Log a decision."""
         text = f": {decision.reason}" if decision.reason else ""
         level = logging.WARNING if decision.kind is DecisionKind.FAIL else logging.INFO
         line = f"{decision.stage}: {decision.kind}{text}"

@@ -1,5 +1,4 @@
-"""The record of a named run, `<storage>/runs/NAME/run.json`: its config, its tasks and the keys of
-its stages."""
+"""The record of a named run, `<storage>/runs/NAME/run.json`: config, tasks, keys of the stages."""
 
 from __future__ import annotations
 
@@ -13,18 +12,25 @@ from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task
 
-KEY_VERSION = 1  # raise it when `store.key_of` changes: every result is then computed anew
-# A key names a folder: a record from elsewhere must not lead out of the store.
+KEY_VERSION = 1  # increase it if `store.key_of` changes: all results are computed again then
+# A key names a folder: a foreign record must not lead out of the store.
 PLAIN = re.compile(r"[\w-]+")
-MAX_NAME_LENGTH = 1000  # characters of what a record calls a stage
+MAX_NAME_LENGTH = 1000  # of a stage, a label or a task in a record
 
 
 class StageRecord(TypedDict):
     """A stage of a run.
 
-    label, method: names of the method's entry in the config and of the method itself; None for a
-    stage of no method. task: None for a stage of no task. parents: ids. inputs: what the key was
-    made of, besides the parents' keys. replica: as `Stage` has it; absent where it is empty.
+    Attributes:
+        id: Id of the stage.
+        key: Its key.
+        step: Kind of the stage.
+        label: Label of the method in the config; None without a method.
+        task: Name of the task; None without a task.
+        parents: Ids of the parents.
+        method: Name of the method; None without a method.
+        inputs: Inputs of the key, besides the parents' keys.
+        replica: See `Stage`; absent if empty.
     """
 
     id: str
@@ -39,7 +45,15 @@ class StageRecord(TypedDict):
 
 
 class TaskRecord(TypedDict):
-    """A task of a run. data: key of the ingest stage of its card."""
+    """A task of a run.
+
+    Attributes:
+        name: Name of the task.
+        card: Name of the card.
+        role: Role of the task.
+        classes: Its classes.
+        data: Key of the ingest stage of the card.
+    """
 
     name: str
     card: str
@@ -49,11 +63,18 @@ class TaskRecord(TypedDict):
 
 
 class RunRecord(TypedDict):
-    """What a named run consisted of when it was last started.
+    """The contents of a named run when it was last started.
 
-    config: every setting, defaults included; of the backbone the values that were used.
-    created: ISO 8601. provenance: git commit and versions of packages. replicas: of a run of
-    several seeds or class orders, the names of its replicas' runs, by replica.
+    Attributes:
+        name: Name of the run.
+        key_version: KEY_VERSION of the code.
+        config: All settings, including defaults; for the backbone the values that were used.
+        created: Time in ISO 8601.
+        stages: The stages.
+        tasks: The tasks.
+        provenance: Git commit and versions of packages.
+        replicas: Names of the replicas' runs, by replica, if there are several seeds or class
+            orders.
     """
 
     name: str
@@ -69,7 +90,14 @@ class RunRecord(TypedDict):
 def record_of(
     graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
 ) -> RunRecord:
-    """Return the record of a run that starts now."""
+    """Return the record of a run that starts now.
+
+    Args:
+        graph: The graph of the run.
+        config: Its config.
+        tasks: Its tasks.
+        provenance: Git commit and versions of packages.
+    """
     stages: list[StageRecord] = []
     for stage in graph:
         method = config.methods[stage.method].method if stage.method else None
@@ -112,7 +140,7 @@ def record_of(
 
 
 def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
-    """Return every setting; of the backbone the values that were used, also where none was set."""
+    """Return all settings; for the backbone the values that were used, also if unset."""
     body = dump(config)
     for stage in graph:
         if stage.step == "backbone":
@@ -122,17 +150,19 @@ def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
 
 
 def graph_of_record(record: RunRecord) -> Graph:
-    """Return the graph of a run as its record has it, to be looked at: without jobs, and without
-    stages whose parents the record lacks."""
+    """Return the graph of a recorded run, for display.
+
+    Stages have no jobs. Stages are left out if the record lacks their parents.
+    """
     stages: dict[str, Stage] = {}
     for entry in record["stages"]:  # parents come first
-        stage = _stage_of(entry)
+        stage = _make_stage(entry)
         if stages.keys() >= {*stage.parents}:
             stages[stage.id] = stage
     return Graph.of(record["name"], list(stages.values()))
 
 
-def _stage_of(entry: StageRecord) -> Stage:
+def _make_stage(entry: StageRecord) -> Stage:
     return Stage(
         entry["id"],
         entry["step"],
@@ -146,7 +176,7 @@ def _stage_of(entry: StageRecord) -> Stage:
 
 
 def needed_keys(record: RunRecord) -> set[str]:
-    """Return the keys of a run's results, without its report, which is made again at no cost."""
+    """Return the keys of a run's results, without its report, which is cheap to make again."""
     return {
         stage["key"]
         for stage in record["stages"]
@@ -164,13 +194,15 @@ def is_provisional(entry: Mapping[str, Any]) -> bool:
 
 
 def can_be_shown(record: RunRecord) -> bool:
-    """Return whether a record has all that is read to show a run, in its form: the storage may be a
-    stranger's. What a run needs is known from less: see `needed_keys`."""
+    """Return whether a record has the complete form that displaying a run requires.
+
+    The storage can be a stranger's. `needed_keys` works with less.
+    """
     return isinstance(record.get("config"), dict) and all(map(_is_complete, record["stages"]))
 
 
 def _is_complete(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of a record, which is a stage, has the form that is read."""
+    """Return whether an entry of a record, which is a stage, has the form that readers expect."""
     parents = entry.get("parents")
     names = [entry["id"], entry["step"], entry.get("replica", "")]
     names += [entry[key] for key in ("label", "task") if entry.get(key) is not None]
@@ -185,7 +217,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
 
 
 def is_stage(entry: Any) -> bool:
-    """Return whether an entry of a record names a stage, by a key that leads nowhere else."""
+    """Return whether an entry of a record names a stage, with a key that stays in the store."""
     return (
         isinstance(entry, Mapping)
         and all(isinstance(entry.get(name), str) for name in ("id", "key", "step"))

@@ -1,4 +1,4 @@
-"""Which stages of a graph a person asks for: `run --only`, `--from`, `--until` and `--force`.
+"""The stages that a user selects: `run --only`, `--from`, `--until` and `--force`.
 
 A stage is named by its id, by the beginning of ids up to a slash (`meat`, `meat/45`), by a step
 (`evaluate`), or by a pattern with `*`.
@@ -16,15 +16,18 @@ from pipeline.graph.store import Lookup
 from workers.errors import UserError, did_you_mean
 
 FORCED = "it is run again because --force names it"
-MOST_NAMES = 8  # stages that an error names
+MAX_NAMES = 8  # stages that an error names
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a graph is to run; without any names, all that is missing.
+    """The part of a graph to run. Without any names, all missing stages run.
 
-    only: these stages alone. start: these and what follows from them. until: these and what they
-    need. force: stages that run even if they have a result.
+    Attributes:
+        only: Only these stages.
+        start: These stages and their descendants.
+        until: These stages and their ancestors.
+        force: Stages that run even if they have a result.
     """
 
     only: Sequence[str] = ()
@@ -44,18 +47,18 @@ class Selection:
 
     @property
     def resume_options(self) -> list[str]:
-        """What a person adds to `run` to go on with this selection where a run was cut short."""
+        """Options that resume an interrupted `run` with this selection."""
         words = []
         for option, names in self.options:
             for stage in names:
-                # A forced stage whose run was cut short has no result: it runs again anyway.
+                # A forced stage of an interrupted run has no result, so it runs again anyway.
                 if option != "--force":
                     words += [option, stage]
         return words
 
     @property
     def is_part(self) -> bool:
-        """Whether a part of the graph may be left out."""
+        """Whether a part of the graph can be left out."""
         return bool(self.only or self.start or self.until)
 
 
@@ -63,7 +66,13 @@ EVERYTHING = Selection()
 
 
 def force(graph: Graph, lookups: Mapping[str, Lookup], selection: Selection) -> dict[str, Lookup]:
-    """Return look-ups in which the results of the forced stages no longer count."""
+    """Return look-ups in which the results of the forced stages no longer count.
+
+    Args:
+        graph: The graph.
+        lookups: Look-up of each stage.
+        selection: The selection.
+    """
     forced = dict(lookups)
     for stage_id in stages_named(graph, selection.force, "--force"):
         if lookups[stage_id].hit:
@@ -72,10 +81,16 @@ def force(graph: Graph, lookups: Mapping[str, Lookup], selection: Selection) -> 
 
 
 def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selection) -> set[str]:
-    """Return the ids of the stages to run: of those that are missing, the selected ones.
+    """Return the ids of the stages to run: the missing stages that are selected.
 
-    Raise `UserError` for a name that is no stage, and when a selected stage needs the result of one
-    that is missing and not selected.
+    Args:
+        graph: The graph.
+        lookups: Look-up of each stage.
+        selection: The selection.
+
+    Raises:
+        UserError: If a name is not a stage, or a selected stage needs a missing stage that is not
+            selected.
     """
     forced = stages_named(graph, selection.force, "--force")
     if not selection.is_part:
@@ -91,7 +106,7 @@ def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selecti
     chosen = {stage_id for stage_id in selected if not lookups[stage_id].hit}
     if selection.until and not selection.only and not selection.start:
         part = Graph.of(graph.name, [stage for stage in graph if stage.id in selected])
-        chosen = stages_to_run(part, lookups) | forced  # no data that nothing waits for
+        chosen = stages_to_run(part, lookups) | forced  # leaves out data that no stage needs
     for stage in graph:
         if stage.id not in chosen:
             continue
@@ -114,7 +129,16 @@ def _check_forced(graph: Graph, selection: Selection, selected: set[str]) -> Non
 
 
 def stages_named(graph: Graph, names: Iterable[str], option: str) -> set[str]:
-    """Return the ids that names stand for. Raise `UserError` for a name that is no stage."""
+    """Return the ids of the stages with some names.
+
+    Args:
+        graph: The graph.
+        names: Names from the command line.
+        option: The option, for the message.
+
+    Raises:
+        UserError: If a name is not a stage.
+    """
     ids: set[str] = set()
     for name in names:
         matches = {stage.id for stage in graph if _is_named(stage.id, stage.step, name)}
@@ -133,9 +157,9 @@ def _is_named(stage_id: str, step: str, name: str) -> bool:
 def _unknown_stage(graph: Graph, name: str, option: str) -> UserError:
     steps = dict.fromkeys(stage.step for stage in graph)
     known = [*graph.stages, *steps]
-    more = ", ..." if len(graph) > MOST_NAMES else ""
+    more = ", ..." if len(graph) > MAX_NAMES else ""
     names = (
-        f"there are: {', '.join([*graph.stages][:MOST_NAMES])}{more}; "
+        f"there are: {', '.join([*graph.stages][:MAX_NAMES])}{more}; "
         f"a step ({', '.join(steps)}) names all its stages"
     )
     hint = did_you_mean(name, known, names)
@@ -143,7 +167,7 @@ def _unknown_stage(graph: Graph, name: str, option: str) -> UserError:
 
 
 def descendants(graph: Graph, stage_ids: set[str]) -> set[str]:
-    """Return stages and all that follows from them."""
+    """Return stages and all their descendants, by id."""
     ids = set(stage_ids)
     for stage in graph:  # in topological order
         if ids.intersection(stage.parents):

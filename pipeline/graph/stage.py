@@ -1,4 +1,4 @@
-"""Stages and their graph: plain values, checked for order and cycles, drawn as text and as SVG."""
+"""Stages and their graph: plain values, checked for order and cycles."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from pipeline.data.cards import Card  # start-up time: imports pyarrow
 
 
-UNKNOWN = "unknown until ingest"  # in place of the digest of images that are not ingested yet
+UNKNOWN = "unknown until ingest"  # replaces the digest of images that are not ingested yet
 
 
 @dataclass(frozen=True)
 class IngestJob:
     """The data set to ingest.
 
-    files: number and digest of the files of each class, see `raw_data.list_classes`. previous: key
-    of the last ingest of a card of this name.
+    Attributes:
+        card: The card of the data set.
+        files: Number and digest of the files of each class, see `raw_data.list_classes`.
+        previous: Key of the last ingest of a card with this name.
     """
 
     card: Card
@@ -32,15 +34,23 @@ class IngestJob:
 
 @dataclass(frozen=True)
 class Stage:
-    """A node: one step of one task under one method.
+    """A node of the graph: one step of one task under one method.
 
-    id: readable and unique inside the graph, `label/task/step` (`data/CARD` for ingest, `backbone`,
-    `report`). key: content address of its result. inputs: what the key was made of, flat, for
-    explaining a miss. job: what a worker is told (a StageJob, or ingest's own job). note: what
-    `plan` says of it beside hit or miss. replica: in a graph of several replicas, the first one
-    that has this stage; empty for a stage that all share. is_provisional:
-    whether images that the stage needs are not ingested yet. Its key is then a placeholder, which
-    no result ever has.
+    Attributes:
+        id: Readable and unique inside the graph: `label/task/step`, `data/CARD` for ingest,
+            `backbone` or `report`.
+        step: Kind of the stage.
+        key: Content address of its result.
+        inputs: Inputs of the key, flat, to explain a miss.
+        parents: Ids of its parents.
+        method: Label of its method, or None.
+        task: Name of its task, or None.
+        job: Instructions for a worker: a StageJob or an IngestJob.
+        note: Text that `plan` prints in addition to hit or miss.
+        replica: In a graph of several replicas, the first one with this stage; empty if all share
+            it.
+        is_provisional: The stage needs images that are not ingested yet. Its key is a placeholder
+            that no result has.
     """
 
     id: str
@@ -58,13 +68,27 @@ class Stage:
 
 @dataclass(frozen=True)
 class Graph:
-    """Stages in topological order, by id."""
+    """Stages in topological order.
+
+    Attributes:
+        name: Name of the run.
+        stages: Stages by id.
+    """
 
     name: str
     stages: dict[str, Stage] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, stages: list[Stage]) -> Graph:
+        """Return the graph of some stages, in any order.
+
+        Args:
+            name: Name of the run.
+            stages: The stages.
+
+        Raises:
+            UserError: If two stages have the same id, or stages wait for each other.
+        """
         by_id = {s.id: s for s in stages}
         if len(by_id) != len(stages):
             raise UserError(
@@ -90,11 +114,11 @@ class Graph:
 
     @property
     def has_outside_code(self) -> bool:
-        """Whether a method of it is defined outside of this project: `pipeline.register`."""
+        """Whether a method is defined outside of this project: `pipeline.register`."""
         return any("code" in stage.inputs for stage in self)
 
     def with_ancestors(self, stage_ids: Iterable[str]) -> set[str]:
-        """Return the ids of stages and of all stages that they depend on."""
+        """Return the ids of stages and of all their ancestors."""
         needed = set(stage_ids)
         for stage in reversed(self.stages.values()):
             if stage.id in needed:
@@ -102,6 +126,7 @@ class Graph:
         return needed
 
     def children(self, stage_id: str) -> list[Stage]:
+        """Return the stages that have a stage as a parent."""
         return self._children[stage_id]
 
     @cached_property

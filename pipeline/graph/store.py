@@ -1,5 +1,4 @@
-"""Keys, look-ups and the reason of every miss: which stage results stand, and what they were made
-of."""
+"""Keys of stages, look-ups of their results, and the reason of every miss."""
 
 from __future__ import annotations
 
@@ -45,14 +44,20 @@ from workers.storage.artifact import (
 from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
 from workers.storage.lock import stage_lock
 
-EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
+EARLIER = "earlier"  # folder of a run with the records before its config was changed
 NOT_FINISHED = "not finished"  # reason of a miss: the last run had the same stage
-MOST_CHANGES = 4  # versions that a note names
+MAX_CHANGES = 4  # versions in a note
 
 
 def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
-    """Content address of a stage: hash of its inputs and its parents' keys, in order. Type-tagged:
-    1, 1.0, "1" and True differ."""
+    """Return the content address of a stage: a hash of its inputs and its parents' keys, in order.
+
+    Values are tagged with their types: 1, 1.0, "1" and True differ.
+
+    Args:
+        inputs: Inputs of the stage.
+        parents: Keys of its parents.
+    """
     return hashlib.sha256(_tagged([run_record.KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
 
 
@@ -76,10 +81,14 @@ def _tagged(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a look-up says of a stage.
+    """The result of a look-up of a stage.
 
-    hit: there is a valid result. reason: why not, in words. must_withdraw: there is a result that
-    is damaged or outdated, and it must be withdrawn before the stage runs.
+    Attributes:
+        hit: There is a valid result.
+        reason: Why there is none, as text.
+        manifest: Manifest of the result.
+        must_withdraw: A damaged or outdated result exists, and must be withdrawn before the stage
+            runs.
     """
 
     hit: bool
@@ -89,14 +98,19 @@ class Lookup:
 
 
 def remove(path: str) -> None:
-    """Delete a local file; do nothing when it is gone."""
-    with suppress(FileNotFoundError):  # another driver sweeps too
+    """Delete a local file; do nothing if it does not exist."""
+    with suppress(FileNotFoundError):  # another driver may have deleted it
         os.unlink(path)
 
 
 class Garbage(NamedTuple):
-    """A folder that nothing needs. path: below the storage. written: when its last file was, in
-    seconds since the epoch."""
+    """A folder that no run needs.
+
+    Attributes:
+        path: Path below the storage.
+        size_bytes: Size of its files.
+        written: Time of the last write, in seconds since the epoch.
+    """
 
     path: str
     size_bytes: int
@@ -107,22 +121,30 @@ Verify = Literal["digests", "sizes", "nothing"]
 
 
 class Store:
-    """`<storage>/stages/<key>/` and the records of named runs."""
+    """Results in `<storage>/stages/<key>/`, and the records of named runs.
+
+    Args:
+        storage: URI of the storage.
+    """
 
     def __init__(self, storage: str):
         self.storage = storage
         self.root = join(storage, "stages")
 
     def check_usable(self, to_write: bool) -> None:
-        """Raise `UserError` when the storage cannot be used.
+        """Check that the storage can be used.
 
-        to_write: False where it is only read; then a storage that exists need not be writable.
+        Args:
+            to_write: If false, it is only read: an existing storage need not be writable then.
+
+        Raises:
+            UserError: If it cannot be used.
         """
         if to_write or not self._exists():
             self.check_writable()
 
     def check_exists(self) -> None:
-        """Raise `UserError` when there is no such storage, or when it cannot be read."""
+        """Raise `UserError` if there is no such storage, or it cannot be read."""
         check_readable(self.storage)
         if not self._exists():
             raise UserError(
@@ -140,7 +162,7 @@ class Store:
             ) from None
 
     def check_writable(self) -> None:
-        """Raise `UserError` when the storage cannot be written."""
+        """Raise `UserError` if the storage cannot be written."""
         resolve(self.storage)
         # a unique name: two runs may start at the same moment
         probe = join(self.storage, f".probe-{temporary_name()}")
@@ -188,10 +210,12 @@ class Store:
     def look_up(
         self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: Verify = "digests"
     ) -> Lookup:
-        """Return whether the result of `stage` stands, and why not.
+        """Look up the result of a stage.
 
-        previous: the record of the same run before, for the reason of a miss. verify: what of the
-        files is compared with the manifest.
+        Args:
+            stage: The stage.
+            previous: Record of the last run of this name, for the reason of a miss.
+            verify: What to compare files with: digests, sizes or nothing.
         """
         if stage.is_provisional:
             return Lookup(False, UNKNOWN)
@@ -216,7 +240,7 @@ class Store:
         return Lookup(False, f"damaged: {damage}", must_withdraw=True)
 
     def withdraw(self, key: str) -> None:
-        """Withdraw the result under a key, so that it no longer stands."""
+        """Withdraw the result under a key, so that it is no longer valid."""
         withdraw(self.root, key)
 
     def compute_once(
@@ -249,13 +273,13 @@ class Store:
         return join(self.storage, "runs", name, "run.json")
 
     def record(self, name: str) -> RunRecord | None:
-        """What the named run consisted of when it was last started."""
+        """Return the record of the last start of a named run; None if it cannot be read."""
         return self._read_record(self.record_path(name), name)
 
     def records(self, record: RunRecord) -> dict[str, RunRecord]:
-        """Return the records of a run's replicas that can be read, by replica.
+        """Return the readable records of a run's replicas, by replica.
 
-        Of a run of one seed, its own record, under an empty name.
+        For a run with one seed, it is the run's own record, under an empty name.
         """
         names = record.get("replicas")
         if not isinstance(names, dict):
@@ -285,22 +309,29 @@ class Store:
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: RunRecord) -> None:
-        """Writes the record of a run that begins, before it looks up what stands: from now on
-        `gc` keeps what it needs. A record of the same name that needs other results is kept
-        beside it."""
+        """Write the record of a run that begins, before it looks up results.
+
+        From then on `gc` keeps everything that the run needs. An existing record of the same name
+        that needs other results is kept as an earlier record.
+        """
         with self.claimed_by_gc():
             self._keep_earlier(record)
             write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
 
     def claimed_by_gc(self) -> AbstractContextManager[None]:
-        """Held while garbage is deleted, and while it is written down what a run needs. On an
-        object store it holds nothing back (see lock.py): there a run that begins in the seconds of
-        the deletion may have to compute something again."""
+        """Hold the lock for deleting garbage and for writing records.
+
+        An object store has no locks (see lock.py): there, a run that begins in the seconds of a
+        deletion may have to compute a result again.
+        """
         return stage_lock(self.root, "gc")
 
     def _keep_earlier(self, record: RunRecord) -> None:
-        """Of a run whose config was changed, the record of what it was; a longer stream or a
-        further method needs all of what it was, and takes its place."""
+        """Keep the previous record of a run if its config was changed.
+
+        A record is not kept if the new one needs all its results, as with a longer stream or
+        another method.
+        """
         name, keys = record["name"], needed_keys(record)
         before = self.record(name)
         if before is not None and not needed_keys(before) <= keys:
@@ -316,25 +347,29 @@ class Store:
         return join(self.storage, "runs", name, EARLIER, f"{digest[:16]}.json")
 
     def _earlier(self, name: str) -> dict[str, RunRecord | None]:
-        """Path -> record, of what a run was before its config was changed; None where it cannot be
-        read."""
+        """Return the earlier records of a run by path; None for an unreadable record.
+
+        They are the records before its config was changed.
+        """
         folder = join(self.storage, "runs", name, EARLIER)
         paths = [join(folder, file) for file in list_files(folder) if file.endswith(".json")]
         return {path: self._read_record(path, name) for path in paths}
 
     def earlier_records(self, name: str) -> list[RunRecord]:
-        """Return the readable records of what a run was before its config was changed."""
+        """Return the readable records of a run before its config was changed."""
         return [record for record in self._earlier(name).values() if record is not None]
 
     def earlier_names(self) -> list[str]:
-        """Runs whose config was changed, and of which earlier results are kept."""
+        """Return the runs with kept results of earlier configs."""
         return [name for name in self.run_names() if self._earlier(name)]
 
     def forget_earlier(self, remaining_keys: set[str], runs: Collection[str]) -> None:
-        """Delete the earlier records of some runs, but for those that protect something.
+        """Delete the earlier records of some runs, except records that protect a result.
 
-        remaining_keys: of what nothing but earlier records needs, and what was not deleted. A
-        record that cannot be read may need any of them.
+        Args:
+            remaining_keys: Keys that only earlier records need, and that were not deleted. An
+                unreadable record may need any of them.
+            runs: Names of the runs.
         """
         system, _ = resolve(self.storage)
         for name in runs:
@@ -363,12 +398,17 @@ class Store:
         return sorted(entry.base_name for entry in entries if entry.type == fs.FileType.Directory)
 
     def garbage(self, search_keys: set[str], changed: Collection[str] = ()) -> list[Garbage]:
-        """Folders below the storage that no named run needs: results of no named run, what
-        interrupted attempts left beside a result that stands, its checkpoints and failures.
+        """Return the folders below the storage that no named run needs.
 
-        search_keys: keys of the stages that searches need. changed: names of runs; also what they
-        needed only before their configs were changed. Raise `UserError` when a record cannot be
-        read.
+        They are results of no named run, remains of interrupted attempts in the folder of a valid
+        result, its checkpoints and failures.
+
+        Args:
+            search_keys: Keys of the stages that searches need.
+            changed: Names of runs. Results that only their earlier configs needed are garbage, too.
+
+        Raises:
+            UserError: If a record cannot be read.
         """
         needed = set(search_keys)
         for name in self.run_names():
@@ -393,7 +433,7 @@ class Store:
             area: stored_files(join(self.storage, area))
             for area in ("stages", CHECKPOINTS, failures.FOLDER)
         }
-        standing: dict[str, str] = {}  # key -> the attempt that its manifest names
+        standing: dict[str, str] = {}  # key -> attempt in its manifest
         for key in unclear(files_in) & needed:
             artifact = Artifact.open(self.root, key)
             if artifact:
@@ -403,7 +443,7 @@ class Store:
             for path, file in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
-                if not rest:  # a file that someone else put beside the folders of results
+                if not rest:  # a foreign file among the folders of results
                     continue
                 if key not in needed or (area != "stages" and key in standing):
                     folder = key
@@ -418,16 +458,20 @@ class Store:
                 garbage[garbage_path] = Garbage(garbage_path, size_bytes, written)
         return sorted(garbage.values())
 
-    # ---- what a source looked like when it was last seen, so that results stand after the raw data
-    # is gone
+    # ---- knowledge about sources, so that results stay valid after the raw data is gone
     def remember(self, identity: str, value: Any) -> None:
-        """Write what is known of the source of a card. identity: of the card."""
+        """Write a value that `remembered` returns, even after the raw data is gone.
+
+        Args:
+            identity: Name of the value, for example of a card.
+            value: JSON value.
+        """
         write_bytes(
             join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode()
         )
 
     def remembered(self, identity: str) -> Any:
-        """Return what `remember` wrote last; None when nothing readable was written."""
+        """Return the value that `remember` wrote last; None if there is no readable one."""
         try:
             return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -435,10 +479,12 @@ class Store:
 
 
 def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
-    """Return the keys whose manifest must be read to know which of their files are garbage.
+    """Return the keys with files that are garbage or not depending on their manifest.
 
-    They have files of several attempts, checkpoints or failures. files_in: area of the storage
-    (stages, checkpoints, failures) -> path below it -> file.
+    These keys have files of several attempts, checkpoints or failures.
+
+    Args:
+        files_in: Area of the storage (stages, checkpoints, failures) -> path below it -> file.
     """
     attempts: dict[str, set[str]] = {}
     for path in files_in["stages"]:
@@ -455,15 +501,24 @@ def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
 def why_outdated(
     graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
 ) -> str | None:
-    """Why the result of `stage` no longer goes with its parents' results, in words: one of them was
-    made again under its key with another content. None where it does, or where that is not known: a
-    parent's result is gone, or one of the two was made before contents were noted.
+    """Return the reason why a result does not match its parents' results any more.
 
-    manifest: of the result, if it stands. contents: stage id -> content of the result that stands.
+    A parent was computed again under its key with another content.
+
+    Args:
+        graph: The graph.
+        stage: The stage.
+        manifest: Manifest of its result, if it has one.
+        contents: Stage id -> content digest of the stored result.
+
+    Returns:
+        The reason. None if the result matches, or if that is unknown: a parent's result is gone, or
+            one
+        of the two was made before contents were recorded.
     """
     made_of = (manifest or {}).get("made_of") or {}
     for parent in stage.parents if made_of else ():
-        if graph[parent].step == "ingest":  # the images that were used are in the key
+        if graph[parent].step == "ingest":  # the key contains the digests of the used images
             continue
         before, now = made_of.get(graph[parent].key), contents.get(parent)
         if before and now and before != now:
@@ -472,7 +527,12 @@ def why_outdated(
 
 
 def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
-    """The reason of a miss: what changed since the run of the same name, old -> new."""
+    """Return the reason of a miss: the changes since the run of the same name, old -> new.
+
+    Args:
+        stage: The stage.
+        previous: Record of that run.
+    """
     before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
     if before is None:
         return "new"
@@ -496,16 +556,23 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
 def version_notes(
     lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]
 ) -> list[str]:
-    """What an upgrade means for the results of a run, a sentence each: none stand under another
-    key version; those that stand and were made by other versions of the code or of packages stay
-    valid."""
+    """Return sentences about the effect of an upgrade on the results of a run.
+
+    Results under another key version are not found. Results that other versions of the code or of
+    packages made stay valid.
+
+    Args:
+        lookups: Look-up of each stage.
+        previous: Record of the last run of this name.
+        provenance: Versions of this process.
+    """
     notes = []
     version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
     if version != run_record.KEY_VERSION:
         notes.append(
             f"the last run of this name had key version {version}, this code has "
             f"{run_record.KEY_VERSION}: its results are not found under the new keys, and are "
-            "computed anew"
+            "computed again"
         )
     manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
     made_by = [
@@ -522,8 +589,8 @@ def version_notes(
                 changes[f"{name} {before} -> {now[name] or 'unknown'}"] += 1
     differing = sum(versions != now for versions in made_by)
     if changes:
-        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES))
-        if len(changes) > MOST_CHANGES:
+        listed = ", ".join(text for text, _ in changes.most_common(MAX_CHANGES))
+        if len(changes) > MAX_CHANGES:
             listed += ", ..."
         notes.append(
             f"{differing} of {len(manifests)} results "
@@ -534,7 +601,7 @@ def version_notes(
 
 
 def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> version, of what can have a hand in a result."""
+    """Return the versions of everything that can influence a result, by name."""
     packages = provenance.get("packages")
     versions = {**packages} if isinstance(packages, dict) else {}
     return {**versions, "git commit": str(provenance.get("git_commit", ""))}

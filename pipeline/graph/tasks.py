@@ -1,4 +1,4 @@
-"""Tasks of a stream: one ingest stage per card, and the tasks that are cut from each card."""
+"""Tasks of a stream: one ingest stage per card, and the tasks that each card is divided into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MAX_LISTED_CLASSES = 12  # in an error message
 def add_tasks(builder: Builder) -> list[Task]:
     """Add one ingest stage per card, and return the tasks of the stream, the base task first.
 
-    Raise `UserError` when the stream cannot be built from its cards.
+    Raises:
+        UserError: If the stream cannot be built from its cards.
     """
     loaded: dict[str, Card] = {}
     for entry in builder.config.stream.tasks:
@@ -37,7 +38,7 @@ def add_tasks(builder: Builder) -> list[Task]:
             _add_card(builder, card)
     tasks: list[Task] = []
     for entry in builder.config.stream.tasks:
-        tasks += _tasks_of(builder, entry, loaded[entry.card])
+        tasks += _make_tasks(builder, entry, loaded[entry.card])
     _check_roles(tasks)
     if builder.config.stream.scenario == "task":
         _check_several_classes(tasks)
@@ -46,7 +47,13 @@ def add_tasks(builder: Builder) -> list[Task]:
 
 
 def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Graph, list[Task]]:
-    """Return the ingest stages of cards that need not be in the stream, and each card as a task."""
+    """Return the ingest stages of cards, and each card as a task. The stream need not contain them.
+
+    Args:
+        config: The config.
+        store: Knows the data of the cards.
+        names: Names or paths of cards.
+    """
     builder = Builder(config, store, {})
     tasks = []
     for name in dict.fromkeys(names):
@@ -62,7 +69,15 @@ def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Gra
 
 
 def load_card(name: str, store: Store) -> Card:
-    """Load a card. Raise `UnfitSource` where its classes are not in its source."""
+    """Load a card.
+
+    Args:
+        name: Name or path of the card.
+        store: Remembers classes of sources.
+
+    Raises:
+        UnfitSource: If the source does not have the classes of the card.
+    """
     try:
         return card_files.load(name, store)
     except StorageUnavailable:
@@ -88,7 +103,7 @@ def _check_new_name(path: str, card: Card, loaded: dict[str, Card]) -> None:
 
 
 def _check_roles(tasks: list[Task]) -> None:
-    """Raise `UserError` when two tasks share a name, or a role that only one task may have."""
+    """Raise `UserError` if two tasks share a name, or a role that only one task can have."""
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise UserError(
@@ -109,7 +124,11 @@ def _check_roles(tasks: list[Task]) -> None:
 
 
 def _check_several_classes(tasks: Sequence[Task]) -> None:
-    """Raise `UserError` for a task of one class: told the task, there is nothing to choose."""
+    """Check that tasks have several classes: with one class a known task leaves no choice.
+
+    Raises:
+        UserError: If a task has one class.
+    """
     for task in tasks:
         if task.num_classes == 1 and task.role != "unlabelled":
             raise UserError(
@@ -123,7 +142,8 @@ def _check_several_classes(tasks: Sequence[Task]) -> None:
 def _add_card(builder: Builder, card: Card) -> None:
     """Add the ingest stage of a card.
 
-    Raise `UnfitSource` where it has no result, and its source shows that it would fail.
+    Raises:
+        UnfitSource: If the card has no result, and its source shows that the ingest would fail.
     """
     try:
         _add_ingest(builder, card)
@@ -156,9 +176,9 @@ def _add_ingest(builder: Builder, card: Card) -> None:
         check_source(card, source.entries)
 
 
-def _tasks_of(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
-    """Return the tasks that one line of the stream makes of a card."""
-    classes = _classes_of(entry, card)
+def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
+    """Return the tasks for one entry of the stream and its card."""
+    classes = _list_classes(entry, card)
     name = entry.name or card.name
     key = builder.keys[f"data/{card.name}"]
     urls = in_place.urls_of(card)
@@ -180,8 +200,12 @@ def _tasks_of(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     return tasks
 
 
-def _classes_of(entry: TaskEntry, card: Card) -> Sequence[str]:
-    """Return the classes that an entry takes from its card, in order. Raise `UserError`."""
+def _list_classes(entry: TaskEntry, card: Card) -> Sequence[str]:
+    """Return the classes that an entry takes from its card, in order.
+
+    Raises:
+        UserError: If the card does not have them.
+    """
     name = entry.name or card.name
     card_classes = card.order()
     if card.source.label is None and entry.role != "unlabelled":
@@ -200,7 +224,7 @@ def _classes_of(entry: TaskEntry, card: Card) -> Sequence[str]:
         classes = [name for name in ordered if name in card_classes]
     if classes is None:
         return card_classes
-    # A card and a config may be written in two Unicode forms.
+    # A card and a config can use different Unicode forms.
     spelling_on_card = {nfc(class_name): class_name for class_name in card_classes}
     classes = [spelling_on_card.get(nfc(class_name), class_name) for class_name in classes]
     for class_name in classes:

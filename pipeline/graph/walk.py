@@ -1,7 +1,7 @@
-"""The state of a walk over the graph: events change it, decisions come out of it.
+"""The state of a walk over the graph. Events change the state, and decisions follow from it.
 
-States, events and decisions are values. Nothing here reads a store, starts a process or looks at a
-clock, so tests step a walk by hand.
+States, events and decisions are values. This module reads no store, starts no process and uses no
+clock, so tests can step through a walk.
 """
 
 from __future__ import annotations
@@ -28,30 +28,39 @@ class State(Enum):
     BLOCKED = "blocked"  # an ancestor failed
 
 
-FINISHED = (State.REUSED, State.DONE)  # they have a result, or need none
+FINISHED = (State.REUSED, State.DONE)  # the stage has a result, or needs none
 NEVER_FINISHES = (State.FAILED, State.BLOCKED)
 ENDED = (*FINISHED, *NEVER_FINISHES)
 
 
 class EventKind(StrEnum):
-    """What an executor reports of a stage."""
+    """Kind of a report of an executor."""
 
     DONE = "done"  # body: its manifest
     FAILED = "failed"  # it raised an error
     LOST = "lost"  # its workers died
-    MOVED = "moved"  # its node was lost or is preempted: this counts as no try
+    MOVED = "moved"  # its node was lost or preempted: this does not count as a try
     DAMAGED = "damaged"  # a file of a parent's result, named by `key`, is damaged
-    STARTED = "started"  # a worker has begun with it; body: `where`, `nodes`, `gpus`
-    PROGRESS = "progress"  # body: how far it is
+    STARTED = "started"  # a worker has started it; body: `where`, `nodes`, `gpus`
+    PROGRESS = "progress"  # body: its progress
     CHECKPOINT = "checkpoint"  # its state was saved; body: `epoch` and `step` of the next step
-    NOTE = "note"  # a message about the cluster, of no stage
-    SAMPLE = "sample"  # body: use of a worker's machine, of no stage
-    GROUPS = "groups"  # body: how many worker groups are `up` and `starting`, of no stage
+    NOTE = "note"  # a message about the cluster; no stage
+    SAMPLE = "sample"  # body: use of a worker's machine; no stage
+    GROUPS = "groups"  # body: number of worker groups that are `up` and `starting`; no stage
 
 
 @dataclass(frozen=True)
 class Event:
-    """A report of an executor. final: the same error would come again, so there is no retry."""
+    """A report of an executor.
+
+    Attributes:
+        kind: Kind of the event.
+        stage: Id of the stage; empty if the event concerns no stage.
+        message: Text for people.
+        final: A retry would end with the same error, so there is none.
+        key: Key of a damaged result.
+        body: Values that depend on the kind.
+    """
 
     kind: EventKind
     stage: str
@@ -62,11 +71,11 @@ class Event:
 
 
 class DecisionKind(StrEnum):
-    """What is to be done with a stage."""
+    """Kind of a decision."""
 
     LAUNCH = "launch"
     RETRY = "retry"  # run it again: the failure counts as a try
-    MOVE = "move"  # run it again: the loss of a node counts as no try
+    MOVE = "move"  # run it again: the loss of a node does not count as a try
     RECOMPUTE = "recompute"  # its stored result is damaged or outdated
     FAIL = "fail"
     BLOCK = "block"  # an ancestor failed, so it never runs
@@ -74,7 +83,14 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done with a stage, and why. depth: stages on the longest path behind it."""
+    """The next action for a stage.
+
+    Attributes:
+        kind: Kind of the decision.
+        stage: Id of the stage.
+        reason: Why.
+        depth: Number of stages on the longest path of its descendants.
+    """
 
     kind: DecisionKind
     stage: str
@@ -84,15 +100,23 @@ class Decision:
 
 @dataclass
 class Walk:
-    """The state of one walk over the graph. `decide` says what to do next, `carry_out` and `apply`
-    record what was done and what came of it.
+    """The state of one walk over the graph.
 
-    Each change of a stage notes which stages it may concern. So a decision costs the same in a
-    graph of any size.
+    `decide` returns the next actions. `record` and `apply` record actions and their outcome. Each
+    change of a stage notes the stages that it can affect. So the cost of a decision does not depend
+    on the size of the graph.
+
+    Attributes:
+        graph: The graph.
+        retries: Tries of a stage after the first one.
+        states: State of each stage, by id.
+        tries: Failed tries of stages, by id.
+        moves: Losses of nodes, by stage id.
+        messages: Last message about stages, by id.
     """
 
     graph: Graph
-    retries: int  # tries of a stage after the first one
+    retries: int
     states: dict[str, State]  # only `_set_state` writes it
     tries: dict[str, int] = field(default_factory=dict)
     moves: dict[str, int] = field(default_factory=dict)
@@ -100,7 +124,13 @@ class Walk:
 
     @classmethod
     def over(cls, graph: Graph, reused: Iterable[str], retries: int) -> Walk:
-        """Return a walk in which the results of `reused` stand and all else waits."""
+        """Return a walk in which `reused` stages have results and all other stages wait.
+
+        Args:
+            graph: The graph.
+            reused: Ids of stages.
+            retries: Tries of a stage after the first one.
+        """
         states = {stage.id: State.WAITING for stage in graph}
         for stage_id in reused:
             states[stage_id] = State.REUSED
@@ -111,9 +141,9 @@ class Walk:
         self._index = {stage.id: index for index, stage in enumerate(self._stages)}
         self._counts = Counter(self.states.values())
         self._unfinished_parents: dict[str, int] = {}
-        self._same_key: dict[str, list[Stage]] = {}  # stages with one key are the same work
+        self._same_key: dict[str, list[Stage]] = {}  # stages with equal keys are the same work
         self._running_keys: set[str] = set()
-        self._changed: set[str] = set()  # waiting stages that `decide` has to look at
+        self._changed: set[str] = set()  # waiting stages that `decide` must check
         for stage in self._stages:
             unfinished = [p for p in set(stage.parents) if self.states[p] not in FINISHED]
             self._unfinished_parents[stage.id] = len(unfinished)
@@ -125,10 +155,12 @@ class Walk:
 
     # ---- decisions -------------------------------------------------------------------------------
     def decide(self) -> list[Decision]:
-        """Return the stages to block, in the order of the graph, and then those to launch, the ones
-        with the longest path behind them first."""
+        """Return the stages to block, in the order of the graph, and then the stages to launch.
+
+        Stages with the longest path of descendants are launched first.
+        """
         blocked: dict[str, Decision] = {}
-        ready: dict[str, Stage] = {}  # by key: of stages that are the same work one is launched
+        ready: dict[str, Stage] = {}  # by key: equal work is launched only once
         # A heap of positions in the graph. A blocked stage adds its children in the same pass.
         indices = sorted(self._index[stage_id] for stage_id in self._changed)
         while indices:
@@ -191,25 +223,25 @@ class Walk:
                 return self._retry(event) or self._fail(event)
 
     def fail(self, stage_id: str, message: str) -> None:
-        """Record that a stage has failed before this walk."""
+        """Record that a stage failed before this walk."""
         self._set_state(stage_id, State.FAILED, message)
 
-    def run_again(self, stage_id: str, reason: str) -> Decision:
-        """Record that the result of a finished stage is outdated: it waits to be run again."""
+    def rerun(self, stage_id: str, reason: str) -> Decision:
+        """Record that the result of a finished stage is outdated: the stage waits again."""
         self._set_state(stage_id, State.WAITING)
         return Decision(DecisionKind.RECOMPUTE, stage_id, reason)
 
     def _recompute_parent(self, event: Event) -> Decision | None:
-        """The reader of a damaged result waits until the stage that wrote it has run again."""
+        """Let the reader of a damaged result wait until its writer has run again."""
         writers = self._same_key.get(event.key)
         if not writers or not self._has_try_left(event.stage):
             return None
         self._set_state(event.stage, State.WAITING)
         writer = writers[0].id
         if self.states[writer] not in FINISHED:
-            # Another reader met the damage before, and it is being computed.
+            # Another reader found the damage before, and the result is being computed.
             return Decision(DecisionKind.RETRY, event.stage, event.message)
-        return self.run_again(writer, event.message)
+        return self.rerun(writer, event.message)
 
     def _move(self, event: Event) -> Decision | None:
         moves = self.moves.get(event.stage, 0) + 1
@@ -231,15 +263,18 @@ class Walk:
         return Decision(DecisionKind.FAIL, event.stage, event.message)
 
     def _has_try_left(self, stage_id: str) -> bool:
-        """Count a failed try of a stage. Return whether it may be tried again."""
+        """Count a failed try of a stage. Return whether it can be tried again."""
         tries = self.tries.get(stage_id, 0) + 1
         self.tries[stage_id] = tries
         return tries <= self.retries
 
     # ---- states ----------------------------------------------------------------------------------
     def _set_state(self, stage_id: str, state: State, message: str | None = None) -> None:
-        """The one way in which a stage changes. With it change the counts, and what its children
-        and the stages of its key wait for."""
+        """Change the state of a stage. This is the only way to change it.
+
+        It also updates the counts, and the conditions that its children and the stages of its key
+        wait for.
+        """
         before = self.states[stage_id]
         self.states[stage_id] = state
         if message is not None:
@@ -280,5 +315,5 @@ class Walk:
         return self.count(*ENDED) == len(self.states)
 
     def count(self, *states: State) -> int:
-        """Return how many stages are in one of these states."""
+        """Return the number of stages in one of these states."""
         return sum(self._counts[state] for state in states)

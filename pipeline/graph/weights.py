@@ -1,4 +1,4 @@
-"""The file of pretrained backbone weights that a config names, here or on the Hugging Face hub."""
+"""Pretrained backbone weights of a config: a file on this machine or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from workers.storage import hub
 from workers.storage.regular_file import open_regular, read_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a timm model on the hub
-MOST_CONFIG_BYTES = 1 << 20
-MOST_HUB_BYTES = 1 << 37  # before the model is known, whose size bounds what is loaded
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HUB_BYTES = 1 << 37  # before the model is known; its size is the limit afterwards
 
 
 @dataclass(frozen=True)
 class HubModel:
     """A timm model on the hub, as it was when it was last looked at.
 
-    commit: of its repository. digest: sha256 of its safetensors. body: its config.json.
+    Attributes:
+        commit: Commit of its repository.
+        digest: sha256 of its safetensors file.
+        body: Its config.json.
     """
 
     commit: str
@@ -45,10 +48,16 @@ def weights_path(config: Config) -> str:
 
 
 def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | None:
-    """Return the model on the hub that the config names; None where it names none.
+    """Return the model on the hub that the config names; None if it names none.
 
-    Without `may_connect` its files are those in the cache of the hub's client, and where they are
-    gone, the model is as it was last. Raise `UserError` when neither is there.
+    Args:
+        config: The config.
+        store: Remembers the model.
+        may_connect: If false, use the files in the cache of the hub's client, or, if they are
+            missing, the model recorded last time.
+
+    Raises:
+        UserError: If neither exists.
     """
     weights = config.backbone.weights
     if not hub.is_hub_model(weights):
@@ -69,9 +78,9 @@ def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | Non
 
 
 def _read_config(weights: str, path: str) -> dict[str, Any]:
-    """Return the content of config.json. Raise `UserError` when it is none of a timm model."""
+    """Return the content of config.json. Raise `UserError` if it is not that of a timm model."""
     try:
-        body = json.loads(read_regular(os.path.realpath(path), MOST_CONFIG_BYTES))
+        body = json.loads(read_regular(os.path.realpath(path), MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"backbone.weights is {weights!r}, and its {CONFIG_FILE} is not readable "
@@ -86,24 +95,31 @@ def _read_config(weights: str, path: str) -> dict[str, Any]:
 
 
 def _file_digest(path: str, store: Store) -> str:
-    """Return the sha256 of a file in the hub's cache, which is read again only when it changed."""
+    """Return the sha256 of a file in the hub's cache. A file is read again only if it changed."""
     status = os.stat(path)
     state = [path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     identity = _identity(f"file {path}")
     remembered = store.remembered(identity)
     if isinstance(remembered, Mapping) and remembered.get("state") == state:
         return str(remembered["digest"])
-    with open_regular(os.path.realpath(path), MOST_HUB_BYTES) as stream:
+    with open_regular(os.path.realpath(path), MAX_HUB_BYTES) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     store.remember(identity, {"state": state, "digest": digest})
     return digest
 
 
 def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
-    """Return the digest of the weights file; `none` or `hub` where there is no file.
+    """Return the digest of the weights file; `none` or `hub` if there is no file.
 
-    The digest of a file that is gone is the one that it had last. Raise `UserError` when the file
-    cannot be read.
+    A missing file keeps its last digest.
+
+    Args:
+        config: The config.
+        store: Remembers digests.
+        max_bytes: Largest size of the file.
+
+    Raises:
+        UserError: If the file cannot be read.
     """
     path = weights_path(config)
     if path in ("none", "hub"):
@@ -137,10 +153,15 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
 
 
 def weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
-    """Return what changes when the weights file changes, without reading the file.
+    """Return a value that changes when the weights file changes, without reading the file.
 
-    The time of the last status change is in it, which no program can set back. Of a model on the
-    hub it is the commit, its config and the digest of its file.
+    It contains the time of the last status change, which no program can set back. For a model on
+    the hub it is the commit, its config and the digest of its file.
+
+    Args:
+        config: The config.
+        store: Remembers digests.
+        may_connect: See `hub_model`.
     """
     model = hub_model(config, store, may_connect)
     if model is not None:

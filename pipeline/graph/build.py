@@ -113,7 +113,7 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
 
 
 def check_task_settings(builder: Builder, label: str) -> None:
-    """Raise `UserError` if a method has settings for a task that has none of its steps."""
+    """Raise `UserError` if a method has settings for a task without steps of that method."""
     entry = builder.config.methods[label]
     names: list[str] = []
     for stage in builder.stages:
@@ -211,12 +211,15 @@ class Chain:
     last_stages: Stages = field(default_factory=dict)
 
     def training_start(self) -> Stages:
+        """Return the stages that the first steps of the next task start from."""
         return self.last_stages
 
     def serving_start(self) -> Stages:
+        """Return the stages with the carried states that serve the tasks so far."""
         return self.last_stages
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
+        """Note the stages of an added task, by step."""
         self.last_stages = {step: stages[step] for step in _last_steps(steps)}
 
 
@@ -233,12 +236,15 @@ class Star:
     shared_stages: Stages = field(default_factory=dict)
 
     def training_start(self) -> Stages:
+        """Return the stages that the first steps of the next task start from."""
         return self.shared_stages
 
     def serving_start(self) -> Stages:
+        """Return the stages with the carried states that serve the tasks so far."""
         return self.shared_stages
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
+        """Note the stages of an added task, by step."""
         for step in self.shared_steps:
             if step in stages:
                 self.shared_stages[step] = stages[step]
@@ -251,9 +257,11 @@ class CumulativeStar(Star):
     last_stages: Stages = field(default_factory=dict)
 
     def serving_start(self) -> Stages:
+        """Return the stages with the carried states that serve the tasks so far."""
         return self.last_stages
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
+        """Note the stages of an added task, by step."""
         super().add_task(steps, stages)
         self.last_stages = {step: stages[step] for step in _last_steps(steps)}
 

@@ -33,10 +33,9 @@ class Builder:
         backbone: Settings as workers get them; `add_backbone` sets them.
         stages: The stages so far.
         keys: Stage id -> key.
-        images: Name of a card -> digests of its images; None before they are ingested.
+        images: Name of a card -> digests of the images; None before they are ingested.
         cards_without_data: Names of cards without source and without shards.
-        code_digests: Name of a method -> digest of its code if it is defined outside of this
-            project.
+        code_digests: Name of a method -> digest of the code of an external method.
         provisional: Ids of the stages with keys that are unknown until an ingest has run.
     """
 
@@ -62,8 +61,8 @@ class Builder:
         Args:
             stage_id: Its id.
             step: Kind of the stage.
-            inputs: Inputs of its key.
-            parents: Ids of its parents.
+            inputs: Inputs of the key.
+            parents: Ids of the parents.
             rest: Other attributes of `Stage`.
         """
         return self.append(self.make_stage(stage_id, step, inputs, parents, **rest))
@@ -71,7 +70,7 @@ class Builder:
     def make_stage(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
     ) -> Stage:
-        """Return a stage with its key. Its job gets the key and the keys of its parents.
+        """Return a stage with its key. Its job gets the key and the parents' keys.
 
         Keys of ingest stages are not part of the key: the inputs contain the digests of the images
         that the stage uses (see `digest_images`). See `add` for the arguments.
@@ -93,9 +92,9 @@ class Builder:
         )
 
     def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
-        """Return the name of each task -> a digest of its images in some splits.
+        """Return the name of each task -> a digest of the images in some splits.
 
-        Before a card is ingested its images are unknown. The digest is then that of its source, and
+        Before a card is ingested its images are unknown. The digest of the source is used then, and
         the key of the stage is a placeholder that no result has.
 
         Args:
@@ -144,7 +143,7 @@ class Builder:
     ) -> tuple[TrainSettings, DataSettings]:
         """Return the training and data settings of a step of a method.
 
-        Images without labels cannot validate anything: the step trains on all of them, to the last
+        Images without labels cannot validate anything: the step trains on all images, to the last
         epoch.
 
         Args:

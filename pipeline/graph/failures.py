@@ -128,7 +128,7 @@ def keep(
 
 
 def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
-    """Write the report about a failed try below `storage`, and the end of its log.
+    """Write the report about a failed try below `storage`, with the end of the log.
 
     Args:
         storage: URI of the storage.

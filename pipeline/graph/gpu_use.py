@@ -28,8 +28,8 @@ class Use:
         busy_sum: Sum over these of the share of the time in which the GPU computed.
         stages_sum: Sum over all samples of the stages that trained, on all GPUs together.
         sampled_at: Time of the last sample, in seconds since the epoch.
-        memory_bytes: Largest use of its memory.
-        total_bytes: Size of its memory.
+        memory_bytes: Largest use of the memory.
+        total_bytes: Size of the memory.
         reason: Why a sample does not say how busy the GPU was.
     """
 
@@ -58,7 +58,7 @@ class GpuUse:
 
     Args:
         graph: The graph of the run.
-        cluster: Resources of its workers.
+        cluster: Resources of the workers.
         chains: Number of stages that can run in parallel.
         post: Is called with the figures whenever they have changed. They are empty when the first
             stage starts to train.

@@ -49,7 +49,7 @@ class BuildInputs:
 
     Attributes:
         digest: Digest of these inputs.
-        sources: Name of a card -> state of its raw data.
+        sources: Name of a card -> state of the raw data.
     """
 
     digest: str
@@ -197,7 +197,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
 
 
 def _task_json(task: Task) -> dict[str, Any]:
-    """Return a task without the locations of its shards, which only cards may name."""
+    """Return a task without shard locations, which only cards may name."""
     fields = asdict(task)
     del fields["shard_urls"]
     return fields

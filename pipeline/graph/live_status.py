@@ -98,7 +98,7 @@ class GpuFigure(TypedDict, total=False):
     """How busy a GPU was while stages trained.
 
     Attributes:
-        node: Name of its machine.
+        node: Name of the machine.
         gpu: Its number on that machine.
         busy: Share of the time in which it computed; absent if it could not be measured.
         reason: Why it could not be measured.
@@ -133,7 +133,7 @@ class LiveStatus(TypedDict):
         left_without: Number of stages that `left_s` leaves out, because nothing comparable was
             measured.
         stages: Status of each stage, by id.
-        machines: Node -> the last sample of its use.
+        machines: Node -> the last sample.
         groups: Number of worker groups that are `up`, and `starting` (waiting for room or
             processes).
         gpu_use: How busy each GPU was while stages trained, since the last start with training.

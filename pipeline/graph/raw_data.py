@@ -52,7 +52,7 @@ class Source:
     Attributes:
         fingerprint: Digest of paths and sizes.
         modified: Digest of the modification times; "" if unknown.
-        edition: "" for the content that was ingested first, else the start of its digest.
+        edition: "" for the content ingested first, else the start of its digest.
         contents: Edition -> digest of the raw content.
         present: Whether the files exist.
         note: Text for people.
@@ -212,7 +212,7 @@ def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
 
     Args:
         card: The card.
-        entries: The files of its source.
+        entries: The files of the source.
     """
     list_items = format_of(card).list_items
     if list_items is None:
@@ -282,7 +282,7 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
 def ingested(
     store: Store, card: Card, source: str, artifact: Artifact, files: ClassFiles | None = None
 ) -> None:
-    """Record the digests of an ingest: of its raw content, and of the images of each class.
+    """Record the digests of an ingest: of the raw content, and of the images of each class.
 
     Args:
         store: Store of the run.

@@ -80,7 +80,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
 
 
 def _in_order(stream: StreamSettings, order: str) -> StreamSettings:
-    """Return a stream with an order of the classes of its divided tasks; empty: unchanged."""
+    """Return a stream with an order of the classes of divided tasks; empty: unchanged."""
     if not order:
         return stream
     entries = []

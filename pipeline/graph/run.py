@@ -44,7 +44,7 @@ class Executor(Protocol):
 
         Args:
             stage: The stage.
-            depth: Number of stages on the longest path of its descendants.
+            depth: Number of stages on the longest path of descendants.
         """
 
     def poll(self) -> list[Event]:

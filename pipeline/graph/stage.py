@@ -40,11 +40,11 @@ class Stage:
         id: Readable and unique inside the graph: `label/task/step`, `data/CARD` for ingest,
             `backbone` or `report`.
         step: Kind of the stage.
-        key: Content address of its result.
+        key: Content address of the result.
         inputs: Inputs of the key, flat, to explain a miss.
-        parents: Ids of its parents.
-        method: Label of its method, or None.
-        task: Name of its task, or None.
+        parents: Ids of the parents.
+        method: Label of the method, or None.
+        task: Name of the task, or None.
         job: Instructions for a worker: a StageJob or an IngestJob.
         note: Text that `plan` prints in addition to hit or miss.
         replica: In a graph of several replicas, the first one with this stage; empty if all share
@@ -139,7 +139,7 @@ class Graph:
 
     @cached_property
     def depths(self) -> dict[str, int]:
-        """Stage id -> number of stages on the longest path of its descendants."""
+        """Stage id -> number of stages on the longest path of descendants."""
         depths = dict.fromkeys(self.stages, 0)
         for stage in reversed(self.stages.values()):
             for parent in stage.parents:

@@ -50,13 +50,13 @@ MAX_CHANGES = 4  # versions in a note
 
 
 def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
-    """Return the content address of a stage: a hash of its inputs and its parents' keys, in order.
+    """Return the content address of a stage: a hash of inputs and parents' keys, in order.
 
     Values are tagged with their types: 1, 1.0, "1" and True differ.
 
     Args:
         inputs: Inputs of the stage.
-        parents: Keys of its parents.
+        parents: Keys of the parents.
     """
     return hashlib.sha256(_tagged([run_record.KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
 
@@ -108,7 +108,7 @@ class Garbage(NamedTuple):
 
     Attributes:
         path: Path below the storage.
-        size_bytes: Size of its files.
+        size_bytes: Size of the files.
         written: Time of the last write, in seconds since the epoch.
     """
 
@@ -368,7 +368,7 @@ class Store:
 
         Args:
             remaining_keys: Keys that only earlier records need, and that were not deleted. An
-                unreadable record may need any of them.
+                unreadable record may need any of these.
             runs: Names of the runs.
         """
         system, _ = resolve(self.storage)
@@ -508,7 +508,7 @@ def why_outdated(
     Args:
         graph: The graph.
         stage: The stage.
-        manifest: Manifest of its result, if it has one.
+        manifest: Manifest of the result, if it has one.
         contents: Stage id -> content digest of the stored result.
 
     Returns:

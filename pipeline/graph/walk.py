@@ -89,7 +89,7 @@ class Decision:
         kind: Kind of the decision.
         stage: Id of the stage.
         reason: Why.
-        depth: Number of stages on the longest path of its descendants.
+        depth: Number of stages on the longest path of descendants.
     """
 
     kind: DecisionKind

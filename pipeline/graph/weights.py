@@ -26,8 +26,8 @@ class HubModel:
     """A timm model on the hub, as it was when it was last looked at.
 
     Attributes:
-        commit: Commit of its repository.
-        digest: sha256 of its safetensors file.
+        commit: Commit of the repository.
+        digest: sha256 of the safetensors file.
         body: Its config.json.
     """
 
@@ -156,7 +156,7 @@ def weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
     """Return a value that changes when the weights file changes, without reading the file.
 
     It contains the time of the last status change, which no program can set back. For a model on
-    the hub it is the commit, its config and the digest of its file.
+    the hub it is the commit, its config and the digest of the file.
 
     Args:
         config: The config.

@@ -27,7 +27,7 @@ from workers.storage.artifact import exists, join, resolve, temporary_name, writ
 from workers.storage.filesystem import without_retries
 
 LOG = logging.getLogger("accrete.ray")
-# Defaults, set before Ray is imported: it reads some of them at import.
+# Defaults, set before Ray is imported: it reads some variables at import.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -193,7 +193,7 @@ def variables() -> dict[str, str]:
     """Return the environment variables that workers get from this process.
 
     Variables that the job was submitted with are left out: Ray passes them on by itself, and
-    refuses a variable that is given twice.
+    refuses duplicates.
     """
     job = json.loads(os.environ.get(ray_internals.JOB_CONFIG_VARIABLE, "{}"))
     submitted = (job.get("runtime_env") or {}).get("env_vars", {})
@@ -322,7 +322,7 @@ class ClusterState:
 def get_cluster_state() -> ClusterState:
     """Return nodes and drivers.
 
-    It must run inside the cluster; a driver outside of it lets its actor call this function.
+    It must run inside the cluster; a driver outside the cluster lets its actor call this function.
     """
     import ray  # heavy, but already loaded here
     from ray.util import list_named_actors
@@ -384,7 +384,7 @@ def parse_job(name: str) -> str:
 
 
 def is_search_actor(name: str) -> bool:
-    """Return whether a registered actor belongs to a search, and not to one of its trials."""
+    """Return whether a registered actor belongs to a search, and not to a trial."""
     return name.endswith(SEARCH_SUFFIX)
 
 
@@ -486,7 +486,7 @@ def ask_facts(ray: Any, node: Node, probe: str) -> Any:
 
 
 def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
-    """Check the answer of a node to `ask_facts`. A node that was lost meanwhile passes.
+    """Check the answer of a node to `ask_facts`. A node passes if it was lost meanwhile.
 
     Raises:
         UserError: If the node cannot do the work.
@@ -511,7 +511,7 @@ def describe_unfit(where: str, error: Exception) -> UserError:
 
     Args:
         where: The node, for the message.
-        error: Error of Ray; the last line of its text is the reason.
+        error: Error of Ray; the last line is the reason.
     """
     reason = ANSI.sub("", str(error)).strip().splitlines()[-1]
     return UserError(

@@ -120,7 +120,7 @@ Sources = Mapping[SourceKind, list[Measured]]
 
 
 class Estimate(NamedTuple):
-    """A forecast in seconds, with the lower and upper end of its likely range."""
+    """A forecast in seconds, with the lower and upper end of the likely range."""
 
     expected: float
     low: float
@@ -268,7 +268,7 @@ def count_work(
 ) -> Work:
     """Return the work of a stage.
 
-    A training step counts the train images of its own task, or of all tasks so far if the method
+    A training step counts the train images of one task, or of all tasks so far if the method
     trains on them. Replayed exemplars are not counted: they show in the seconds per image.
 
     Args:
@@ -353,7 +353,7 @@ def read_precision(inputs: Mapping[str, Any]) -> str:
 
 
 def describe_backbone(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings of a config that decide the speed of its backbone."""
+    """Return the settings of a config that decide the speed of the backbone."""
     backbone = config.get("backbone") or {}
     options = sorted((backbone.get("options") or {}).items())
     return (

@@ -22,7 +22,7 @@ class DeadWorker(NamedTuple):
 
     Attributes:
         rank: Its rank in the group.
-        address: Address of its node.
+        address: Address of the node.
         process: Process id.
         report: Ray's report about it.
     """
@@ -61,7 +61,7 @@ def describe(
 ) -> str:
     """Return a sentence about the workers of a group that died.
 
-    The facts about each worker and the end of its log are written below `storage`, among the failed
+    The facts about each worker and the end of the log are written below `storage`, among the failed
     tries of the stage.
 
     Args:

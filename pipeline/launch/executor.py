@@ -74,7 +74,7 @@ class SharedExecutor:
             executor.close()
 
     def lend(self) -> Executor:
-        """Return a view for a walk that is not the last one: its `close` does nothing."""
+        """Return a view for a walk before the last one: its `close` does nothing."""
         return _Lent(self)
 
 

@@ -83,9 +83,9 @@ class WorkerGroup:
     """A worker group from the driver's point of view.
 
     Attributes:
-        cluster: Settings with the resources of its ranks.
+        cluster: Settings with the resources of a rank.
         task: The Ray task that runs the group's trainer.
-        workers: Number of its ranks.
+        workers: Number of ranks.
         starts: Consecutive tries to start it.
         waiting_since: Time of the start; None once its workers are up or the wait was reported.
         is_cancelled: The driver ended it.
@@ -180,7 +180,9 @@ class RayExecutor(Executor):
         self.checked_pools: set[int] = set()  # a group of these pools fits into the cluster
         self.outstanding: dict[str, ReadyStage] = {}  # stages of groups that have not ended, by id
         self.groups: dict[int, WorkerGroup] = {}
-        self.rank_nodes: dict[int, list[str]] = {}  # group that is up -> the nodes of its ranks
+        self.rank_nodes: dict[
+            int, list[str]
+        ] = {}  # running group -> nodes of its ranks
         self.used_nodes: set[str] = set()  # nodes that have run a group
         self.stages: dict[str, Stage] = {}  # submitted to groups, by id
         self.outbox: list[ReadyStage] = []
@@ -628,7 +630,7 @@ def sweep(store: Store, owner: str) -> None:
 
     Args:
         store: The store with these folders.
-        owner: Name of this driver in the names of its folders.
+        owner: Name of this driver in the names of the folders.
     """
     for folder in store.folders("ray"):
         if folder.startswith("group-") and (owner in folder or is_leftover(folder)):

@@ -84,7 +84,7 @@ class LocalExecutor(Executor):
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
 
     def _describe_place(self, stage: Stage) -> dict[str, Any]:
-        """Return the place where a stage runs, as the body of its event."""
+        """Return the place where a stage runs, as the body of the event."""
         node = platform.node()
         where = f"this process, {node}"
         gpus = []

@@ -28,7 +28,7 @@ class Pool:
     """Groups that run the same kinds of stages.
 
     Attributes:
-        cluster: Settings with the resources of its ranks.
+        cluster: Settings with the resources of a rank.
         steps: Kinds of stages that it runs; empty for all kinds without a pool of their own.
     """
 
@@ -66,7 +66,7 @@ class Pools:
         return self.by_step.get(step, 0)
 
     def get_settings(self, group: int) -> ClusterSettings:
-        """Return the settings of a group, with the resources of its ranks."""
+        """Return the settings of a group, with the resources of a rank."""
         return self.pools[group // STRIDE].cluster
 
     def describe_group(self, group: int) -> str:

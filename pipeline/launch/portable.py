@@ -1,4 +1,4 @@
-"""A config as files of its own.
+"""A config as independent files.
 
 They contain everything that the config extends, the overrides, and its cards. On any machine they
 compute the same results under the same keys.

@@ -21,7 +21,7 @@ class ReadyStage(NamedTuple):
     """A stage whose parents are finished.
 
     Attributes:
-        depth: Stages on the longest path of its descendants; the largest depth goes first.
+        depth: Stages on the longest path of descendants; the largest depth goes first.
         stage: The stage.
         pool: Number of the pool of worker groups that can run it.
     """
@@ -32,7 +32,7 @@ class ReadyStage(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """A stage that is kept for one idle group.
+    """A stage reserved for one idle group.
 
     Attributes:
         ready: The stage.
@@ -58,7 +58,7 @@ class ReadyQueue:
 
     def __init__(self, stages: Iterable[ReadyStage] = ()) -> None:
         self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, oldest first
-        # (depth, parent) -> ids of its waiting children; a dict as an ordered set
+        # (depth, parent) -> ids of waiting children; a dict as an ordered set
         self.children: dict[tuple[int, str], dict[str, None]] = {}
         self.depths: list[int] = []  # a heap of the depths in `waiting`, negative
         self.idle_after: set[str] = set()  # last stages of the groups that got no stage
@@ -75,7 +75,7 @@ class ReadyQueue:
         return sum(map(len, self.waiting.values())) + len(self.reserved)
 
     def append(self, ready: ReadyStage) -> None:
-        """Add a stage, or reserve it for the idle group that ran one of its parents last."""
+        """Add a stage, or reserve it for the idle group whose last stage is a parent."""
         for parent in ready.stage.parents:
             if parent in self.idle_after and parent not in self.reserved:
                 until_request = self.requests + 2 * len(self.idle_after)
@@ -162,7 +162,7 @@ class QueueNews(NamedTuple):
 
     Attributes:
         events: Events since the last answer.
-        rank_nodes: Nodes of the ranks of each group that is up.
+        rank_nodes: Nodes of the ranks of each group with running workers.
     """
 
     events: list[Event]
@@ -173,8 +173,8 @@ class Rank(NamedTuple):
     """The place of a rank.
 
     Attributes:
-        node: Id of its node.
-        gpu: Number of its GPU on the node; empty if it has no GPU.
+        node: Id of the node.
+        gpu: Number of the GPU on the node; empty without a GPU.
     """
 
     node: str
@@ -195,7 +195,7 @@ class Queue:
         self.started: dict[int, float] = {}  # group -> when it took that stage, by the clock
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
-        self.ranks: dict[int, list[Rank]] = {}  # of each group that is up
+        self.ranks: dict[int, list[Rank]] = {}  # by group, once its workers run
         self.abandoned: set[int] = set()  # groups that the driver gave up and restarts
         self.dismissed: dict[int, bool] = {}  # group that must end -> whether at once
         self.closed = False
@@ -221,7 +221,7 @@ class Queue:
             self.dismissed[group] = at_once or self.dismissed.get(group, False)
 
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
-        """Give up a group that is gone. The driver starts a new one under the same number.
+        """Give up a lost group. The driver starts a new one under the same number.
 
         Args:
             group: Number of the group.
@@ -278,7 +278,7 @@ class Queue:
 
         Args:
             group: Number of the group.
-            ranks: Places of its ranks.
+            ranks: Places of the ranks.
         """
         self._lose(group, "its workers died")
         self.ranks[group] = ranks
@@ -318,7 +318,7 @@ class Queue:
 
         Args:
             group: Number of the group.
-            event: Event of its stage.
+            event: Event of the group's stage.
 
         Returns:
             Whether the group must leave at once.

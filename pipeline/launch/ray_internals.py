@@ -1,4 +1,4 @@
-"""All names of Ray that are not part of its public interface, and nothing else.
+"""All private names of Ray that this project uses, and nothing else.
 
 Ray can rename or remove them in any release. tests/pipeline/test_ray_internals.py contains one
 contract test for each name, so that an upgrade fails there with the missing name.
@@ -87,10 +87,10 @@ def draining_node_ids() -> Iterable[str]:
 
 
 def orphaned_placement_groups() -> list[Any]:
-    """Return the placement groups of this job that were created by actors that are dead now.
+    """Return the placement groups of this job created by dead actors.
 
     They still reserve resources, or wait for them. Ray removes a placement group only when the
-    driver of its creator ends.
+    creator's driver ends.
     """
     import ray
     from ray.util.placement_group import PlacementGroup
@@ -114,7 +114,7 @@ def waiting_placement_groups() -> list[bytes]:
 
 
 def _placement_group_rows() -> list[Any]:
-    """Return Ray's rows for the placement groups of this job that are not removed."""
+    """Return Ray's rows for the placement groups of this job, except removed ones."""
     import ray
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
@@ -220,7 +220,7 @@ def run_config(name: str, location: dict[str, Any]) -> Any:
         name: Of the run.
         location: Arguments that say where Ray writes its own files.
     """
-    # The names in ray.train have the types of its version 1.
+    # The names in ray.train have the types of version 1.
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
 
     failures = FailureConfig(max_failures=0, controller_failure_limit=0)

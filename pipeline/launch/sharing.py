@@ -52,7 +52,7 @@ class Sharing:
     busy: Busy
 
     def stretch(self, running: int) -> float:
-        """Return the slowdown of the shared stages while `running` of them run.
+        """Return the slowdown of the shared stages while `running` stages run.
 
         They fill one GPU after the other.
         """
@@ -77,7 +77,7 @@ def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy)
     """Return the sharing of a run.
 
     Args:
-        cluster: Resources of its workers.
+        cluster: Resources of the workers.
         steps: Id of a stage -> its kind.
         busy: How busy one rank keeps a GPU.
     """

@@ -22,7 +22,7 @@ from workers.model.compact import multiply_adds
 TRAINING_PASSES = 3  # of full fine-tuning, in forward passes: the backward pass counts as two
 READ_S = 1e-3  # to read, decode and augment one image
 # FLOP/s of a training step: of one CPU core in fp32, and of a GPU. Newer devices and large batches
-# reach a multiple of it.
+# are several times as fast.
 CORE_FLOPS = 3e10
 GPU_FLOPS = {"fp32": 1.5e13, "tf32": 3e13, "bf16": 5e13}
 MAX_BATCH = 16  # images of a step of a calibration on a CPU

@@ -36,6 +36,7 @@ class TimeLeftEstimator:
         self.most_running = 1
 
     def __call__(self, stages: Mapping[str, LiveStage]) -> TimeLeft:
+        """Return the remaining time."""
         running = [stage for stage in stages.values() if stage["state"] == "running"]
         self.most_running = max(self.most_running, len(running))
         return estimate_time_left(self.graph, stages, self.groups or self.most_running)

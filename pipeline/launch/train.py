@@ -1,4 +1,4 @@
-"""One worker group on Ray Train: its trainer, and the loop that each of its ranks runs."""
+"""One worker group on Ray Train: its trainer, and the loop that each rank runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_segment(
     """Run one worker group until the queue is closed or dismisses it. Runs inside a Ray task.
 
     Ray never restarts the workers of a group. The driver starts another group, because only the
-    driver can say what happened to a dead worker, and knows how many ranks fit. A worker that dies
+    driver can explain the death of a worker, and knows how many ranks fit. A worker that dies
     while its group comes up leaves the group's resources reserved until the trainer ends. Therefore
     that failure ends the trainer, and the next trainer is started.
 
@@ -230,6 +230,7 @@ class ProgressReporter:
         self.answer: Any = None
 
     def __call__(self, body: dict[str, Any]) -> None:
+        """Post a report of the stage."""
         if self._should_leave():
             preemption.requested.set()
         event = progress_event(self.stage.id, body)

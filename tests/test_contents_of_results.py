@@ -172,7 +172,7 @@ def test_a_store_of_before_says_that_it_cannot_tell(
     assert "nothing to do" in say(capsys, "run", path)
     edit(site, "b")
     output = say(capsys, "run", path)
-    assert "data/b: its raw files were written again; whether they are the same images" in output
+    assert "data/b: its raw files were written again; they are treated as the same images" in output
     assert "nothing to do" in output
     assert "written again" not in say(capsys, "run", path)
 

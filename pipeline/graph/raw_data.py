@@ -36,8 +36,8 @@ ClassFiles = dict[str, tuple[int, str]]  # label -> number of files, digest of n
 READ_THREADS = 16
 MAX_CLASSES = 8  # named in a sentence
 GONE = (
-    "its raw files are gone, so that it cannot be made again; what was ingested is used while it "
-    "stands"
+    "its raw files are gone, so it cannot be ingested again; the ingested data is used as long as "
+    "it exists"
 )
 REWRITTEN = (
     "its raw files were written again since they were ingested (same paths and sizes); "
@@ -167,8 +167,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     elif before is None:
         say(
             f"data/{card.name}: its raw files were written again; "
-            "whether they are the same images as before is not known, "
-            "since no digest of them was kept then: they are taken for the same"
+            "they are treated as the same images, because no digest of the earlier ones was kept"
         )
     else:
         say(

@@ -15,7 +15,7 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from workers.errors import UserError, did_you_mean
 
-FORCED = "it is run again because --force names it"
+FORCED = "it runs again because --force names it"
 MAX_NAMES = 8  # stages that an error names
 
 
@@ -123,8 +123,8 @@ def _check_forced(graph: Graph, selection: Selection, selected: set[str]) -> Non
     for stage_id in stages_named(graph, selection.force, "--force"):
         if stage_id not in selected:
             raise UserError(
-                f"--force names {stage_id}, which --only, --from or --until leaves out; "
-                "name it there too, or leave one of them out"
+                f"--force names {stage_id}, but --only, --from or --until leaves it out; "
+                "name it there too, or drop one of these options"
             )
 
 

@@ -207,7 +207,7 @@ def explain_refusal(error: Exception) -> str:
         return f"it asks for its token: {TOKEN_REMEDY}"
     if "local Raylet" in text or "raylet" in text:
         return (
-            "this machine is no node of it: from outside give ray://host:10001, "
+            "this machine is not a node of it: from outside give ray://host:10001, "
             "the port of Ray's client server"
         )
     return text[:MAX_REASON]

@@ -1,5 +1,7 @@
-"""Promises of `accrete launch`: its files compute what the config computes, are sized from it, and
-for the demo are those of configs/cluster."""
+"""`accrete launch` writes files with the keys and the size of the config.
+
+The files for the demo are those of configs/cluster.
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,20 @@ PLATFORMS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder, where nothing was measured, as if it were the checkout."""
+    """Work in an empty folder without measurements, in place of the checkout."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(platforms, "CHECKOUT", tmp_path)
     return tmp_path
 
 
 def launched(source: str, *options: str, hours: int = HOURS) -> dict[str, str]:
-    """Return the files that the command writes: text by name."""
+    """Run the command and return its files: text by name."""
     assert main(["launch", source, "--out", "out", "--hours", str(hours), *options]) == 0
     return {path.name: path.read_text() for path in Path("out").iterdir()}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """Return the sentence with which the command ends; it writes nothing then."""
+    """Return the error of the command, which writes nothing."""
     assert main(["launch", "--out", "out", "--hours", "1", *options]) == 2
     assert not Path("out").exists()
     return capsys.readouterr().err
@@ -75,7 +77,7 @@ def settings(*lines: str) -> config.Config:
 
 # ---- the files of the repository -----------------------------------------------------------------
 @pytest.mark.parametrize("file", PLATFORMS)
-def test_a_file_of_configs_cluster_is_what_the_command_writes_for_the_demo(file: str) -> None:
+def test_configs_cluster_equals_the_output_for_the_demo(file: str) -> None:
     assert launched(DEMO, *PLATFORMS[file])[file] == (CLUSTER / file).read_text()
 
 
@@ -135,9 +137,9 @@ def test_options_are_quoted_in_the_file_of_the_launcher(cloud: str) -> None:
         assert node["serviceAccounts"][0]["email"] == text
 
 
-# ---- what is computed ----------------------------------------------------------------------------
-def test_the_written_config_computes_what_the_config_does(folder: Path) -> None:
-    """From another folder: what it extends, overrides and cards are in the files."""
+# ---- the written config --------------------------------------------------------------------------
+def test_the_written_config_has_the_keys_of_the_original(folder: Path) -> None:
+    """Also after the original, its base and its cards are deleted."""
     cards = small_run.make_cards(folder, ("base", "a"))
     body = small_run.make_body(folder, cards, ["linear"])
     small_run.write_config(folder / "base.yaml", body)
@@ -170,9 +172,7 @@ def test_the_written_config_computes_what_the_config_does(folder: Path) -> None:
         ),
     ],
 )
-def test_the_run_has_a_storage_that_nodes_see(
-    options: list[str], storage: str, is_tracked: bool
-) -> None:
+def test_nodes_see_the_storage_of_a_run(options: list[str], storage: str, is_tracked: bool) -> None:
     """MLflow's own database cannot lie in a bucket."""
     files = launched(DEMO, *options)
     if "kuberay" in options:
@@ -208,7 +208,7 @@ def test_a_run_in_a_bucket_needs_no_volume() -> None:
     assert volumes == {"disk": ["cache", "storage"], "bucket": ["cache"]}
 
 
-# ---- how large -----------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("lines", "ranks_per_node", "expected"),
     [
@@ -223,7 +223,7 @@ def test_a_run_in_a_bucket_needs_no_volume() -> None:
         (["cluster.workers=1", "cluster.stages={evaluate: {cpus: 6}}"], 0, (1, 6, 0, 24)),
     ],
 )
-def test_nodes_have_what_their_ranks_take(
+def test_nodes_have_the_resources_of_their_ranks(
     lines: list[str], ranks_per_node: int, expected: tuple[int, ...]
 ) -> None:
     size = choose_size(settings(*lines), None, ranks_per_node, 1)
@@ -264,7 +264,7 @@ def test_ranks_of_one_group_that_share_a_gpu_take_longer() -> None:
     assert choose_time_limit(replace(prediction, sharing=sharing))[0] == 5
 
 
-def test_the_size_stands_in_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_contain_the_size(capsys: pytest.CaptureFixture[str]) -> None:
     wide = ["--set", "cluster.workers=8", "--set", "cluster.gpus_per_worker=1"]
     four = ["--ranks-per-node", "4"]
     files = launched(DEMO, "--on", "slurm", *wide, *four, hours=30)
@@ -276,7 +276,7 @@ def test_the_size_stands_in_the_files(capsys: pytest.CaptureFixture[str]) -> Non
     assert shlex.split(printed.splitlines()[-1]) == ["sbatch", "out/slurm.sh", "out/demo.yaml"]
 
 
-def test_the_forecast_of_a_run_that_stood_before_sets_the_time_limit(
+def test_measurements_of_an_earlier_run_set_the_time_limit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cards = small_run.make_cards(folder, ("base", "a"))
@@ -335,7 +335,7 @@ def test_an_array_has_a_job_for_each_seed(capsys: pytest.CaptureFixture[str]) ->
         ),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_requests_that_cannot_run_are_refused(
     options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sentence in refusal(capsys, *options)
@@ -383,7 +383,7 @@ def test_files_of_another_run_are_not_replaced(capsys: pytest.CaptureFixture[str
     assert {path.name: path.read_text() for path in Path("out").iterdir()} == before
 
 
-def test_commands_work_from_any_folder_or_are_not_printed(
+def test_printed_commands_work_from_any_folder(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(DEMO, "--on", "slurm")
@@ -399,7 +399,7 @@ def test_commands_work_from_any_folder_or_are_not_printed(
     assert f"go to {REPOSITORY}" in capsys.readouterr().err
 
 
-def test_other_runs_have_other_names_on_a_platform() -> None:
+def test_names_on_a_platform_are_unique() -> None:
     names = [
         platforms.name_run(settings(f"name={name}"))
         for name in ("a.b", "a-b", "A-b", "x" * 50, "x" * 51, "demo")
@@ -412,7 +412,7 @@ def test_other_runs_have_other_names_on_a_platform() -> None:
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
-def test_a_service_and_a_cluster_have_names_of_their_own() -> None:
+def test_service_and_cluster_have_different_names() -> None:
     """KubeRay makes a Service for the head of each, by name."""
     files = launched(DEMO, "--on", "kuberay", "--set", f"name={'x' * 60}")
     manifests = [yaml.safe_load(files[f"kuberay-{kind}.yaml"]) for kind in ("cluster", "service")]
@@ -423,7 +423,7 @@ def test_a_service_and_a_cluster_have_names_of_their_own() -> None:
     assert f"The Service `{service}-serve-svc` answers" in files["kuberay-service.yaml"]
 
 
-def test_workers_go_where_a_person_says_with_credentials_of_the_platform() -> None:
+def test_pod_options_reach_the_manifests() -> None:
     files = launched(
         DEMO,
         *("--on", "kuberay", "--image", "registry/accrete:1", "--service-account", "trainer"),
@@ -452,7 +452,7 @@ def test_workers_go_where_a_person_says_with_credentials_of_the_platform() -> No
 
 # ---- Ray's launcher ------------------------------------------------------------------------------
 @pytest.mark.parametrize("cloud", MACHINES)
-def test_a_cluster_with_gpus_shows_them_to_its_containers(cloud: str) -> None:
+def test_containers_see_the_gpus_of_a_cluster(cloud: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     files = launched(
@@ -495,7 +495,7 @@ def test_a_cluster_with_gpus_shows_them_to_its_containers(cloud: str) -> None:
 
 
 @pytest.mark.parametrize("cloud", MACHINES)
-def test_the_smallest_machine_that_fits_is_taken(cloud: str) -> None:
+def test_the_smallest_fitting_machine_is_chosen(cloud: str) -> None:
     for machine in MACHINES[cloud]:
         size = Size(1, machine.cpus, machine.gpus, machine.memory_gb, 1, "")
         assert choose_machine(cloud, size) == machine
@@ -511,7 +511,7 @@ def test_the_smallest_machine_that_fits_is_taken(cloud: str) -> None:
     ("gpus", "gpus_per_replica", "replicas", "cpus"),
     [(2, 1.0, 4, 4), (1, 1.0, 4, 4), (0.5, 0.5, 8, 4), (0.125, 0.125, 32, 9)],
 )
-def test_a_service_puts_its_replicas_on_gpus_where_the_run_is(
+def test_service_replicas_use_gpus_if_the_run_does(
     gpus: float, gpus_per_replica: float, replicas: int, cpus: int
 ) -> None:
     files = launched(DEMO, "--on", "kuberay", "--set", f"cluster.gpus_per_worker={gpus}")

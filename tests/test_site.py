@@ -170,7 +170,7 @@ def test_links_in_blocks_of_code_and_to_other_hosts_stay() -> None:
         ("docs/search.md", "searching.md"),  # search.html is Sphinx's
         ("configs/README.md", "configs.md"),
         ("configs/RESULTS.md", "configs/RESULTS.md"),
-        ("pipeline/cli.py", "commands.md"),
+        ("pipeline/cli/main.py", "commands.md"),
     ],
 )
 def test_pages_have_names_of_their_own(source: str, page: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from docs.site.markdown import Term, code, escape, term_list
 from pipeline import cli
-from pipeline.shell.help import EXAMPLES, GROUPS, subparsers_of
+from pipeline.cli.help import EXAMPLES, GROUPS, subparsers_of
 
 PROGRAM = "accrete"
 INTRODUCTION = """`make setup` puts the command `accrete` into `.venv/bin`; `python -m pipeline` is

@@ -19,7 +19,7 @@ METHOD_INDEX = "docs/methods.md"
 # source file -> the page that is generated from it
 GENERATED = {
     "pipeline/config/settings.py": "settings.md",
-    "pipeline/cli.py": "commands.md",
+    "pipeline/cli/main.py": "commands.md",
     "pipeline/app/runs.py": "python.md",
 }
 # A page that Sphinx itself writes -> what ours of that name is called on the site.

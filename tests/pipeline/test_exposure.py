@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from pipeline import cli
+from pipeline.cli import serving as commands
 from pipeline.config.settings import TrackingSettings
-from pipeline.serving import commands, serve_command
+from pipeline.serving import serve_command
 from pipeline.tracking import mlflow_client, ui
 from pipeline.tracking.outbox import Outbox
 

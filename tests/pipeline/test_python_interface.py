@@ -22,6 +22,8 @@ import pipeline
 from pipeline import cli
 from pipeline.app import method_list
 from pipeline.app import runs as app
+from pipeline.cli import serving as serving_commands
+from pipeline.cli.help import subparsers_of
 from pipeline.config.yaml_files import override_of, parse_override
 from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
@@ -34,8 +36,6 @@ from pipeline.results.frames import Results
 from pipeline.results.tables import RunTables
 from pipeline.search import run as searches
 from pipeline.search import spec
-from pipeline.serving import commands as serving_commands
-from pipeline.shell.help import subparsers_of
 from tests import small_run
 from tests.pipeline.test_start_up import HEAVY
 from workers.errors import UserError
@@ -450,7 +450,7 @@ FOR_COMMANDS_ALONE = {
     "pipeline.graph.run_log": "--log-level",
     "pipeline.search.schema": "schema",
     "pipeline.serving": "serve",
-    "pipeline.shell.question": "questions before something is deleted",
+    "pipeline.cli.question": "questions before something is deleted",
     "pipeline.app.schema": "schema",
     "pipeline.config.version": "--version",
     "pipeline.tracking.mlflow_client": "ui",
@@ -478,7 +478,7 @@ def test_the_command_line_imports_nothing_beside_the_interface() -> None:
         return {name for name in found if name.startswith(("pipeline.", "workers."))}
 
     commands = graph.find_modules_that_directly_import("argparse")
-    assert "pipeline.cli" in commands
+    assert "pipeline.cli.main" in commands
     others = find_imports(commands) - commands - {*INTERFACE} - find_imports(INTERFACE)
     assert {exception_of(module) for module in others} == set(FOR_COMMANDS_ALONE)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
+from pipeline.cli import completion, help
 from pipeline.config import invocation, version
 from pipeline.config.version import CHECKOUT
-from pipeline.shell import completion, help
 
 
 # ---- version -------------------------------------------------------------------------------------

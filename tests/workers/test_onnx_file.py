@@ -12,7 +12,7 @@ import pytest
 import torch
 from serving import Finished, finished
 
-from pipeline.serving import commands
+from pipeline.cli import serving as commands
 from workers.errors import UserError
 from workers.methods import METHODS
 from workers.serving import onnx_file

@@ -24,16 +24,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pipeline.cli import data as data_commands
+from pipeline.cli import growing as growing_commands
+from pipeline.cli import serving as serving_commands
+from pipeline.cli.arguments import parse_amount
+from pipeline.cli.completion import SHELLS
+from pipeline.cli.help import GroupedParser, HelpFormatter, Parser, example_text
+from pipeline.cli.question import is_confirmed
 from pipeline.config import invocation
 from pipeline.data.errors import UnfitSource
 from pipeline.graph import diagram, run_log
-from pipeline.growing import commands as growing_commands
-from pipeline.serving import commands as serving_commands
-from pipeline.shell import data_commands
-from pipeline.shell.arguments import parse_amount
-from pipeline.shell.completion import SHELLS
-from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
-from pipeline.shell.question import is_confirmed
 from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
 from workers.errors import UserError
@@ -1088,8 +1088,8 @@ def schema(args: argparse.Namespace) -> int:
 
 def completion(args: argparse.Namespace) -> int:
     """Print the script that completes the command line in a shell."""
+    from pipeline.cli.completion import completion_script
     from pipeline.config.invocation import SCRIPT
-    from pipeline.shell.completion import completion_script
 
     print(completion_script(parser(SCRIPT), args.shell))
     return 0

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pipeline.cli.arguments import parse_amount
+from pipeline.cli.question import is_confirmed
 from pipeline.config import invocation
-from pipeline.shell.arguments import parse_amount
-from pipeline.shell.question import is_confirmed
 from workers.errors import UserError
 
 if TYPE_CHECKING:

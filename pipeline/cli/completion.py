@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from pipeline.shell.help import subparsers_of
+from pipeline.cli.help import subparsers_of
 from workers.errors import require_package
 
 SHELLS = ("bash", "zsh")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,42 +29,12 @@ from pipeline.results.intervals import (
     percentile_interval,
     t_interval,
 )
+from pipeline.results.metrics import METRICS, metrics_for
 from pipeline.results.tables import Matrix, RunTables
 from workers.errors import UserError
 
 # Settings that do not separate runs: identity and seed, and those that change only rounding.
 IGNORED_SETTINGS = ("name", "seed", "storage", "cluster", "tracking")
-
-
-class Metric(NamedTuple):
-    """A number of a run.
-
-    kind: unit, as in `format_value`. pick_best: the function that picks the best value, or None.
-    """
-
-    meaning: str
-    kind: str
-    pick_best: Callable[..., float] | None
-
-
-METRICS = {
-    "average_accuracy": Metric("mean accuracy over the tasks, after the last one", "rate", max),
-    "average_incremental_accuracy": Metric(
-        "accuracy on all test images so far, averaged over the tasks of the stream", "rate", max
-    ),
-    "forgetting": Metric(
-        "mean drop of accuracy on earlier tasks from their best to the end", "rate", min
-    ),
-    "learning_accuracy": Metric(
-        "mean accuracy on each task just after it was learned", "rate", max
-    ),
-    "bytes_per_task": Metric("masks, tokens, head and copies of one task", "bytes", min),
-    "total_bytes": Metric("all bytes stored at the end, with the backbone", "bytes", min),
-    "growth": Metric("total bytes divided by those of the backbone", "times", None),
-    "trained_parameters": Metric(
-        "parameters that the optimizer trains for one task, at most", "count", None
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -127,8 +97,10 @@ class Entry:
 
     @cached_property
     def numbers(self) -> dict[str, dict[Any, float]]:
-        """The values of METRICS by seed; NaN when a run is not finished."""
-        numbers: dict[str, dict[Any, float]] = {name: {} for name in METRICS}
+        """The values of each metric by seed; NaN if a run is not finished."""
+        numbers: dict[str, dict[Any, float]] = {
+            metric.name: {} for metric in metrics_for("comparison")
+        }
         for seed, run in self.group.runs.items():
             values = self._values(self.matrices[seed], run.sizes(self.label))
             for name, by_seed in numbers.items():
@@ -137,7 +109,7 @@ class Entry:
         return numbers
 
     def _values(self, matrix: Matrix, sizes: list[Row]) -> dict[str, float | None]:
-        """Return the values of METRICS of one run; without accuracies when it is not finished."""
+        """Return the metrics of one run; without accuracies if it is not finished."""
         values: dict[str, float | None] = {}
         if matrix.finished == len(matrix.tasks):
             values |= matrix.final
@@ -157,9 +129,9 @@ class Entry:
     def values(self, metric: str) -> dict[Any, float]:
         """Return the values of a metric by seed; NaN when a run is not finished.
 
-        metric: of METRICS, or `accuracy on N`, after the last task on the one at position N.
+        metric: name of a metric, or `accuracy on N`, after the last task on the one at position N.
         """
-        if metric in METRICS:
+        if metric in self.numbers:
             return self.numbers[metric]
         for position, task in enumerate(self.tasks):
             if metric == answers.ACCURACY_ON.format(position):
@@ -258,7 +230,7 @@ class Comparison:
     def interval(self, entry: Entry, metric: str) -> Interval:
         """Return the 95 % interval of the mean of a metric; none for a metric without draws.
 
-        metric: of METRICS, or a name that `answers` gives to its draws.
+        metric: name of a metric, or a name that `answers` gives to its draws.
         """
         draws = self.draws.get(entry.name, {})
         return percentile_interval(draws[metric]) if metric in draws else NO_INTERVAL
@@ -296,7 +268,7 @@ class Comparison:
             return differ(draws, differences)
         if not differences or any(map(math.isnan, differences)):
             return False
-        is_rate = metric not in METRICS or METRICS[metric].kind == "rate"
+        is_rate = metric not in METRICS or METRICS[metric].unit == "rate"
         if len(set(differences)) == 1:  # sizes do not vary with the seed
             return differences[0] != 0 and not is_rate
         return t_interval(differences).excludes_zero
@@ -326,15 +298,15 @@ class Comparison:
         """Return mean and deviation of each metric of each entry."""
         rows = []
         for entry in self.entries:
-            for metric in METRICS:
-                spread = entry.spread(metric)
-                interval = self.interval(entry, metric)
+            for metric in metrics_for("comparison"):
+                spread = entry.spread(metric.name)
+                interval = self.interval(entry, metric.name)
                 rows.append(
                     {
                         "entry": entry.name,
                         "run": entry.group.name,
                         "label": entry.label,
-                        "number": metric,
+                        "number": metric.name,
                         "n": spread.n,
                         "mean": spread.mean,
                         "deviation": spread.deviation,
@@ -352,14 +324,14 @@ class Comparison:
             base = self.base(entry)
             if base is None:
                 continue
-            for metric in METRICS:
-                spread = entry.difference(base, metric)
-                interval = self.difference_interval(entry, base, metric)
+            for metric in metrics_for("comparison"):
+                spread = entry.difference(base, metric.name)
+                interval = self.difference_interval(entry, base, metric.name)
                 rows.append(
                     {
                         "entry": entry.name,
                         "against": base.name,
-                        "number": metric,
+                        "number": metric.name,
                         "n": spread.n,
                         "mean": spread.mean,
                         "deviation": spread.deviation,

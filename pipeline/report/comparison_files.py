@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pipeline.results.tables import RunTables
 
 MOST_CHARACTERS = 120  # of a folder's name
-PRINTED = ("average_accuracy", "forgetting", "bytes_per_task")
 # a run by its name or the path of its config, a file of results, or results that were loaded
 RunSource = str | Sequence["RunTables"]
 
@@ -177,20 +176,21 @@ def folder_name(names: Sequence[str]) -> str:
 
 def format_comparison(comparison: Comparison) -> str:
     """Return the tables for the terminal: means, difference of accuracy, differing settings."""
-    from pipeline.report.comparison import METRICS
+    from pipeline.results.metrics import metrics_for
     from pipeline.shell.console import table_text
 
+    metrics = metrics_for("comparison_text")
     body = []
     for entry in comparison.entries:
         cells = [entry.name, str(len(entry.group.runs))]
-        cells += [format_plain(entry.spread(name), METRICS[name].kind) for name in PRINTED]
+        cells += [format_plain(entry.spread(metric.name), metric.unit) for metric in metrics]
         base = comparison.base(entry)
         difference = ""
         if base is not None:
             spread = entry.difference(base, "average_accuracy")
             difference = format_plain(spread, "rate", is_difference=True)
         body.append([*cells, difference])
-    heading = ["run", "n", *(metric.replace("_", " ") for metric in PRINTED)]
+    heading = ["run", "n", *(metric.title for metric in metrics)]
     tables = [table_text([*heading, "accuracy minus the first"], body)]
     setting_rows = comparison.setting_rows()
     if setting_rows:

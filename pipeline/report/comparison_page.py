@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.comparison import METRICS, Comparison, Entry, Spread, environment
+from pipeline.report.comparison import Comparison, Entry, Spread, environment
 from pipeline.report.figures import Picture
 from pipeline.report.files import Row
 from pipeline.report.html_parts import (
@@ -30,6 +30,7 @@ from pipeline.report.html_parts import (
 )
 from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
 from pipeline.results.intervals import Interval
+from pipeline.results.metrics import Metric, metrics_for
 
 ABOUT_INTERVALS = (
     "The grey range is a 95 % interval of the mean: a percentile bootstrap over test images, the "
@@ -99,15 +100,10 @@ def render_head(comparison: Comparison) -> str:
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def metric_title(metric: str) -> str:
-    """`bytes_per_task` -> `bytes per task`."""
-    return metric.replace("_", " ")
-
-
-def column_head(metric: str) -> str:
+def column_head(metric: Metric) -> str:
     """Return the head of a column, one word per line."""
-    text = metric_title(metric).replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")
-    return f'<th title="{escape(METRICS[metric].meaning)}">{text}</th>'
+    text = metric.title.replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")
+    return f'<th title="{escape(metric.meaning)}">{text}</th>'
 
 
 def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str:
@@ -127,9 +123,9 @@ def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str
     return text.replace("+-0.0", "+0.0").replace("-0.0 ", "0.0 ")
 
 
-def known_metrics(entries: Sequence[Entry]) -> list[str]:
+def known_metrics(entries: Sequence[Entry]) -> list[Metric]:
     """Return the metrics that at least one entry has."""
-    return [metric for metric in METRICS if _has_mean(entries, metric)]
+    return [metric for metric in metrics_for("comparison") if _has_mean(entries, metric.name)]
 
 
 def _has_mean(entries: Sequence[Entry], metric: str) -> bool:
@@ -139,19 +135,19 @@ def _has_mean(entries: Sequence[Entry], metric: str) -> bool:
 def render_summary(comparison: Comparison) -> str:
     """Return the table of means and deviations."""
     metrics = known_metrics(comparison.entries)
-    winners = {name: comparison.winner(name, METRICS[name].pick_best) for name in metrics}
+    winners = {metric.name: comparison.winner(metric.name, metric.better) for metric in metrics}
     body = ""
     for entry in comparison.entries:
         body += f"<tr><td class=left><b>{escape(entry.name)}</b></td>"
         body += f"<td>{len(entry.group.runs)}</td>"
         for metric in metrics:
-            spread = entry.spread(metric)
-            start = "<td class=best>" if winners[metric] is entry else "<td>"
-            interval = format_interval(comparison.interval(entry, metric))
-            body += f"{start}{format_spread(spread, METRICS[metric].kind)}{interval}</td>"
+            spread = entry.spread(metric.name)
+            start = "<td class=best>" if winners[metric.name] is entry else "<td>"
+            interval = format_interval(comparison.interval(entry, metric.name))
+            body += f"{start}{format_spread(spread, metric.unit)}{interval}</td>"
         body += "</tr>"
     titles = "".join(map(column_head, metrics))
-    meanings = [f"<b>{metric_title(metric)}</b>: {METRICS[metric].meaning}" for metric in metrics]
+    meanings = [f"<b>{metric.title}</b>: {metric.meaning}" for metric in metrics]
     return (
         '<h2 id="summary">Summary</h2><p>n is the number of runs with different seeds. The number '
         f"after ± is their sample standard deviation; one run has none. {ABOUT_INTERVALS}</p>"
@@ -194,8 +190,8 @@ def render_differences(comparison: Comparison) -> str:
         how = f"{accuracy.n} pair{plural(accuracy.n)}" if accuracy.paired else "means"
         body += f"<td>{how}</td>"
         for metric in metrics:
-            spread = entry.difference(base, metric)
-            body += f"<td>{format_spread(spread, METRICS[metric].kind, is_difference=True)}</td>"
+            spread = entry.difference(base, metric.name)
+            body += f"<td>{format_spread(spread, metric.unit, is_difference=True)}</td>"
         body += "</tr>"
     titles = "".join(map(column_head, metrics))
     first = escape(comparison.groups[0].name)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import NamedTuple
 from urllib.parse import quote
 
 from pipeline.config.settings import check
@@ -35,6 +34,7 @@ from pipeline.report.plots import format_bytes
 from pipeline.report.replicas import comparison_of
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
+from pipeline.results.metrics import Metric, metrics_for
 from pipeline.results.tables import Row, RunTables
 from workers.errors import UserError
 
@@ -174,89 +174,6 @@ def _origin(tables: RunTables) -> str:
 
 
 # ---- summary -------------------------------------------------------------------------------------
-class Column(NamedTuple):
-    """A column of the summary.
-
-    kind: unit, as in `format_value`. pick_best: the function that picks the best value, or None.
-    """
-
-    key: str
-    heading: str
-    meaning: str
-    kind: str
-    pick_best: Callable[..., float] | None = None
-
-
-COLUMNS = (
-    Column(
-        "average_accuracy",
-        "average<br>accuracy",
-        "mean accuracy over all tasks, after the last one",
-        "rate",
-    ),
-    Column(
-        "chance",
-        "chance",
-        "mean accuracy of guessing over the same tasks",
-        "rate",
-    ),
-    Column(
-        "last_accuracy",
-        "last<br>accuracy",
-        "accuracy on the test images of all tasks together, after the last task",
-        "rate",
-    ),
-    Column(
-        "average_incremental_accuracy",
-        "average<br>incremental",
-        "mean of the last accuracy after the first, second, ... task",
-        "rate",
-    ),
-    Column(
-        "top5_last_accuracy",
-        "top-5<br>last",
-        "last accuracy when the right class is among the five best",
-        "rate",
-    ),
-    Column(
-        "task_aware_average_accuracy",
-        "average,<br>task given",
-        "mean accuracy over all tasks when the model chooses among the task's own classes",
-        "rate",
-    ),
-    Column(
-        "forgetting",
-        "forgetting",
-        "mean drop of accuracy on earlier tasks from their best to the end",
-        "rate",
-    ),
-    Column(
-        "bytes_per_task",
-        "bytes<br>per task",
-        "masks, tokens, head and copies of one task, on average",
-        "bytes",
-        min,
-    ),
-    Column(
-        "carried_bytes",
-        "carried<br>bytes",
-        "state that the last task would carry to a next one",
-        "bytes",
-    ),
-    Column("growth", "growth", "all stored bytes divided by those of the backbone", "times"),
-    Column(
-        "trained_parameters",
-        "trained<br>parameters",
-        "parameters that the optimizer trains for one task",
-        "count",
-    ),
-    Column(
-        "flops_share",
-        "FLOPs per<br>image",
-        "FLOPs of one image with masks applied, relative to the plain backbone",
-        "rate",
-    ),
-)
 VERDICTS = {
     "identical": '<span class="done">identical</span>',
     "changed": '<span class="bad">changed</span>',
@@ -270,12 +187,12 @@ def render_summary(tables: RunTables) -> str:
     keys: set[str] = set()
     for row in rows:
         keys.update(row)
-    columns = [column for column in COLUMNS if column.key in keys]
+    columns = [metric for metric in metrics_for("report") if metric.name in keys]
     is_comparable = len({(row["tasks_finished"], row["tasks"]) for row in rows}) == 1
     best = _best_values(rows, columns) if is_comparable else {}
     heading = "<th class=left>method</th>"
     for column in columns:
-        heading += f'<th title="{escape(column.meaning)}">{column.heading}</th>'
+        heading += f'<th title="{escape(column.meaning)}">{_lines(column)}</th>'
     logits_meaning = "whether the logits on earlier tasks stayed bit-identical"
     heading += f'<th title="{logits_meaning}">earlier<br>logits</th>'
     body = "".join(_render_summary_row(row, columns, best) for row in rows)
@@ -287,7 +204,7 @@ def render_summary(tables: RunTables) -> str:
         )
     elif not is_comparable:
         hint = "; the methods have not finished the same number of tasks yet"
-    meanings = [f"<b>{c.heading.replace('<br>', ' ')}</b>: {c.meaning}" for c in columns]
+    meanings = [f"<b>{c.heading or c.title}</b>: {c.meaning}" for c in columns]
     meanings.append(
         f"<b>earlier logits</b>: {logits_meaning}, for tasks that were tested again later "
         "(compared by sha256)"
@@ -299,18 +216,22 @@ def render_summary(tables: RunTables) -> str:
     )
 
 
-def _best_values(rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, float]:
-    """Return the best value of each column that has at least two values."""
+def _lines(column: Metric) -> str:
+    return escape(column.heading or column.title).replace("\n", "<br>")
+
+
+def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, float]:
+    """Return the best value of each size that has at least two values."""
     best = {}
     for column in columns:
-        values = [row[column.key] for row in rows if row.get(column.key) is not None]
+        values = [row[column.name] for row in rows if row.get(column.name) is not None]
         values = [value for value in values if not math.isnan(value)]
-        if column.pick_best is not None and len(set(values)) > 1:
-            best[column.key] = column.pick_best(values)
+        if column.better is not None and column.unit != "rate" and len(set(values)) > 1:
+            best[column.name] = column.better(values)
     return best
 
 
-def _render_summary_row(row: Row, columns: Sequence[Column], best: Mapping[str, float]) -> str:
+def _render_summary_row(row: Row, columns: Sequence[Metric], best: Mapping[str, float]) -> str:
     label = escape(row["label"])
     name = f'<a href="#method-{label}"><b>{label}</b></a>'
     if row["method"] != row["label"]:
@@ -320,10 +241,10 @@ def _render_summary_row(row: Row, columns: Sequence[Column], best: Mapping[str, 
         name += f'<br><span class="pending">{progress}</span>'
     cells = f"<td class=left>{name}</td>"
     for column in columns:
-        value = row.get(column.key)
-        is_best = column.key in best and value == best[column.key]
+        value = row.get(column.name)
+        is_best = column.name in best and value == best[column.name]
         start = "<td class=best>" if is_best else "<td>"
-        cells += f"{start}{format_value(value, column.kind)}</td>"
+        cells += f"{start}{format_value(value, column.unit)}</td>"
     return f"<tr>{cells}<td>{VERDICTS[row['answers']]}</td></tr>"
 
 

@@ -21,6 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import Matrix, Row
 
 # Okabe and Ito's palette without yellow, which is too pale on white. Markers and dashes carry the
@@ -375,21 +376,18 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
     rows = sorted(summary, key=accuracy_rank)
     labels = [row["label"] for row in summary]
     colours = [COLOURS[labels.index(row["label"]) % len(COLOURS)] for row in rows]
-    panels = (
-        ("average_accuracy", "Average accuracy", "higher is better"),
-        ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
-        ("forgetting", "Forgetting", "lower is better"),
-    )
-    figure, all_axes = new_figure(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
-    for axes, (metric, title, hint) in zip(all_axes, panels, strict=True):
-        if metric == "average_accuracy" and _chance_levels(rows):
+    panels = metrics_for("bars")
+    figure, all_axes = new_figure(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, len(panels), sharey=True)
+    for axes, metric in zip(all_axes, panels, strict=True):
+        hint = "lower is better" if metric.better is min else "higher is better"
+        if metric.name == "average_accuracy" and _chance_levels(rows):
             hint += "; dotted: chance"
-        style_axes(axes, title, hint, grid="x")
-        values = [row[metric] for row in rows]
+        style_axes(axes, metric.title.capitalize(), hint, grid="x")
+        values = [row[metric.name] for row in rows]
         axes.barh(range(len(rows)), np.nan_to_num(values), height=0.62, color=colours)
         for y, value in enumerate(values):
             _write_bar_value(axes, y, value)
-        if metric == "average_accuracy":
+        if metric.name == "average_accuracy":
             for level in sorted(_chance_levels(rows)):
                 axes.axvline(level, color=FAINT, linestyle=":", linewidth=1.8)
         finished = [value for value in values if not math.isnan(value)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.report.comparison import METRICS, Comparison, Entry, Group, unfinished_notes
+from pipeline.report.comparison import Comparison, Entry, Group, unfinished_notes
 from pipeline.report.comparison_files import format_plain
+from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import RunTables, merge_warnings
 from pipeline.shell.console import table_text, warning_lines
-
-PRINTED = ("average_accuracy", "average_incremental_accuracy", "forgetting", "bytes_per_task")
 
 
 def comparison_of(name: str, tables: Mapping[str, RunTables]) -> Comparison:
@@ -41,11 +40,12 @@ def _classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
 def comparison_text(name: str, tables: Mapping[str, RunTables]) -> str:
     """Return a table of mean and deviation over the replicas, and warnings, as plain text."""
     comparison = comparison_of(name, tables)
+    metrics = metrics_for("replicas_text")
     body = []
     for entry in comparison.entries:
         cells = [entry.label, str(len(entry.group.runs))]
-        cells += [format_plain(entry.spread(metric), METRICS[metric].kind) for metric in PRINTED]
+        cells += [format_plain(entry.spread(metric.name), metric.unit) for metric in metrics]
         body.append(cells)
-    heading = ["method", "n", *(metric.replace("_", " ") for metric in PRINTED)]
+    heading = ["method", "n", *(metric.title for metric in metrics)]
     lines = [*comparison.notes, table_text(heading, body)]
     return "\n".join([*lines, *warning_lines(merge_warnings(tables))])

@@ -33,6 +33,7 @@ from pipeline.report.parameters import (
     measure_importance,
     search_parameters,
 )
+from pipeline.results.metrics import metrics_for
 from pipeline.results.trials import (
     SLACK,
     Search,
@@ -427,37 +428,22 @@ def render_tests(search: Search, trial: Trial) -> str:
     if isinstance(num_seeds, int) and num_seeds > len(tests):
         missing = count_text(num_seeds - len(tests), "seed")
         text += f" {missing} of {num_seeds} not tested yet."
-    heading = ["seed", "run", "average accuracy", "forgetting", "bytes per task"]
+    heading = ["seed", "run", *(metric.title for metric in metrics_for("search_tests"))]
     table = render_table(heading, _test_cells(tests, mean_text), 2)
     return f"<h3>On test images</h3><p>{text}</p>{table}"
 
 
 def _test_cells(tests: Sequence[Mapping[str, Any]], mean_text: str) -> list[list[Any]]:
     """Return one row per test, and for several tests a row of means."""
-    rows = [_render_test(test) for test in tests]
+    metrics = metrics_for("search_tests")
+    rows = []
+    for test in tests:
+        cells = [format_value(as_number(test.get(metric.name)), metric.unit) for metric in metrics]
+        rows.append([test.get("seed", "-"), test.get("run", "-"), *cells])
     if len(tests) > 1:
-        forgetting = _mean_of(tests, "forgetting")
-        mean_bytes = _mean_of(tests, "bytes_per_task")
-        rows.append(
-            [
-                "all",
-                "mean ± standard deviation",
-                f"{mean_text} %",
-                "-" if math.isnan(forgetting) else format_rate(forgetting),
-                plots.format_bytes(mean_bytes),
-            ]
-        )
+        means = [format_value(_mean_of(tests, metric.name), metric.unit) for metric in metrics]
+        rows.append(["all", "mean ± standard deviation", f"{mean_text} %", *means[1:]])
     return rows
-
-
-def _render_test(test: Mapping[str, Any]) -> list[Any]:
-    return [
-        test.get("seed", "-"),
-        test.get("run", "-"),
-        format_rate(as_number(test["average_accuracy"])),
-        format_value(as_number(test.get("forgetting")), "rate"),
-        plots.format_bytes(as_number(test.get("bytes_per_task"))),
-    ]
 
 
 def _mean_of(tests: Sequence[Mapping[str, Any]], key: str) -> float:

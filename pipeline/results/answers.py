@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.results import intervals, metrics
 from pipeline.results.intervals import Array
+from pipeline.results.metrics import Accuracies
 from pipeline.results.tables import RunTables
 
 ImageId = tuple[str, str]  # key of the ingested data, key of the image
@@ -114,16 +115,15 @@ def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) 
 
 def metrics_of(rates: Array, totals: Array) -> dict[str, Array]:
     """Return each metric in each draw, (draws,), by name. rates: (draws, T, T); totals: (T,)."""
-    values = {
-        "average_accuracy": metrics.average_accuracies(rates),
-        "average_incremental_accuracy": metrics.average_incremental_accuracies(rates, totals),
-        "forgetting": metrics.forgettings(rates),
-        "learning_accuracy": metrics.learning_accuracies(rates),
-    }
+    accuracies = Accuracies(rates * totals, np.broadcast_to(totals, rates.shape), rates)
+    values = {}
+    for metric in metrics.metrics_for("draws"):
+        if metric.function is not None:
+            values[metric.name] = metric.function(accuracies)
     for t in range(rates.shape[-1]):
-        leading = rates[:, : t + 1, : t + 1]
-        values[ACCURACY_AFTER.format(t)] = metrics.average_accuracies(leading)
-        values[FORGETTING_AFTER.format(t)] = metrics.forgettings(leading)
+        leading = accuracies.until(t)
+        values[ACCURACY_AFTER.format(t)] = metrics.average_accuracy(leading)
+        values[FORGETTING_AFTER.format(t)] = metrics.forgetting(leading)
         values[ACCURACY_ON.format(t)] = rates[:, -1, t]
     return values
 

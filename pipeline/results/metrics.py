@@ -1,19 +1,26 @@
-"""Continual-learning metrics as pure functions of one accuracy matrix; each formula has one name.
+"""Metrics of a run: each one is an entry of METRICS, which all tables, pages and records read.
 
-R[t, i] is the accuracy on task i after stage t, shape (T, T). It is passed as integer counts
-`correct` and `total` of that shape, or as rates with `total` left at 1; all tasks then count the
-same. Entries above the diagonal are tasks not learned yet; no metric reads them. Forward transfer
-(GEM) is left out: a future task has no head, and no outputs in scenario `class`, so nothing can be
-measured on it.
+R[t, i] is the accuracy on task i after stage t, shape (T, T), given as integer counts `correct` and
+`total` of that shape, or as rates with `total` left at 1; all tasks then count the same. Entries
+above the diagonal are tasks that are not learned yet; no metric reads them. Forward transfer (GEM)
+is left out: a future task has no head, and no outputs in scenario `class` to measure.
 
-An entry is missing when `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
+An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
 stage, so an unfinished run has its metrics so far. Inputs are never changed.
+
+Example:
+    >>> METRICS["forgetting"]([[0.9, 0.0], [0.7, 0.8]])
+    0.20000000000000007
+
+To add a metric, write its formula and add one `Metric` to METRICS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,203 +28,89 @@ from numpy.typing import ArrayLike, NDArray
 from workers.errors import UserError
 
 NAN = float("nan")
+Array = NDArray[np.float64]
+Place = Literal[
+    "variants",  # also measured top-5 and task-aware in scenario `class`
+    "draws",  # bootstrap intervals
+    "report",
+    "bars",  # the picture that compares the methods of a report
+    "console",
+    "comparison",
+    "comparison_text",
+    "replicas_text",
+    "mlflow",
+    "mlflow_replicas",
+    "search_tests",
+]
 
 
-def rates(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.float64]:
-    """Return correct / total, shape (T, T), NaN where missing.
+class Accuracies(NamedTuple):
+    """One or many accuracy matrices: `correct / total = rates`, (..., T, T), NaN where missing."""
 
-    Raise UserError when the shape is not square.
+    correct: Array
+    total: Array
+    rates: Array
+
+    def until(self, t: int) -> Accuracies:
+        """Return the matrices after stage `t`, (..., t + 1, t + 1)."""
+        return Accuracies(*(values[..., : t + 1, : t + 1] for values in self))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a method in a run: this entry is all that the other modules know of it.
+
+    Attributes:
+        name: Name in tables, files, MLflow and Python.
+        meaning: Explanation on the pages and in the documentation.
+        unit: `rate`, `bytes`, `times` or `count`, see `format_value`.
+        better: `max` or `min`: picks the best value. None: no value is better.
+        shown_in: Places that show the metric, in the order of METRICS.
+        function: Formula, (..., T, T) -> (...). None: a column of `RunTables.summary`.
+        formula: Formula as text, for the documentation.
+        also_called: Names of the same formula in papers and libraries.
+        heading: Heading of a column of the report, if it is not the name; "\\n" breaks the line.
+        plain_heading: Heading in plain text, if it is not the name.
+        report_position: Position in the report, if it is not that of METRICS.
     """
-    hits, counts = _counts(correct, total)
-    shares = np.full(hits.shape, NAN)
-    np.divide(hits, counts, out=shares, where=counts > 0)
-    return shares
+
+    name: str
+    meaning: str
+    unit: str
+    better: Callable[..., float] | None
+    shown_in: tuple[Place, ...]
+    function: Callable[[Accuracies], Array] | None = None
+    formula: str = ""
+    also_called: str = ""
+    heading: str = ""
+    plain_heading: str = ""
+    report_position: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The name in words: `bytes per task`."""
+        return self.name.replace("_", " ")
+
+    def __call__(self, correct: ArrayLike, total: ArrayLike = 1) -> float:
+        """Return the metric of one accuracy matrix, see `measure`."""
+        return self._value(measure(correct, total))
+
+    def _value(self, accuracies: Accuracies) -> float:
+        if self.function is None:
+            raise TypeError(f"{self.name} is no function of an accuracy matrix")
+        return float(self.function(accuracies)) if accuracies.rates.size else NAN
 
 
-def average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """mean_i R[T-1, i], every task counts the same (macro). Also called ACC or AA."""
-    r = rates(correct, total)
-    if not len(r):
-        return NAN
-    return float(average_accuracies(r))
+def measure(correct: ArrayLike, total: ArrayLike = 1) -> Accuracies:
+    """Return one accuracy matrix with NaN where an entry is missing.
 
+    Args:
+        correct: Correct answers, (T, T), or rates if `total` is 1.
+        total: Test images; any shape that broadcasts to (T, T).
 
-def micro_average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """R[T-1, i] averaged with each task weighed by its number of test images."""
-    return last_accuracy(correct, total)
-
-
-def pooled_accuracies(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.float64]:
-    """acc_t, shape (T,): accuracy after stage t over the pooled test images of tasks 0..t."""
-    hits, counts = _counts(correct, total)
-    is_learned = np.tril(np.ones(hits.shape, bool))
-    learned_hits: NDArray[np.float64] = np.where(is_learned, hits, 0).sum(1)
-    learned_counts: NDArray[np.float64] = np.where(is_learned, counts, 0).sum(1)
-    return learned_hits / learned_counts
-
-
-def average_incremental_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """mean_t acc_t, the first task included: iCaRL's and DyTox's "Avg"."""
-    pooled = pooled_accuracies(correct, total)
-    if not len(pooled):
-        return NAN
-    return float(pooled.mean())
-
-
-def last_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """acc_{T-1}: pooled accuracy over all tasks after the last stage."""
-    pooled = pooled_accuracies(correct, total)
-    if not len(pooled):
-        return NAN
-    return float(pooled[-1])
-
-
-def forgetting(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (max_{l=j..T-2} R[l, j] - R[T-1, j]); 0 for one task.
-
-    This is the forgetting of Chaudhry et al. 2018, and the default.
+    Raises:
+        UserError: If the matrix is not square or the shapes do not fit.
     """
-    r = rates(correct, total)
-    if len(r) < 2:
-        return _zero_if_measured(r)
-    return float(forgettings(r))
-
-
-def forgetting_first(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (R[j, j] - R[T-1, j]); 0 for one task. Equals -backward_transfer."""
-    return _lost(rates(correct, total), lambda r, j: r[j, j])
-
-
-def backward_transfer(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (R[T-1, j] - R[j, j]); 0 for one task (GEM)."""
-    return 0.0 - forgetting_first(correct, total)
-
-
-def backward_transfer_all_pairs(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task.
-
-    It averages over every later task, not over the last one alone (continuum since May 2022).
-    """
-    r = rates(correct, total)
-    if len(r) < 2:
-        return _zero_if_measured(r)
-    changes = r - np.diagonal(r)
-    is_later = np.tril_indices(len(r), -1)
-    return float(changes[is_later].mean())
-
-
-def learning_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """mean_j R[j, j]: accuracy on each task just after it was learned (plasticity)."""
-    r = rates(correct, total)
-    if not len(r):
-        return NAN
-    return float(learning_accuracies(r))
-
-
-def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]), as `continuum` before May 2022.
-
-    It leaves out task T-2 and the model after it, but still divides by T-1. Use it only to compare
-    with the paper of DyTox.
-    """
-    r = rates(correct, total)
-    count = len(r)
-    if count == 0:
-        return NAN
-    if count < 3:
-        return 0.0
-    drops = [r[j : count - 2, j].max() - r[-1, j] for j in range(count - 2)]
-    return float(sum(drops) / (count - 1))
-
-
-def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
-    """Return max - min over orders of each task's final accuracy, shape (T,).
-
-    APD reports its max and mean as order robustness. accuracies: R[T-1] of streams of the same
-    tasks in different orders, (orders, T); a column is a task, not a position in the stream.
-    Raise UserError for any other shape.
-    """
-    r: NDArray[np.float64] = np.asarray(accuracies, np.float64)
-    if r.ndim != 2 or not len(r):
-        raise UserError(
-            f"order_disparity: accuracies have shape {r.shape}; "
-            "give a row for each order with a column for each task"
-        )
-    highest: NDArray[np.float64] = r.max(0)
-    lowest: NDArray[np.float64] = r.min(0)
-    return highest - lowest
-
-
-METRIC_FUNCTIONS: tuple[Callable[..., float], ...] = (
-    average_accuracy,
-    micro_average_accuracy,
-    average_incremental_accuracy,
-    last_accuracy,
-    forgetting,
-    forgetting_first,
-    backward_transfer,
-    backward_transfer_all_pairs,
-    learning_accuracy,
-    forgetting_continuum_pre_2022_05,
-)
-METRICS = {function.__name__: function for function in METRIC_FUNCTIONS}
-
-
-def all_metrics(correct: ArrayLike, total: ArrayLike = 1) -> dict[str, float]:
-    """Return every metric by name."""
-    return {name: metric(correct, total) for name, metric in METRICS.items()}
-
-
-def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]]:
-    """`all_metrics` after each stage t = 0..T-1: those of the leading (t+1) x (t+1) matrix."""
-    hits, counts = _counts(correct, total)
-    rows = []
-    for stages in range(1, len(hits) + 1):
-        leading = slice(stages)
-        rows.append(all_metrics(hits[leading, leading], counts[leading, leading]))
-    return rows
-
-
-# ---- of many matrices at once --------------------------------------------------------------------
-def average_accuracies(r: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `average_accuracy` of each matrix of rates, (..., T, T) -> (...)."""
-    means: NDArray[np.float64] = r[..., -1, :].mean(-1)
-    return means
-
-
-def learning_accuracies(r: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `learning_accuracy` of each matrix of rates, (..., T, T) -> (...)."""
-    means: NDArray[np.float64] = np.diagonal(r, axis1=-2, axis2=-1).mean(-1)
-    return means
-
-
-def forgettings(r: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `forgetting` of each matrix of rates, (..., T, T) -> (...)."""
-    if r.shape[-1] < 2:
-        return np.zeros(r.shape[:-2])
-    losses = [r[..., j:-1, j].max(-1) - r[..., -1, j] for j in range(r.shape[-1] - 1)]
-    means: NDArray[np.float64] = np.stack(losses, -1).mean(-1)
-    return means
-
-
-def average_incremental_accuracies(
-    r: NDArray[np.float64], total: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return `average_incremental_accuracy` of each matrix of rates, (..., T, T) -> (...).
-
-    total (T,): test images of each task.
-    """
-    learned = np.tril(np.ones(r.shape[-2:]))
-    hits = (np.where(learned > 0, r, 0.0) * total).sum(-1)
-    pooled = hits / (learned * total).sum(-1)
-    means: NDArray[np.float64] = pooled.mean(-1)
-    return means
-
-
-def _counts(
-    correct: ArrayLike, total: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return both as new float arrays (T, T), with NaN where an entry is missing in either."""
     hits = np.array(correct, float)
     if hits.size == 0:
         hits = hits.reshape(0, 0)
@@ -236,20 +129,376 @@ def _counts(
     missing = np.isnan(hits) | ~(counts > 0)
     hits[missing] = NAN
     counts[missing] = NAN
-    return hits, counts
+    rates = np.full(hits.shape, NAN)
+    np.divide(hits, counts, out=rates, where=counts > 0)
+    return Accuracies(hits, counts, rates)
 
 
-def _lost(r: NDArray[np.float64], best: Callable[[NDArray[np.float64], int], float]) -> float:
-    """Return the mean over all tasks but the last of `best(r, task)` - final accuracy."""
-    if len(r) < 2:
+# ---- formulas, (..., T, T) -> (...) --------------------------------------------------------------
+def average_accuracy(a: Accuracies) -> Array:
+    """Compute mean_i R[T-1, i]; every task counts the same (macro)."""
+    means: Array = a.rates[..., -1, :].mean(-1)
+    return means
+
+
+def pooled_accuracies(a: Accuracies) -> Array:
+    """Compute acc_t, (..., T): accuracy after stage t on the test images of tasks 0..t together."""
+    is_learned = np.tril(np.ones(a.rates.shape[-2:], bool))
+    hits: Array = np.where(is_learned, a.correct, 0).sum(-1)
+    counts: Array = np.where(is_learned, a.total, 0).sum(-1)
+    return hits / counts
+
+
+def average_incremental_accuracy(a: Accuracies) -> Array:
+    """Compute mean_t acc_t, the first task included."""
+    means: Array = pooled_accuracies(a).mean(-1)
+    return means
+
+
+def last_accuracy(a: Accuracies) -> Array:
+    """Compute acc_{T-1}: each task is weighted by its number of test images (micro)."""
+    return pooled_accuracies(a)[..., -1]
+
+
+def forgetting(a: Accuracies) -> Array:
+    """Compute 1/(T-1) sum_{j<T-1} (max_{l=j..T-2} R[l, j] - R[T-1, j]); 0 for one task."""
+    r = a.rates
+    if r.shape[-1] < 2:
         return _zero_if_measured(r)
-    earlier_tasks = range(len(r) - 1)
-    losses = [best(r, j) - r[-1, j] for j in earlier_tasks]
-    return float(np.mean(losses))
+    losses = [r[..., j:-1, j].max(-1) - r[..., -1, j] for j in range(r.shape[-1] - 1)]
+    means: Array = np.stack(losses, -1).mean(-1)
+    return means
 
 
-def _zero_if_measured(r: NDArray[np.float64]) -> float:
-    """Return 0 for the matrix of one measured task, NaN when the matrix is empty or missing."""
-    if r.size == 0 or np.isnan(r).any():
-        return NAN
-    return 0.0
+def forgetting_first(a: Accuracies) -> Array:
+    """Compute 1/(T-1) sum_{j<T-1} (R[j, j] - R[T-1, j]); 0 for one task."""
+    r = a.rates
+    if r.shape[-1] < 2:
+        return _zero_if_measured(r)
+    losses = _diagonal(r) - r[..., -1, :]
+    means: Array = losses[..., :-1].mean(-1)
+    return means
+
+
+def backward_transfer(a: Accuracies) -> Array:
+    """Compute 1/(T-1) sum_{j<T-1} (R[T-1, j] - R[j, j]); 0 for one task."""
+    return 0.0 - forgetting_first(a)
+
+
+def backward_transfer_all_pairs(a: Accuracies) -> Array:
+    """Compute 2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task.
+
+    It averages over all later tasks, `backward_transfer` over the last one only.
+    """
+    r = a.rates
+    if r.shape[-1] < 2:
+        return _zero_if_measured(r)
+    later, earlier = np.tril_indices(r.shape[-1], -1)
+    changes = r - _diagonal(r)[..., None, :]
+    means: Array = changes[..., later, earlier].mean(-1)
+    return means
+
+
+def learning_accuracy(a: Accuracies) -> Array:
+    """Compute mean_j R[j, j] (plasticity)."""
+    means: Array = _diagonal(a.rates).mean(-1)
+    return means
+
+
+def forgetting_continuum_pre_2022_05(a: Accuracies) -> Array:
+    """Compute 1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]).
+
+    `continuum` had this formula before May 2022. It leaves out task T-2 and the model after it, but
+    still divides by T-1. Use it only to compare with the paper of DyTox.
+    """
+    r = a.rates
+    count = r.shape[-1]
+    if count < 3:
+        return np.zeros(r.shape[:-2])
+    drops = [r[..., j : count - 2, j].max(-1) - r[..., -1, j] for j in range(count - 2)]
+    means: Array = sum(drops[1:], drops[0]) / (count - 1)
+    return means
+
+
+def _diagonal(r: Array) -> Array:
+    diagonals: Array = np.diagonal(r, axis1=-2, axis2=-1)
+    return diagonals
+
+
+def _zero_if_measured(r: Array) -> Array:
+    """Return 0 for matrices of one measured task, NaN where it is missing."""
+    return np.where(np.isnan(r[..., 0, 0]), NAN, 0.0)
+
+
+# ---- the registry --------------------------------------------------------------------------------
+_ENTRIES = (
+    Metric(
+        "average_accuracy",
+        "mean accuracy over the tasks, after the last one",
+        "rate",
+        max,
+        (
+            "variants",
+            "draws",
+            "report",
+            "bars",
+            "console",
+            "comparison",
+            "comparison_text",
+            "replicas_text",
+            "mlflow",
+            "mlflow_replicas",
+            "search_tests",
+        ),
+        average_accuracy,
+        "mean over i of R[T-1, i], every task counts the same",
+        "ACC, AA",
+        heading="average\naccuracy",
+    ),
+    Metric(
+        "chance",
+        "mean accuracy of guessing over the same tasks",
+        "rate",
+        None,
+        ("report", "console"),
+    ),
+    Metric(
+        "micro_average_accuracy",
+        "accuracy on the test images of all tasks together, after the last task",
+        "rate",
+        max,
+        ("mlflow",),
+        last_accuracy,
+        "the same, each task weighted by its number of test images",
+    ),
+    Metric(
+        "average_incremental_accuracy",
+        "accuracy on all test images so far, averaged over the tasks of the stream",
+        "rate",
+        max,
+        (
+            "variants",
+            "draws",
+            "report",
+            "bars",
+            "comparison",
+            "replicas_text",
+            "mlflow",
+            "mlflow_replicas",
+        ),
+        average_incremental_accuracy,
+        "mean over t of the pooled accuracy on tasks 0 to t after stage t, the first task included",
+        '"Avg" of iCaRL, DyTox, PILOT',
+        heading="average\nincremental",
+    ),
+    Metric(
+        "last_accuracy",
+        "accuracy on the test images of all tasks together, after the last task",
+        "rate",
+        max,
+        ("variants", "report", "mlflow"),
+        last_accuracy,
+        "accuracy over the pooled test images of all tasks after the last stage; equals "
+        "`micro_average_accuracy`",
+        '"Last" of CIL papers',
+        heading="last\naccuracy",
+        report_position=2,
+    ),
+    Metric(
+        "top5_last_accuracy",
+        "last accuracy when the right class is among the five best",
+        "rate",
+        max,
+        ("report",),
+        heading="top-5\nlast",
+    ),
+    Metric(
+        "task_aware_average_accuracy",
+        "mean accuracy over all tasks when the model chooses among the task's own classes",
+        "rate",
+        max,
+        ("report",),
+        heading="average,\ntask given",
+    ),
+    Metric(
+        "forgetting",
+        "mean drop of accuracy on earlier tasks from their best to the end",
+        "rate",
+        min,
+        (
+            "draws",
+            "report",
+            "bars",
+            "console",
+            "comparison",
+            "comparison_text",
+            "replicas_text",
+            "mlflow",
+            "mlflow_replicas",
+            "search_tests",
+        ),
+        forgetting,
+        "1/(T-1) sum over j < T-1 of (max over l = j..T-2 of R[l, j]) - R[T-1, j]",
+        "FM of Chaudhry et al. 2018",
+    ),
+    Metric(
+        "forgetting_first",
+        "mean drop of accuracy on earlier tasks from when they were learned to the end",
+        "rate",
+        min,
+        (),
+        forgetting_first,
+        "1/(T-1) sum over j < T-1 of R[j, j] - R[T-1, j]",
+    ),
+    Metric(
+        "backward_transfer",
+        "mean change of accuracy on earlier tasks from when they were learned to the end",
+        "rate",
+        max,
+        ("mlflow",),
+        backward_transfer,
+        "minus `forgetting_first`",
+        "BWT of GEM (Lopez-Paz and Ranzato 2017)",
+    ),
+    Metric(
+        "backward_transfer_all_pairs",
+        "mean change of accuracy on earlier tasks, over all pairs of an earlier and a later task",
+        "rate",
+        max,
+        (),
+        backward_transfer_all_pairs,
+        "2/(T(T-1)) sum over i > j of R[i, j] - R[j, j]",
+        "BWT of Díaz-Rodríguez et al. 2018, and of continuum since May 2022",
+    ),
+    Metric(
+        "learning_accuracy",
+        "mean accuracy on each task just after it was learned",
+        "rate",
+        max,
+        ("draws", "comparison", "mlflow"),
+        learning_accuracy,
+        "mean over j of R[j, j], each task just after it was learned",
+        "plasticity",
+    ),
+    Metric(
+        "forgetting_continuum_pre_2022_05",
+        "forgetting by the formula of continuum before May 2022",
+        "rate",
+        min,
+        (),
+        forgetting_continuum_pre_2022_05,
+        "1/(T-1) sum over j < T-2 of (max over l = j..T-3 of R[l, j]) - R[T-1, j]",
+        "the figure in DyTox's paper",
+    ),
+    Metric(
+        "bytes_per_task",
+        "masks, tokens, head and copies of one task, on average",
+        "bytes",
+        min,
+        (
+            "report",
+            "console",
+            "comparison",
+            "comparison_text",
+            "replicas_text",
+            "search_tests",
+        ),
+        heading="bytes\nper task",
+    ),
+    Metric(
+        "carried_bytes",
+        "state that the last task would carry to a next one",
+        "bytes",
+        None,
+        ("report",),
+        heading="carried\nbytes",
+    ),
+    Metric(
+        "total_bytes",
+        "all bytes stored at the end, with the backbone",
+        "bytes",
+        min,
+        ("comparison",),
+    ),
+    Metric(
+        "growth",
+        "all stored bytes divided by those of the backbone",
+        "times",
+        None,
+        ("report", "console", "comparison"),
+        plain_heading="all bytes / backbone",
+    ),
+    Metric(
+        "trained_parameters",
+        "parameters that the optimizer trains for one task, at most",
+        "count",
+        None,
+        ("report", "console", "comparison"),
+        heading="trained\nparameters",
+    ),
+    Metric(
+        "flops_share",
+        "FLOPs of one image with masks applied, relative to the plain backbone",
+        "rate",
+        None,
+        ("report",),
+        heading="FLOPs per\nimage",
+    ),
+)
+METRICS = {metric.name: metric for metric in _ENTRIES}
+
+
+def metrics_for(place: Place) -> list[Metric]:
+    """Return the metrics that a place shows, in the order of METRICS."""
+    shown = [metric for metric in METRICS.values() if place in metric.shown_in]
+    if place == "report":
+        for metric in [metric for metric in shown if metric.report_position is not None]:
+            shown.remove(metric)
+            shown.insert(metric.report_position or 0, metric)
+    return shown
+
+
+def matrix_metrics() -> list[Metric]:
+    """Return the metrics that are functions of an accuracy matrix."""
+    return [metric for metric in METRICS.values() if metric.function is not None]
+
+
+def all_metrics(correct: ArrayLike, total: ArrayLike = 1) -> dict[str, float]:
+    """Return every metric of one accuracy matrix by name, see `measure`."""
+    return _all_values(measure(correct, total))
+
+
+def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]]:
+    """Return `all_metrics` after each stage: those of the leading (t + 1) x (t + 1) matrix."""
+    accuracies = measure(correct, total)
+    return [_all_values(accuracies.until(t)) for t in range(len(accuracies.rates))]
+
+
+def _all_values(accuracies: Accuracies) -> dict[str, float]:
+    return {metric.name: metric._value(accuracies) for metric in matrix_metrics()}
+
+
+def order_disparity(accuracies: ArrayLike) -> Array:
+    """Compute max - min over orders of each task's final accuracy.
+
+    APD reports the maximum and the mean of this as order robustness.
+
+    Args:
+        accuracies: R[T-1] of streams of the same tasks in different orders, (orders, T). A column
+            is a task, not a position in the stream.
+
+    Returns:
+        One value per task, (T,).
+
+    Raises:
+        UserError: If the shape is another one.
+    """
+    r: Array = np.asarray(accuracies, np.float64)
+    if r.ndim != 2 or not len(r):
+        raise UserError(
+            f"order_disparity: accuracies have shape {r.shape}; "
+            "give a row for each order with a column for each task"
+        )
+    highest: Array = r.max(0)
+    lowest: Array = r.min(0)
+    return highest - lowest

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
-AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
 # In scenario `class`: correct within the five best logits; correct when the task is given.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
 TOP_CLASSES = 5
@@ -88,7 +87,7 @@ class Matrix:
     @cached_property
     def rates(self) -> NDArray[np.float64]:
         """Accuracies, (T, T); NaN when missing."""
-        return metrics.rates(self.correct, self.total)
+        return metrics.measure(self.correct, self.total).rates
 
     @cached_property
     def over_time(self) -> list[dict[str, float]]:
@@ -96,7 +95,8 @@ class Matrix:
         rows = metrics.over_time(self.correct, self.total)
         for prefix, matrix in self.extra.items():
             for row, values in zip(rows, matrix.over_time, strict=True):
-                row.update({f"{prefix}_{name}": values[name] for name in AVERAGES})
+                for metric in metrics.metrics_for("variants"):
+                    row[f"{prefix}_{metric.name}"] = values[metric.name]
         return rows
 
     @property
@@ -479,7 +479,7 @@ class RunTables:
             "method": self.method(label),
             "tasks_finished": matrix.finished,
             "tasks": len(matrix.tasks),
-            **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
+            **(matrix.final or metrics.all_metrics([])),
             "chance": matrix.chance_so_far[matrix.finished - 1] if matrix.finished else math.nan,
             "test_images": sum(count or 0 for count in matrix.test_images),
             "bytes_per_task": _mean([row["task_bytes"] for row in task_sizes]),

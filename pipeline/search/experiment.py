@@ -12,6 +12,7 @@ from pipeline.app.experiment import in_folder, printer, stream_of
 from pipeline.config.yaml_files import parse_yaml
 from pipeline.results import trials
 from pipeline.results.data_frame import data_frame
+from pipeline.results.metrics import metrics_for
 from pipeline.search import run as searches
 from pipeline.search import spec
 from pipeline.search.screen import SearchScreen
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_CONFIG_BYTES = 1 << 24  # of the winner's config
-TEST_COLUMNS = ("seed", "run", "average_accuracy", "forgetting", "bytes_per_task")
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,11 @@ class SearchResults:
     @property
     def tests(self) -> pd.DataFrame:
         """Table with a row for each seed of the winner, measured on test data."""
+        columns = ["seed", "run", *(metric.name for metric in metrics_for("search_tests"))]
         winner = self.records.winner
         if winner is None:
-            return data_frame([], TEST_COLUMNS)
-        return data_frame([{**test} for test in winner["tests"]], TEST_COLUMNS)
+            return data_frame([], columns)
+        return data_frame([{**test} for test in winner["tests"]], columns)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.app import runs as app
 from pipeline.app.runs import OpenScreen, WrittenReport
@@ -22,6 +22,7 @@ from pipeline.graph import build
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import connect
+from pipeline.results.metrics import metrics_for
 from pipeline.results.trials import SeedTest, Trial, best, lock_key, pareto
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
@@ -381,10 +382,5 @@ def evaluate_winner(
     result = app.execute(run, screen.open_console, resume_command, resume_command)
     screen.say(summary(result.tables, result.outcome, result.report.lines))
     row = result.tables.summary()[0]
-    return {
-        "seed": seed,
-        "run": name,
-        "average_accuracy": row["average_accuracy"],
-        "forgetting": row["forgetting"],
-        "bytes_per_task": row["bytes_per_task"],
-    }
+    measured = {metric.name: row[metric.name] for metric in metrics_for("search_tests")}
+    return cast(SeedTest, {"seed": seed, "run": name, **measured})

@@ -16,6 +16,7 @@ from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, State, Walk
+from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import Matrix, Row, RunTables
 from workers.storage.secrets import printable
 
@@ -32,15 +33,6 @@ MOST_WARNINGS = 20  # at the end of a run
 ENDS = (EventKind.DONE, EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 CLEAR_LINE = "\r\x1b[2K"
 CLEAR_LINE_ABOVE = "\x1b[1A\x1b[2K"
-SUMMARY_HEADING = [
-    "method",
-    "average accuracy",
-    "chance",
-    "forgetting",
-    "bytes per task",
-    "all bytes / backbone",
-    "trained parameters",
-]
 
 
 def print_to_stderr(text: str) -> None:
@@ -340,8 +332,13 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
     lines: list[str] = []
     for label in tables.labels:
         lines += ["", matrix_text(tables, label)]
-    rows = [_summary_cells(row) for row in tables.summary()]
-    lines += ["", table_text(SUMMARY_HEADING, rows)]
+    metrics = metrics_for("console")
+    heading = ["method", *(metric.plain_heading or metric.title for metric in metrics)]
+    rows = []
+    for row in tables.summary():
+        cells = [_format_metric(row.get(metric.name), metric.unit) for metric in metrics]
+        rows.append([row["label"], *cells])
+    lines += ["", table_text(heading, rows)]
     lines += warning_lines(tables.warnings())
     lines += ["", *ending(outcome, links)]
     return "\n".join(lines)
@@ -371,18 +368,6 @@ def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:
     if outcome.left_out:
         text += f"; {len(outcome.left_out)} missing stages were not selected"
     return [text, *links]
-
-
-def _summary_cells(row: Row) -> list[str]:
-    return [
-        row["label"],
-        format_percent(row.get("average_accuracy")),
-        format_percent(row.get("chance")),
-        format_percent(row.get("forgetting")),
-        _format_bytes(row.get("bytes_per_task")),
-        _format_number(row.get("growth"), ".2f"),
-        _format_number(row.get("trained_parameters"), ","),
-    ]
 
 
 def matrix_text(tables: RunTables, label: str) -> str:
@@ -461,10 +446,15 @@ def format_percent(value: float | None) -> str:
     return f"{100 * value:z.2f} %"
 
 
-def _format_number(value: float | None, spec: str) -> str:
+def _format_metric(value: float | None, unit: str) -> str:
+    """Return a metric in the unit of its `Metric`; `-` for none."""
+    if unit == "rate":
+        return format_percent(value)
+    if unit == "bytes":
+        return _format_bytes(value)
     if value is None or math.isnan(value):
         return "-"
-    return format(value, spec)
+    return format(value, ".2f" if unit == "times" else ",")
 
 
 def _format_bytes(count: float | None) -> str:

@@ -15,19 +15,10 @@ from numpy.typing import NDArray
 
 from pipeline.report import figures, files, mask_plots, plots
 from pipeline.results.masks import MaskView, overlap_rows
-from pipeline.results.tables import AVERAGES, EXTRA_COUNTS, Matrix, Row, RunTables, matrix_rows
+from pipeline.results.metrics import metrics_for
+from pipeline.results.tables import EXTRA_COUNTS, Matrix, Row, RunTables, matrix_rows
 from pipeline.tracking.mlflow_client import Point, key_name
 
-MATRIX_METRICS = (
-    "average_accuracy",
-    "micro_average_accuracy",
-    "average_incremental_accuracy",
-    "last_accuracy",
-    "forgetting",
-    "backward_transfer",
-    "learning_accuracy",
-    *(f"{prefix}_{name}" for prefix, name in product(EXTRA_COUNTS, AVERAGES)),
-)
 ROUNDING = 1e-12  # means of equal numbers differ by less
 # Columns of a training history without curves.
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
@@ -103,8 +94,11 @@ def matrix_points(matrix: Matrix) -> list[Point]:
         if has_begun and matrix.source[after, on_task] in ("measured", "follows"):
             name = key_name(f"acc/{matrix.tasks[on_task]}")
             points.append(Point(name, float(matrix.rates[after, on_task]), after, after))
+    names = [metric.name for metric in metrics_for("mlflow")]
+    for prefix, metric in product(EXTRA_COUNTS, metrics_for("variants")):
+        names.append(f"{prefix}_{metric.name}")
     for after, row in enumerate(matrix.over_time[: matrix.finished]):
-        for name in MATRIX_METRICS:
+        for name in names:
             value = row.get(name, math.nan)
             if math.isfinite(value):
                 points.append(Point(name, value, after, after))

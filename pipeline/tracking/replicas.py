@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.graph.run_record import RunRecord
+from pipeline.results.metrics import metrics_for
 from pipeline.tracking.mlflow_client import Point, key_name, login_refusal, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.recorder import Log, Recorder, log_to_stderr
@@ -21,9 +22,6 @@ from workers.storage.artifact import Artifact, Manifest, join
 if TYPE_CHECKING:
     from pipeline.config.settings import TrackingSettings
     from pipeline.graph.stage import Stage
-
-# Metrics of a report with a mean and a deviation in the parent run.
-SUMMARISED = ("average_accuracy", "average_incremental_accuracy", "forgetting")
 
 
 class ReplicatedRecorder(Recorder):
@@ -123,11 +121,11 @@ class ReplicatedRecorder(Recorder):
         tables = RunTables.load_all(self.storage, self.records)
         points = []
         for entry in comparison_of(self.writer.record["name"], tables).entries:
-            for metric in SUMMARISED:
-                spread = entry.spread(metric)
+            for metric in metrics_for("mlflow_replicas"):
+                spread = entry.spread(metric.name)
                 for kind, value in (("mean", spread.mean), ("sd", spread.deviation)):
                     if value == value:  # NaN for an unfinished run
-                        name = key_name(f"{metric}_{kind}/{entry.label}")
+                        name = key_name(f"{metric.name}_{kind}/{entry.label}")
                         points.append(Point(name, value, 0, 0))
         self.writer.ready().log_points(self.writer.parent, points)
 

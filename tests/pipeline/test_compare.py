@@ -16,8 +16,9 @@ import pytest
 from pipeline import cli
 from pipeline.graph.store import Store
 from pipeline.report import comparison_files
-from pipeline.report.comparison import METRICS, Spread, compare_runs, group_runs
+from pipeline.report.comparison import Spread, compare_runs, group_runs
 from pipeline.report.comparison_page import render_page
+from pipeline.results.metrics import METRICS
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
 from workers.storage.artifact import Artifact

@@ -17,8 +17,9 @@ import pytest
 
 from pipeline import cli
 from pipeline.graph.store import Store
-from pipeline.report.comparison import METRICS, compare_runs
+from pipeline.report.comparison import compare_runs
 from pipeline.report.comparison_page import render_page
+from pipeline.results.metrics import metrics_for
 from pipeline.results.results_file import MOST_BYTES, read_results, results_bytes
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
@@ -80,11 +81,11 @@ def test_a_file_gives_the_matrices_metrics_and_sizes_of_its_run(
         for row, read_row in zip(run.sizes(label), read.sizes(label), strict=True):
             assert read_row == row
     comparison = compare_runs([run, read])
-    for metric in METRICS:
+    for metric in metrics_for("comparison"):
         difference = comparison.entries[-1].difference(
-            comparison.entries[len(run.labels) - 1], metric
+            comparison.entries[len(run.labels) - 1], metric.name
         )
-        assert difference.mean == 0, metric
+        assert difference.mean == 0, metric.name
     assert [group.name for group in comparison.groups][1] == "tiny [lab.json]"
     assert comparison.setting_rows() == []
 

@@ -21,6 +21,7 @@ from PIL import Image
 
 from pipeline import cli
 from pipeline.app.runs import REPORT_FILES, export
+from pipeline.graph.run import Outcome
 from pipeline.graph.store import Store
 from pipeline.report import (
     analysis_section,
@@ -108,7 +109,7 @@ def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero
     result["rows"] = [r for r in result["rows"] if r["task"] == "roots"]
     matrix = tables.matrix("finetune")
     assert matrix.source[3].tolist() == ["missing", "missing", "missing", "measured"]
-    assert np.isnan(metrics.forgetting(matrix.correct, matrix.total))
+    assert np.isnan(metrics.METRICS["forgetting"](matrix.correct, matrix.total))
 
 
 def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path: Path) -> None:
@@ -172,6 +173,32 @@ def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
         p.name for p in matrix_points(matrix)
     }
     assert "top-5" in page.render_summary(tables)
+
+
+def test_registered_metric_appears_everywhere(
+    tables: RunTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worst_accuracy(a: metrics.Accuracies) -> metrics.Array:
+        lowest: metrics.Array = a.rates[..., -1, :].min(-1)
+        return lowest
+
+    metric = metrics.Metric(
+        "worst_accuracy",
+        "lowest accuracy of a task, after the last one",
+        "rate",
+        max,
+        ("report", "console", "comparison", "mlflow"),
+        worst_accuracy,
+    )
+    monkeypatch.setitem(metrics.METRICS, metric.name, metric)
+    matrix = tables.matrix("finetune")
+    row = next(row for row in tables.summary() if row["label"] == "finetune")
+    assert row["worst_accuracy"] == matrix.rates[-1].min()
+    assert metric.meaning in page.render_summary(tables)
+    assert "worst accuracy" in console.summary(tables, Outcome({}, {}, 1.0), [])
+    assert "worst_accuracy" in {point.name for point in matrix_points(matrix)}
+    (entry, *_) = page.one_run(tables).entries
+    assert "worst_accuracy" in entry.numbers
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_forgetting_is_that_of_the_matrix_of_rates() -> None:
         for position in range(count):
             per_task = {f"t{i}": float(rates[position, i]) for i in range(position + 1)}
             results.append({"task": f"t{position}", "position": position, "per_task": per_task})
-        assert forgetting(results) == pytest.approx(metrics.forgetting(rates)), count
+        assert forgetting(results) == pytest.approx(metrics.METRICS["forgetting"](rates)), count
     assert math.isnan(forgetting([]))
     assert math.isnan(forgetting(results[1:])), "the first task was not judged when it was new"
     del results[2]["per_task"]["t1"]

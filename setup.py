@@ -19,7 +19,7 @@ setup(
     packages=[*find_packages(include=["pipeline*", "workers*"]), *DATA],
     package_dir=DATA,
     package_data={
-        "": ["*.html"],
+        "": ["*.css", "*.html"],
         "pipeline.launch": ["templates/*"],
         **{package: ["**/*"] for package in DATA},
     },

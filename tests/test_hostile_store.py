@@ -24,7 +24,8 @@ from pipeline.config import yaml_files
 from pipeline.config.yaml_files import CARDS
 from pipeline.data import cards
 from pipeline.graph.store import Store
-from pipeline.report import html_parts, page, plots
+from pipeline.report import page, plots
+from pipeline.report.html_parts import NO_VALUE, render_macro
 from tests import small_run
 from tests.hostile import (
     BACKBONES,
@@ -401,8 +402,8 @@ def test_names_of_tasks_and_classes_are_escaped_in_a_report(
 
 def test_cells_of_tables_are_text() -> None:
     for evil in EVIL[:4]:
-        assert evil not in html_parts.render_table(["x"], [[evil]], 1) or "<" not in evil
-    assert html_parts.NO_VALUE in html_parts.render_table(["x"], [[html_parts.NO_VALUE]], 1)
+        assert evil not in render_macro("table", ["x"], [[evil]], 1) or "<" not in evil
+    assert NO_VALUE in render_macro("table", ["x"], [[NO_VALUE]], 1)
 
 
 def test_a_bundle_cannot_write_to_the_terminal_or_name_a_path(

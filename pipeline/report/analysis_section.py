@@ -5,16 +5,16 @@ It is shown only while the evaluations that it was made from are those of the ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.store import Store
 from pipeline.report.figures import Picture
-from pipeline.report.html_parts import render_picture, render_table
+from pipeline.report.html_parts import render
 from workers.storage.artifact import join, read_bytes, read_json
 
 NAME = "analysis.json"
@@ -116,45 +116,26 @@ def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> 
 
 
 def render_section(parts: Mapping[str, Any], record: RunRecord, store: Store) -> str:
-    """Return the section as HTML, with the parts that are current."""
+    """Render the section with the parts that are current."""
     folder = join(store.storage, "runs", record["name"])
-    text = ""
-    body = ""
+    current = [part for part in parts.values() if is_current(part, record, store)]
     runs: dict[str, None] = {}
-    num_outdated = 0
-    for part in parts.values():
-        if is_current(part, record, store):
-            body += _render_part(part, folder)
-            runs |= dict.fromkeys(run["run"] for run in part["analysis-of"])
-        else:
-            num_outdated += 1
-    if body:
-        text += (
-            "Attention of finished models on test images, and their accuracy on harder images. "
-            "Nothing here was used for training. "
-        )
-    if len(runs) > 1:
-        text += f"Compared: {escape(', '.join(runs))}. "
-    if num_outdated:
-        text += (
-            "An analysis in the folder of this page is left out, because the results that it "
-            "measured have changed; <code>python -m pipeline analyse</code> makes it again."
-        )
-    return f'<h2 id="attention">Attention and robustness</h2><p>{text.strip()}</p>{body}'
+    for part in current:
+        runs |= dict.fromkeys(run["run"] for run in part["analysis-of"])
+    return render(
+        "analysis.html",
+        parts=[_part_values(part, folder) for part in current],
+        runs=list(runs),
+        num_outdated=len(parts) - len(current),
+    )
 
 
-def _render_part(part: Mapping[str, Any], folder: str) -> str:
+def _part_values(part: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return pictures, tables and names of files; a missing picture is left out."""
-    html = ""
+    pictures = []
     for entry in part["pictures"]:
-        try:
+        with contextlib.suppress(OSError):
             png = read_bytes(join(folder, entry["name"]))
-        except OSError:
-            continue
-        html += render_picture(Picture(entry["name"], entry["title"], entry["says"], png))
-    for heading, rows in part["tables"]:
-        html += render_table(heading, rows, 1)
-    names = [f"<code>{escape(name)}</code>" for name in part["files"] if not name.endswith(".png")]
-    if names:
-        html += f"<p class=soft>As files beside this page: {', '.join(names)}.</p>"
-    return html
+            pictures.append(Picture(entry["name"], entry["title"], entry["says"], png))
+    names = [name for name in part["files"] if not name.endswith(".png")]
+    return {"pictures": pictures, "tables": part["tables"], "files": names}

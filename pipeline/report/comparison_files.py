@@ -206,6 +206,6 @@ def format_comparison(comparison: Comparison) -> str:
 
 def format_plain(spread: Spread, kind: str, is_difference: bool = False) -> str:
     """Return a spread as plain text; `-` for no value."""
-    from pipeline.report.comparison_page import format_spread
+    from pipeline.report.html_parts import format_spread
 
     return "-" if math.isnan(spread.mean) else format_spread(spread, kind, is_difference)

@@ -4,206 +4,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.comparison import Comparison, Entry, Spread, environment
+from pipeline.report.comparison import Comparison, Entry, environment
 from pipeline.report.figures import Picture
-from pipeline.report.files import Row
-from pipeline.report.html_parts import (
-    NO_VALUE,
-    format_value,
-    plural,
-    render_document,
-    render_links,
-    render_picture,
-    render_pictures,
-    render_table,
-)
+from pipeline.report.html_parts import render
 from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
-from pipeline.results.intervals import Interval
 from pipeline.results.metrics import Metric, metrics_for
 
-ABOUT_INTERVALS = (
-    "The grey range is a 95 % interval of the mean: a percentile bootstrap over test images, the "
-    "same ones for all methods, and over the runs. Of few runs it is too narrow: three cannot say "
-    "how far off a fourth would be. A mean is bold where it is the best, and its lead over "
-    "every other one is beyond the noise: the interval of the paired difference excludes 0, and so "
-    "does Student's t interval over the runs. One run says nothing of that, so nothing is bold."
-)
 SIDE_BY_SIDE = 4  # matrices in one row of a picture
-LINKS = (
-    ("summary", "Summary"),
-    ("differences", "Differences"),
-    ("tasks", "Over the tasks"),
-    ("matrices", "Matrices"),
-    ("settings", "Settings"),
-    ("provenance", "Environment"),
-    ("stages", "Shared stages"),
-)
 
 
-def render_page(comparison: Comparison) -> str:
-    """Return the page as HTML."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
-    sections = [render_head(comparison)]
-    if notes:
-        sections.append(f'<div class="note"><ul>{notes}</ul></div>')
-    sections.append(render_summary(comparison))
-    sections.append(render_differences(comparison))
-    sections.append('<h2 id="tasks">Over the tasks</h2>')
-    sections.append(render_picture(curves_picture(comparison)))
-    sections.append('<h2 id="matrices">Accuracy matrices</h2>')
-    sections.append(render_pictures(matrix_pictures(comparison)))
-    sections.append(render_settings(comparison))
-    sections.append(render_provenance(comparison))
-    sections.append(render_stages(comparison))
-    title = escape(" ~ ".join(group.name for group in comparison.groups))
-    return render_document(title, sections)
-
-
-def render_head(comparison: Comparison) -> str:
-    """Return title, introduction, the table of groups, and links."""
-    body = []
+def render_page(comparison: Comparison) -> Markup:
+    """Render the page."""
+    group_cells = []
     for group in comparison.groups:
-        run_names = ", ".join(str(run.record["name"]) for run in group.runs.values())
-        body.append(
-            [
-                f"<b>{escape(group.name)}</b>",
-                escape(run_names),
-                escape(", ".join(map(str, group.runs))),
-                escape(", ".join(group.first.labels)),
-            ]
-        )
-    introduction = "Each run is one line below."
-    if any(len(group.runs) > 1 for group in comparison.groups):
-        introduction = (
-            "Runs that differ only in seed and name are one line below; "
-            "their numbers are mean ± standard deviation."
-        )
-    table = render_table(["settings of", "runs", "seeds", "methods"], body, 4, is_html=True)
-    return (
-        f"<h1>Comparison of {len(comparison.runs)} runs</h1>"
-        f"<div class=soft>{len(comparison.groups)} different settings · "
-        f"{len(comparison.tasks)} common tasks: {escape(', '.join(comparison.tasks))}</div>"
-        f"<p style='margin-top:14px'>{introduction} All numbers are read from stored results; "
-        f"nothing was trained for this page.</p>{table}{render_links(LINKS)}"
-    )
-
-
-# ---- numbers -------------------------------------------------------------------------------------
-def column_head(metric: Metric) -> str:
-    """Return the head of a column, one word per line."""
-    text = metric.title.replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")
-    return f'<th title="{escape(metric.meaning)}">{text}</th>'
-
-
-def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str:
-    """Return `61.2 ± 0.4 %` as HTML; a difference has a sign, of accuracies in points (pp)."""
-    if math.isnan(spread.mean):
-        return NO_VALUE
-    sign = "+" if is_difference and spread.mean >= 0 else ""
-    if kind != "rate":
-        text = f"{sign}{format_value(spread.mean, kind)}"
-        if math.isnan(spread.deviation) or spread.deviation == 0:
-            return text
-        return f"{text} ± {format_value(spread.deviation, kind)}"
-    text = f"{sign}{100 * spread.mean:.1f}"
-    if not math.isnan(spread.deviation):
-        text += f" ± {100 * spread.deviation:.1f}"
-    text += " pp" if is_difference else " %"
-    return text.replace("+-0.0", "+0.0").replace("-0.0 ", "0.0 ")
-
-
-def known_metrics(entries: Sequence[Entry]) -> list[Metric]:
-    """Return the metrics that at least one entry has."""
-    return [metric for metric in metrics_for("comparison") if _has_mean(entries, metric.name)]
-
-
-def _has_mean(entries: Sequence[Entry], metric: str) -> bool:
-    return any(not math.isnan(entry.spread(metric).mean) for entry in entries)
-
-
-def render_summary(comparison: Comparison) -> str:
-    """Return the table of means and deviations."""
-    metrics = known_metrics(comparison.entries)
-    winners = {metric.name: comparison.winner(metric.name, metric.better) for metric in metrics}
-    body = ""
-    for entry in comparison.entries:
-        body += f"<tr><td class=left><b>{escape(entry.name)}</b></td>"
-        body += f"<td>{len(entry.group.runs)}</td>"
-        for metric in metrics:
-            spread = entry.spread(metric.name)
-            start = "<td class=best>" if winners[metric.name] is entry else "<td>"
-            interval = format_interval(comparison.interval(entry, metric.name))
-            body += f"{start}{format_spread(spread, metric.unit)}{interval}</td>"
-        body += "</tr>"
-    titles = "".join(map(column_head, metrics))
-    meanings = [f"<b>{metric.title}</b>: {metric.meaning}" for metric in metrics]
-    return (
-        '<h2 id="summary">Summary</h2><p>n is the number of runs with different seeds. The number '
-        f"after ± is their sample standard deviation; one run has none. {ABOUT_INTERVALS}</p>"
-        '<div class="scroll"><table class="summary">'
-        f"<tr><th class=left>run</th><th>n</th>{titles}</tr>{body}</table></div>"
-        f"<details><summary>What the columns mean</summary><p>{'; '.join(meanings)}.</p></details>"
-    )
-
-
-def format_interval(interval: Interval) -> str:
-    """Return the 95 % interval of an accuracy as HTML, on a line of its own; empty for none."""
-    if math.isnan(interval.low):
-        return ""
-    return f"<br><span class=soft>{100 * interval.low:z.1f} to {100 * interval.high:z.1f}</span>"
-
-
-def render_differences(comparison: Comparison) -> str:
-    """Return the table of differences from the first group."""
+        names = ", ".join(str(run.record["name"]) for run in group.runs.values())
+        seeds = ", ".join(map(str, group.runs))
+        title = Markup("<b>{}</b>").format(group.name)
+        group_cells.append([title, names, seeds, ", ".join(group.first.labels)])
     pairs = []
     for entry in comparison.entries:
         base = comparison.base(entry)
         if base is not None:
             pairs.append((entry, base))
-    if not pairs:
-        reason = "All runs differ only in their seed"
-        if len(comparison.groups) > 1:
-            reason = "The first run has several methods, and the other runs have none of them"
-        return (
-            '<h2 id="differences">Differences</h2>'
-            f"<p>{reason}, so there is nothing to subtract.</p>"
-        )
-    metrics = known_metrics(list(chain.from_iterable(pairs)))
-    body = ""
-    for entry, base in pairs:
-        body += (
-            f"<tr><td class=left><b>{escape(entry.name)}</b><br>"
-            f"<span class=soft>minus {escape(base.name)}</span></td>"
-        )
-        accuracy = entry.difference(base, "average_accuracy")
-        how = f"{accuracy.n} pair{plural(accuracy.n)}" if accuracy.paired else "means"
-        body += f"<td>{how}</td>"
-        for metric in metrics:
-            spread = entry.difference(base, metric.name)
-            body += f"<td>{format_spread(spread, metric.unit, is_difference=True)}</td>"
-        body += "</tr>"
-    titles = "".join(map(column_head, metrics))
-    first = escape(comparison.groups[0].name)
-    return (
-        f'<h2 id="differences">Differences from {first}</h2><p>Each number minus that of '
-        f"<b>{first}</b>, for accuracies in percentage points (pp). <b>pairs</b>: runs with the "
-        "same seed were subtracted from each other, and ± is the standard deviation of these "
-        "differences. <b>means</b>: the runs have no common seed, so their means were subtracted. "
-        "A difference that is not clearly larger than its ± may be chance.</p>"
-        '<div class="scroll"><table class="summary">'
-        f"<tr><th class=left>run</th><th>how</th>{titles}</tr>{body}</table></div>"
+    return render(
+        "comparison.html",
+        title=" ~ ".join(group.name for group in comparison.groups),
+        group_cells=group_cells,
+        pairs=pairs,
+        pair_metrics=known_metrics(list(chain.from_iterable(pairs))),
+        curves=curves_picture(comparison),
+        matrices=matrix_pictures(comparison),
+        settings=comparison.setting_rows(),
+        no_settings=[group.name for group in comparison.groups if not group.settings],
+        versions=comparison.provenance_rows(),
+        no_versions=[group.name for group in comparison.groups if not environment(group)],
+        **summary_values(comparison),
     )
+
+
+def known_metrics(entries: Sequence[Entry]) -> list[Metric]:
+    """Return the metrics that at least one entry has."""
+
+    def is_known(metric: Metric) -> bool:
+        return any(not math.isnan(entry.spread(metric.name).mean) for entry in entries)
+
+    return list(filter(is_known, metrics_for("comparison")))
+
+
+def summary_values(comparison: Comparison) -> dict[str, Any]:
+    """Return the values of the templates `comparison_summary.html` and `shared_stages.html`."""
+    metrics = known_metrics(comparison.entries)
+    keys = set()
+    for run in comparison.runs:
+        keys |= {stage["key"] for stage in run.record["stages"] if stage["step"] != "report"}
+    code = Markup("<code>{}</code>")
+    shared = [
+        [code.format(row["stage"]), code.format(row["key"][:12]), row["runs"]]
+        for row in comparison.stage_rows()
+    ]
+    return {
+        "comparison": comparison,
+        "entries": comparison.entries,
+        "metrics": metrics,
+        "winners": {m.name: comparison.winner(m.name, m.better) for m in metrics},
+        "shared": shared,
+        "num_keys": len(keys),
+    }
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -354,74 +231,3 @@ def _draw_heat_map(
     plots.style_axes(axes, short_title, "accuracy on task", "after learning", grid=None)
     axes.spines[:].set_visible(False)
     plots.label_tasks(axes, tasks)
-
-
-# ---- settings, environment, stages ---------------------------------------------------------------
-def render_settings(comparison: Comparison) -> str:
-    """Return the table of settings that differ."""
-    rows = comparison.setting_rows()
-    text = "All settings are the same."
-    unknown = [group.name for group in comparison.groups if not group.settings]
-    if unknown:
-        text = f"The settings of {escape(', '.join(unknown))} are not known."
-    elif rows:
-        text = (
-            "Settings that are the same in all runs are left out. "
-            "So are seed and name, which are listed above, "
-            "and storage, cluster and tracking, which change results at most in their rounding."
-        )
-    return f'<h2 id="settings">Settings that differ</h2><p>{text}</p>{_render_differing(rows)}'
-
-
-def render_provenance(comparison: Comparison) -> str:
-    """Return the table of commits, versions and devices that differ."""
-    rows = comparison.provenance_rows()
-    text = "All results were made with the same git commit, package versions and kind of device."
-    unknown = [group.name for group in comparison.groups if not environment(group)]
-    if unknown:
-        text = f"The versions of {escape(', '.join(unknown))} are not known."
-    elif rows:
-        text = (
-            "Commit, versions and devices that differ between the runs. "
-            "They may explain a difference in the numbers."
-        )
-    return f'<h2 id="provenance">Environment</h2><p>{text}</p>{_render_differing(rows)}'
-
-
-def _render_differing(rows: Sequence[Row]) -> str:
-    """Return a table with one column per group; empty without rows."""
-    if not rows:
-        return ""
-    titles = [title for title in rows[0] if title != "name"]
-    body = []
-    for row in rows:
-        cells = [f"<code>{escape(row['name'])}</code>"]
-        for title in titles:
-            is_absent = row[title] == "absent"
-            cells.append(NO_VALUE if is_absent else escape(row[title][:120]))
-        body.append(cells)
-    return render_table(["", *titles], body, len(titles) + 1, is_html=True)
-
-
-def render_stages(comparison: Comparison) -> str:
-    """Return the table of stage results that several runs use."""
-    rows = comparison.stage_rows()
-    keys = set()
-    for run in comparison.runs:
-        keys |= {stage["key"] for stage in run.record["stages"] if stage["step"] != "report"}
-    if not rows:
-        return (
-            f'<h2 id="stages">Shared stages</h2><p>None of the {len(keys)} stage results is used '
-            "by more than one of these runs.</p>"
-        )
-    body = []
-    for row in rows:
-        stage = f"<code>{escape(row['stage'])}</code>"
-        body.append([stage, f"<code>{row['key'][:12]}</code>", escape(row["runs"])])
-    details = "<details open>" if len(rows) <= 12 else "<details>"
-    return (
-        f'<h2 id="stages">Shared stages</h2><p>{len(rows)} of the {len(keys)} stage results are '
-        "used by more than one of these runs. They were computed once, so they cannot explain a "
-        f"difference between the runs.</p>{details}<summary>{len(rows)} stages</summary>"
-        f"{render_table(['stage', 'key', 'runs'], body, 3, is_html=True)}</details>"
-    )

@@ -6,8 +6,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from typing import Any
 from urllib.parse import quote
+
+from markupsafe import Markup, escape
 
 from pipeline.config.settings import check
 from pipeline.graph import diagram
@@ -15,21 +17,7 @@ from pipeline.graph.run_record import RunRecord, graph_of_record
 from pipeline.report import figures, files, paper
 from pipeline.report.comparison import Comparison
 from pipeline.report.figures import Picture
-from pipeline.report.html_parts import (
-    format_seconds,
-    format_value,
-    format_yaml,
-    plural,
-    render_document,
-    render_facts,
-    render_failures,
-    render_gpu_use,
-    render_links,
-    render_long_table,
-    render_picture,
-    render_table,
-    render_warnings,
-)
+from pipeline.report.html_parts import format_seconds, format_value, render
 from pipeline.report.plots import format_bytes
 from pipeline.report.replicas import comparison_of
 from pipeline.report.table_section import render_table_of_tasks
@@ -40,7 +28,7 @@ from workers.errors import UserError
 
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
 FITS = 1500
-MOST_TASKS = 12  # named in the head of the page
+MAX_TASKS = 12  # named in the head of the page
 
 
 def build(
@@ -103,86 +91,67 @@ def render_page(
     failures: Mapping[str, str],
     gpu_use: Sequence[str] = (),
 ) -> str:
-    """Return the page as HTML. method_pictures: by label."""
-    sections = [render_head(tables), render_failures(failures)]
-    sections += [render_warnings(tables.warnings()), render_summary(tables)]
-    if tables.labels:
-        sections.append(render_table_of_tasks(one_run(tables)))
-    sections += map(render_picture, run_pictures)
-    for label, pictures in method_pictures.items():
-        sections.append(f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>')
-        sections.append(render_method(tables, label))
-        sections += map(render_picture, pictures)
-        sections.append(render_picks(tables, label))
-    sections.append(render_sizes(tables))
-    sections.append(render_graph(graph_svg))
-    sections.append(render_stages(tables))
-    sections.append(render_gpu_use(gpu_use))
-    sections.append(render_training(tables))
-    sections.append(render_settings(tables))
-    return render_document(escape(str(tables.record["name"])), sections)
+    """Render the page.
 
-
-# ---- head ----------------------------------------------------------------------------------------
-def render_head(tables: RunTables) -> str:
-    """Return title, state, introduction and links."""
+    Args:
+        tables: Results of the run.
+        run_pictures: Pictures of all methods together.
+        method_pictures: Label -> pictures of the method.
+        graph_svg: Picture of the graph; empty for none.
+        failures: Id of a stage that failed -> why.
+        gpu_use: Sentences on how busy each GPU was.
+    """
     record = tables.record
-    config = record["config"]
-    backbone = config.get("backbone", {})
-    tasks = [task["name"] for task in record["tasks"]]
-    task_names = ", ".join(map(escape, tasks[:MOST_TASKS]))
-    if len(tasks) > MOST_TASKS:
-        task_names += f" and {len(tasks) - MOST_TASKS} more"
-    test_protocol = "At test time the task of each image is given."
-    if tables.scenario != "task":
-        test_protocol = (
-            "At test time the task of an image is not given: the model chooses among all classes "
-            "learned so far."
-        )
+    stages = [stage["id"] for stage in record["stages"] if stage["step"] != "report"]
+    stage_rows = tables.stage_rows()
+    size_heading, sizes = size_cells(tables)
     links = [("summary", "Summary"), ("table", "Methods and tasks")]
     links += [(f"method-{label}", label) for label in tables.labels]
     links += [("sizes", "Sizes"), ("graph", "Graph"), ("stages", "Stages")]
     links += [("training", "Training"), ("settings", "Settings")]
-    return (
-        f"<h1>{escape(str(record['name']))}</h1>"
-        f"<div class=soft>{len(tables.labels)} method{plural(len(tables.labels))} · "
-        f"{len(tasks)} tasks · scenario {escape(tables.scenario)} · seed {config.get('seed', 0)} · "
-        f"started {escape(str(record.get('created', '')))} · {_progress(tables)}</div>"
-        "<p style='margin-top:14px'>One vision transformer "
-        f"(<code>{escape(str(backbone.get('name', '')))}</code>; {_origin(tables)}) learns these "
-        f"tasks one after the other: {task_names}. Each method below learns them in its own way. "
-        "After every task the model is tested on all tasks learned so far, with test images that "
-        f"are never used for training. {test_protocol}</p>{render_links(links)}"
+    return render(
+        "report.html",
+        title=record["name"],
+        config=record["config"],
+        backbone=record["config"].get("backbone", {}),
+        base_task=next((t["name"] for t in record["tasks"] if t["role"] == "base"), None),
+        created=record.get("created", ""),
+        scenario=tables.scenario,
+        labels=tables.labels,
+        tasks=[task["name"] for task in record["tasks"]],
+        MAX_TASKS=MAX_TASKS,
+        num_done=len([stage_id for stage_id in stages if stage_id in tables.artifacts]),
+        num_stages=len(stages),
+        page_links=links,
+        failed=failures,
+        warned=tables.warnings(),
+        summary=render_summary(tables),
+        table_of_tasks=render_table_of_tasks(one_run(tables)) if tables.labels else "",
+        run_pictures=run_pictures,
+        methods=[
+            {
+                "label": label,
+                "pictures": pictures,
+                "picks": render_picks(tables, label),
+                **describe_method(tables, label),
+            }
+            for label, pictures in method_pictures.items()
+        ],
+        size_heading=size_heading,
+        sizes=sizes,
+        graph=_fit_graph(graph_svg),
+        stages=[_stage_cells(row) for row in stage_rows],
+        wall_s=sum(row["wall_s"] or 0 for row in stage_rows),
+        gpu_sentences=gpu_use,
+        training=training_cells(tables),
+        method_settings=method_settings(tables),
+        backbone_settings=backbone_settings(tables),
+        environment=[(name, ", ".join(values)) for name, values in tables.environment().items()],
     )
 
 
-def _progress(tables: RunTables) -> str:
-    stages = [stage["id"] for stage in tables.record["stages"] if stage["step"] != "report"]
-    num_done = len([stage_id for stage_id in stages if stage_id in tables.artifacts])
-    if num_done == len(stages):
-        return "finished"
-    return f'<span class="pending">{num_done} of {len(stages)} stages finished so far</span>'
-
-
-def _origin(tables: RunTables) -> str:
-    """Return where the backbone's weights come from."""
-    for task in tables.record["tasks"]:
-        if task["role"] == "base":
-            return f"pretrained on <b>{escape(task['name'])}</b>"
-    weights = str(tables.record["config"].get("backbone", {}).get("weights", "none"))
-    return f"weights: {escape(weights.rsplit('/', 1)[-1])}"
-
-
-# ---- summary -------------------------------------------------------------------------------------
-VERDICTS = {
-    "identical": '<span class="done">identical</span>',
-    "changed": '<span class="bad">changed</span>',
-    "not measured again": "-",
-}
-
-
-def render_summary(tables: RunTables) -> str:
-    """Return the table with one row per method."""
+def render_summary(tables: RunTables) -> Markup:
+    """Render the table with one row per method."""
     rows = tables.summary()
     keys: set[str] = set()
     for row in rows:
@@ -190,34 +159,9 @@ def render_summary(tables: RunTables) -> str:
     columns = [metric for metric in metrics_for("report") if metric.name in keys]
     is_comparable = len({(row["tasks_finished"], row["tasks"]) for row in rows}) == 1
     best = _best_values(rows, columns) if is_comparable else {}
-    heading = "<th class=left>method</th>"
-    for column in columns:
-        heading += f'<th title="{escape(column.meaning)}">{_lines(column)}</th>'
-    logits_meaning = "whether the logits on earlier tasks stayed bit-identical"
-    heading += f'<th title="{logits_meaning}">earlier<br>logits</th>'
-    body = "".join(_render_summary_row(row, columns, best) for row in rows)
-    hint = ""
-    if best:
-        hint = (
-            "; the best of a size is bold. Accuracies of one seed are not: without other seeds a "
-            "lead may be chance"
-        )
-    elif not is_comparable:
-        hint = "; the methods have not finished the same number of tasks yet"
-    meanings = [f"<b>{c.heading or c.title}</b>: {c.meaning}" for c in columns]
-    meanings.append(
-        f"<b>earlier logits</b>: {logits_meaning}, for tasks that were tested again later "
-        "(compared by sha256)"
+    return render(
+        "summary.html", rows=rows, columns=columns, is_comparable=is_comparable, best=best
     )
-    return (
-        f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p>'
-        f'<div class="scroll"><table class="summary"><tr>{heading}</tr>{body}</table></div>'
-        f"<details><summary>What the columns mean</summary><p>{'; '.join(meanings)}.</p></details>"
-    )
-
-
-def _lines(column: Metric) -> str:
-    return escape(column.heading or column.title).replace("\n", "<br>")
 
 
 def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, float]:
@@ -231,73 +175,33 @@ def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, fl
     return best
 
 
-def _render_summary_row(row: Row, columns: Sequence[Metric], best: Mapping[str, float]) -> str:
-    label = escape(row["label"])
-    name = f'<a href="#method-{label}"><b>{label}</b></a>'
-    if row["method"] != row["label"]:
-        name += f" <span class=soft>{escape(row['method'])}</span>"
-    if row["tasks_finished"] != row["tasks"]:
-        progress = f"after {row['tasks_finished']} of {row['tasks']} tasks"
-        name += f'<br><span class="pending">{progress}</span>'
-    cells = f"<td class=left>{name}</td>"
-    for column in columns:
-        value = row.get(column.name)
-        is_best = column.name in best and value == best[column.name]
-        start = "<td class=best>" if is_best else "<td>"
-        cells += f"{start}{format_value(value, column.unit)}</td>"
-    return f"<tr>{cells}<td>{VERDICTS[row['answers']]}</td></tr>"
-
-
 # ---- one method ----------------------------------------------------------------------------------
-def render_method(tables: RunTables, label: str) -> str:
-    """Return the description of a method; empty when this installation does not have it."""
+def describe_method(tables: RunTables, label: str) -> dict[str, Any]:
+    """Return `text`, `carries` and `paper` of a method; no text if it is not installed."""
     from workers.methods import METHODS  # heavy: imports torch
 
     method = METHODS.get(tables.method(label))
     if method is None:
-        return ""
+        return {"text": ""}
     first_paragraph = (method.__doc__ or "").strip().split("\n\n")[0]
-    text = escape(" ".join(first_paragraph.split()))
-    text = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", text)
-    order = "Its tasks do not depend on each other (a star)."
-    if method.carries:
-        carried = ", ".join(method.carries)
-        order = f"Each task starts from what the previous task carries: {carried} (a chain)."
-    return f"<p>{text} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
+    html = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(" ".join(first_paragraph.split())))
+    return {"text": Markup(html), "carries": method.carries, "paper": method.paper}
 
 
-def render_picks(tables: RunTables, label: str) -> str:
-    """Return how well a method infers the task after the last finished one; empty for others."""
+def render_picks(tables: RunTables, label: str) -> Markup:
+    """Render how well a method infers the task after the last finished one; empty for others."""
     picks = tables.pick_counts(label)
     if picks is None:
-        return ""
+        return Markup()
     rows = tables.picks(label)
     last_rows = {row["task"]: row for row in rows if row["after_index"] == rows[-1]["after_index"]}
-    body = []
+    cells = []
     for task, counts in zip(picks.tasks, picks.counts, strict=True):
         row = last_rows[task]
-        body.append(
-            [
-                task,
-                row["images"],
-                format_value(row["share_right"], "rate"),
-                format_value(row["confidence_right"], "rate"),
-                format_value(row["confidence_wrong"], "rate"),
-                picks.candidates[int(counts.argmax())],
-            ]
-        )
-    heading = [
-        "images of",
-        "images",
-        "inferred right",
-        "confidence when right",
-        "when wrong",
-        "most often inferred",
-    ]
-    return (
-        f"<h3>Task inference</h3><p>After {escape(rows[-1]['after'])}: the task of an image is not "
-        f"given; the method infers it.</p>{render_table(heading, body, 1)}"
-    )
+        names = ("share_right", "confidence_right", "confidence_wrong")
+        shares = [format_value(row[name], "rate") for name in names]
+        cells.append([task, row["images"], *shares, picks.candidates[int(counts.argmax())]])
+    return render("picks.html", after=rows[-1]["after"], rows=cells)
 
 
 # ---- sizes, graph, stages, settings --------------------------------------------------------------
@@ -314,13 +218,11 @@ SIZE_COLUMNS = {  # of a row of sizes that are no kind of stored bytes
 }
 
 
-def render_sizes(tables: RunTables) -> str:
-    """Return the table of stored bytes after each task; empty before the first one."""
+def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
+    """Return heading and cells of the stored bytes after each task; no cells before the first."""
     rows: list[Row] = []
     for label in tables.labels:
         rows += tables.sizes(label)
-    if not rows:
-        return ""
     bytes_by_kind: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
@@ -338,13 +240,7 @@ def render_sizes(tables: RunTables) -> str:
         cells.append(format_value(row["trained_parameters"], "count"))
         cells.append(format_value(row["flops_share"], "rate"))
         body.append(cells)
-    return (
-        '<h2 id="sizes">Sizes</h2><p>What has to be stored after each task, summed over the tasks '
-        "so far: masks as packed bits, everything else as it is in the store. <b>carried</b> is "
-        "the state carried to the next task; a method that retrains the whole backbone carries a "
-        "changed copy of it. <b>growth</b> is the total divided by the backbone.</p>"
-        f"{render_long_table(heading, body, 2, 'rows')}"
-    )
+    return heading, body
 
 
 def draw_graph(tables: RunTables, page: str) -> str:
@@ -370,107 +266,62 @@ def anchor(stage_id: str) -> str:
     return f"stage-{stage_id}"
 
 
-def render_graph(svg: str) -> str:
-    """Return the picture of the graph; empty without one."""
-    if not svg:
-        return ""
+def _fit_graph(svg: str) -> Markup:
+    """Return the picture of the graph as HTML; a narrow one is shrunk to the page."""
     body = svg[svg.index("<svg") :] if "<svg" in svg else ""
     width = re.search(r'<svg[^>]* width="([0-9.]+)', body)
     if width and float(width.group(1)) < FITS:
         body = body.replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
-    return (
-        '<h2 id="graph">Graph</h2><p>Each box is a stage with a stored result of its own, and the '
-        "time that it took. A line means that the stage on the right needs the one on the left. "
-        "Stages without a path between them can run at the same time. A click leads to the stage's "
-        f'row below.</p><div class="scroll tall">{body}</div>'
-    )
-
-
-def render_stages(tables: RunTables) -> str:
-    """Return the table of stages."""
-    rows = tables.stage_rows()
-    wall_s = sum(row["wall_s"] or 0 for row in rows)
-    body = [_stage_cells(row) for row in rows]
-    heading = ["stage", "state", "wall time", "stored", "device", "key"]
-    table = render_long_table(heading, body, 1, "stages", is_html=True)
-    return (
-        '<h2 id="stages">Stages</h2><p>The steps of the run, and how long each took when it was '
-        f"computed: {format_seconds(wall_s)} in all. A finished stage is not run again while its "
-        f"inputs stay the same.</p>{table}"
-    )
+    return Markup(body)
 
 
 def _stage_cells(row: Row) -> list[str]:
+    code = Markup('<code id="{}">{}</code>')
     return [
-        f'<code id="{escape(anchor(row["stage"]))}">{escape(row["stage"])}</code>',
-        f'<span class="{row["state"]}">{row["state"]}</span>',
+        code.format(anchor(row["stage"]), row["stage"]),
+        Markup('<span class="{0}">{0}</span>').format(row["state"]),
         format_value(row["wall_s"], "seconds"),
         format_bytes(row["bytes"]),
-        escape(str(row["device"] or "-")),
-        f"<code>{row['key'][:12]}</code>",
+        str(row["device"] or "-"),
+        Markup("<code>{}</code>").format(row["key"][:12]),
     ]
 
 
-def render_training(tables: RunTables) -> str:
-    """Return the table of what each step trained with; empty without training."""
-    steps = tables.training()
-    if not steps:
-        return ""
-    body = []
-    for step in steps:
-        name = escape(f"{step.label} {step.step}")
+def training_cells(tables: RunTables) -> list[list[str]]:
+    """Return the settings and the length of each training step."""
+    cells = []
+    for step in tables.training():
         counted = f"{len(step.lengths)} of {len(step.tasks)}"
-        body.append([name, escape(step.optimizer_text()), escape(step.length_text()), counted])
-    heading = ["step", "optimizer", "length", "tasks finished"]
-    return (
-        '<h2 id="training">Training</h2><p>What each step trained with: the settings of the '
-        "config, and the method's own defaults where the config says nothing. A task of few images "
-        f"gets smaller batches and more epochs.</p>{render_table(heading, body, 3)}"
-    )
+        name = f"{step.label} {step.step}"
+        cells.append([name, step.optimizer_text(), step.length_text(), counted])
+    return cells
 
 
-def render_method_settings(tables: RunTables) -> str:
+def method_settings(tables: RunTables) -> list[list[str]]:
     """Return the settings that each method ran with, its own defaults included.
 
-    Empty for a record of another version, whose settings are not those of today.
+    Empty for a record of another version, because its settings are not those of today.
     """
     from workers.methods import METHODS  # heavy: imports torch
 
     try:
         config = check(dict(tables.record["config"]), "the record")
     except (UserError, TypeError):
-        return ""
-    body = []
+        return []
+    cells = []
     for label in tables.labels:
         entry = config.methods[label]
         settings = METHODS[entry.method].Settings.model_validate(entry.settings)
         for name, value in settings.model_dump(mode="json", by_alias=True).items():
             origin = "set" if name in entry.settings else "default"
-            body.append([label, name, json.dumps(value), origin])
-    if not body:
-        return ""
-    table = render_long_table(["method", "setting", "value", "from"], body, 4, "settings")
-    return f"<p>The methods' own settings in effect:</p>{table}"
+            cells.append([label, name, json.dumps(value), origin])
+    return cells
 
 
-def render_backbone(tables: RunTables) -> str:
-    """Return the settings of the backbone in effect, those of timm's configuration included; empty
-    for a record without them."""
+def backbone_settings(tables: RunTables) -> list[tuple[str, str]] | None:
+    """Return the settings of the backbone in effect, those of timm included; None if unknown."""
     for stage in tables.record["stages"]:
         settings = stage["inputs"].get("backbone")
         if stage["step"] == "backbone" and isinstance(settings, dict):
-            facts = [(name, json.dumps(value)) for name, value in settings.items()]
-            return f"<p>The backbone in effect:</p>{render_facts(facts)}"
-    return ""
-
-
-def render_settings(tables: RunTables) -> str:
-    """Return the config of the run, and commit, device and package versions of its stages."""
-    config = format_yaml(tables.record["config"])
-    facts = [(name, ", ".join(values)) for name, values in tables.environment().items()]
-    return (
-        '<h2 id="settings">Settings and environment</h2><p>The complete config. Save it as a file '
-        f"to run it again.</p><pre><code>{config}</code></pre>{render_method_settings(tables)}"
-        f"{render_backbone(tables)}"
-        f"<p>Environment of the stages:</p>{render_facts(facts)}"
-    )
+            return [(name, json.dumps(value)) for name, value in settings.items()]
+    return None

@@ -7,20 +7,21 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from pipeline.report import comparison_page, files, plots
 from pipeline.report.comparison import Comparison, Entry, Spread
 from pipeline.report.files import Row
-from pipeline.report.html_parts import NO_VALUE, format_value
+from pipeline.report.html_parts import NO_VALUE, format_interval, format_spread, format_value
 from pipeline.results.answers import ACCURACY_ON
 from pipeline.results.intervals import Interval
 from pipeline.results.training import Budget
 
+HtmlRows = list[list[tuple[str, str]]]  # rows of cells: content, class of the cell
 COLUMN_INCHES = 3.3  # width of a column of a paper in two columns
 FIGURE_INCHES = 2.5  # height
 LATEX = {
@@ -135,22 +136,22 @@ def markdown_text(text: str) -> str:
     return "".join(MARKDOWN.get(letter, letter) for letter in text)
 
 
-def as_html(table: AccuracyTable) -> str:
-    """Return the table for a page."""
-    heading = "".join(f"<th>{escape(title)}</th>" for title in table.heading)
-    body = ""
+def html_rows(table: AccuracyTable) -> HtmlRows:
+    """Return the rows of the table for `method_table`."""
+    rows: HtmlRows = []
     for name, cells in table.rows.items():
-        body += f"<tr><td class=left><b>{escape(name)}</b></td>"
+        row: list[tuple[str, str]] = [_method_cell(name)]
         for position, cell in enumerate(cells):
-            text = _plain_cell(cell, False, "", "", NO_VALUE)
+            text = escape(_plain_cell(cell, False, "", "", NO_VALUE))
             if position == table.average:
-                text += comparison_page.format_interval(cell.interval)
-            body += f"<td class=best>{text}</td>" if cell.is_best else f"<td>{text}</td>"
-        body += "</tr>"
-    return (
-        '<div class="scroll"><table class="summary">'
-        f"<tr><th class=left>method</th>{heading}</tr>{body}</table></div>"
-    )
+                text += format_interval(cell.interval)
+            row.append((text, "best" if cell.is_best else ""))
+        rows.append(row)
+    return rows
+
+
+def _method_cell(name: str) -> tuple[str, str]:
+    return Markup("<b>{}</b>").format(name), "left"
 
 
 def _plain_cell(cell: Cell, with_interval: bool, start: str, end: str, nothing: str) -> str:
@@ -230,19 +231,16 @@ def budget_rows(comparison: Comparison) -> list[Row]:
     return [{"method": name, **budget._asdict()} for name, budget in budgets(comparison).items()]
 
 
-def budgets_html(comparison: Comparison) -> str:
-    """Return the table of budgets for a page."""
-    heading = "".join(f"<th>{title}</th>" for title, _ in BUDGET_COLUMNS.values())
-    body = ""
+def budget_html_rows(comparison: Comparison) -> HtmlRows:
+    """Return the rows of the table of budgets for `method_table`."""
+    rows: HtmlRows = []
     for name, budget in budgets(comparison).items():
-        body += f"<tr><td class=left><b>{escape(name)}</b></td>"
-        for field, (_, kind) in BUDGET_COLUMNS.items():
-            body += f"<td>{format_value(getattr(budget, field), kind)}</td>"
-        body += "</tr>"
-    return (
-        '<div class="scroll"><table class="summary">'
-        f"<tr><th class=left>method</th>{heading}</tr>{body}</table></div>"
-    )
+        values = [
+            format_value(getattr(budget, field), kind)
+            for field, (_, kind) in BUDGET_COLUMNS.items()
+        ]
+        rows.append([_method_cell(name), *((value, "") for value in values)])
+    return rows
 
 
 def budgets_latex(comparison: Comparison) -> str:
@@ -303,28 +301,23 @@ def paper_files(comparison: Comparison) -> dict[str, bytes]:
 
 
 # ---- differences ---------------------------------------------------------------------------------
-def differences_html(comparison: Comparison) -> str:
-    """Return the table of what each method lacks to the one of the highest average accuracy."""
+def difference_html_rows(comparison: Comparison) -> HtmlRows:
+    """Return the difference of each method from the most accurate one, for `method_table`."""
     first, *others = rank_by_accuracy(comparison.entries)
     metric = "average_accuracy"
-    body = ""
+    rows: HtmlRows = []
     for entry in others:
-        spread = entry.difference(first, metric)
-        interval = comparison.difference_interval(entry, first, metric)
-        verdict = "within the noise"
-        if comparison.differ(entry, first, metric):
-            verdict = "beyond the noise"
-        body += (
-            f"<tr><td class=left><b>{escape(entry.name)}</b> minus {escape(first.name)}</td>"
-            f"<td>{comparison_page.format_spread(spread, 'rate', is_difference=True)}</td>"
-            f"<td>{_points(interval)}</td><td>{_points(comparison.t_interval(entry, first))}</td>"
-            f"<td class=left>{verdict}</td></tr>"
+        is_beyond = comparison.differ(entry, first, metric)
+        rows.append(
+            [
+                (Markup("<b>{}</b> minus {}").format(entry.name, first.name), "left"),
+                (format_spread(entry.difference(first, metric), "rate", is_difference=True), ""),
+                (_points(comparison.difference_interval(entry, first, metric)), ""),
+                (_points(comparison.t_interval(entry, first)), ""),
+                ("beyond the noise" if is_beyond else "within the noise", "left"),
+            ]
         )
-    return (
-        '<div class="scroll"><table class="summary"><tr><th class=left>average accuracy</th>'
-        "<th>difference</th><th>bootstrap, 95 %</th><th>Student's t, 95 %</th>"
-        f"<th class=left>so it is</th></tr>{body}</table></div>"
-    )
+    return rows
 
 
 def _points(interval: Interval) -> str:

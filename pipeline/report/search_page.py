@@ -10,22 +10,19 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from pipeline.report import files, plots, search_pictures, search_plots
 from pipeline.report.figures import Picture
 from pipeline.report.html_parts import (
     NO_VALUE,
+    format_count,
+    format_rate,
     format_seconds,
     format_value,
-    format_yaml,
-    plural,
-    render_document,
-    render_facts,
-    render_links,
-    render_picture,
-    render_table,
+    render,
 )
 from pipeline.report.parameters import (
     Parameter,
@@ -172,30 +169,48 @@ def trial_rows(search: Search) -> list[files.Row]:
 # ---- the page ------------------------------------------------------------------------------------
 def render_page(
     search: Search, varied: Sequence[Parameter], pictures: Sequence[Picture], reason: str
-) -> str:
-    """Return the page as HTML. reason: why importance is not measured, empty if it is."""
-    figures = {picture.name: render_picture(picture) for picture in pictures}
-    if reason and search.trials:
-        figures["importance.png"] = f'<p class="soft">{escape(reason)}</p>'
-    sections = [
-        render_head(search),
-        render_problems(search),
-        render_winner(search, varied),
-        render_choices(search, varied),
-    ]
-    sections += [figures.get(name, "") for name in search_pictures.SEARCH_FIGURES]
-    sections.append(render_space(search, varied))
-    sections.append(render_cost(search))
-    sections.append(render_trials(search, varied))
-    sections.append(render_failures(search))
-    sections.append(render_settings(search))
-    reload_s = RELOAD_S if search.is_running else 0
-    return render_document(f"{escape(str(search.name))} · search", sections, reload_s)
+) -> Markup:
+    """Render the page.
 
-
-def count_text(count: float, noun: str) -> str:
-    """(2, `trial`) -> `2 trials`."""
-    return f"{count:,} {noun}{plural(count)}"
+    Args:
+        search: The search.
+        varied: Settings that differ between trials.
+        pictures: Pictures of the search.
+        reason: Why importance is not measured; empty if it is.
+    """
+    winner = _winner_trial(search)
+    marks = _trial_marks(search)
+    settings = {"space": search.record["space"], "set": search.record.get("set") or {}}
+    provenance = search.record["provenance"]
+    return render(
+        "search.html",
+        title=search.name,
+        reload_s=RELOAD_S if search.is_running else 0,
+        search=search,
+        written=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        has_failed=_has_failed(search),
+        OLDEST_MINUTES=OLDEST_MINUTES,
+        **_head_values(search),
+        winner=winner,
+        reason=explain_choice(search, winner) if winner else "",
+        chosen=[(p, winner["params"][p.key]) for p in varied if p.key in winner["params"]]
+        if winner
+        else [],
+        tests=_test_values(search, winner) if winner and search.winner else None,
+        choices=choice_cells(search, varied),
+        figure_names=list(search_pictures.SEARCH_FIGURES),
+        pictures={picture.name: picture for picture in pictures},
+        no_importance=reason if search.trials else "",
+        space=[[p.name, p.dist or "-", p.says, p.key] for p in varied],
+        cost=_cost_values(search),
+        has_phases=len(search.phases) > 1,
+        has_front=any("front" in mark for mark in marks.values()),
+        trial_heading=_trial_heading(search, varied),
+        trial_cells=[_trial_cells(search, trial, varied, marks) for trial in rank_trials(search)],
+        failures=_numbers_by_message(search),
+        settings=settings | search.settings,
+        provenance=[(str(name), format_setting(value)) for name, value in provenance.items()],
+    )
 
 
 def _has_failed(search: Search) -> bool:
@@ -204,50 +219,30 @@ def _has_failed(search: Search) -> bool:
     return bool(trials) and all(trial["status"] == "failed" for trial in trials)
 
 
-def render_head(search: Search) -> str:
-    """Return title, state, introduction and links."""
+def _head_values(search: Search) -> dict[str, Any]:
     protocol = str(search.settings.get("protocol", "end_of_stream"))
-    state = "finished"
-    live = ""
-    if search.is_running:
-        written = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        state = f'<span class="pending">running at {written}</span>'
-        live = (
-            '<p class="soft">This page loads itself again while the search runs. It is written at '
-            f"least every {OLDEST_MINUTES} minutes: if that time is older, the search was killed. "
-            "The same command continues it.</p>"
-        )
-    elif _has_failed(search):
-        state = '<span class="bad">failed: every trial failed, the table of trials says why</span>'
-    elif not search.winner:
-        state = '<span class="pending">not finished: there is no winner yet</span>'
-    trials = count_text(len(search.trials), "trial")
+    trials = format_count(len(search.trials), "trial")
     budget = (search.settings.get("budget") or {}).get("trials")
     if budget and not search.winner and protocol != "per_task":
         trials += f" of {budget} planned"
     statuses = [trial["status"] for trial in search.trials]
-    counts = [
-        f"{statuses.count(status)} {status_text(search, status)}"
-        for status in STATUS_TEXTS
-        if status in statuses
-    ]
     num_tasks = search.settings.get("first_tasks")
     if not num_tasks:
         num_tasks = max(map(completed, search.trials), default=0)
-    protocol_text = PROTOCOLS.get(protocol, "").replace("{tasks}", count_text(num_tasks, "task"))
-    return (
-        f"<h1>{escape(str(search.name))}</h1>"
-        f"<div class=soft>search · protocol {escape(protocol)} · {trials} · "
-        f"seed {escape(str(search.settings.get('seed', 0)))} · "
-        f"started {escape(str(search.record.get('created', '')))} · {state}</div>"
-        "<p style='margin-top:14px'>A search tries many settings and keeps the best. A "
-        "<b>trial</b> is one choice of settings, trained and then evaluated on "
-        "<b>validation images</b>, which are held out of training. Test images are not read until "
-        f"the winner is chosen. {escape(protocol_text)}</p>"
-        f"<p>{escape(_describe_algorithm(search))}. "
-        f"Trials: {', '.join(counts) or 'none has started'}.</p>"
-        f"{live}{render_links(_links(search))}"
-    )
+    return {
+        "protocol": protocol,
+        "protocol_text": PROTOCOLS.get(protocol, "").replace(
+            "{tasks}", format_count(num_tasks, "task")
+        ),
+        "trials": trials,
+        "counts": [
+            f"{statuses.count(status)} {status_text(search, status)}"
+            for status in STATUS_TEXTS
+            if status in statuses
+        ],
+        "algorithm": _describe_algorithm(search),
+        "page_links": _links(search),
+    }
 
 
 def status_text(search: Search, status: str) -> str:
@@ -278,47 +273,13 @@ def _describe_algorithm(search: Search) -> str:
     origins = search.origins()
     if origins:
         earlier = search.record["warm_start"].get("search")
-        text += f". The first {count_text(len(origins), 'trial')} have points of search {earlier}"
+        text += f". The first {format_count(len(origins), 'trial')} have points of search {earlier}"
     if search.record.get("note"):
         text += f" ({search.record['note']})"
     return text
 
 
-def render_problems(search: Search) -> str:
-    """Return the list of files that could not be read; empty without any."""
-    if not search.problems:
-        return ""
-    items = "".join(f"<li>{escape(problem)}</li>" for problem in search.problems[:20])
-    if len(search.problems) > 20:
-        items += f"<li>and {len(search.problems) - 20} more</li>"
-    title = f"{count_text(len(search.problems), 'file')} could not be used"
-    return f'<div class="note"><b>{title}</b><ul>{items}</ul></div>'
-
-
 # ---- the winner ----------------------------------------------------------------------------------
-def render_winner(search: Search, varied: Sequence[Parameter]) -> str:
-    """Return the winner, why it was chosen, its settings, and its accuracy on test images."""
-    trial = _winner_trial(search)
-    if trial is None:
-        reason = "no trial has finished yet"
-        if search.winner:
-            reason = f"the record of trial {search.winner['trial']} of winner.json is missing"
-        return f'<h2 id="winner">Winner</h2><p>There is no winner to show: {reason}.</p>'
-    title = "Winner" if search.winner else "Leading so far"
-    hint = ""
-    if len(search.phases) > 1:
-        hint = (
-            "<p>Settings are chosen for each task, one after the other (<a "
-            "href='#choices'>task by task</a>). This trial holds the last choice and all earlier "
-            "ones.</p>"
-        )
-    return (
-        f'<h2 id="winner">{title}: trial {trial["number"]}</h2>{hint}'
-        f"<p>{escape(explain_choice(search, trial))}</p>"
-        f"{render_chosen_settings(search, trial, varied)}{render_tests(search, trial)}"
-    )
-
-
 def _winner_trial(search: Search) -> Trial | None:
     """Return the winner, or the leading trial of the last phase that has one."""
     if search.winner:
@@ -345,7 +306,7 @@ def explain_choice(search: Search, trial: Trial) -> str:
     top = search.trial(best(finished)) or trial
     threshold = score(top) - search.tolerance
     near = [candidate for candidate in finished if score(candidate) >= threshold - SLACK]
-    trials = count_text(len(finished), "finished trial")
+    trials = format_count(len(finished), "finished trial")
     if len(search.phases) > 1:
         trials += f" of those for {trial['phase']}"
     tolerance = format_points(search.tolerance)
@@ -376,65 +337,17 @@ def _has_finished(trial: Trial) -> bool:
     return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
-def render_chosen_settings(search: Search, trial: Trial, varied: Sequence[Parameter]) -> str:
-    """Return the settings of a trial, marked when they lie at an end of the search space."""
-    rows = []
-    for parameter in varied:
-        if parameter.key in trial["params"]:
-            value = trial["params"][parameter.key]
-            hint = ""
-            if parameter.at_end(value):
-                hint = '<span class="pending">at an end: try a wider range</span>'
-            name = f"<b>{escape(parameter.name)}</b>"
-            chosen = f"<b>{escape(format_setting(value))}</b>"
-            rows.append([name, chosen, escape(parameter.says), hint])
-    html = ""
-    if rows:
-        html = render_table(["setting", "chosen", "searched", ""], rows, 4, is_html=True)
-    if search.winner and search.winner.get("config"):
-        path = escape(str(search.winner["config"]))
-        html += (
-            f"<p>All its settings are in <code>{path}</code> in the folder of this search, a "
-            "config that <code>run</code> accepts.</p>"
-        )
-    return html
-
-
-def render_tests(search: Search, trial: Trial) -> str:
-    """Return the accuracy of the winner on test images; empty while there is no winner."""
-    if search.winner is None:
-        return ""
-    tests = [
-        t for t in search.winner["tests"] if not math.isnan(as_number(t.get("average_accuracy")))
-    ]
+def _test_values(search: Search, trial: Trial) -> dict[str, Any] | None:
+    """Return the accuracy of the winner on test images; None before a test."""
+    records = search.winner["tests"] if search.winner else []
+    tests = [t for t in records if not math.isnan(as_number(t.get("average_accuracy")))]
     if not tests:
-        return "<h3>On test images</h3><p>The winner has not been tested yet.</p>"
+        return None
     accuracies = [as_number(test["average_accuracy"]) for test in tests]
     mean = statistics.mean(accuracies)
     mean_text = f"{100 * mean:.1f}"
     if len(accuracies) > 1:
         mean_text += f" ± {100 * statistics.stdev(accuracies):.1f}"
-    text = (
-        f"The winner was trained again with {count_text(len(tests), 'seed')} and tested on test "
-        "images, which were not read before the choice was made: "
-        f"<b>{mean_text}\u00a0%</b> on average"
-    )
-    if len(accuracies) > 1:
-        text += f", from {format_rate(min(accuracies))} to {format_rate(max(accuracies))}"
-    text += f". {_compare_with_validation(search, trial, mean)}"
-    num_seeds = search.settings.get("seeds")
-    if isinstance(num_seeds, list):
-        num_seeds = len(num_seeds)
-    if isinstance(num_seeds, int) and num_seeds > len(tests):
-        missing = count_text(num_seeds - len(tests), "seed")
-        text += f" {missing} of {num_seeds} not tested yet."
-    heading = ["seed", "run", *(metric.title for metric in metrics_for("search_tests"))]
-    table = render_table(heading, _test_cells(tests, mean_text), 2)
-    return f"<h3>On test images</h3><p>{text}</p>{table}"
-
-
-def _test_cells(tests: Sequence[Mapping[str, Any]], mean_text: str) -> list[list[Any]]:
-    """Return one row per test, and for several tests a row of means."""
     metrics = metrics_for("search_tests")
     rows = []
     for test in tests:
@@ -443,7 +356,20 @@ def _test_cells(tests: Sequence[Mapping[str, Any]], mean_text: str) -> list[list
     if len(tests) > 1:
         means = [format_value(_mean_of(tests, metric.name), metric.unit) for metric in metrics]
         rows.append(["all", "mean ± standard deviation", f"{mean_text} %", *means[1:]])
-    return rows
+    planned = search.settings.get("seeds")
+    if isinstance(planned, list):
+        planned = len(planned)
+    return {
+        "count": len(tests),
+        "mean_text": mean_text,
+        "lowest": min(accuracies),
+        "highest": max(accuracies),
+        "compared": _compare_with_validation(search, trial, mean),
+        "planned": planned,
+        "missing": max(planned - len(tests), 0) if isinstance(planned, int) else 0,
+        "heading": ["seed", "run", *(metric.title for metric in metrics)],
+        "rows": rows,
+    }
 
 
 def _mean_of(tests: Sequence[Mapping[str, Any]], key: str) -> float:
@@ -469,10 +395,10 @@ def _compare_with_validation(search: Search, trial: Trial, mean: float) -> str:
     )
 
 
-def render_choices(search: Search, varied: Sequence[Parameter]) -> str:
+def choice_cells(search: Search, varied: Sequence[Parameter]) -> list[list[object]]:
     """Return the choice for each task, in stream order; empty without several phases."""
     if len(search.phases) < 2:
-        return ""
+        return []
     chosen = search.chosen()
     rows: list[list[object]] = []
     for phase in search.phases:
@@ -492,33 +418,12 @@ def render_choices(search: Search, varied: Sequence[Parameter]) -> str:
         cells: list[object] = [phase, ", ".join(settings), trial["number"], progress, accuracy]
         cells.append(plots.format_bytes(size(trial)))
         rows.append(cells)
-    heading = ["task", "chosen settings", "trial", "trials finished", "accuracy", "bytes per task"]
-    return (
-        '<h2 id="choices">Task by task</h2><p>The settings chosen for each task, in the order of '
-        "the stream. The accuracy is the average over the tasks so far, with the settings chosen "
-        "for each of them. It falls where a harder task follows.</p>"
-        f"{render_table(heading, rows, 2)}"
-    )
+    return rows
 
 
 # ---- space and cost ------------------------------------------------------------------------------
-def render_space(search: Search, varied: Sequence[Parameter]) -> str:
-    """Return the table of the settings that differ between trials."""
-    rows = [[p.name, p.dist or "-", p.says, p.key] for p in varied]
-    table = "<p>The record names no settings.</p>"
-    if rows:
-        table = render_table(["setting", "distribution", "values", "key in the config"], rows, 4)
-    base = ""
-    if search.record.get("base"):
-        base = f"All other settings are those of <code>{escape(str(search.record['base']))}</code>."
-    return (
-        '<h2 id="space">Search space</h2><p>The settings that differ between trials. '
-        f"{base}</p>{table}"
-    )
-
-
-def render_cost(search: Search) -> str:
-    """Return device time, budget, and what was saved because trials share stages."""
+def _cost_values(search: Search) -> dict[str, Any]:
+    """Return device time, budget, and the time that was saved because trials share stages."""
     num_run = sum(trial["stages"]["run"] for trial in search.trials)
     num_reused = sum(trial["stages"]["reused"] for trial in search.trials)
     device_s = sum(trial["device_s"] for trial in search.trials)
@@ -527,7 +432,7 @@ def render_cost(search: Search) -> str:
     wall_s = sum(wall for wall in walls if not math.isnan(wall))
     wall_text = "-"
     if sessions:
-        wall_text = f"{format_seconds(wall_s)} in {count_text(len(sessions), 'session')}"
+        wall_text = f"{format_seconds(wall_s)} in {format_count(len(sessions), 'session')}"
     rows = [
         ["device time", f"{format_seconds(device_s)} ({device_s / 3600:.3g} device-hours)"],
         ["stages computed", f"{num_run:,}"],
@@ -539,21 +444,10 @@ def render_cost(search: Search) -> str:
         rows.insert(1, ["GPU time", f"{format_seconds(3600 * gpus)} ({gpus:.3g} GPU-hours)"])
     used = {"hours": wall_s / 3600, "stages": num_run, "gpu_hours": gpus}
     rows += _budget_cells(search, used)
-    saved = ""
-    if num_run and num_reused:
-        share = 100 * num_reused / (num_run + num_reused)
-        saved_s = device_s / num_run * num_reused
-        saved = (
-            "<p>Trials with the same settings up to some stage share the results up to there. "
-            f"<b>{share:.0f} %</b> of the stages that trials needed were reused and not computed "
-            f"again. That saved about {format_seconds(saved_s)} of device time, at the average of "
-            "the stages that ran.</p>"
-        )
-    return (
-        '<h2 id="cost">Cost</h2><p>A stage is one step of one task, such as its training. Its '
-        "result is stored and never computed twice.</p>"
-        f"{render_table(['what', 'how much'], rows, 1)}{saved}"
-    )
+    if not (num_run and num_reused):
+        return {"rows": rows, "share": 0}
+    share = 100 * num_reused / (num_run + num_reused)
+    return {"rows": rows, "share": share, "saved_s": device_s / num_run * num_reused}
 
 
 def _budget_cells(search: Search, used: Mapping[str, float]) -> list[list[str]]:
@@ -593,109 +487,63 @@ def rank_trials(search: Search) -> list[Trial]:
     return sorted(search.trials, key=rank)
 
 
-def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
-    """Return the table of all trials."""
-    if not search.trials:
-        return '<h2 id="trials">All trials</h2><p>No trial has started yet.</p>'
-    has_phases = len(search.phases) > 1
-    marks = _trial_marks(search)
-    rows = []
-    for trial in rank_trials(search):
-        cells = [str(trial["number"])]
-        if has_phases:
-            cells.append(escape(trial["phase"]))
-        status = trial["status"]
-        cells.append(marks.get(trial["number"], ""))
-        reason = ""
-        if status == "stopped" and trial["message"]:
-            reason = f'<div class="soft reason">{escape(trial["message"])}</div>'
-        state = f'<span class="{STATUS_STYLES[status]}">{status_text(search, status)}</span>'
-        cells.append(state + reason)
-        cells.append(format_value(score(trial), "rate"))
-        cells.append(format_value(forgetting(trial["results"]), "rate"))
-        cells.append(plots.format_bytes(size(trial)))
-        cells.append(str(completed(trial)))
-        for parameter in varied:
-            cell = '<span class="soft">-</span>'
-            if parameter.key in trial["params"]:
-                cell = escape(format_setting(trial["params"][parameter.key]))
-            cells.append(cell)
-        cells.append(f"{trial['stages']['run']} / {trial['stages']['reused']}")
-        cells.append(format_seconds(float(trial["device_s"])))
-        rows.append(cells)
+def _trial_heading(search: Search, varied: Sequence[Parameter]) -> list[str]:
     heading = ["trial", "", "status", "accuracy", "forgetting", "bytes", "tasks"]
-    order = "the best first"
-    if has_phases:
+    if len(search.phases) > 1:
         heading.insert(1, "for task")
-        order = "task by task, the best first"
     heading += [parameter.name for parameter in varied]
-    heading += ["stages run / reused", "device time"]
-    legend = ""
-    if any("front" in mark for mark in marks.values()):
-        legend = "; <b>front</b>: no other trial is both smaller and better"
-    table = render_table(heading, rows, 4 if has_phases else 3, is_html=True)
-    return (
-        f'<h2 id="trials">All trials</h2><p>Order: {order}, then trials stopped early by how many '
-        "tasks they completed, then running and failed ones. Accuracy: average on validation "
-        "images over the completed tasks; forgetting: how far accuracy on the tasks before the "
-        f"last completed one is below their best; bytes: what is stored per task{legend}. The same "
-        f"table as files: <code>trials.csv</code>, <code>trials.parquet</code>.</p>{table}"
+    return [*heading, "stages run / reused", "device time"]
+
+
+def _trial_cells(
+    search: Search, trial: Trial, varied: Sequence[Parameter], marks: Mapping[int, str]
+) -> list[str]:
+    status = trial["status"]
+    state = Markup('<span class="{}">{}</span>').format(
+        STATUS_STYLES[status], status_text(search, status)
     )
+    if status == "stopped" and trial["message"]:
+        state += Markup('<div class="soft reason">{}</div>').format(trial["message"])
+    params = trial["params"]
+    return [
+        str(trial["number"]),
+        *([trial["phase"]] if len(search.phases) > 1 else []),
+        marks.get(trial["number"], ""),
+        state,
+        format_value(score(trial), "rate"),
+        format_value(forgetting(trial["results"]), "rate"),
+        plots.format_bytes(size(trial)),
+        str(completed(trial)),
+        *(format_setting(params[p.key]) if p.key in params else NO_VALUE for p in varied),
+        f"{trial['stages']['run']} / {trial['stages']['reused']}",
+        format_seconds(float(trial["device_s"])),
+    ]
 
 
-def _trial_marks(search: Search) -> dict[int, str]:
+def _trial_marks(search: Search) -> dict[int, Markup]:
     """Return by number the marks of the chosen trials, of those on the front, and of those with a
     point of an earlier search."""
-    marks: dict[int, str] = {}
+    soft = Markup('<span class="soft">{}</span>')
+    marks: dict[int, Markup] = {}
     if search_plots.sizes_differ(search):
         for phase in search.phases:
-            marks |= dict.fromkeys(pareto(search.of(phase)), '<span class="soft">front</span>')
-    label = f"<b>{search_plots.chosen_label(search)}</b>"
+            marks |= dict.fromkeys(pareto(search.of(phase)), soft.format("front"))
+    label = Markup("<b>{}</b>").format(search_plots.chosen_label(search))
     marks |= dict.fromkeys(search.chosen().values(), label)
     for number, origin in search.origins().items():
-        of_earlier = f'<span class="soft">of {escape(origin)}</span>'
-        marks[number] = f"{marks.get(number, '')} {of_earlier}".strip()
+        mark = marks[number] + " " if number in marks else Markup()
+        marks[number] = mark + soft.format(f"of {origin}")
     return marks
 
 
-def render_failures(search: Search) -> str:
-    """Return the messages of failed trials, each once; empty when none failed."""
-    numbers_by_message: dict[str, list[int]] = {}
+def _numbers_by_message(search: Search) -> dict[str, list[int]]:
+    """Return the messages of failed trials, each once, with the numbers of the trials."""
+    numbers: dict[str, list[int]] = {}
     for trial in search.trials:
         if trial["status"] == "failed":
             message = " ".join(trial["message"].split()) or "no reason was recorded"
-            numbers_by_message.setdefault(message, []).append(trial["number"])
-    if not numbers_by_message:
-        return ""
-    items = ""
-    for message, numbers in numbers_by_message.items():
-        short_message = message if len(message) <= 600 else message[:599] + "…"
-        trials = f"trial{plural(len(numbers))} {', '.join(map(str, numbers))}"
-        items += f"<li>{escape(short_message)} <span class=soft>({trials})</span></li>"
-    return (
-        '<h2 id="failures">Failed trials</h2><p>They cannot win, and they do not end the search.'
-        f'</p><div class="note"><ul>{items}</ul></div>'
-    )
-
-
-def render_settings(search: Search) -> str:
-    """Return space, settings, base config and environment."""
-    settings = {"space": search.record["space"], "set": search.record.get("set") or {}}
-    settings |= search.settings
-    provenance = search.record["provenance"]
-    facts = [(str(name), format_setting(value)) for name, value in provenance.items()]
-    return (
-        '<h2 id="settings">Settings and environment</h2><p>Space and settings of the search:</p>'
-        f"<pre><code>{format_yaml(settings)}</code></pre>"
-        "<details><summary>The base config</summary>"
-        f"<pre><code>{format_yaml(search.record['config'])}</code></pre></details>"
-        f"{render_facts(facts) if facts else ''}"
-    )
-
-
-def format_rate(value: float) -> str:
-    """0.612 -> `61.2 %`."""
-    return f"{100 * value:.1f}\u00a0%"
+            numbers.setdefault(message, []).append(trial["number"])
+    return numbers
 
 
 def format_points(difference: float) -> str:

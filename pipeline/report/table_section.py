@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
+from markupsafe import Markup
 
 from pipeline.report import paper
 from pipeline.report.comparison import Comparison
+from pipeline.report.html_parts import render
 
 PAPER_FILES = (
     "table.tex",
@@ -18,20 +19,14 @@ PAPER_FILES = (
 )
 
 
-def render_table_of_tasks(comparison: Comparison) -> str:
-    """Return the table of methods and tasks, and where it stands for a paper."""
-    caption = paper.caption_of(comparison)[1]
-    ranges = ""
-    if comparison.draws:
-        ranges = (
-            " Ranges are 95 % intervals of the mean, by a percentile bootstrap over test images "
-            "and seeds. Bold is best beyond the noise, which one seed says nothing of."
-        )
-    names = [f"<code>{name}</code>" for name in PAPER_FILES]
-    return (
-        '<h2 id="table">Methods and tasks</h2><p>Accuracy in % on each task after the last one. '
-        f"{escape(caption)}{ranges}</p>"
-        f"{paper.as_html(paper.accuracy_table(comparison))}"
-        f"<p>For a paper, in the folder of this page: {', '.join(names)}; <code>table.csv</code> "
-        "and <code>table.parquet</code> have the same numbers.</p>"
+def render_table_of_tasks(comparison: Comparison) -> Markup:
+    """Render the table of methods and tasks, with the names of its files for a paper."""
+    table = paper.accuracy_table(comparison)
+    return render(
+        "table_of_tasks.html",
+        caption=paper.caption_of(comparison)[1],
+        has_intervals=bool(comparison.draws),
+        heading=["method", *table.heading],
+        rows=paper.html_rows(table),
+        files=PAPER_FILES,
     )

@@ -20,7 +20,7 @@ from pipeline.graph.run import look_up_all
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import machine
 from pipeline.launch.shares import ranks_per_gpu
-from pipeline.report.html_parts import render_gpu_use
+from pipeline.report.html_parts import render_macro
 from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.data import accelerator
@@ -301,4 +301,4 @@ def test_a_status_with_damaged_figures_is_left_aside(tmp_path: Path, figures: An
 
 def test_names_of_a_foreign_status_are_escaped() -> None:
     figure: GpuFigure = {"node": "<b>", "gpu": "0", "busy": 0.5, "advice": ""}
-    assert "GPU 0 of &lt;b&gt; was busy 50%" in render_gpu_use(gpu_sentences([figure]))
+    assert "GPU 0 of &lt;b&gt; was busy 50%" in render_macro("gpu_use", gpu_sentences([figure]))

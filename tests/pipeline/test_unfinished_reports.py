@@ -98,8 +98,8 @@ def test_warnings_name_the_seeds_that_have_them() -> None:
         ("b of seed-1", "4 of 9"),
         ("c of seed-1", "new"),
     ]
-    assert html_parts.render_warnings(merged).count("<li>") == 4
-    assert html_parts.render_warnings([]) == ""
+    assert html_parts.render_macro("warnings", merged).count("<li>") == 4
+    assert html_parts.render_macro("warnings", []).strip() == ""
 
 
 def test_a_stage_prints_its_warnings_and_one_that_fails_those_of_the_stages_it_needs() -> None:

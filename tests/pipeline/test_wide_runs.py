@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import fake_run
@@ -17,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from pipeline import templates
 from pipeline.graph import diagram
 from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph, Stage
@@ -28,6 +30,7 @@ from pipeline.results.tables import Matrix, RunTables
 from pipeline.shell import console
 from workers.storage.taskstate import TaskState
 
+STYLE = (Path(templates.__file__).parent / "style.css").read_text()
 NUM_TASKS = 40
 NUM_METHODS = 15
 TASKS = tuple(f"species-group-{i:02d}" for i in range(NUM_TASKS))
@@ -151,7 +154,7 @@ def test_a_legend_of_many_tasks_names_some_and_leaves_room_for_the_lines(count: 
 # ---- pages ---------------------------------------------------------------------------------------
 def colours(theme: str) -> dict[str, tuple[float, ...]]:
     """Return the page's colours by name, each as (R, G, B) in [0, 1]. theme: `light` or `dark`."""
-    light, dark = html_parts.STYLE.split("@media (prefers-color-scheme: dark)", 1)
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)", 1)
     css = light if theme == "light" else dark[: dark.index("figure")]
     rgb = {}
     for name, digits in re.findall(r"--(\w+): #([0-9a-fA-F]{6})", css):
@@ -177,16 +180,16 @@ def test_text_stands_out_from_what_is_behind_it(theme: str, ground: str) -> None
 
 
 def test_colours_of_text_follow_the_theme() -> None:
-    rules = html_parts.STYLE.split("* { box-sizing", 1)[1]
+    rules = STYLE.split("* { box-sizing", 1)[1]
     for line in rules.splitlines():
         if "color:" in line or "background:" in line:
             assert "var(--" in line, line
 
 
 def test_a_long_table_is_opened_by_a_click() -> None:
-    rows = [[str(i)] for i in range(html_parts.MOST_ROWS + 1)]
-    short = html_parts.render_long_table(["n"], rows[:-1], 1, "rows")
-    long = html_parts.render_long_table(["n"], rows, 1, "rows")
+    rows = [[str(i)] for i in range(html_parts.MAX_OPEN_ROWS + 1)]
+    short = html_parts.render_macro("long_table", ["n"], rows[:-1], 1, "rows")
+    long = html_parts.render_macro("long_table", ["n"], rows, 1, "rows")
     assert "<details>" not in short
     assert long.startswith(f"<details><summary>{len(rows)} rows</summary>")
     assert long.count("<tr>") == len(rows) + 1
@@ -194,10 +197,10 @@ def test_a_long_table_is_opened_by_a_click() -> None:
 
 def test_many_warnings_are_opened_by_a_click() -> None:
     rows = [{"stage": "s", "stages": 1, "warning": f"sentence {i}"} for i in range(9)]
-    html = html_parts.render_warnings(rows)
+    html = html_parts.render_macro("warnings", rows)
     first, others = html.split("<details><summary>4 more warnings</summary>")
     assert "<b>9 warnings</b>" in first
-    assert first.count("<li>") == html_parts.MOST_WARNINGS
+    assert first.count("<li>") == html_parts.MAX_OPEN_WARNINGS
     assert others.count("<li>") == 4
 
 

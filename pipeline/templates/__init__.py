@@ -1,0 +1,29 @@
+"""Jinja2 templates of the HTML pages: each page extends `base.html` and is one self-contained file.
+
+All values are escaped, except `Markup`. This package imports no other package of the pipeline.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+
+@cache
+def environment() -> Environment:
+    """Return the environment of all templates. A package adds its filters to it once."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template of this folder with values by name."""
+    return environment().get_template(template).render(values)

@@ -1,2 +1,1 @@
-"""What people look at: tables, plots and one page, all read from the store and never from a live
-run."""
+"""Reports for people: pages, tables and plots, read from the store and never from a live run."""

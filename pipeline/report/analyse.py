@@ -38,7 +38,7 @@ Measure = Callable[[Method, StageJob, Task], list[Row]]
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose evaluations all have results in its store.
+    """A run with results of all its evaluations.
 
     record: the run's record, which `RunTables.load` reads.
     """
@@ -55,7 +55,7 @@ class FinishedRun:
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the methods that are evaluated, in the order of the stages."""
+        """Return the labels of the evaluated methods, in the order of the stages."""
         stages = evaluate_stages(self)
         return list(dict.fromkeys(stage.method for stage in stages if stage.method))
 
@@ -72,7 +72,7 @@ class FinishedRun:
 
 @dataclass
 class Analysis:
-    """Parts of the page, rows of the record, and notes on what could not be measured."""
+    """Parts of the page, rows of the record, and notes on failed measurements."""
 
     parts: dict[str, Part] = field(default_factory=dict)
     attention: list[Row] = field(default_factory=list)
@@ -226,7 +226,7 @@ def method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
 
 # ---- attention -----------------------------------------------------------------------------------
 def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
-    """Return one line per method: means over tasks, heads and images, beside its accuracy."""
+    """Return one line per method: means over tasks, heads and images, and its accuracy."""
     body = []
     for run, label, name in named_methods(runs):
         all_blocks = method_rows(rows, run, label)

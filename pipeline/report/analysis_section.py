@@ -1,4 +1,4 @@
-"""The section of the report on what `analyse` measured.
+"""The section of the report with the measurements of `analyse`.
 
 It is shown only while the evaluations that it was made from are those of the run.
 """
@@ -28,7 +28,7 @@ Table = tuple[list[str], list[list[str]]]  # heading, rows
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an analysis: pictures, files beside them by name, and small tables."""
+    """A part of an analysis: pictures, other files by name, and small tables."""
 
     pictures: Sequence[Picture]
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Part:
 
 
 def evaluation_keys(record: RunRecord) -> dict[str, Any]:
-    """Return what identifies the analysed results of a run: its name and its evaluations' keys."""
+    """Return the identity of the analysed results: the run name and the keys of its evaluations."""
     keys = {}
     for stage in record["stages"]:
         if stage["step"] == "evaluate":

@@ -48,7 +48,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of the values; NaN when one is NaN or there is none."""
+        """Return the spread of the values; NaN without values, or if one is NaN."""
         known = [value for value in values if not math.isnan(value)]
         if len(known) < len(values) or not known:  # never a mean over fewer runs than requested
             return cls(math.nan, math.nan, len(known))
@@ -245,7 +245,7 @@ class Comparison:
     def winner(self, metric: str, pick_best: Callable[..., float] | None) -> Entry | None:
         """Return the entry with the best mean of a metric, if it differs from all others.
 
-        None where its lead over one of them is within the noise. metric: as `interval` takes it.
+        None if its lead over another entry is within the noise. metric: as `interval` takes it.
         """
         if pick_best is None or len(self.entries) < 2:
             return None

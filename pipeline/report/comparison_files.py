@@ -27,7 +27,7 @@ RunSource = str | Sequence["RunTables"]
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Runs that were laid side by side.
+    """The comparison of several runs.
 
     page: path or URI of the page. folder: where it lies, with its tables as CSV. Both are empty
     where nothing could be written.
@@ -48,14 +48,14 @@ class ComparisonResult:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what is compared, and what is left out."""
+        """Sentences about the compared tasks, and about left-out ones."""
         return self.comparison.notes
 
 
 def compare(
     sources: Sequence[RunSource], storage: str, must_write: bool = True
 ) -> ComparisonResult:
-    """Lay runs side by side, and write the page and its tables into the storage of the first.
+    """Compare runs, and write the page and its tables into the storage of the first run.
 
     must_write: whether a storage that may only be read is an error; else page and folder of the
     result are empty there. storage: of runs that are given by name. Raise `UserError` when there

@@ -275,7 +275,7 @@ def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> lis
     return pictures
 
 
-# ---- what figures are made of --------------------------------------------------------------------
+# ---- data of figures -----------------------------------------------------------------------------
 def draw_token_masks(tables: RunTables, views: Sequence[MaskView], most_blocks: int = 6) -> Figure:
     """Draw token masks over a test image of each task."""
     entries = []

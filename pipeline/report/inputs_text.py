@@ -1,4 +1,4 @@
-"""What `report` prints of the inputs of a model folder."""
+"""The text that `report` prints about the inputs of a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads of what happened in a run, with the whole traceback of what failed."""
+"""The log of a run as text, with the full traceback of each failure."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def short_text(value: Any) -> str:
 
 
 def event_text(event: RunEvent) -> str:
-    """Return what an event says, in a few words."""
+    """Describe an event in a few words."""
     values = {name: short_text(value) for name, value in event.values.items()}
     message = values.get("message") or values.get("reason") or ""
     match event.kind:

@@ -1,4 +1,4 @@
-"""Maps over test images: the attention of the class token, and what top-down feedback selects."""
+"""Maps over test images: the attention of the class token, and patches that feedback selects."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Sheet:
 
 
 def _titles(entries: Sequence[tuple[str, Maps]]) -> list[str]:
-    """Return the titles of all maps; what a first look selects stands before the second look."""
+    """Return the titles of all maps; the selection of the first look precedes the second look."""
     distinct: dict[str, None] = {}
     for _, maps in entries:
         distinct |= dict.fromkeys(maps.looks)
@@ -165,7 +165,7 @@ def _draw_task(
 
 
 def _write_answer(sheet: Sheet, x: float, y: float, right: str, answered: str) -> None:
-    """Write the true class of an image, and below it what the model answered."""
+    """Write the true class of an image, and below it the prediction of the model."""
     sheet.write(x, y - 22, _shorten(right), fontsize=6.8)
     if right == answered:
         sheet.write(x, y + 4, "answered right", fontsize=6.5, color="#1a7f37")

@@ -67,7 +67,7 @@ def build(
 
 
 def one_run(tables: RunTables) -> Comparison:
-    """Return the methods of a run beside each other, as those of a run of several seeds are."""
+    """Return the comparison of the methods of one run, as for a run of several seeds."""
     return comparison_of(str(tables.record["name"]), {"": tables})
 
 
@@ -205,7 +205,7 @@ def render_picks(tables: RunTables, label: str) -> Markup:
 
 
 # ---- sizes, graph, stages, settings --------------------------------------------------------------
-SIZE_COLUMNS = {  # of a row of sizes that are no kind of stored bytes
+SIZE_COLUMNS = {  # columns of sizes other than kinds of stored bytes
     "label",
     "after_index",
     "after",
@@ -244,10 +244,13 @@ def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
 
 
 def draw_graph(tables: RunTables, page: str) -> str:
-    """Return the picture of the graph as SVG, with the state and the time of each stage; a box
-    leads to the row of its stage.
+    """Return the picture of the graph as SVG, with the state and the time of each stage.
 
-    page: path of the page from the picture; empty inside the page.
+    Each box links to the row of its stage.
+
+    Args:
+        tables: Results of the run.
+        page: Path of the page relative to the picture; "" inside the page.
     """
     status = {}
     times = {}

@@ -1,4 +1,4 @@
-"""What a paper takes from a comparison: tables as LaTeX (booktabs), Markdown, CSV and Parquet, and
+"""Files of a comparison for papers: tables as LaTeX (booktabs), Markdown, CSV and Parquet, and
 figures as PDF and SVG in the width of a column."""
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def table_rows(table: AccuracyTable) -> list[Row]:
 
 
 def caption_of(comparison: Comparison) -> list[str]:
-    """Return the sentences that say what the numbers of the table are."""
+    """Return sentences that explain the numbers of the table."""
     count = max((len(group.runs) for group in comparison.groups), default=0)
     sentences = ["Accuracy in per cent on each task after the last one."]
     if count > 1:

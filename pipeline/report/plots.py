@@ -248,7 +248,7 @@ def draw_matrix(matrix: Matrix) -> Figure:
 
 
 def _test_facts(matrix: Matrix) -> list[str]:
-    """Return for each task what guessing gets, in per cent, and the number of test images."""
+    """Return the chance level in per cent and the number of test images for each task."""
     facts = []
     last_chance = matrix.chance[-1] if matrix.chance.size else np.full(len(matrix.tasks), np.nan)
     for chance, images in zip(last_chance, matrix.test_images, strict=True):
@@ -362,7 +362,7 @@ def add_legend(
 
 
 def handles_of(axes: Axes) -> list[Any]:
-    """Return what is drawn in axes and has a label, for a legend."""
+    """Return the labelled artists of axes, for a legend."""
     return list(axes.get_legend_handles_labels()[0])
 
 
@@ -400,7 +400,7 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
 
 
 def _chance_levels(rows: Sequence[Row]) -> set[float]:
-    """Return what guessing gets, which is one level where all methods have finished."""
+    """Return the chance levels of the methods: one level if all have finished."""
     return {row["chance"] for row in rows if not math.isnan(row.get("chance", math.nan))}
 
 

@@ -1,4 +1,4 @@
-"""What a person reads of runs: which ones a storage has, and how far one of them is."""
+"""Text about runs: the runs of a storage, and the progress of one run."""
 
 from __future__ import annotations
 

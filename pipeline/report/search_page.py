@@ -132,7 +132,7 @@ def trial_columns(search: Search) -> list[str]:
 def trial_rows(search: Search) -> list[files.Row]:
     """Return one row per trial with a column per setting.
 
-    A setting is a text column when one of its values is no number.
+    A setting is a text column if one of its values is not a number.
     """
     text_keys = set()
     for parameter in search_parameters(search):
@@ -246,7 +246,7 @@ def _head_values(search: Search) -> dict[str, Any]:
 
 
 def status_text(search: Search, status: str) -> str:
-    """Return what the page says of trials with a status: without a process none is running."""
+    """Return the text for a status: without a process, no trial is running."""
     if status != "running" or search.is_running is None:
         return STATUS_TEXTS[status]
     return "running" if search.is_running else "interrupted"
@@ -294,7 +294,7 @@ def _winner_trial(search: Search) -> Trial | None:
 
 
 def explain_choice(search: Search, trial: Trial) -> str:
-    """Return why this trial was chosen, by the rule of tolerance."""
+    """Explain the choice of this trial by the rule of tolerance."""
     finished = [candidate for candidate in search.of(trial["phase"]) if _has_finished(candidate)]
     ruled = best(finished, search.tolerance)
     accuracy = format_rate(score(trial))
@@ -380,7 +380,7 @@ def _mean_of(tests: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _compare_with_validation(search: Search, trial: Trial, mean: float) -> str:
-    """Return a sentence on the winner's validation accuracy beside its test accuracy."""
+    """Return a sentence that compares the winner's validation accuracy with its test accuracy."""
     accuracy = score(trial)
     if search.settings.get("protocol") in ("two_streams", "first_k_tasks"):
         return (

@@ -85,7 +85,7 @@ def legend_entry(label: str, **style: Any) -> Line2D:
 
 
 class StyledTrials(NamedTuple):
-    """Trials whose points look the same."""
+    """Trials with the same style of points."""
 
     style: Style
     trials: list[Trial]

@@ -1,1 +1,1 @@
-"""What stands in the store, as tables and metrics."""
+"""The read model of the store: tables and metrics of runs and searches."""

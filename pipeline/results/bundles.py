@@ -1,5 +1,4 @@
-"""Bundles: a finished run becomes one model that serves all tasks of a method, in a folder; and the
-tasks of such a folder."""
+"""Model folders: bundles that serve all tasks of one method of a finished run."""
 
 from __future__ import annotations
 
@@ -23,10 +22,17 @@ from workers.storage.regular_file import read_regular, write_named
 
 
 def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
-    """Return the bundle that serves all tasks of a method.
+    """Build the bundle that serves all tasks of a method.
 
-    It is the model that the method's last evaluation loads, with the states of every task. Raise
-    `UserError` when the run is not finished.
+    It is the model that the last evaluation of the method loads, with the states of all tasks.
+
+    Args:
+        graph: Graph of the run.
+        store: Store with its results.
+        label: Label of the method in the config.
+
+    Raises:
+        UserError: If the run is not finished.
     """
     stages = [stage for stage in graph if stage.step == "evaluate" and stage.method == label]
     for stage in stages:
@@ -47,7 +53,7 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
 
 
 def _limits_of(store: Store, tasks: Iterable[Task]) -> ImageLimits:
-    """Return what holds for the images of all tasks.
+    """Return the limits that hold for the images of all tasks.
 
     Raises:
         UserError: If two cards have different values of `source.range`.
@@ -70,17 +76,28 @@ def _limits_of(store: Store, tasks: Iterable[Task]) -> ImageLimits:
 
 # ---- model folders -------------------------------------------------------------------------------
 def is_model_folder(path: str) -> bool:
-    """Return whether a path is a folder, or the URI of a bundle, and not the path of a config."""
+    """Return whether a path is a folder or the URI of a bundle, not the path of a config."""
     return os.path.isdir(path) or ("://" in path and exists(join(path, MODEL)))
 
 
 def open_folder(folder: str) -> Bundle:
-    """Return the bundle of a model folder or a URI. Raise `UserError` when it is none."""
+    """Open the bundle of a model folder or a URI.
+
+    Raises:
+        UserError: If the folder holds no bundle.
+    """
     return Bundle.open(absolute(folder))
 
 
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
-    """Write a bundle, and the reference of its tasks, into a new folder or a URI; return it.
+    """Write a bundle and the reference of its tasks into a folder or a URI.
+
+    Args:
+        bundle: Bundle to write.
+        folder: Path or URI; new or empty.
+
+    Returns:
+        The bundle with its reference.
 
     Raises:
         UserError: If the folder is not new or empty.
@@ -93,9 +110,18 @@ def write_folder(bundle: Bundle, folder: str) -> Bundle:
 
 
 def export_task(bundle: Bundle, task: str, file: str) -> int:
-    """Write a task of a bundle into a file of its own, and return the number of bytes.
+    """Export one task of a bundle to a file.
 
-    Raise `UserError` when it has no such task, or the file cannot be written.
+    Args:
+        bundle: Bundle with the task.
+        task: Name of the task.
+        file: Path of the file.
+
+    Returns:
+        Size of the file in bytes.
+
+    Raises:
+        UserError: If the bundle has no such task or the file cannot be written.
     """
     data = single_tasks.export_task(bundle, task)
     write_named("file", file, data)
@@ -103,15 +129,18 @@ def export_task(bundle: Bundle, task: str, file: str) -> int:
 
 
 def import_task(folder: str, file: str, replace: bool = False) -> Task:
-    """Let a model folder serve an exported task too, and return the task.
+    """Add an exported task to a model folder.
 
     Args:
-        folder: Of the model.
-        file: Of the exported task.
-        replace: Whether a task of the same name is replaced.
+        folder: Model folder.
+        file: File with the exported task.
+        replace: Whether to replace a task of the same name.
+
+    Returns:
+        The added task.
 
     Raises:
-        UserError: If the two do not fit together, or the task is there already.
+        UserError: If model and task do not fit, or the folder has the task already.
     """
     bundle = open_folder(folder)
     data = read_regular(file, bundle.most_task_bytes)
@@ -119,8 +148,16 @@ def import_task(folder: str, file: str, replace: bool = False) -> Task:
 
 
 def remove_task(folder: str, task: str) -> str:
-    """Let a model folder serve a task no more; return what stays of it in a sentence, or "".
+    """Remove a task from a model folder.
 
-    Raise `UserError` when other tasks need its state.
+    Args:
+        folder: Model folder.
+        task: Name of the task.
+
+    Returns:
+        A note about files that were kept, or "".
+
+    Raises:
+        UserError: If other tasks need the state of this task.
     """
     return single_tasks.remove_task(absolute(folder), task)

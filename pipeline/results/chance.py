@@ -1,4 +1,4 @@
-"""What guessing scores: the chance level, its confidence interval, and who is not above it."""
+"""Chance level, its confidence interval, and the tasks that do not exceed it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ FEW_STEPS = 300
 
 @functools.lru_cache(maxsize=1024)
 def most_correct_by_chance(num_images: int, num_classes: int) -> int:
-    """Return the largest number of right answers in the confidence interval of guessing.
+    """Compute the largest number of correct answers in the confidence interval of guessing.
 
-    It is the smallest k with P(X <= k) >= 97.5 %, X binomial: `num_images` images, each right with
-    probability 1 / num_classes.
+    It is the smallest k with P(X <= k) >= 97.5 %, where X is binomial.
+
+    Args:
+        num_images: Number of test images.
+        num_classes: Classes to choose from; a guess is correct with probability 1 / num_classes.
     """
     if num_classes <= 1:
         return num_images
@@ -54,7 +57,7 @@ class LearnedTask:
     steps: int = 0
 
     def sentence(self) -> str:
-        """Return what to say of a task that is not above chance; empty for one that is."""
+        """Return a warning if the task does not exceed chance, or ""."""
         if self.num_classes <= 1 or not self.total:
             return ""
         limit = most_correct_by_chance(self.total, self.num_classes)

@@ -1,4 +1,4 @@
-"""The results of a run as data frames of pandas, and its models: what `pipeline.load` gives."""
+"""Results of a run as pandas data frames, and its models. `pipeline.load` returns them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COLUMNS = ("replica", "seed", "label")  # of every table, in front
 
 @dataclass(frozen=True)
 class Results:
-    """The stored results of a run; of an unfinished one, those that exist.
+    """The stored results of a run; an unfinished run has the results so far.
 
-    Each table is made of what the store holds when it is asked for. Its first columns are
+    Each table is read from the store at the time of the call. Its first columns are
     `replica` (empty for a run of one seed and class order, else as `seed-1`), `seed`, and `label`,
     the method's name in the config. Rates are between 0 and 1.
 
@@ -153,7 +153,7 @@ class Results:
         return data_frame(rows, COLUMNS)
 
     def _tables(self, replica: str) -> RunTables:
-        """Return the results of a replica. Raise `UserError` when there is none of that name."""
+        """Return the results of a replica. Raise `UserError` if no replica has that name."""
         if replica in self.tables:
             return self.tables[replica]
         names = ", ".join(name for name in self.tables if name)

@@ -120,7 +120,7 @@ def find_median(histogram: list[int], width: float) -> float | None:
 
 
 def read_inputs(folder: str) -> InputReport:
-    """Read what was counted of the inputs of a model folder.
+    """Read the counts of the inputs of a model folder.
 
     Args:
         folder: The path of the folder.

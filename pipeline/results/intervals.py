@@ -5,9 +5,9 @@ many images as there are, with replacement and the same ones for all replicas an
 many replicas as there are, the same ones for all methods. So differences are paired. Draws follow
 from a fixed seed.
 
-Few replicas are a poor picture of all possible ones: three cannot say how far off a fourth would
-be. What is said to differ must therefore also differ by Student's t over
-the replicas, which is wide where they are few.
+Few replicas represent all possible ones badly: three do not show how far off a fourth would be. Two
+means are therefore reported as different only if Student's t over the replicas, which is wide for
+few replicas, agrees.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NORMAL_QUANTILE = 1.959964
 
 
 class Interval(NamedTuple):
-    """The ends of a 95 % interval; NaN where there is none."""
+    """Ends of a 95 % interval; NaN for no interval."""
 
     low: float
     high: float

@@ -1,8 +1,8 @@
 """A plain accuracy matrix from a file: CSV with names of tasks, or JSON as a list of lists.
 
-Row: after learning a task. Column: on a task. Values are accuracies from 0 to 1; what is empty was
-not measured. Values above the diagonal, on tasks not learned yet, are left out: no metric reads
-them.
+Row: after learning a task. Column: on a task. Values are accuracies from 0 to 1; an empty cell was
+not measured. Values above the diagonal, on tasks not learned yet, are ignored because no metric
+reads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model of one method of a finished run, for Python: what it answers, as a data frame."""
+"""The model of one method of a finished run for Python; its predictions are data frames."""
 
 from __future__ import annotations
 

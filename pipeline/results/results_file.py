@@ -50,7 +50,7 @@ Cells = Annotated[list[list[Count | None]], Field(max_length=MOST_TASKS)]
 
 
 class Strict(Frozen):
-    """Base of what a file holds: no text stands for a number, no key is unknown."""
+    """Base of the parts of a file: strict types, no unknown keys."""
 
     model_config = ConfigDict(strict=True)
 
@@ -124,7 +124,7 @@ def results_bytes(runs: Sequence[RunTables]) -> bytes:
 
 
 def write_results(name: str, path: str, runs: Sequence[RunTables]) -> None:
-    """Write the file with the results of runs. name: what names the path, for an error.
+    """Write the file with the results of runs. name: name of the path in an error.
 
     Raise `UserError` where it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The runs of a storage, and how far each is: from records, results, and what drivers write."""
+"""The runs of a storage and their progress, from records, results and the drivers' status files."""
 
 from __future__ import annotations
 
@@ -79,9 +79,12 @@ class RunOverview:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """A stage of a run. since_s: seconds that it has been in this state; None where that is not
-    known. wall_s: seconds that it took, or None. where: what runs it, or ran it. is_saved: nothing
-    runs it, and the next run goes on from its checkpoint."""
+    """A stage of a run.
+
+    since_s: seconds in this state; None if unknown. wall_s: seconds that it took, or None. where:
+    the process that runs it or ran it. is_saved: no process runs it, and the next run resumes from
+    its checkpoint.
+    """
 
     id: str
     step: str
@@ -103,7 +106,7 @@ class Driver:
     """The process that runs a run, or ran it last.
 
     age_s: seconds since it started. quiet_s: seconds since it was last heard of. message: why the
-    run failed. command: what a person types to go on.
+    run failed. command: the command that resumes the run.
     """
 
     host: str
@@ -157,7 +160,7 @@ def list_runs(storage: str) -> list[RunOverview]:
 def _overview_of(store: Store, name: str, has_result: Callable[[str], bool]) -> RunOverview | None:
     """Return a run in a list; None for a folder without a record.
 
-    On a disk, a record that is no file or may not be read is damaged: it stops no list.
+    A record on a disk that is not a readable file counts as damaged and does not stop the list.
     """
     try:
         record = store.record(name)

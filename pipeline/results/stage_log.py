@@ -1,6 +1,6 @@
-"""What is known of the stages of a run: their events, and the files of their failed tries.
+"""The events of the stages of a run, and the tracebacks of their failed tries.
 
-The storage may be a stranger's: files are read up to a size, and what is no event is left out.
+The storage can be a stranger's: files are read up to a maximum size, invalid events are skipped.
 """
 
 from __future__ import annotations

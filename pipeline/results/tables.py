@@ -101,7 +101,7 @@ class Matrix:
 
     @property
     def finished(self) -> int:
-        """The number of leading rows that are complete."""
+        """The number of complete leading rows."""
         for t, row in enumerate(self.source):
             if "missing" in row[: t + 1]:
                 return t
@@ -117,9 +117,9 @@ class Matrix:
 
 @dataclass
 class RunTables:
-    """The stored results of the run that `record`, its run.json, describes.
+    """The stored results of a run. `record` is its run.json.
 
-    artifacts: finished stages by id. problems: sentences about what could not be read. notes:
+    artifacts: finished stages by id. problems: sentences about files that cannot be read. notes:
     sentences to read before these results are compared with others.
     """
 
@@ -382,8 +382,8 @@ class RunTables:
     def sizes(self, label: str) -> list[Row]:
         """Return one row per finished task: all bytes to keep, the growth ratio, the task's cost.
 
-        A chain that retrains the backbone carries a changed copy of it. That copy counts as
-        `carried`, beside the backbone that all methods share. A star keeps what its base task
+        A chain that retrains the backbone carries a changed copy of the backbone. That copy counts
+        as `carried`, in addition to the shared backbone. A star keeps the state that its base task
         carries to every task.
         """
         backbone_bytes = 0
@@ -420,7 +420,7 @@ class RunTables:
         return rows
 
     def _task_sizes(self, label: str, task: str) -> TaskSizes | None:
-        """Return what one task adds; None when its state is not finished."""
+        """Return the sizes of one task; None if its state is not finished."""
         serving = self.state_stage(label, task)
         if serving is None:
             return None
@@ -447,7 +447,7 @@ class RunTables:
         )
 
     def budget(self, label: str) -> Budget:
-        """Return what a method was given, without the backbone that all methods share."""
+        """Return the training budget of a method, without the backbone that all methods share."""
         manifests: list[Manifest | None] = []
         trained: dict[str, None] = {}
         for stage in self.record["stages"]:
@@ -605,7 +605,7 @@ class RunTables:
     ) -> tuple[NDArray[np.int64], list[str]] | None:
         """Return counts (true, predicted) on `task` after learning `after`, and the class names.
 
-        None when there are no predictions that fit the classes.
+        None if no predictions fit the classes.
         """
         table = self.table(self.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
@@ -662,7 +662,7 @@ class RunTables:
         return rows
 
     def training(self) -> list[StepTraining]:
-        """Return what each step of each method trains with, and how long finished stages did."""
+        """Return the training settings of each step, and the lengths of its finished stages."""
         steps = []
         for stage in self.record["stages"]:
             artifact = self.artifacts.get(stage["id"])
@@ -784,7 +784,7 @@ class RunTables:
 
 
 class TaskSizes(NamedTuple):
-    """What one task adds to what has to be kept, and what it cost."""
+    """Bytes that one task adds to the stored state, and its cost."""
 
     bytes_by_kind: Mapping[str, int]
     carried_bytes: int
@@ -832,7 +832,7 @@ def _whole(value: float) -> int | None:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean of the values that are known; NaN when none is."""
+    """Return the mean of the known values; NaN if all are unknown."""
     known = [value for value in values if value is not None]
     if not known:
         return math.nan

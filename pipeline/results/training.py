@@ -1,4 +1,4 @@
-"""What the steps of a run train with: the config's settings and the methods' defaults, resolved."""
+"""Training settings of the steps of a run: the config's settings over the methods' defaults."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepTraining:
 
 
 class Budget(NamedTuple):
-    """What a method was given, and what it stores.
+    """The training budget of a method, and the bytes that it stores.
 
     epochs: of a task, on average. images: that training steps read, over all tasks and epochs.
     device_s: seconds of training times the ranks that it ran on. stored_bytes: at the end, with the

@@ -20,7 +20,7 @@ from workers.storage.lock import is_locked
 STATUSES = ("finished", "stopped", "running", "failed")
 # accuracies closer than this are equal: the order of a summation must not choose a winner
 SLACK = 1e-9
-# what a trial's record must hold, and what stands in for what an early record does not have
+# types of the fields of a trial's record
 TRIAL_TYPES: dict[str, tuple[type, ...]] = {
     "number": (int,),
     "phase": (str,),
@@ -45,7 +45,7 @@ SEARCH_TYPES: dict[str, type] = {
 
 # ---- records -------------------------------------------------------------------------------------
 class TrialResult(TypedDict):
-    """What a trial has reached after one task.
+    """The result of a trial after one task.
 
     position: of the task in the stream. accuracy: average validation accuracy over the tasks so
     far. bytes: bytes stored per task beyond the backbone. per_task: accuracy of each task so far.
@@ -163,7 +163,7 @@ class Search:
         return [trial for trial in self.trials if trial["phase"] == phase]
 
     def trial(self, number: int | None) -> Trial | None:
-        """Return the trial with a number; None when there is none."""
+        """Return the trial with a number; None if it does not exist."""
         return next((trial for trial in self.trials if trial["number"] == number), None)
 
     def origins(self) -> dict[int, str]:
@@ -208,7 +208,7 @@ class Search:
         return {trial["number"]: score(trial) - tops[trial["phase"]] for trial in scored}
 
 
-# ---- what a trial is worth -----------------------------------------------------------------------
+# ---- scores of trials ----------------------------------------------------------------------------
 def as_number(value: Any) -> float:
     """Return a finite number as a float; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -217,7 +217,7 @@ def as_number(value: Any) -> float:
 
 
 def score(trial: Trial) -> float:
-    """Return the accuracy after the last task that the trial completed; NaN when there is none."""
+    """Return the accuracy after the last task that the trial completed; NaN without results."""
     return as_number(trial["results"][-1].get("accuracy")) if trial["results"] else math.nan
 
 
@@ -311,7 +311,7 @@ def load(storage: str, name: str) -> Search:
     """Read `<storage>/searches/NAME`.
 
     Files that are damaged or do not belong there are named in `problems` and left out. Raises
-    `UserError` when there is no such search.
+    `UserError` if the search does not exist.
     """
     folder = join(storage, "searches", name)
     trials_folder = join(folder, "trials")
@@ -424,7 +424,7 @@ def _read_trial(folder: str, file_name: str, problems: list[str]) -> Trial | Non
 
 
 def _mistake_in(trial: Mapping[str, Any], number: int) -> str:
-    """Return what is wrong with the record of a trial; "" when it can be used."""
+    """Return the mistake in the record of a trial; "" if the record is valid."""
     for key, kinds in TRIAL_TYPES.items():
         if not isinstance(trial.get(key), kinds):
             return f"{key} is {trial.get(key)!r:.60}"

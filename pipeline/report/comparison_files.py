@@ -40,8 +40,11 @@ class ComparisonResult:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables by name: `summary`, `differences` from the first run, `matrices`, `curves`,
-        `settings` that differ, `provenance`, `stages` in common. Empty ones are left out."""
+        """The tables by name, without empty ones.
+
+        `summary`, `differences` from the first run, `matrices`, `curves`, `settings` that differ,
+        `provenance`, `stages` in common.
+        """
         from pipeline.results.data_frame import data_frame
 
         return {name: data_frame(rows) for name, rows in self.comparison.tables().items()}

@@ -102,7 +102,7 @@ def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str
 
 
 def format_interval(interval: Interval) -> Markup:
-    """Return the 95 % interval of an accuracy on a line of its own; empty for none."""
+    """Return the 95 % interval of an accuracy on a separate line; empty without an interval."""
     if math.isnan(interval.low):
         return Markup()
     text = f"{100 * interval.low:z.1f} to {100 * interval.high:z.1f}"

@@ -1,5 +1,8 @@
-"""Files of a comparison for papers: tables as LaTeX (booktabs), Markdown, CSV and Parquet, and
-figures as PDF and SVG in the width of a column."""
+"""Files of a comparison for papers.
+
+Tables are LaTeX (booktabs), Markdown, CSV and Parquet; figures are PDF and SVG in the width of a
+column.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,10 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A number of a table: mean and deviation over replicas, its interval, and whether it is best
-    beyond the noise."""
+    """A number of a table.
+
+    spread: mean and deviation over replicas. is_best: best of its column beyond the noise.
+    """
 
     spread: Spread
     interval: Interval

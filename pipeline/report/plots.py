@@ -124,8 +124,11 @@ def text_size(cells: int) -> float:
 def label_tasks(
     axes: Axes, tasks: Sequence[str], which: str = "xy", facts: Sequence[str] = ()
 ) -> None:
-    """Label the ticks of the axes in `which` with task names; where there is no room for all names,
-    with evenly spaced ones. facts: a line below each name."""
+    """Label the ticks of the axes in `which` with task names.
+
+    If the space is too small for all names, evenly spaced ones are shown. facts: a line below each
+    name.
+    """
     is_short = len(tasks) <= MOST_SLANTED
     size = 9 if is_short else 7.5
     names = list(map(_short_task, tasks))
@@ -166,16 +169,20 @@ def room_of(axes: Axes) -> Room:
 
 
 def labelled_positions(count: int, inches: float, size: float) -> list[int]:
-    """Return which of `count` ticks along so many inches get a label of one line, from the first
-    one on. size: of the font, in points."""
+    """Return the positions of the ticks that get a label of one line, the first one included.
+
+    count: number of ticks. inches: length of the axis. size: of the font, in points.
+    """
     line_height = 1.2 * size / 72
     step = max(1, math.ceil(count * line_height / inches))
     return list(range(0, count, step))
 
 
 def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any) -> None:
-    """Label the ticks of the x axis; rotated labels end at their tick. Upright labels for which
-    there is no room are left out."""
+    """Label the ticks of the x axis.
+
+    Rotated labels end at their tick. Upright labels that would overlap are left out.
+    """
     style = {"rotation": angle, "rotation_mode": "anchor", "ha": "right", **style}
     positions = list(range(len(names)))
     if angle == 0:
@@ -501,8 +508,10 @@ class Box(NamedTuple):
 
 
 def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
-    """Write a name to the right of each point, the highest point first. A name that would cover
-    a point or another name is moved up or down, and a line leads to it."""
+    """Write a name to the right of each point, the highest point first.
+
+    A name that would cover a point or another name is moved up or down, and a line leads to it.
+    """
     left, right = np.log10(axes.get_xlim())
     low, high = axes.get_ylim()
     highest_first = sorted(points, key=lambda point: -point.y)
@@ -523,8 +532,10 @@ def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
 
 
 def _free_box(x: float, y: float, label: str, taken: Sequence[Box]) -> Box:
-    """Return the nearest free rectangle for the name of a point at (x, y), in shares of the axes;
-    one at the height of the point where none is free."""
+    """Return the nearest free rectangle for the name of a point at (x, y), in shares of the axes.
+
+    If no rectangle is free, it is at the height of the point.
+    """
     width = 0.0115 * len(label)
     candidates = [Box(x + 0.02, x + 0.022 + width, y - 0.022, y + 0.022)]
     for distance in range(1, 12):
@@ -639,8 +650,11 @@ def _history_value(row: Row, column: str) -> float:
 
 
 def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
-    """Mark the task of each span of epochs or trials by grey bands, above which the task stands,
-    or its position where there is no room for names. spans: (left, right, task)."""
+    """Mark the task of each span of epochs or trials by a grey band with a title.
+
+    The titles are the names of the tasks, or their positions if names do not fit. spans: (left,
+    right, task).
+    """
     if len(spans) < 2:
         return
     letters = sum(len(task) + 1 for _, _, task in spans)

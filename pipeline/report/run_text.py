@@ -50,8 +50,10 @@ ORDER = (
 
 
 def run_picture(storage: str, name: str) -> str:
-    """Return the graph of a run as SVG, with the state and the time of each stage; a box leads to
-    the row of its stage in the report."""
+    """Return the graph of a run as SVG, with the state and the time of each stage.
+
+    Each box links to the row of its stage in the report.
+    """
     run = run_status(storage, name)
     record = find_record(Store(storage), name)
     report = join(storage, "runs", name, "report.html")
@@ -139,8 +141,7 @@ def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
 
 
 def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
-    """Return methods with their accuracies, the best first: as many as fit into so many columns,
-    at least one."""
+    """Return methods with their accuracies, the best first: as many as fit, at least one."""
     best_first = sorted(methods, key=lambda method: -(method.average_accuracy or -1.0))
     text = ""
     for count in range(1, min(len(methods), MOST_METHODS) + 1):

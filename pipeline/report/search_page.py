@@ -104,8 +104,13 @@ SCHEDULERS = {
 def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, bytes]:
     """Return all files of the report by name: `search.html`, `trials.csv`, `trials.parquet`, PNGs.
 
-    is_running: whether the search goes on; None: as its lock says. Raise UserError when there is no
-    such search.
+    Args:
+        storage: Folder or URI of the results.
+        name: Name of the search.
+        is_running: Whether the search is running; None: read from its lock.
+
+    Raises:
+        UserError: If the search does not exist.
     """
     search = load(storage, name)
     if is_running is not None:
@@ -521,8 +526,7 @@ def _trial_cells(
 
 
 def _trial_marks(search: Search) -> dict[int, Markup]:
-    """Return by number the marks of the chosen trials, of those on the front, and of those with a
-    point of an earlier search."""
+    """Return trial number -> marks: chosen, on the front, from a point of an earlier search."""
     soft = Markup('<span class="soft">{}</span>')
     marks: dict[int, Markup] = {}
     if search_plots.sizes_differ(search):

@@ -1,5 +1,7 @@
-"""Which test images each method answered right, and the draws of its metrics over images and
-replicas (see `intervals`)."""
+"""The correct predictions of each method, and draws of its metrics over images and replicas.
+
+`intervals` explains the draws.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from pipeline.results.metrics import Accuracies
 from pipeline.results.tables import RunTables
 
 ImageId = tuple[str, str]  # key of the ingested data, key of the image
-# of these metrics draws are made; `after` and `on` are followed by the position of a task
+# names of further draws; `{}` is the position of a task
 ACCURACY_AFTER = "average_accuracy after {}"
 FORGETTING_AFTER = "forgetting after {}"
 ACCURACY_ON = "accuracy on {}"
@@ -36,7 +38,7 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Test images that stand in the same task of every replica.
+    """Test images that belong to the same task in every replica.
 
     rows: by replica, the images' task, and their positions in it. counts: how often each is in each
     draw, (images, draws).
@@ -47,7 +49,16 @@ class Stratum:
 
 
 def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnswers | None:
-    """Return the answers of one method of a run; None where the predictions do not cover them."""
+    """Load the answers of one method of a run.
+
+    Args:
+        run: Results of the run.
+        label: Label of the method.
+        tasks: Tasks in stream order.
+
+    Returns:
+        The answers, or None if the stored predictions do not cover all tasks.
+    """
     right: dict[tuple[int, int], NDArray[np.bool_]] = {}
     images: list[list[ImageId]] = [[] for _ in tasks]
     for t, after in enumerate(tasks):
@@ -75,9 +86,12 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
 def strata_of(
     images: Mapping[str, Sequence[Sequence[ImageId]]], rng: np.random.Generator, draws: int
 ) -> list[Stratum]:
-    """Return the test images in groups that every replica tests together, with their draws.
+    """Group the test images that every replica tests together, and draw from each group.
 
-    images: of each task of each replica. With one class order a group is a task.
+    Args:
+        images: Replica -> images of each task. With one class order a group is a task.
+        rng: Source of the draws.
+        draws: Number of draws.
     """
     tasks_of: dict[ImageId, dict[str, tuple[int, int]]] = {}
     for replica, tasks in images.items():
@@ -98,7 +112,16 @@ def strata_of(
 
 
 def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) -> Array:
-    """Return the accuracy matrix of one method in one replica in each draw, (draws, T, T)."""
+    """Compute the accuracy matrix of one method in each draw.
+
+    Args:
+        answers: Answers of the method in the replica.
+        replica: Name of the replica.
+        strata: Groups of test images with their draws.
+
+    Returns:
+        Accuracies, (draws, T, T).
+    """
     size = len(answers.images)
     draws = strata[0].counts.shape[1]
     hits = np.zeros((draws, size, size))
@@ -114,7 +137,15 @@ def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) 
 
 
 def metrics_of(rates: Array, totals: Array) -> dict[str, Array]:
-    """Return each metric in each draw, (draws,), by name. rates: (draws, T, T); totals: (T,)."""
+    """Compute each metric in each draw.
+
+    Args:
+        rates: Accuracy matrices, (draws, T, T).
+        totals: Test images of each task, (T,).
+
+    Returns:
+        Name of a metric -> values, (draws,).
+    """
     accuracies = Accuracies(rates * totals, np.broadcast_to(totals, rates.shape), rates)
     values = {}
     for metric in metrics.metrics_for("draws"):
@@ -131,10 +162,17 @@ def metrics_of(rates: Array, totals: Array) -> dict[str, Array]:
 def draw_metrics(
     methods: Mapping[str, Mapping[str, RightAnswers]], draws: int = intervals.DRAWS
 ) -> dict[str, dict[str, Array]]:
-    """Return for each method its metrics in each draw, (draws,), means over the drawn replicas.
+    """Compute the metrics of each method in each draw, means over the drawn replicas.
 
-    methods: the answers of each method in each replica. Methods with the same replicas are drawn
-    together, so that their differences are paired; so are all on the same images.
+    Methods with the same replicas and images are drawn together, so that their differences are
+    paired.
+
+    Args:
+        methods: Method -> replica -> answers.
+        draws: Number of draws.
+
+    Returns:
+        Method -> name of a metric -> values, (draws,).
     """
     rng = np.random.default_rng(intervals.SEED)
     images: dict[str, Sequence[Sequence[ImageId]]] = {}

@@ -58,7 +58,7 @@ class Accuracies(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a method in a run: this entry is all that the other modules know of it.
+    r"""A number of a method in a run, with all that other modules need to show it.
 
     Attributes:
         name: Name in tables, files, MLflow and Python.
@@ -69,7 +69,7 @@ class Metric:
         function: Formula, (..., T, T) -> (...). None: a column of `RunTables.summary`.
         formula: Formula as text, for the documentation.
         also_called: Names of the same formula in papers and libraries.
-        heading: Heading of a column of the report, if it is not the name; "\\n" breaks the line.
+        heading: Heading of a column of the report, if it is not the name; "\n" breaks the line.
         plain_heading: Heading in plain text, if it is not the name.
         report_position: Position in the report, if it is not that of METRICS.
     """

@@ -109,8 +109,7 @@ class Model:
         return data_frame(task_rows(self.bundle.body))
 
     def save(self, folder: AnyPath) -> None:
-        """Write the model into a new folder or a URI, which `open_model`, `predict` and `serve`
-        take."""
+        """Write the model to a new folder or a URI, for `open_model`, `predict` and `serve`."""
         write_folder(self.bundle, os.fspath(folder))
 
     def save_timm(self, folder: AnyPath, task: str) -> None:

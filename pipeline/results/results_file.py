@@ -1,8 +1,8 @@
-"""One JSON file with the results of a run, to be read by anyone: `accrete report --json` writes it,
-`accrete compare` reads it. `docs/formats.md` describes it.
+"""One JSON file with the results of a run, for exchange with others.
 
-A file may come from a stranger: it is bounded and checked, and nothing that follows from the counts
-is read from it.
+`accrete report --json` writes it, `accrete compare` reads it, and `docs/formats.md` describes it. A
+file can come from a stranger: its size is limited, its fields are checked, and values that follow
+from the counts are computed, not read.
 """
 
 from __future__ import annotations

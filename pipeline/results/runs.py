@@ -142,8 +142,11 @@ class RunStatus:
 
 
 def list_runs(storage: str) -> list[RunOverview]:
-    """Return the runs of a storage, those started last first. Raise `UserError` without a
-    storage."""
+    """Return the runs of a storage, the latest first.
+
+    Raises:
+        UserError: If the storage does not exist.
+    """
     check_readable(storage)
     store = Store(storage)
     has_result = _key_finder(storage, "stages", MANIFEST)

@@ -1,5 +1,4 @@
-"""Records of a search in the store: its trials, what each is worth, and the rule that chooses among
-them."""
+"""Records of a search in the store: its trials, their scores, and the rule that picks a winner."""
 
 from __future__ import annotations
 
@@ -109,8 +108,11 @@ class SeedTest(TypedDict):
 
 
 class Winner(TypedDict):
-    """`winner.json`. config: name of the file with its config. pareto: numbers of the trials that
-    no other one beats in both accuracy and size."""
+    """`winner.json`.
+
+    config: name of the file with its config. pareto: numbers of the trials on the front of accuracy
+    and size.
+    """
 
     trial: int
     params: dict[str, Any]
@@ -152,8 +154,7 @@ class Search:
 
     @property
     def phases(self) -> list[str]:
-        """The phases that trials belong to, in the order of the stream; `[""]` in a search of one
-        phase."""
+        """The phases of the trials, in the order of the stream; `[""]` in a search of one phase."""
         tasks = self.record["tasks"]
         phases = list(dict.fromkeys(trial["phase"] for trial in self.trials))
         return sorted(phases, key=lambda name: tasks.index(name) if name in tasks else len(tasks))
@@ -266,10 +267,9 @@ class _Scored(NamedTuple):
 
 
 def pareto(trials: Iterable[Trial]) -> list[int]:
-    """Return the sorted numbers of the finished trials that no other finished one beats in accuracy
-    and bytes.
+    """Return the sorted numbers of the finished trials on the Pareto front of accuracy and bytes.
 
-    Trials that are equal in both are treated alike. One of unknown size counts as larger than all.
+    Trials that are equal in both are treated alike. An unknown size counts as the largest.
     """
     front: list[int] = []
     smallest: float | None = None  # bytes of the trials that are more accurate
@@ -360,8 +360,10 @@ def keys_of_searches(storage: str) -> set[str]:
 
 
 def _names(folder: str, kind: fs.FileType | None = None) -> list[str]:
-    """Return the sorted names in a folder; none when it does not exist. Files that are still being
-    written are left out. kind: of the entries; None: all."""
+    """Return the sorted names in a folder; empty if the folder does not exist.
+
+    Unfinished files are left out. kind: type of the entries; None: all.
+    """
     system, path = resolve(folder)
     entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
     names = [entry.base_name for entry in entries if kind in (None, entry.type)]

@@ -101,7 +101,7 @@ class Pictures:
             images = torch.randn(4 * CLASSES, 3, self.side, self.side).to(device)
             labels = (torch.arange(4 * CLASSES) % CLASSES).to(device)
             rng = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), device)
-            yield Batch(images, labels, torch.full_like(labels, index), rng, keys=keys_of(task))
+            yield Batch(images, labels, torch.full_like(labels, index), rng, keys=list_task_keys(task))
 
     def epoch(self, epoch: int, step: int = 0) -> Iterator[list[Batch]]:
         """Yield the same batches, each as all of a step."""
@@ -109,7 +109,7 @@ class Pictures:
             yield [batch]
 
 
-def keys_of(task: Task) -> list[str]:
+def list_task_keys(task: Task) -> list[str]:
     """Return the keys of a task's samples."""
     return [f"train/{task.name}/{i:03d}" for i in range(4 * CLASSES)]
 
@@ -121,7 +121,7 @@ def feed_of(pictures: Pictures, split: str, training: bool) -> Any:
 
 def keys_by_class(task: Task) -> dict[str, list[str]]:
     """Return the keys of a task's samples by class name."""
-    keys = keys_of(task)
+    keys = list_task_keys(task)
     return {name: keys[i::CLASSES] for i, name in enumerate(task.classes)}
 
 

@@ -26,13 +26,13 @@ from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from pipeline.app import runs as app
 from pipeline.config.settings import Config
-from pipeline.graph.build import graph_of
+from pipeline.graph.build import build_graph
 from pipeline.graph.event_log import FILE as EVENTS_FILE
-from pipeline.graph.journal import journal_of
+from pipeline.graph.journal import keep_journal
 from pipeline.graph.run import Watcher, look_up_all, run_graph
 from pipeline.graph.run_log import FILE as LOG_FILE
 from pipeline.graph.run_log import RunLog, driver_log
-from pipeline.graph.run_record import record_of
+from pipeline.graph.run_record import make_record
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
@@ -91,7 +91,7 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
 
     A record of an earlier run of the same name exists.
     """
-    record = record_of(graph, config, [], {})
+    record = make_record(graph, config, [], {})
     empty = Store(f"{store.storage}-of-nothing")
     lookups = look_up_all(graph, empty, None)
 
@@ -107,10 +107,10 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
         assert outcome.ran == len(graph)
 
     return {
-        "graph": partial(graph_of, config, store),
+        "graph": partial(build_graph, config, store),
         "look-up": partial(look_up_all, graph, empty, record),
         "walk, events, screen": walk,
-        "record": lambda: store.save_record(record_of(graph, config, [], {})),
+        "record": lambda: store.save_record(make_record(graph, config, [], {})),
     }
 
 
@@ -135,7 +135,7 @@ def observed_run(store: Store, graph: Graph) -> Observed:
     began = time.process_time()
     with (
         driver_log(store.storage, graph.name),
-        journal_of(store, graph, lookups, set(graph.stages), "accrete run", estimate) as journal,
+        keep_journal(store, graph, lookups, set(graph.stages), "accrete run", estimate) as journal,
     ):
         observers: list[Watcher] = [Console(graph, lookups, output), RunLog(), journal]
         outcome = run_graph(graph, store, lambda todo: Instant(), 0, observers, lookups)
@@ -206,7 +206,7 @@ def memory(folder: Path, methods: int) -> float:
         folder, str(folder / "card.yaml"), TASKS, backbone={**stream.tiny()}, methods=pairs(methods)
     )
     lookups = look_up_all(graph, Store(f"{store.storage}-of-nothing"), None)
-    record = record_of(graph, config, [], {})
+    record = make_record(graph, config, [], {})
     outcome = run_graph(
         graph, store, lambda todo: Instant(), 0, [Console(graph, lookups, io.StringIO())], lookups
     )

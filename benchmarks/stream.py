@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from pipeline.config import settings as config
-from pipeline.graph.build import graph_of
+from pipeline.graph.build import build_graph
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import attempt
@@ -83,7 +83,7 @@ def plan(
     }
     checked = config.check(body, "the benchmark's config")
     store = Store(checked.storage)
-    return store, graph_of(checked, store)[0], checked
+    return store, build_graph(checked, store)[0], checked
 
 
 def ingest(store: Store, graph: Graph) -> None:

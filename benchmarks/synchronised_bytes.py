@@ -76,7 +76,7 @@ def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
 def count(job: StageJob, group: dist.Group) -> Counts:
     """Train STEPS steps on this rank and count what it hands to collectives."""
     assert job.task is not None
-    method = METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
+    method = METHODS[job.method](restore.load_backbone(job), restore.load_settings(job), job.seed)
     plan = OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS)
     groups = method.begin(StepContext(job.task, plan, training_tasks=(job.task,)))
     optimizer = optim.build(groups, job.train)

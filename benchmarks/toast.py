@@ -117,7 +117,7 @@ def full_logits(method: Toast, slow: TwoFullPasses, images: Tensor, tasks: list[
 @torch.no_grad()
 def shared_logits(method: Toast, images: Tensor, tasks: list[str]) -> Tensor:
     """Return the logits (tasks, B, classes); all tasks share the first pass."""
-    return torch.stack([*method.logits_of(images, tasks).values()])
+    return torch.stack([*method.compute_logits(images, tasks).values()])
 
 
 def make_variants(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:

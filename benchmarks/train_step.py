@@ -52,7 +52,7 @@ def plain_loss(method: Method, batch: Batch, progress: Progress) -> Tensor:
 
 def new_method(job: StageJob) -> Method:
     """Return the method of a job before its first stage."""
-    return METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
+    return METHODS[job.method](restore.load_backbone(job), restore.load_settings(job), job.seed)
 
 
 class TrainLoop:

@@ -151,10 +151,10 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
     """
     from pipeline.app.experiment import Experiment
     from pipeline.config import settings as configs
-    from pipeline.config.yaml_files import override_of
+    from pipeline.config.yaml_files import format_override
 
-    texts = tuple(override_of(key, value) for key, value in overrides.items())
-    source = _config_of(config)
+    texts = tuple(format_override(key, value) for key, value in overrides.items())
+    source = _resolve_config(config)
     return Experiment(source, texts, configs.load(source, list(texts)))
 
 
@@ -172,11 +172,11 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
         >>> search = pipeline.load_search("configs/search/meat-lambda-alpha.yaml")
         >>> search.run().winner
     """
-    from pipeline.config.yaml_files import override_of
+    from pipeline.config.yaml_files import format_override
     from pipeline.search import spec  # start-up time: imports torch
     from pipeline.search.experiment import SearchExperiment
 
-    texts = tuple(override_of(key, value) for key, value in overrides.items())
+    texts = tuple(format_override(key, value) for key, value in overrides.items())
     source = os.fspath(path)
     return SearchExperiment(source, texts, spec.load(source, list(texts)).settings)
 
@@ -210,19 +210,19 @@ def add_data(
     Raises:
         UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
     """
-    from pipeline.app.experiment import console_on, printer, stream_of
+    from pipeline.app.experiment import choose_stream, make_console, printer
     from pipeline.config.invocation import this_command
     from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
     from pipeline.shell.console import ending
 
     source = os.fspath(config)
-    say = printer(stream_of(quiet))
+    say = printer(choose_stream(quiet))
     request = AddRequest(
         source, os.fspath(data), kind, into, name, os.fspath(model), method, max_drop
     )
     add(
         request,
-        console_on(stream_of(quiet)),
+        make_console(choose_stream(quiet)),
         this_command(),
         say,
         lambda result: say("\n".join(ending(result.outcome, result.report.lines))),
@@ -256,7 +256,7 @@ def remove_data(
     Raises:
         UserError: If it cannot be removed, or a stage fails.
     """
-    from pipeline.app.experiment import console_on, printer, stream_of
+    from pipeline.app.experiment import choose_stream, make_console, printer
     from pipeline.config import settings as configs
     from pipeline.config.invocation import this_command
     from pipeline.growing.add import changing  # start-up time: imports torch
@@ -264,11 +264,13 @@ def remove_data(
     from pipeline.growing.remove import RemoveRequest, remove
 
     source = os.fspath(config)
-    say = printer(stream_of(quiet))
+    say = printer(choose_stream(quiet))
     target = Target(task, class_name, os.fspath(images))
     request = RemoveRequest(source, target, os.fspath(model), method)
     with changing(configs.load(source), say):
-        remove(request, console_on(stream_of(quiet)), this_command(), say, lambda question: True)
+        remove(
+            request, make_console(choose_stream(quiet)), this_command(), say, lambda question: True
+        )
     return load(source).results()
 
 
@@ -489,7 +491,7 @@ def method_settings(method: str) -> pd.DataFrame:
     from pipeline.app import method_list  # start-up time: imports torch
     from pipeline.results.data_frame import data_frame
 
-    settings = method_list.settings_of(method)
+    settings = method_list.list_settings(method)
     return data_frame([setting._asdict() for setting in settings], method_list.Setting._fields)
 
 
@@ -556,7 +558,7 @@ def shards(card: str, storage: AnyPath | None = None) -> pd.DataFrame:
     folder = None
     if storage is not None:
         folder = os.fspath(storage)
-    return data_frame([shard._asdict() for shard in shard_urls.asked_for(card, folder)])
+    return data_frame([shard._asdict() for shard in shard_urls.find_requested(card, folder)])
 
 
 def write_config(
@@ -585,12 +587,12 @@ def write_config(
         UserError: If the data do not fit, or another file exists.
     """
     from pipeline.config.invocation import this_command
-    from pipeline.config.yaml_files import override_of
+    from pipeline.config.yaml_files import format_override
     from pipeline.data import starter  # start-up time: imports pyarrow
 
-    given = [override_of(key, value) for key, value in (settings or {}).items()]
+    given = [format_override(key, value) for key, value in (settings or {}).items()]
     return starter.start(
-        _paths_of(paths),
+        _parse_paths(paths),
         this_command(),
         print,
         name=name,
@@ -628,7 +630,7 @@ def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
     return os.fspath(run)
 
 
-def _config_of(source: LoadSource) -> ConfigSource:
+def _resolve_config(source: LoadSource) -> ConfigSource:
     """Return the path or the values of a config; for data, the path of a config written for it."""
     if isinstance(source, Mapping):
         from pipeline.config.yaml_files import plain_values
@@ -640,10 +642,10 @@ def _config_of(source: LoadSource) -> ConfigSource:
     from pipeline.config.invocation import this_command
     from pipeline.data import starter  # start-up time: imports pyarrow
 
-    return starter.config_of(_paths_of(source), this_command(), print)
+    return starter.find_config(_parse_paths(source), this_command(), print)
 
 
-def _paths_of(source: AnyPath | Sequence[AnyPath]) -> list[str]:
+def _parse_paths(source: AnyPath | Sequence[AnyPath]) -> list[str]:
     """Return paths as texts; raise `UserError` for no path or another type."""
     from workers.errors import UserError
 

@@ -44,7 +44,7 @@ from workers.errors import UserError
 from workers.evaluate import accuracy
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, StepData
-from workers.model.vit import digest_of
+from workers.model.vit import compute_digest
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, load_tensors
 
@@ -147,7 +147,9 @@ def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> No
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         live = run.live(task)
-        assert digest_of(live.backbone) == live.backbone_digest == run.state(task).backbone_digest
+        assert (
+            compute_digest(live.backbone) == live.backbone_digest == run.state(task).backbone_digest
+        )
 
 
 @promise(

@@ -105,7 +105,7 @@ def pinned() -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(raw_data, "class_digests", digests),  # as if the images were ingested
     ):
-        graph, _ = build.graph_of(demo, store.Store(folder))
+        graph, _ = build.build_graph(demo, store.Store(folder))
     pins = {
         "key_version": run_record.KEY_VERSION,
         "settings": {name: describe_fields(model) for name, model in models.items()},

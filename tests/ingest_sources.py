@@ -24,7 +24,7 @@ from pipeline.data.card_files import load
 from pipeline.data.cards import Card
 from pipeline.data.ingest import ingest
 from workers.data.shards import Shards
-from workers.storage.artifact import Artifact, digest_of
+from workers.storage.artifact import Artifact, compute_sha256
 
 GOLDEN = Path(__file__).parent / "golden" / "ingest.json"
 CLASSES = ("cat", "dog", "Straße", "caf\u00e9")
@@ -139,7 +139,7 @@ def replace_file(artifact: Artifact, name: str, data: bytes) -> None:
     body = json.loads(path.read_text())
     del body["sha256"]
     body["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    path.write_text(json.dumps({**body, "sha256": compute_sha256(body)}))
 
 
 def to_parquet(table: pa.Table) -> bytes:

@@ -43,7 +43,7 @@ from pipeline.graph.store import Store
 from pipeline.growing import publishing
 from pipeline.launch.local import LocalExecutor
 from pipeline.report import page
-from pipeline.results.bundles import bundle_of
+from pipeline.results.bundles import read_run_bundle
 from tests import golden_keys, small_run, strict_device
 from tests.strict_device import Counts
 from workers import loop
@@ -173,7 +173,7 @@ def served(run: Run) -> dict[str, Any]:
     names = []
     for row in range(6):
         for name, task_rows in rows.items():
-            images.append(task_rows.bytes_of(row))
+            images.append(task_rows.estimate_bytes(row))
             names.append(name)
     answers_with_task = model.predict(images, names)
     answers_without_task = model.predict(images, None, rule="confident")
@@ -234,7 +234,7 @@ def measure_model(path: str) -> list[Any]:
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["run", path]) == 0
     run = app.prepare(path)
-    bundle = bundle_of(run.graph, run.store, "meat")
+    bundle = read_run_bundle(run.graph, run.store, "meat")
     job = publishing.last_evaluation(run.graph, "meat")
 
     def measured() -> Any:

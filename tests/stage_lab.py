@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from pipeline.config import settings as config
-from pipeline.graph.build import graph_of
+from pipeline.graph.build import build_graph
 from pipeline.graph.stage import IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import attempt
@@ -198,7 +198,7 @@ class Lab:
         }
         config_text = repr(body)
         if config_text not in self.runs:
-            graph, _ = graph_of(config.check(body, "lab"), self.store)
+            graph, _ = build_graph(config.check(body, "lab"), self.store)
             jobs = {}
             for stage in graph:
                 if isinstance(stage.job, IngestJob):

@@ -567,14 +567,14 @@ def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.M
 def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     from pipeline.app import runs as app
     from pipeline.growing import publishing
-    from pipeline.results.bundles import bundle_of
+    from pipeline.results.bundles import read_run_bundle
 
     run.put(run.raw, "0", train=0, test=3, first=40)  # as many right as wrong would hide a mistake
     assert cli.main(["run", run.config]) == 0
     prepared = app.prepare(run.config)
-    bundle = bundle_of(prepared.graph, prepared.store, "ewc")
+    bundle = read_run_bundle(prepared.graph, prepared.store, "ewc")
     job = publishing.last_evaluation(prepared.graph, "ewc")
-    matrix = app.tables_of(prepared)[""].matrix("ewc")
+    matrix = app.read_tables(prepared)[""].matrix("ewc")
     accuracies = publishing.measure(bundle, job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()
     assert accuracies["one"] != 0.5

@@ -22,7 +22,7 @@ import yaml
 from pipeline import cli
 from pipeline.report import page
 from tests import small_run
-from workers.storage.artifact import FileInfo, digest_of, file_info
+from workers.storage.artifact import FileInfo, compute_sha256, file_info
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -659,7 +659,7 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(
     manifest = state.parents[1] / "manifest.json"
     body = json.loads(manifest.read_text())
     body["files"]["state.safetensors"] = file_info(state.read_bytes())
-    manifest.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    manifest.write_text(json.dumps({**body, "sha256": compute_sha256(body)}))
     site.set(storage=str(storage), train__epochs=1)
     message = sentence(capfd, ["run", site.config()])
     assert "masks mean nothing on other weights" in message

@@ -216,7 +216,7 @@ def test_a_class_incremental_config_of_a_paper_trains_on_all_images(path: Path) 
     """The papers hold out no images; BiC holds out exemplars, by itself."""
     loaded = config.load(str(path))
     assert loaded.stream.scenario == "class"
-    assert {loaded.data_of(label).val_fraction for label in loaded.methods} == {0.0}
+    assert {loaded.merge_data(label).val_fraction for label in loaded.methods} == {0.0}
 
 
 def test_there_are_class_incremental_configs_of_papers() -> None:
@@ -232,8 +232,8 @@ def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, la
     settings = METHODS[entry.method].Settings.model_validate(entry.settings)
     pairs = (
         (method, settings),
-        (train, loaded.train_of(label)),
-        (data, loaded.data_of(label)),
+        (train, loaded.merge_train(label)),
+        (data, loaded.merge_data(label)),
         (backbone, loaded.backbone),
     )
     for named, model in pairs:
@@ -244,7 +244,7 @@ def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, la
 def test_every_rehearsal_method_has_the_recipe_of_dytox(name: str) -> None:
     loaded = config.load(str(CONFIGS / "methods" / f"{name}.yaml"))
     (label,) = loaded.methods
-    train = loaded.train_of(label)
+    train = loaded.merge_train(label)
     assert {key: getattr(train, key) for key in DYTOX} == DYTOX
     assert loaded.backbone.drop_path == 0.1
 

@@ -24,7 +24,7 @@ from tests.shard_names import shard_name
 from workers import loop
 from workers.dist import Group
 from workers.job import StageJob
-from workers.storage.artifact import content_digest, digest_of
+from workers.storage.artifact import compute_sha256, content_digest
 
 
 class Finished(NamedTuple):
@@ -180,7 +180,7 @@ def test_a_store_of_before_says_that_it_cannot_tell(
 def strip(storage: Path, *names: str) -> None:
     for path in (storage / "stages").glob("*/manifest.json"):
         body = {k: v for k, v in json.loads(path.read_text()).items() if k not in names}
-        path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+        path.write_text(json.dumps({**body, "sha256": compute_sha256(body)}))
 
 
 # ---- results that are made again -----------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_look_up_compares_what_a_result_was_made_of(
 
 def job_of(site: Path, stage_id: str) -> StageJob:
     settings = config.load(str(site / "config.yaml"))
-    graph, _ = build.graph_of(settings, Store(settings.storage))
+    graph, _ = build.build_graph(settings, Store(settings.storage))
     job: StageJob = graph[stage_id].job
     return job
 

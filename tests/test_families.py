@@ -16,7 +16,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.model import vit
-from workers.model.vit import digest_of
+from workers.model.vit import compute_digest
 
 FAST_FAMILIES = ("ConvNeXt", "ResNet", "MobileNetV3", "EVA-02", "Swin", "BEiT")
 FAST_METHODS = ("piggyback", "packnet", "finetune")
@@ -76,7 +76,7 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
         ), "what is stored is what was trained"
     live = run.live(1)
     if live.freezes_backbone:
-        assert digest_of(live.backbone) == live.backbone_digest
+        assert compute_digest(live.backbone) == live.backbone_digest
     if not live.may_forget:
         old_answers_stay(run)
 

@@ -814,7 +814,7 @@ def served(site: Site) -> str:
         "a",
         classes,
         "individual",
-        vit.digest_of(backbone),
+        vit.compute_digest(backbone),
         head={"weight": torch.zeros(2, 32), "bias": torch.zeros(2)},
     )
     files = {"backbone.safetensors": vit.to_bytes(backbone), "tasks/a.safetensors": task.to_bytes()}
@@ -826,7 +826,7 @@ def served(site: Site) -> str:
         "method": "individual",
         "settings": {},
         "backbone": small_run.BACKBONE,
-        "backbone_digest": vit.digest_of(backbone),
+        "backbone_digest": vit.compute_digest(backbone),
         "scenario": "task",
         "seed": 0,
         "carried": {},
@@ -969,7 +969,7 @@ def test_what_a_model_itself_takes_is_an_option(options: Any) -> None:
     settings = BackboneSettings(
         **{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options}
     )
-    assert vit.size_of(vit.check(settings)) > 10_000
+    assert vit.count_bytes(vit.check(settings)) > 10_000
 
 
 # ---- safetensors ---------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
 from workers.serving.bundle import Bundle
 from workers.storage import checkpoint
-from workers.storage.artifact import Artifact, digest_of, file_info
+from workers.storage.artifact import Artifact, compute_sha256, file_info
 
 
 # ---- shards and their index ----------------------------------------------------------------------
@@ -58,9 +58,9 @@ def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
     key = ingested(site, index, data=bytes(600) + pickled + bytes(1024))
     samples = select(str(site.own_folder), (Task("t", "card", key, ("a",)),), "train", 0.0)
     with pytest.raises(UserError, match="cannot be decoded"):
-        decode(samples.bytes_of(1), 8)
+        decode(samples.estimate_bytes(1), 8)
     with pytest.raises(DamagedArtifact, match="train/a/0"):
-        samples.bytes_of(0)
+        samples.estimate_bytes(0)
 
 
 def test_a_digest_of_another_length_in_an_index_is_damage_of_that_image(site: Any) -> None:
@@ -74,9 +74,9 @@ def test_a_digest_of_another_length_in_an_index_is_damage_of_that_image(site: An
         key = ingested(site, other)
         samples = select(str(site.own_folder), (Task("t", "card", key, ("a",)),), "train", 0.0)
         bad = samples.keys(np.arange(2)).index("train/a/1")
-        assert samples.bytes_of(1 - bad) == bytes(70)
+        assert samples.estimate_bytes(1 - bad) == bytes(70)
         with pytest.raises(DamagedArtifact, match="train/a/1"):
-            samples.bytes_of(bad)
+            samples.estimate_bytes(bad)
 
 
 def rows(**changes: Any) -> bytes:
@@ -143,7 +143,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_invalid(case: Any, si
     path = site.own_folder / key / "manifest.json"
     body = json.loads(path.read_text())
     MANIFESTS[case](body)
-    path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    path.write_text(json.dumps({**body, "sha256": compute_sha256(body)}))
     assert Artifact.open(str(site.own_folder), key) is None
 
 
@@ -353,7 +353,7 @@ def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, 
         assert not {"..", ".", ""} & {*path.split("/")}
     tasks = (Task("t", "card", key, ("a", name)),)
     samples = select(str(site.own_folder / "storage" / "stages"), tasks, "train", 0.0)
-    assert [samples.bytes_of(row)[:4] for row in range(4)] == [b"\x89PNG"] * 4
+    assert [samples.estimate_bytes(row)[:4] for row in range(4)] == [b"\x89PNG"] * 4
 
 
 def test_a_label_of_the_source_does_not_fill_the_terminal(
@@ -435,12 +435,14 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_path(
     ):
         changed = {**body, **change}
         (site.own_folder / "model.json").write_text(
-            json.dumps({**changed, "sha256": digest_of(changed)})
+            json.dumps({**changed, "sha256": compute_sha256(changed)})
         )
         message = sentence(capfd, ["tasks", str(site.own_folder), "list"])
         assert "model.json" in message
         assert "\x1b" not in message
-    (site.own_folder / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    (site.own_folder / "model.json").write_text(
+        json.dumps({**body, "sha256": compute_sha256(body)})
+    )
     assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own_folder), "list"]), (
         "a file that is not there"
     )
@@ -470,7 +472,9 @@ def model_of_a_stranger(site: Site, **changes: Any) -> str:
         "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}],
         **changes,
     }
-    (site.own_folder / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    (site.own_folder / "model.json").write_text(
+        json.dumps({**body, "sha256": compute_sha256(body)})
+    )
     return str(site.own_folder)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.data import card_files, in_place, ingest, starter
 from pipeline.data.account import ACCOUNT, Account
-from pipeline.data.formats import format_of
+from pipeline.data.formats import get_format
 from tests.random_layouts import MAKERS, Layout, expected_split, make_layout
 from workers.data.shards import Shards
 from workers.errors import UserError
@@ -38,7 +38,7 @@ def read_layout(layout: Layout, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         if len(cards) != 1:
             return f"{len(cards)} data sets"
         card = card_files.load(str(cards[0]))
-        write = in_place.index_shards if format_of(card).list_shards else ingest.ingest
+        write = in_place.index_shards if get_format(card).list_shards else ingest.ingest
         write(card, store, "key", map, {})
     except UserError:
         return REFUSED

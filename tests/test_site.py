@@ -21,7 +21,7 @@ from docs.site.markdown import escape, from_docstring
 from docs.site.pages import REPOSITORY, links_of, page_of, replace_links, text_of
 from docs.site.settings_page import FILES
 from docs.site.stage import stage
-from pipeline.app.method_list import fields_of
+from pipeline.app.method_list import list_fields
 from pipeline.results.metrics import METRICS
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -68,7 +68,7 @@ def test_every_link_leads_to_a_page_a_heading_or_a_file(site: dict[str, str]) ->
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_method_has_a_page_with_all_that_is_known_of_it(name: str, site: dict[str, str]) -> None:
     text = site[f"methods/{name}.md"]
-    for key, _ in fields_of(METHODS[name].Settings):
+    for key, _ in list_fields(METHODS[name].Settings):
         assert f"\n`{key}`\n: " in text
     assert ("Not measured yet" in text) == (not figures_of(name))
     assert f"configs/methods/{name}.yaml" in text.split("## Deviations")[1]
@@ -133,7 +133,7 @@ def test_every_setting_says_what_it_is_for() -> None:
     silent = []
     for parts in FILES.values():
         for part in parts:
-            for key, info in fields_of(part.model):
+            for key, info in list_fields(part.model):
                 if not info.description:
                     silent.append(f"{part.path}.{key}")
     assert silent == []

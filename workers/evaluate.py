@@ -20,7 +20,7 @@ from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.protocols import InfersTask, candidates_of
+from workers.methods.protocols import InfersTask, list_candidates
 from workers.restore import finished_method
 
 EVALUATE_REVISION = 1  # raise it when evaluation gives other numbers
@@ -110,7 +110,7 @@ def evaluate_task(
     tables: list[pa.Table] = []
     for task in measured_tasks:
         report({"stage": job.id, "task": task.name, "done": len(rows), "of": len(tasks)})
-        shares = group.gather(logits_of(job, method, task, group))
+        shares = group.gather(compute_logits(job, method, task, group))
         row, table = result(method, task, in_order(shares))
         rows.append(row)
         tables.append(table)
@@ -125,7 +125,7 @@ def evaluate_task(
 
 
 @torch.no_grad()
-def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
+def compute_logits(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
     """Return the method's answers on this rank's share of the task's images, one entry per batch.
 
     The images are of the job's split.
@@ -226,15 +226,15 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
         "confidence": pa.array(confidence.tolist(), pa.float32()),
     }
     if picks:
-        candidates = candidates_of(method)
+        candidates = list_candidates(method)
         names = list(candidates)
-        row["picks"] = picks_of(candidates, task.name, picks["choice"], picks["confidence"])
+        row["picks"] = count_picks(candidates, task.name, picks["choice"], picks["confidence"])
         columns_by_name["picked"] = [names[choice] for choice in picks["choice"].tolist()]
         columns_by_name["picked_confidence"] = pa.array(picks["confidence"].tolist(), pa.float32())
     return row, pa.table(columns_by_name)
 
 
-def picks_of(
+def count_picks(
     candidates: dict[str, tuple[str, ...]], task: str, choices: Tensor, confidence: Tensor
 ) -> dict[str, Any]:
     """Summarise the candidates that a method picked for the images of `task`.
@@ -275,7 +275,7 @@ def canary(
     """
     share: list[Answers] | None = None
     try:
-        share = logits_of(job, method, earlier_task, group)
+        share = compute_logits(job, method, earlier_task, group)
     except (FileNotFoundError, SourceGone):
         pass
     except DamagedArtifact as error:

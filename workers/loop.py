@@ -24,7 +24,7 @@ from workers import dist, optim, preemption
 from workers.data import accelerator
 from workers.data.batch import Batch
 from workers.data.feed import Feed
-from workers.data.rows import has_validation, keys_of, select
+from workers.data.rows import has_validation, list_keys, select
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import StageJob
@@ -37,7 +37,7 @@ from workers.methods.symptoms import (
     symptoms_of_training,
 )
 from workers.model import noise, vit
-from workers.restore import load_carried, load_states, new_method, settings_of
+from workers.restore import load_carried, load_settings, load_states, new_method
 from workers.rng import derive_seed
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact, Attempt, cached_artifacts, content_digest
@@ -191,11 +191,11 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     sizes: dict[str, int] = {}
     length: dict[str, int] = {}
     if job.task is not None:
-        method = METHODS["finetune"](backbone, settings_of(job), job.seed)
+        method = METHODS["finetune"](backbone, load_settings(job), job.seed)
         history, length = fit(job, method, None, group, report)
         files["history.parquet"] = to_parquet(history)
         warnings = [*warnings, *symptoms_of_training(job, method, history, length)]
-        digest = vit.digest_of(backbone)
+        digest = vit.compute_digest(backbone)
         head = method.heads.export(job.task.name)
         state = TaskState(
             job.task.name, job.task.classes, method="base", backbone_digest=digest, head=head
@@ -203,7 +203,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
         files["task.safetensors"] = state.to_bytes()
         sizes = state.sizes()
     else:
-        digest = vit.digest_of(backbone)
+        digest = vit.compute_digest(backbone)
     files["state.safetensors"] = vit.to_bytes(backbone)
     manifest = {
         "kind": "backbone",
@@ -327,7 +327,7 @@ def step_inputs(
         carried=carried,
         data=StepData(
             make_feed=lambda split, training: Feed(job, full_tasks, split, group, training),
-            task_keys=lambda task: keys_of(job.root, task, job.data.val_fraction),
+            task_keys=lambda task: list_keys(job.root, task, job.data.val_fraction),
             has_validation=bool(validated_tasks),
         ),
     )
@@ -460,7 +460,7 @@ def train_step(
         progress.global_step, progress.total, progress.steps_per_epoch, job.train
     )
     optim.scale_rates(optimizer, lr_factor)
-    parameters = parameters_of(optimizer)
+    parameters = list_parameters(optimizer)
     terms = compute_gradients(method, optimizer, batches, progress, job, group)
     # Sharpness-aware minimisation: a second gradient, at weights moved by rho; they are moved back.
     rho = method.sam_radius() if isinstance(method, UsesSharpness) else 0.0
@@ -497,11 +497,11 @@ def compute_gradients(
         (loss * batch.weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
             terms[name] = terms.get(name, 0.0) + value * batch.weight
-    group.sum_gradients(parameters_of(optimizer))
+    group.sum_gradients(list_parameters(optimizer))
     return terms
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters that the optimizer trains, in order."""
     parameters: list[torch.Tensor] = []
     for param_group in optimizer.param_groups:

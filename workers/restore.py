@@ -13,16 +13,16 @@ from workers import dist
 from workers.errors import UserError
 from workers.job import BackboneSettings, StageJob
 from workers.methods.base import Method, MethodSettings
-from workers.methods.registration import method_of
+from workers.methods.registration import load_method
 from workers.model import vit
 from workers.rng import derive_seed
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
 
-def settings_of(job: StageJob) -> MethodSettings:
+def load_settings(job: StageJob) -> MethodSettings:
     """Return the method's settings, validated."""
-    return method_of(job).Settings.model_validate(job.settings)
+    return load_method(job).Settings.model_validate(job.settings)
 
 
 def load_backbone(job: StageJob) -> torch.nn.Module:
@@ -44,7 +44,7 @@ def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> tor
     artifact = Artifact(root, key, json.loads(manifest))
     backbone = vit.build(BackboneSettings.model_validate_json(settings))
     vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")
-    digest = vit.digest_of(backbone)
+    digest = vit.compute_digest(backbone)
     if digest != artifact.manifest["digest"]:
         raise UserError(
             f"the backbone in {key} has digest {digest[:12]}, its manifest says "
@@ -63,7 +63,7 @@ def new_method(job: StageJob) -> Method:
     backbone = load_backbone(job)  # draws too, where this process has not read it yet
     task_name = job.task.name if job.task else ""
     torch.manual_seed(derive_seed(job.seed, "begin", task_name, job.step))
-    method: Method = method_of(job)(backbone, settings_of(job), job.seed)
+    method: Method = load_method(job)(backbone, load_settings(job), job.seed)
     method.scenario = job.scenario
     method.stream = job.tasks
     return method

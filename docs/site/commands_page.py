@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from docs.site.markdown import Term, code, escape, term_list
 from pipeline import cli
-from pipeline.cli.help import EXAMPLES, GROUPS, subparsers_of
+from pipeline.cli.help import EXAMPLES, GROUPS, list_subparsers
 
 PROGRAM = "accrete"
 INTRODUCTION = """`make setup` puts the command `accrete` into `.venv/bin`; `python -m pipeline` is
@@ -19,7 +19,7 @@ after SIGTERM."""
 def commands_page() -> str:
     """Return the page."""
     top = cli.parser(PROGRAM)
-    commands = subparsers_of(top).choices
+    commands = list_subparsers(top).choices
     blocks = ["# Command line", INTRODUCTION, "Options before the command:"]
     blocks.append(term_list(_terms_of(top)))
     for group in GROUPS:

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from docs.site.markdown import Term, term_list
-from pipeline.app.method_list import bounds_of, fields_of, type_text, value_text
+from pipeline.app.method_list import format_bounds, list_fields, type_text, value_text
 
 
 def settings_list(model: type[BaseModel], paper: Mapping[str, Any] | None = None) -> str:
@@ -19,7 +19,7 @@ def settings_list(model: type[BaseModel], paper: Mapping[str, Any] | None = None
     paper: setting -> its value in the method's paper, which is shown where it is another one.
     """
     terms = []
-    for key, info in fields_of(model):
+    for key, info in list_fields(model):
         facts = facts_of(info)
         if paper and key in paper and paper[key] != default_of(info):
             facts += f"; in the paper {value_text(paper[key])}"
@@ -41,7 +41,7 @@ def facts_of(info: FieldInfo) -> str:
         facts = [type_text(info)]
     else:
         facts = [type_text(info), f"default {value_text(default)}"]
-    bounds = bounds_of(info)
+    bounds = format_bounds(info)
     if bounds:
         facts.append(bounds)
     return "; ".join(facts)

@@ -167,11 +167,11 @@ class Experiment:
         from pipeline.app import runs as app
         from pipeline.results.data_frame import data_frame
 
-        stream = stream_of(quiet)
+        stream = choose_stream(quiet)
         with self._in_folder() as change_folder:
             run = self._prepare(to_run=True, with_jobs=True, say=printer(stream))
             command = self._command("run", run, change_folder)
-            ingested = app.ingest(run, console_on(stream), command)
+            ingested = app.ingest(run, make_console(stream), command)
         rows = []
         for card in ingested:
             num_rejected = sum(card.rejected.values())
@@ -210,13 +210,13 @@ class Experiment:
         from pipeline.graph.selection import Selection
         from pipeline.shell.console import ending
 
-        stream = stream_of(quiet)
-        selection = Selection(*map(names_of, (only, start, until, force)))
+        stream = choose_stream(quiet)
+        selection = Selection(*map(list_names, (only, start, until, force)))
         with self._in_folder() as change_folder:
             run = self._prepare(to_run=True, say=printer(stream))
             result = app.execute(
                 run,
-                console_on(stream),
+                make_console(stream),
                 self._command("run", run, change_folder, selection.resume_options),
                 self._command("report", run, change_folder),
                 selection,
@@ -270,7 +270,7 @@ class Experiment:
 
         with self._in_folder():
             run = self._prepare()
-            tables = app.tables_of(run)
+            tables = app.read_tables(run)
         return self._results(run, tables)
 
     def report(self) -> WrittenReport:
@@ -314,9 +314,9 @@ class Experiment:
                 with experiment._in_folder():
                     yield app.prepare(experiment.source, experiment.overrides)
 
-        screen = console_on(stream_of(quiet))
+        screen = make_console(choose_stream(quiet))
         command = AGAIN.format("analyse")
-        return app.analyse(prepared(), screen, command, images, maps, robustness, names_of(on))
+        return app.analyse(prepared(), screen, command, images, maps, robustness, list_names(on))
 
     # ---- how it is prepared ----------------------------------------------------------------------
     def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:
@@ -356,12 +356,12 @@ class Experiment:
         from workers.storage.artifact import join
 
         def open_model(replica: str, label: str) -> Model:
-            from pipeline.results.bundles import bundle_of  # start-up time: imports torch
+            from pipeline.results.bundles import read_run_bundle  # start-up time: imports torch
             from pipeline.results.model import Model
 
             with self._in_folder():
                 whole = app.with_jobs(run.replicas.get(replica, run))
-                return Model(bundle_of(whole.graph, whole.store, label))
+                return Model(read_run_bundle(whole.graph, whole.store, label))
 
         report = join(run.store.storage, "runs", run.config.name, "report.html")
         return Results(run.config.name, tables, open_model, report)
@@ -396,12 +396,12 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
         yield f"cd {words} && "
 
 
-def names_of(names: Names) -> list[str]:
+def list_names(names: Names) -> list[str]:
     """Return one name or several as a list."""
     return [names] if isinstance(names, str) else [*names]
 
 
-def stream_of(quiet: bool) -> TextIO:
+def choose_stream(quiet: bool) -> TextIO:
     """Return where a run prints: standard output, or a text that nobody reads."""
     return StringIO() if quiet else sys.stdout
 
@@ -411,7 +411,7 @@ def printer(stream: TextIO) -> Callable[[str], None]:
     return lambda line: print(line, file=stream)
 
 
-def console_on(stream: TextIO) -> OpenScreen:
+def make_console(stream: TextIO) -> OpenScreen:
     """Return a function that shows a run on a stream."""
     from pipeline.shell.console import Console  # start-up time: imports pyarrow
 

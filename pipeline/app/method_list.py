@@ -93,7 +93,7 @@ def describe_method(name: str) -> str:
     """
     from workers.methods import METHODS  # imports torch
 
-    settings = settings_of(name)
+    settings = list_settings(name)
     method = METHODS[name]
     lines = [f"{name}: {method.family}; scenarios {', '.join(sorted(method.scenarios))}"]
     lines += _wrapped(f"keeps for each task: {method.keeps}")
@@ -119,7 +119,7 @@ def paper_config(method: str) -> Path:
     return METHOD_FILES / f"{method}.yaml"
 
 
-def settings_of(name: str) -> list[Setting]:
+def list_settings(name: str) -> list[Setting]:
     """Return the settings of a method; raise `UserError` if there is no such method."""
     from workers.methods import METHODS  # imports torch
 
@@ -131,7 +131,7 @@ def settings_of(name: str) -> list[Setting]:
     if path.exists():  # a registered method has no file
         in_paper = load(str(path)).methods[name].settings
     settings = []
-    for key, info in fields_of(METHODS[name].Settings):
+    for key, info in list_fields(METHODS[name].Settings):
         value = info.get_default(call_default_factory=True)
         default = None
         if value is not PydanticUndefined:
@@ -140,7 +140,7 @@ def settings_of(name: str) -> list[Setting]:
         if key in in_paper and in_paper[key] != value:
             paper = value_text(in_paper[key])
         meaning = info.description or ""
-        settings.append(Setting(key, type_text(info), default, bounds_of(info), paper, meaning))
+        settings.append(Setting(key, type_text(info), default, format_bounds(info), paper, meaning))
     return settings
 
 
@@ -165,7 +165,7 @@ def training_texts(method: type[Method[Any]]) -> list[str]:
     return [*texts, f"source: {defaults.source}"]
 
 
-def fields_of(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+def list_fields(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the name in a config and the field of every setting."""
     for name, info in settings.model_fields.items():
         yield info.alias or name, info
@@ -195,7 +195,7 @@ def value_text(value: Any) -> str:
     return str(value)
 
 
-def bounds_of(info: FieldInfo) -> str:
+def format_bounds(info: FieldInfo) -> str:
     """Return the range of a number, for example `> 0, <= 1`, or "" without limits."""
     bounds = []
     for mark in _marks(info.annotation, info.metadata):

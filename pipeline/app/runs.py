@@ -30,11 +30,11 @@ from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.gpu_use import GpuUse, gpu_sentences, read_gpu_use
-from pipeline.graph.journal import Journal, journal_of
+from pipeline.graph.journal import Journal, keep_journal
 from pipeline.graph.live_status import read_status
 from pipeline.graph.raw_data import Source
 from pipeline.graph.replica_configs import refuse_replicas, replica_configs
-from pipeline.graph.replicas import union_of
+from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
     Outcome,
@@ -47,13 +47,13 @@ from pipeline.graph.run import (
     stages_to_run,
 )
 from pipeline.graph.run_log import ON_SCREEN, RunLog, driver_log
-from pipeline.graph.run_record import RunRecord, record_of
+from pipeline.graph.run_record import RunRecord, make_record
 from pipeline.graph.selection import (
     EVERYTHING,
     Selection,
+    find_stages,
     force,
     selected_to_run,
-    stages_named,
 )
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Garbage, Lookup, Store, version_notes
@@ -371,7 +371,7 @@ def _with_graph(
 
 def _with_replicas(config: Config, replicas: Mapping[str, PreparedRun]) -> PreparedRun:
     """Return a run of several replicas, with their graphs as one."""
-    graph = union_of(config.name, {name: run.graph for name, run in replicas.items()})
+    graph = unite_graphs(config.name, {name: run.graph for name, run in replicas.items()})
     first = next(iter(replicas.values()))
     has_jobs = all(run.has_jobs for run in replicas.values())
     return PreparedRun(config, first.store, graph, first.tasks, has_jobs, replicas)
@@ -399,7 +399,7 @@ def _build(
 ) -> tuple[Graph, list[Task]]:
     from pipeline.graph import build  # start-up time: imports torch and timm
 
-    return build.graph_of(config, store, provenance(), ask_sources=ask_sources, sources=sources)
+    return build.build_graph(config, store, provenance(), ask_sources=ask_sources, sources=sources)
 
 
 def provenance() -> dict[str, Any]:
@@ -477,7 +477,7 @@ def execute(
         UserError: If a stage fails, or is unknown.
     """
     for option, names in selection.options:
-        stages_named(run.graph, names, option)  # before anything is written
+        find_stages(run.graph, names, option)  # before anything is written
     with driver_log(run.store.storage, run.config.name):
         return _execute(run, open_screen, resume_command, report_command, selection)
 
@@ -493,8 +493,8 @@ def _execute(
     store = run.store
     graph = run.graph
     previous = previous_record(run.store, run.config)
-    record = record_of(graph, config, run.tasks, provenance())
-    records = records_of(run)
+    record = make_record(graph, config, run.tasks, provenance())
+    records = list_records(run)
     for saved in (record, *records.values()):
         store.save_record(
             saved
@@ -508,8 +508,8 @@ def _execute(
     if not todo and not left_out:
         files = _add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
-        state = complete.state_of(config.tracking, store.storage, record, manifests, files)
-        links = complete.links_of(state) if config.tracking.enabled else []
+        state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
+        links = complete.find_links(state) if config.tracking.enabled else []
         if links is not None:
             outcome = run_graph(graph, store, _no_executor, 0, [screen], lookups)
             return _finish(run, record, outcome, files, [], links)
@@ -524,7 +524,7 @@ def _execute(
         result = _run_and_record(
             run, record, lookups, todo, selection, screen, resume_command, report_command
         )
-    for stage_id in sorted(stages_named(graph, selection.force, "--force")):
+    for stage_id in sorted(find_stages(graph, selection.force, "--force")):
         screen.say(f"{stage_id}: {_comparison(lookups[stage_id], result.outcome, stage_id)}")
     return result
 
@@ -564,10 +564,10 @@ def _run_and_record(
     files: dict[str, bytes] = {}
     status = "KILLED"
     with (
-        journal_of(
+        keep_journal(
             store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
         ) as journal,
-        _metrics_of(config, journal, graph, screen.say),
+        _serve_metrics(config, journal, graph, screen.say),
         ExitStack() as stack,
     ):
         walks = Walks(run, todo, screen, journal)
@@ -578,8 +578,8 @@ def _run_and_record(
             before = graph
             run = rebuild(run)
             graph = run.graph
-            record = record_of(graph, config, run.tasks, provenance())
-            for saved in (record, *records_of(run).values()):
+            record = make_record(graph, config, run.tasks, provenance())
+            for saved in (record, *list_records(run).values()):
                 store.save_record(saved)
             lookups = _look_up_again(graph, store, before, lookups, ingested)
             lookups = force(graph, lookups, selection)
@@ -615,7 +615,7 @@ def _run_and_record(
             # An executor's report about a stage can lack the name of the attempt; the store has it.
             stored = look_up_all(graph, store, None, "nothing")
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
-            state = complete.state_of(config.tracking, store.storage, record, manifests, files)
+            state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
             path = None if location is None else sqlite_path(location.uri)
             complete.write(state, links, "" if path is None else str(path), recorder.run_ids)
         return _finish(run, record, outcome, files, recorder.warnings, links)
@@ -650,7 +650,7 @@ def _look_up_again(
 
 
 @contextmanager
-def _metrics_of(
+def _serve_metrics(
     config: Config, journal: Journal, graph: Graph, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Inside, answer Prometheus where the config names an address."""
@@ -747,9 +747,9 @@ class Walks:
         """
         # start-up time: they import torch
         from pipeline.graph.walk import Event, EventKind
-        from pipeline.launch.executor import width_of
+        from pipeline.launch.executor import count_parallel_stages
 
-        chains = width_of(run.graph, todo)
+        chains = count_parallel_stages(run.graph, todo)
         gpu_use = GpuUse(run.graph, run.config.cluster, chains, self.journal.set_gpu_use)
         self.watching += [recording.progress, gpu_use.progress]
 
@@ -798,7 +798,7 @@ def _finish(
     written = WrittenReport(page, warnings, links)
     if not run.replicas:
         return RunResult(RunTables.load(run.store.storage, record), outcome, written, run)
-    tables = RunTables.load_all(run.store.storage, records_of(run))
+    tables = RunTables.load_all(run.store.storage, list_records(run))
     return RunResult(next(iter(tables.values())), outcome, written, run, tables)
 
 
@@ -825,12 +825,12 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
         manifest = run.store.look_up(stage, verify="nothing").manifest or {}
         counts = manifest.get("counts", {})
         rejected = manifest.get("rejected", {})
-        account, preview = _account_of(run.store, stage.key)
+        account, preview = _read_account(run.store, stage.key)
         ingested.append(IngestedData(stage.id, counts, rejected, account, preview))
     return ingested
 
 
-def _account_of(store: Store, key: str) -> tuple[list[str], str]:
+def _read_account(store: Store, key: str) -> tuple[list[str], str]:
     """Return the lines of an ingest stage's account, and its preview.
 
     Results of older versions have neither.
@@ -968,24 +968,24 @@ def build_report(
     gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
     if not run.replicas:
         return page.build(run.store.storage, record, failures, gpu_use)
-    tables = RunTables.load_all(run.store.storage, records_of(run))
+    tables = RunTables.load_all(run.store.storage, list_records(run))
     return replicas_page.build(record, tables, failures, gpu_use)
 
 
-def records_of(run: PreparedRun) -> dict[str, RunRecord]:
+def list_records(run: PreparedRun) -> dict[str, RunRecord]:
     """Return the records of the replicas of a run; empty for a run of one seed."""
     records = {}
     for name, replica in run.replicas.items():
-        records[name] = record_of(replica.graph, replica.config, replica.tasks, provenance())
+        records[name] = make_record(replica.graph, replica.config, replica.tasks, provenance())
     return records
 
 
-def tables_of(run: PreparedRun) -> dict[str, RunTables]:
+def read_tables(run: PreparedRun) -> dict[str, RunTables]:
     """Return the stored results of each replica of a run, by replica.
 
     Of a run of one seed and class order, its own, under an empty name.
     """
-    return RunTables.load_all(run.store.storage, records_of(run) or {"": current_record(run)})
+    return RunTables.load_all(run.store.storage, list_records(run) or {"": current_record(run)})
 
 
 def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
@@ -996,7 +996,7 @@ def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: 
     storage = run.store.storage
     if not run.replicas:
         return Recorder(run.config.tracking, storage, say, report_command)
-    records = records_of(run)
+    records = list_records(run)
     return ReplicatedRecorder(run.config.tracking, storage, records, say, report_command)
 
 
@@ -1049,7 +1049,7 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
     store.check_writable()
     record = store.record(run.config.name)
     if record is None:
-        record = record_of(run.graph, run.config, run.tasks, provenance())
+        record = make_record(run.graph, run.config, run.tasks, provenance())
     picture = diagram.to_svg(run.graph, {})
     with at_work(lambda: "building the report"):
         files = build_report(run, record, _earlier_failures(run))
@@ -1079,9 +1079,9 @@ def _earlier_failures(run: PreparedRun) -> dict[str, str]:
 
 def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
     """Write a model folder that serves all tasks of one method of a finished run."""
-    from pipeline.results.bundles import bundle_of  # imports torch
+    from pipeline.results.bundles import read_run_bundle  # imports torch
 
-    bundle_of(run.graph, run.store, label).write(folder)
+    read_run_bundle(run.graph, run.store, label).write(folder)
 
 
 def current_record(run: PreparedRun) -> RunRecord:
@@ -1090,7 +1090,7 @@ def current_record(run: PreparedRun) -> RunRecord:
     keys = {stage.id: stage.key for stage in run.graph}
     if record is not None and {s["id"]: s["key"] for s in record["stages"]} == keys:
         return record
-    return record_of(run.graph, run.config, run.tasks, provenance())
+    return make_record(run.graph, run.config, run.tasks, provenance())
 
 
 def analyse(

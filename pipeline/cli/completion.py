@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from pipeline.cli.help import subparsers_of
+from pipeline.cli.help import list_subparsers
 from workers.errors import require_package
 
 SHELLS = ("bash", "zsh")
@@ -49,7 +49,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     require_package("shtab", "completion", "type the commands in full")
     import shtab  # start-up time
 
-    for action in actions_of(parser):
+    for action in list_actions(parser):
         if action.dest == "config":
             action.complete = CONFIGS  # type: ignore[attr-defined]
         elif action.metavar == "RUN":
@@ -61,7 +61,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     return str(shtab.complete(parser, shell, preamble=PREAMBLE[shell]))
 
 
-def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the arguments and options of every command."""
-    for subparser in subparsers_of(parser).choices.values():
+    for subparser in list_subparsers(parser).choices.values():
         yield from subparser._actions

@@ -85,7 +85,7 @@ class GroupedParser(Parser):
         formatter = HelpFormatter(self.prog, max_help_position=HELP_POSITION)
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        subparsers = subparsers_of(self)
+        subparsers = list_subparsers(self)
         summaries = {action.dest: action for action in subparsers._choices_actions}
         for group in GROUPS:
             formatter.start_section(group.title)
@@ -103,7 +103,7 @@ class GroupedParser(Parser):
         return formatter.format_help()
 
 
-def subparsers_of(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Parser]:
+def list_subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Parser]:
     """Return the action of a parser that chooses a command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -38,7 +38,7 @@ from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
 from workers.errors import UserError
 from workers.storage import secrets
-from workers.storage.regular_file import write_named
+from workers.storage.regular_file import write_named_file
 
 if TYPE_CHECKING:
     from pipeline.app.runs import PreparedRun, RunPlan
@@ -81,9 +81,9 @@ def main(argv: list[str] | None = None) -> int:
         run_log.log_to_stderr(args.log_level)
         return args.command(args) or 0
     except UnfitSource as error:
-        from pipeline.data.source_advice import advice_of  # start-up time: imports pyarrow
+        from pipeline.data.source_advice import describe_source  # start-up time: imports pyarrow
 
-        advice = advice_of(error.card, invocation.this_command())
+        advice = describe_source(error.card, invocation.this_command())
         print(f"accrete: {one_line(f'{error}{advice}')}", file=sys.stderr)
         return 2
     except UserError as error:
@@ -672,7 +672,7 @@ def _take_config(args: argparse.Namespace) -> None:
     """Let `args.config` be the path of a config, also where data is given: then one is written."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
-    args.config = starter.config_of(args.config, invocation.this_command(), print)
+    args.config = starter.find_config(args.config, invocation.this_command(), print)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -765,14 +765,14 @@ def plan(args: argparse.Namespace) -> int:
     if with_cost:
         from pipeline.launch import cost  # imports torch
 
-        print("\n" + cost.text(forecast_of(prepared, run_plan, args.calibrate)))
+        print("\n" + cost.text(make_forecast(prepared, run_plan, args.calibrate)))
     if args.svg:
-        write_named("--svg", args.svg, diagram.to_svg(graph, status).encode())
+        write_named_file("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")
     return 0
 
 
-def forecast_of(prepared: PreparedRun, run_plan: RunPlan, calibrate: bool = False) -> Forecast:
+def make_forecast(prepared: PreparedRun, run_plan: RunPlan, calibrate: bool = False) -> Forecast:
     """Forecast the cost of the stages that a plan runs."""
     from pipeline.launch import cost  # imports torch
 
@@ -793,7 +793,7 @@ def launch(args: argparse.Namespace) -> int:
 
     def forecast(config: str, overrides: list[str]) -> Forecast:
         prepared = app.prepare(config, overrides, several=True)
-        return forecast_of(prepared, app.plan(prepared))
+        return make_forecast(prepared, app.plan(prepared))
 
     return command.launch(args, forecast)
 
@@ -831,7 +831,7 @@ def shards(args: argparse.Namespace) -> int:
     """Print where the shards of a card, or of all cards of a config, lie."""
     from pipeline.results import shard_urls  # imports pyarrow
 
-    for shard in shard_urls.asked_for(args.card, args.storage):
+    for shard in shard_urls.find_requested(args.card, args.storage):
         if args.split is None:
             print(f"{shard.card}\t{shard.split}\t{shard.url}")
         elif args.split == shard.split:
@@ -864,7 +864,7 @@ def report(args: argparse.Namespace) -> int:
     if args.json:
         from pipeline.results.results_file import write_results  # imports pyarrow
 
-        write_results("--json", args.json, [*app.tables_of(prepared).values()])
+        write_results("--json", args.json, [*app.read_tables(prepared).values()])
         print(f"results: {args.json}")
     return 0
 
@@ -918,7 +918,7 @@ def compare(args: argparse.Namespace) -> int:
         result = comparison_files.compare(args.run, args.storage, must_write=not args.out)
     page = result.page
     if args.out:
-        write_named("--out", args.out, result.html)
+        write_named_file("--out", args.out, result.html)
         page = args.out
     text = comparison_files.format_comparison(result.comparison)
     print(f"{text}\n\npage: {page}")
@@ -945,7 +945,7 @@ def status(args: argparse.Namespace) -> int:
 
     name, storage = runs.named_run(args.run, args.storage)
     if args.svg:
-        write_named("--svg", args.svg, run_text.run_picture(storage, name).encode())
+        write_named_file("--svg", args.svg, run_text.run_picture(storage, name).encode())
     if not args.watch:
         text = run_text.status_text(runs.run_status(storage, name), args.all)
         print(secrets.printable(text))

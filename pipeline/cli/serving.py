@@ -130,7 +130,7 @@ def open_bundle(args: argparse.Namespace) -> Bundle:
 
     run = app.prepare(args.config, args.overrides)
     label = choose_label(run.config.name, [*run.config.methods], args.method, "--method")
-    return bundles.bundle_of(run.graph, run.store, label)
+    return bundles.read_run_bundle(run.graph, run.store, label)
 
 
 def find_record_folder(args: argparse.Namespace) -> str:
@@ -156,7 +156,7 @@ def find_record_folder(args: argparse.Namespace) -> str:
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
     """Print a table with the answer to each image. Return the exit code."""
-    from pipeline.results.model import answers_of
+    from pipeline.results.model import make_answer_rows
     from pipeline.shell.console import table_text
     from workers.serving.recorder import recording
     from workers.serving.server import Predictor
@@ -164,7 +164,7 @@ def predict(args: argparse.Namespace) -> int:
     served = Predictor(open_bundle(args))
     paths = [os.fspath(path) for path in args.images]
     with recording(served, find_record_folder(args)):
-        answers = [*answers_of(served, paths, args.task, args.rule, args.top)]
+        answers = [*make_answer_rows(served, paths, args.task, args.rule, args.top)]
     heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
     rows = []
     for path, answer in zip(args.images, answers, strict=True):

@@ -318,7 +318,7 @@ class ClusterSettings(Frozen):
         return limits.timeout_s or None
 
 
-def address_of(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Parse the setting `tracking.prometheus` into host and port.
 
     Args:
@@ -375,7 +375,7 @@ class TrackingSettings(Frozen):
     def _check_address(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
             return value
-        address_of(str(value))
+        parse_address(str(value))
         return str(value)
 
     @property
@@ -572,7 +572,7 @@ class Config(Frozen):
         """The name in the file; `--set` changes `name` if it changes the results."""
         return self._base_name or self.name
 
-    def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
+    def merge_entry(self, label: str, task: str | None = None) -> MethodEntry:
         """Return the settings of a method, with those under `tasks` for one task.
 
         Args:
@@ -589,7 +589,7 @@ class Config(Frozen):
             }
         )
 
-    def train_of(
+    def merge_train(
         self, label: str, step: str = "train", where: str = "", task: str | None = None
     ) -> TrainSettings:
         """Return the training settings of one step of one method.
@@ -628,7 +628,7 @@ class Config(Frozen):
 
     def _configured_train(self, label: str, step: str, task: str | None) -> dict[str, Any]:
         """Return the training settings that the config sets for one step of one method."""
-        entry = self.entry_of(label, task)
+        entry = self.merge_entry(label, task)
         return {**self._set_train(), **entry.train, **entry.steps.get(step, {})}
 
     def configured_keep(
@@ -636,13 +636,13 @@ class Config(Frozen):
     ) -> str:
         """Return the setting `keep` of a step, after a check of all that the config sets for it.
 
-        It imports no torch, as `train_of` does.
+        It imports no torch, as `merge_train` does.
         """
         path = f"{settings_path(label, task)}.train"
         configured = self._configured_train(label, step, task)
         return checked(TrainSettings, configured, path, where).keep
 
-    def data_of(self, label: str, where: str = "") -> DataSettings:
+    def merge_data(self, label: str, where: str = "") -> DataSettings:
         """Return the data settings of one method: its own over `data`."""
         merged = {**self.data.model_dump(), **self.methods[label].data}
         return checked(DataSettings, merged, f"{settings_path(label)}.data", where)
@@ -734,7 +734,7 @@ def read_values(source: ConfigSource, overrides: Sequence[str]) -> dict[str, Any
     Raises:
         UserError: If a file cannot be read, or an override has no place.
     """
-    body = _values_of(source)
+    body = _list_values(source)
     for override in overrides:
         apply_override(body, override)
         if override.startswith("methods="):
@@ -744,7 +744,7 @@ def read_values(source: ConfigSource, overrides: Sequence[str]) -> dict[str, Any
 
 def _names_methods_of_stream(override: str, source: ConfigSource) -> bool:
     """Whether an override gives methods to a config without any, which are then in its name."""
-    return override.startswith("methods=") and "methods" not in _values_of(source)
+    return override.startswith("methods=") and "methods" not in _list_values(source)
 
 
 def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
@@ -767,7 +767,7 @@ def name_of_source(source: ConfigSource) -> str:
     return source if isinstance(source, str) else MAPPING
 
 
-def _values_of(source: ConfigSource) -> dict[str, Any]:
+def _list_values(source: ConfigSource) -> dict[str, Any]:
     """Return the values of a config over those that it extends, for the caller to change."""
     if not isinstance(source, str):
         return mapping_with_bases(source, MAPPING)
@@ -799,8 +799,8 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
         )
     config = checked(Config, body, "", where)
     for label, task in _labels_and_tasks(config):
-        config.data_of(label, where)
-        for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
+        config.merge_data(label, where)
+        for step in dict.fromkeys(("train", *config.merge_entry(label, task).steps)):
             config.configured_keep(label, step, where, task)
     _check_orders(config, where)
     if with_methods:
@@ -878,7 +878,7 @@ def _check_entry(
     config: Config, label: str, task: str | None, method_class: type[Method[Any]], where: str
 ) -> None:
     """Raise `UserError` if a method does not accept its settings, or those of one task."""
-    entry = config.entry_of(label, task)
+    entry = config.merge_entry(label, task)
     path = settings_path(label, task)
     if task is not None:
         overrides = config.methods[label].tasks[task].settings
@@ -905,12 +905,12 @@ def _check_entry(
                 f"{where}: {path}.steps.{name} is not a step of {entry.method!r}; "
                 f"its steps are {', '.join(steps)}"
             )
-        config.train_of(label, name, where, task)
+        config.merge_train(label, name, where, task)
     for step in method_class.steps:
         if not step.trains:
             continue
-        train = config.train_of(label, step.name, where, task)
-        data = config.data_of(label, where)
+        train = config.merge_train(label, step.name, where, task)
+        data = config.merge_data(label, where)
         try:
             method_class.validate(settings, train, data, config.stream.scenario)
         except UserError as error:
@@ -942,13 +942,13 @@ def _check_train_and_data(config: Config, where: str) -> None:
         method = config.methods[label]
         entry = method if task is None else method.tasks[task]
         path = settings_path(label, task)
-        data = config.data_of(label, where)
+        data = config.merge_data(label, where)
         check_section("data", shared_data, data)
         check_section(f"{settings_path(label)}.data", method.data, data)
         for step in METHODS[method.method].steps:
             if not step.trains:
                 continue
-            train = config.train_of(label, step.name, where, task)
+            train = config.merge_train(label, step.name, where, task)
             check_section("train", shared_train, train)
             check_section(f"{settings_path(label)}.train", method.train, train)
             check_section(f"{path}.train", entry.train, train)
@@ -984,7 +984,7 @@ def _check_task_overrides(
 ) -> None:
     """Raise `UserError` if a task overrides a setting that must be the same for all tasks."""
     allowed = [*sorted(method_class.per_task), "steps", "train"]
-    common = {"data", *_keys_at(method_class.Settings, [])} - method_class.per_task
+    common = {"data", *_list_keys(method_class.Settings, [])} - method_class.per_task
     for key, value in settings.items():
         if key in common:
             raise UserError(
@@ -1021,13 +1021,13 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        sentence = sentence_of(error, model, prefix, body)
+        sentence = describe_error(error, model, prefix, body)
         if where:
             sentence = f"{where}: {sentence}"
         raise UserError(sentence) from None
 
 
-def sentence_of(
+def describe_error(
     error: ValidationError, model: type[BaseModel], prefix: str = "", body: Any = None
 ) -> str:
     """Describe a validation error in one sentence: key, value, rule, remedy.
@@ -1040,7 +1040,7 @@ def sentence_of(
     """
     problems: dict[tuple[Any, ...], Any] = {}
     for problem in error.errors():  # of a value that may be of several types, there are several
-        problems.setdefault(_place_in(body, problem["loc"]), problem)
+        problems.setdefault(_format_place(body, problem["loc"]), problem)
     sentences: list[str] = []
     length = 0
     for problem in problems.values():
@@ -1055,7 +1055,7 @@ def sentence_of(
     return "; and ".join(sentences)
 
 
-def _place_in(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:
+def _format_place(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:
     """Return the part of a location that leads to a value of the body, or to a key it lacks."""
     path: list[Any] = []
     for part in location:
@@ -1074,7 +1074,7 @@ def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
     if len(value) >= LONGEST_VALUE:
         value = value[: LONGEST_VALUE - 3] + "..."
     if first["type"] == "extra_forbidden":
-        hint = _similar_key(location[-1], sorted(_keys_at(model, location[:-1])))
+        hint = _similar_key(location[-1], sorted(_list_keys(model, location[:-1])))
         return f"{key} is not a known key (value {value}); {hint}"
     if first["type"] == "missing":
         return f"{key} is missing; add it"
@@ -1090,7 +1090,7 @@ def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
     return f"{key} is {value}: {message}; {remedy}"
 
 
-def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
+def _list_keys(model: type[BaseModel], path: list[str]) -> Iterator[str]:
     """Yield the keys that a model accepts below `path`.
 
     Parts of the path that are not fields, for example list positions and labels, are skipped.
@@ -1100,19 +1100,19 @@ def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
         nested: list[type[BaseModel]] = []
         for settings_class in current:
             if part in settings_class.model_fields:
-                nested.extend(_models_in(settings_class.model_fields[part].annotation))
+                nested.extend(_find_models(settings_class.model_fields[part].annotation))
         current = nested or current
     for settings_class in current:
         for name, info in settings_class.model_fields.items():
             yield info.alias or name
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models in a type annotation, for example `dict[str, MethodEntry]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from _find_models(argument)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

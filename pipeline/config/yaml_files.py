@@ -526,7 +526,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     return path, parse_yaml(text, where)
 
 
-def override_of(path: str, value: Any) -> str:
+def format_override(path: str, value: Any) -> str:
     """Return `a.b.0.c=value`, the inverse of `parse_override`.
 
     Args:

@@ -13,11 +13,11 @@ from typing import Any
 
 from pipeline.data.cards import Card
 from pipeline.data.file_kinds import IMAGE_FILES, describe_kind
-from pipeline.data.formats import csv, format_of, webdataset
+from pipeline.data.formats import csv, get_format, webdataset
 from pipeline.data.formats.base import source_uri
 from pipeline.data.formats.folder import labelled_entries
 from pipeline.data.listing import HIDDEN, Entry
-from pipeline.data.names import counted, printable, suffix_of
+from pipeline.data.names import counted, get_suffix, printable
 from pipeline.data.packs import LEFT_OUT
 from pipeline.data.splits import IGNORE, SPLITS
 from workers.data.in_place import urls_by_name
@@ -155,7 +155,7 @@ def build_account(
     for entry in entries:
         name = printable(entry.name)
         if entry.name in containers:
-            used["table" if suffix_of(name) != ".tar" else "archive"] += 1
+            used["table" if get_suffix(name) != ".tar" else "archive"] += 1
             continue
         reason = images.get(name, "")
         if reason == LEFT_OUT:
@@ -184,9 +184,9 @@ def build_account(
 
 def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     """Return the archives of images and the tables of image paths."""
-    source_format = format_of(card)
+    source_format = get_format(card)
     if card.source.format == "csv":
-        return {table.name for table in csv.tables_of(card)[1]}
+        return {table.name for table in csv.list_tables(card)[1]}
     if card.source.format == "folder" or not source_format.suffixes:
         return set()
     if source_format.list_shards is not None:
@@ -196,13 +196,13 @@ def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     names: set[str] = set()
     for split in SPLITS:
         for entry in source_format.entries_of_split(card, split, [*entries]):
-            if not entry.problem and suffix_of(entry.name) in source_format.suffixes:
+            if not entry.problem and get_suffix(entry.name) in source_format.suffixes:
                 names.add(entry.name)
     return names
 
 
 def _find_ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
-    if card.source.format != "folder" or not card.source.parts_of(IGNORE):
+    if card.source.format != "folder" or not card.source.list_parts(IGNORE):
         return set()
     labelled = labelled_entries(card, entries)
     return {one.entry.name for one in labelled if one.split == IGNORE}
@@ -215,7 +215,7 @@ def _explain_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
         return "link that is not followed"
     if entry.name in ignored:
         return "ignored by the card"
-    if suffix_of(entry.name) in IMAGE_FILES and not entry.problem:
+    if get_suffix(entry.name) in IMAGE_FILES and not entry.problem:
         if card.source.format == "csv":
             return "image that no row names"
         return "image in another folder" if "/" in entry.name else "image in no folder"

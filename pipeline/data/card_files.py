@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config.settings import sentence_of
+from pipeline.config.settings import describe_error
 from pipeline.config.yaml_files import CARDS, expand, is_path_of_card, read_yaml
 from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.names import nfc
@@ -58,7 +58,7 @@ def _validated(path: Path, body: dict[str, Any]) -> Card:
     try:
         return Card.model_validate(body)
     except ValidationError as error:
-        raise UserError(f"{path}: {sentence_of(error, Card, body=body)}") from None
+        raise UserError(f"{path}: {describe_error(error, Card, body=body)}") from None
 
 
 def _with_source(card: Card, **changes: Any) -> Card:

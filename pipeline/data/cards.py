@@ -141,14 +141,14 @@ class Source(Frozen):
         """The columns with the split; empty without such a column."""
         return tuple(self.split.split(LIST_MARK)) if self.split else ()
 
-    def parts_of(self, split: Part) -> tuple[str, ...]:
+    def list_parts(self, split: Part) -> tuple[str, ...]:
         """Return the folders, files, globs or values of a split as the card lists them."""
         text = self.splits.get(split)
         return () if text is None else tuple(part.strip() for part in text.split(LIST_MARK))
 
     def named_splits(self) -> tuple[Split, ...]:
         """Return the splits that the card names, beginning with train."""
-        return tuple(split for split in SPLITS if "".join(self.parts_of(split)))
+        return tuple(split for split in SPLITS if "".join(self.list_parts(split)))
 
 
 def _join_each(splits: Any) -> Any:

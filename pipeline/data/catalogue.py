@@ -51,7 +51,7 @@ def read_catalogue() -> Catalogue:
     catalogue = Catalogue([], [])
     for name in card_files.names():
         try:
-            catalogue.entries.append(entry_of(card_files.load_without_source(name)))
+            catalogue.entries.append(make_entry(card_files.load_without_source(name)))
         except UserError as error:
             catalogue.problems.append(str(error))
     return catalogue
@@ -67,7 +67,7 @@ def note(program: str) -> str:
     )
 
 
-def entry_of(card: Card) -> Entry:
+def make_entry(card: Card) -> Entry:
     """Return the catalogue entry of a card."""
     train = None
     test = None
@@ -109,7 +109,7 @@ def describe(name: str, program: str) -> str:
         UserError: If there is no such card.
     """
     card = card_files.load_without_source(name)
-    row = dict(zip(HEADING, entry_of(card).cells, strict=True))
+    row = dict(zip(HEADING, make_entry(card).cells, strict=True))
     verified = card.verified or "nothing was checked against the real data"
     lines = [
         f"{card.name}: {card.title}",

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.listing import open_file, remedy
-from pipeline.data.names import printable, suffix_of
+from pipeline.data.names import get_suffix, printable
 from workers.errors import UserError
 
 MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group or batch
@@ -66,7 +66,7 @@ def read_schema(uri: str) -> Schema:
         UserError: If the file cannot be read or has too many columns.
     """
     with translate_read_errors(uri), open_file(uri) as stream:
-        if suffix_of(uri) == ARROW_SUFFIX:
+        if get_suffix(uri) == ARROW_SUFFIX:
             with _open_arrow(stream) as reader:
                 schema = reader.schema
         else:
@@ -124,7 +124,7 @@ def read_row_groups(uri: str) -> list[RowGroup]:
         UserError: If the file cannot be read.
     """
     with translate_read_errors(uri), open_file(uri) as stream:
-        if suffix_of(uri) == ARROW_SUFFIX:
+        if get_suffix(uri) == ARROW_SUFFIX:
             with _open_arrow(stream) as reader:
                 return [
                     RowGroup(sum(len(batch) for batch in _iterate_batches(reader)), stream.size())
@@ -156,7 +156,7 @@ def read_batches(
     """
     names = list(dict.fromkeys(columns))
     with translate_read_errors(uri), open_file(uri) as stream:
-        if suffix_of(uri) != ARROW_SUFFIX:
+        if get_suffix(uri) != ARROW_SUFFIX:
             with pq.ParquetFile(stream) as file:
                 metadata = file.metadata
                 texts = _find_text_columns(file.schema_arrow, names) if num_rows > 1 else []
@@ -340,7 +340,7 @@ def translate_read_errors(uri: str) -> Iterator[None]:
     except (pa.ArrowException, OSError, ValueError, LookupError) as error:
         reason = printable((str(error).strip() or type(error).__name__).splitlines()[0])
         advice = "fetch it again" if isinstance(error, pa.ArrowInvalid) else remedy(uri)
-        kind = "Arrow" if suffix_of(uri) == ARROW_SUFFIX else "Parquet"
+        kind = "Arrow" if get_suffix(uri) == ARROW_SUFFIX else "Parquet"
         raise UserError(
             f"{printable(uri)} is not readable as {kind} ({reason}); {advice}"
         ) from None

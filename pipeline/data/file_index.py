@@ -17,7 +17,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pipeline.data.file_kinds import IMAGE_SUFFIXES
-from pipeline.data.names import nfc, printable, suffix_of
+from pipeline.data.names import get_suffix, nfc, printable
 from pipeline.data.splits import ROLES, parse_role
 from workers.errors import UserError
 from workers.storage.artifact import is_local
@@ -56,7 +56,7 @@ class FileIndex:
             self._by_path.setdefault(folded, []).append(name)
             base = folded.rpartition("/")[2]
             self._by_base.setdefault(base, []).append(name)
-            if suffix_of(base) in IMAGE_SUFFIXES:
+            if get_suffix(base) in IMAGE_SUFFIXES:
                 self._by_base.setdefault(base[: base.rfind(".")], []).append(name)
 
     def __len__(self) -> int:
@@ -212,7 +212,7 @@ class FileFinder:
         start = path.text.find("/") + 1
         while 0 < start < len(path.text):
             tail = path.text[start:]
-            names = [name for name in self.index.find_by_suffix(tail) if suffix_of(tail)]
+            names = [name for name in self.index.find_by_suffix(tail) if get_suffix(tail)]
             if names:
                 return [(path.text[:start], name[: len(name) - len(tail)]) for name in names]
             start = path.text.find("/", start) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.data.names import suffix_of, words
+from pipeline.data.names import get_suffix, words
 
 IMAGE_SUFFIXES = words(
     """.jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .heic .heif .avif"""
@@ -58,7 +58,7 @@ def starts_as_image(data: bytes) -> bool:
 
 def describe_kind(name: str) -> str:
     """Return the kind of an unread file: `table`, `archive`, `image` or `other file`."""
-    suffix = suffix_of(name)
+    suffix = get_suffix(name)
     if suffix in IMAGE_SUFFIXES:
         return "image"
     if suffix in (TABLE_SUFFIXES | OTHER_TABLES) - {".txt"}:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data import ingest
 from pipeline.data.cards import Card
-from pipeline.data.formats import format_of, require_entries, source_state, units, webdataset
+from pipeline.data.formats import get_format, require_entries, source_state, units, webdataset
 from pipeline.data.formats.base import MapFn, Unit, source_uri
 from pipeline.data.image_checks import STORED_FORMATS
 from pipeline.data.known_images import (
@@ -36,7 +36,7 @@ from pipeline.data.known_images import (
     write_source,
 )
 from pipeline.data.listing import Entry, list_entries
-from pipeline.data.packs import ROWS, ImageChecker, name_of, notes_of, raw_row
+from pipeline.data.packs import ROWS, ImageChecker, collect_notes, hash_unit, raw_row
 from pipeline.data.preview import MAX_PER_GROUP, Picture, limit_per_group
 from workers.data.decoding import open_image
 from workers.data.in_place import (
@@ -99,9 +99,9 @@ class IndexedShard(NamedTuple):
     pictures: tuple[Picture, ...] = ()
 
 
-def urls_of(card: Card) -> ShardUrls | None:
+def get_shard_urls(card: Card) -> ShardUrls | None:
     """Return the locations of a card's shards, or None if ingest writes shards."""
-    if format_of(card).list_shards is None:
+    if get_format(card).list_shards is None:
         return None
     return webdataset.shard_urls(card)
 
@@ -150,7 +150,7 @@ def index_shards(
     try:
         files = {name: shard.info for name, shard in zip(names, shards, strict=True)}
         attempt.write(SHARDS, write_shards(files))
-        fields = {**extra, "fingerprint": ingest.fingerprint_of(state), "started": started}
+        fields = {**extra, "fingerprint": ingest.get_fingerprint(state), "started": started}
         fields["reading"] = digest_reading(card, PLACES)
         index = index_table(names, contents.selected)
         attempt.write(SOURCE, _write_source(contents.rows, rows, jobs, shards))
@@ -169,7 +169,7 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
     path = source_uri(card)
     if not card.source.path or not is_local(path) or not os.path.isdir(path):
         return entries
-    return list_entries(path, [""], format_of(card).suffixes) or entries
+    return list_entries(path, [""], get_format(card).suffixes) or entries
 
 
 def _pictures(
@@ -288,7 +288,7 @@ def _build_jobs(
     step = -(-len(names) // SHOWN_SHARDS)
     jobs: list[IndexJob] = []
     for name, unit in zip(names, shard_units, strict=True):
-        target = join(folder, f"{name_of(unit)}.parquet")
+        target = join(folder, f"{hash_unit(unit)}.parquet")
         is_shown = number_of_shard(name) % step == 0
         entry = versions[name]
         stamp = ""
@@ -379,7 +379,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
             row["raw"] = raw_row(item, checker.raw_label(item), digest)
             checked = checker.check(data)
             row["problem"] = row["problem"] or checked.problem
-            row |= notes_of(checked)
+            row |= collect_notes(checked)
             if row["problem"] is None:
                 extension = STORED_FORMATS[open_image(data, job.card.max_pixels).format or ""]
                 row |= {"sha256": digest, "ext": extension}

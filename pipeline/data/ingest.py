@@ -31,7 +31,7 @@ from pipeline.data.account import ACCOUNT, Account, build_account
 from pipeline.data.cards import Card
 from pipeline.data.csv_text import to_csv
 from pipeline.data.digests import digest_index, digest_rows
-from pipeline.data.formats import SourceState, format_of, require_entries, source_state, units
+from pipeline.data.formats import SourceState, get_format, require_entries, source_state, units
 from pipeline.data.formats.base import UNIT_ITEMS, MapFn, Unit, check_unfolding, unit_slices
 from pipeline.data.known_images import (
     SOURCE,
@@ -50,8 +50,8 @@ from pipeline.data.packs import (
     PackedImages,
     RawJob,
     UnitJob,
+    hash_unit,
     mark_left_out,
-    name_of,
     raw_rows,
     read_table,
     write_unit,
@@ -170,7 +170,7 @@ def ingest(
     source_units = mark_left_out(units(card, map_fn, entries), card)
     source_units = stamp_units(source_units, card, entries)
     known = KnownImages.open(root, previous, card)
-    fields = {**extra, "fingerprint": fingerprint_of(state), "started": started}
+    fields = {**extra, "fingerprint": get_fingerprint(state), "started": started}
     fields["reading"] = digest_reading(card)
     if not is_local(root) and is_small(source_units, file_bytes):
         # A kill costs as much as one unit, and on a disk packs take no requests.
@@ -284,7 +284,7 @@ def select_contents(
         notes = [*notes, Changes.between(before, rows).text()]
     account = _account(card, entries, selected, rejected, left_out, notes)
     account.check(card)
-    counts = _counts_of(selected)
+    counts = _count_images(selected)
     content = digest_index(selected.rename_columns({"label": "class"}))
     check_promises(card, counts, content)
     fields = {
@@ -317,7 +317,7 @@ def _account(
     Images that the card excludes are counted and not named.
     """
     not_kept = rejected.filter(pc.equal(rejected["kept"], "no"))
-    if format_of(card).list_items is None:
+    if get_format(card).list_items is None:
         counts = {"used": len(selected), **reason_counts(not_kept)}
         counts.pop("other file", None)
         if len(left_out):
@@ -360,7 +360,7 @@ def publish(
     attempt.commit(fields)
 
 
-def fingerprint_of(state: SourceState | None) -> str | None:
+def get_fingerprint(state: SourceState | None) -> str | None:
     """Return the fingerprint of a source for the manifest."""
     return state.fingerprint if state else None
 
@@ -381,19 +381,19 @@ def _attempt_name(root: str, key: str, packs: str, plan: str) -> str:
     nonce = ""
     with suppress(FileNotFoundError):
         nonce = read_bytes(uri).decode("ascii", "replace")
-    name = _name_from(plan, nonce)
+    name = _parse_attempt(plan, nonce)
     if not nonce or name == withdrawn_attempt(root, key):
         nonce = uuid.uuid4().hex
         write_bytes(uri, nonce.encode())
-    return _name_from(plan, nonce)
+    return _parse_attempt(plan, nonce)
 
 
-def _name_from(plan: str, nonce: str) -> str:
+def _parse_attempt(plan: str, nonce: str) -> str:
     digest = hashlib.sha256(f"{plan} {nonce}".encode()).hexdigest()
     return f"a-{digest[:12]}"
 
 
-def _counts_of(rows: pa.Table) -> dict[str, int]:
+def _count_images(rows: pa.Table) -> dict[str, int]:
     """Return how many rows each split has; without validation images, train and test alone."""
     counts: dict[str, int] = {}
     for split in SPLITS:
@@ -447,7 +447,7 @@ def read_source(
     if known is not None:
         divided = known.divide(units, card)
     units = [unit if one is None else one.rest for unit, one in zip(units, divided, strict=True)]
-    names = [name_of(unit) for unit in units]
+    names = [hash_unit(unit) for unit in units]
     sizes = list_files(packs)
     tables: dict[str, pa.Table | None] = {}
     done = [name for name in names if name + TABLE_SUFFIX in sizes]

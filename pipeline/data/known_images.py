@@ -328,12 +328,12 @@ def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
     if not items or not len(rows):
         return rows.slice(0, 0)
     names = pa.array([printable(item.name) for item in items], pa.large_string())
-    sizes = pa.array([_size_of(item.stamp) for item in items if item.stamp], pa.large_string())
+    sizes = pa.array([_parse_size(item.stamp) for item in items if item.stamp], pa.large_string())
     row_sizes = pc.replace_substring_regex(rows["stamp"], STAMP, r"\1\2")
     return rows.filter(pc.or_(pc.is_in(rows["name"], names), pc.is_in(row_sizes, sizes)))
 
 
-def _size_of(stamp: str) -> str:
+def _parse_size(stamp: str) -> str:
     """Return the part of a stamp that does not change when a file is renamed or copied."""
     return re.sub(STAMP, r"\1\2", stamp)
 

@@ -17,7 +17,7 @@ from pyarrow import fs
 
 from pipeline.config.yaml_files import CARDS
 from pipeline.data.file_kinds import IMAGE_FILES, START_BYTES, is_hidden, starts_as_image
-from pipeline.data.names import MAX_NAMED, is_utf8, printable, suffix_of
+from pipeline.data.names import MAX_NAMED, get_suffix, is_utf8, printable
 from workers.errors import UserError
 from workers.storage.artifact import is_local, resolve
 from workers.storage.filesystem import access_remedy
@@ -170,7 +170,7 @@ def _list_local(
     if not os.path.exists(path):
         return None
     if os.path.isdir(path):
-        return FolderWalk(path, suffixes, most).entries_below(folders)
+        return FolderWalk(path, suffixes, most).list_entries(folders)
     info = os.stat(path)
     return [Entry(os.path.basename(path), info.st_size, info.st_mtime_ns)]
 
@@ -190,7 +190,7 @@ def _list_remote(system: fs.FileSystem, path: str) -> list[Entry] | None:
         problem = HIDDEN if is_hidden(name) else None
         if problem is None and set(name) & set("?#"):
             problem = NOT_A_URI
-        elif problem is None and not suffix_of(name):
+        elif problem is None and not get_suffix(name):
             problem = NO_EXTENSION
         entries.append(Entry(name, info.size, info.mtime_ns or 0, problem))
     return sorted(entries, key=lambda entry: entry[:3])
@@ -217,7 +217,7 @@ class FolderWalk:
         self.followed: set[str] = set()  # links that were read, or skipped with a reason
         self.hidden: list[str] = []  # folders
 
-    def entries_below(self, folders: Sequence[str]) -> list[Entry]:
+    def list_entries(self, folders: Sequence[str]) -> list[Entry]:
         """Return all sorted entries; the given folders are read first."""
         for first in (sorted(set(folders)), [""]):
             for name in first:
@@ -301,7 +301,7 @@ def _file_entry(name: str, child: os.DirEntry[str], suffixes: frozenset[str]) ->
     problem = None
     if is_hidden(name):
         problem = HIDDEN
-    elif not suffix_of(name) and not _starts_as_image(child.path):
+    elif not get_suffix(name) and not _starts_as_image(child.path):
         problem = NO_EXTENSION
     return Entry(name, info.st_size, info.st_mtime_ns, problem)
 
@@ -321,7 +321,7 @@ def _link_problem(name: str, error: OSError, suffixes: frozenset[str]) -> str:
         reason = "to itself"
     else:
         reason = f"that cannot be followed ({error.strerror})"
-    if suffix_of(name) and suffix_of(name) in suffixes:
+    if get_suffix(name) and get_suffix(name) in suffixes:
         return f"link: {reason}"
     return f"other file: a link {reason}"
 
@@ -350,7 +350,7 @@ class Folder:
         return [
             entry.name.rpartition("/")[2]
             for entry in self.entries
-            if not entry.problem and suffix_of(entry.name) in IMAGE_FILES
+            if not entry.problem and get_suffix(entry.name) in IMAGE_FILES
         ]
 
     @cached_property

@@ -64,14 +64,14 @@ def counted(number: int, noun: str, is_exact: bool = True) -> str:
     return f"{prefix}{number} {plural}"
 
 
-def suffix_of(name: str) -> str:
+def get_suffix(name: str) -> str:
     """Return the extension of a file name in lower case, with its dot; empty if it has none."""
     base = name.rpartition("/")[2]
     dot = base.rfind(".")
     return base[dot:].lower() if dot >= 0 else ""
 
 
-def name_of(text: str, default: str = "data") -> str:
+def get_file_name(text: str, default: str = "data") -> str:
     """Return a name that cards, tasks and files can have, made of any text."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", plain)

@@ -102,7 +102,7 @@ class PackedRange(NamedTuple):
     bytes: int
 
 
-def name_of(unit: Unit) -> str:
+def hash_unit(unit: Unit) -> str:
     """Return a name for a unit that depends on the files it reads."""
     text = repr((unit.read.__module__, unit.read.__qualname__, unit.args))
     digest = hashlib.sha256(text.encode("utf-8", "backslashreplace"))
@@ -231,7 +231,7 @@ def mark_left_out(units: Sequence[Unit], card: Card) -> list[Unit]:
     return marked
 
 
-def notes_of(checked: CheckedImage) -> dict[str, Any]:
+def collect_notes(checked: CheckedImage) -> dict[str, Any]:
     """Return the columns `blank` and `top` of an image."""
     blank = "yes" if checked.is_blank else ""
     return {"blank": "became" if checked.became_blank else blank, "top": checked.top}
@@ -294,7 +294,7 @@ class _PackWriter:
         if digest not in self.images:
             self.images[digest] = (self._likely_rank(row, digest), stored)
             self.num_bytes += len(stored)
-        return StoredImage(None, digest, extension, **notes_of(checked))
+        return StoredImage(None, digest, extension, **collect_notes(checked))
 
     def _likely_rank(self, row: Mapping[str, Any], digest: str) -> tuple[str, str, str]:
         """Return a sort key that approximates the order in the shards.

@@ -93,7 +93,7 @@ def _counts_text(data_set: DataSet) -> str:
     return ", ".join(parts)
 
 
-def tasks_of(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) -> list[TaskPlan]:
+def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) -> list[TaskPlan]:
     """Return the tasks of a stream, the base task first.
 
     Several data sets are one task each. One data set is divided by its classes (`task_sizes`).
@@ -135,7 +135,7 @@ def task_sizes(num_classes: int) -> list[int]:
     return [num_classes - size * num_parts, *[size] * num_parts]
 
 
-def backbone_of(data_sets: Sequence[DataSet]) -> Backbone:
+def choose_backbone(data_sets: Sequence[DataSet]) -> Backbone:
     """Return a backbone that suits the size of the images: as small as they are, at most 64 px."""
     sides = [min(size) for data_set in data_sets for size in data_set.sizes]
     side = statistics.median(sides) if sides else 64
@@ -162,7 +162,7 @@ def config_text(
         run_command: Command that runs it.
         has_gpu: Whether this machine has a GPU that torch can use.
     """
-    backbone = backbone_of(data_sets)
+    backbone = choose_backbone(data_sets)
     num_train = sum(data_set.counts["train"] for data_set in data_sets)
     num_classes = sum(len(data_set.classes) for data_set in data_sets)
     val_fraction = 0.1

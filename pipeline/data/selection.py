@@ -373,10 +373,10 @@ def check_leaks(card: Card, rows: pa.Table) -> None:
         return
     contents = _codes(rows["sha256"])
     for split in SPLITS[1:]:
-        _check_leaks_of(card, rows, split, contents)
+        _check_leaks(card, rows, split, contents)
 
 
-def _check_leaks_of(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.int64]) -> None:
+def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.int64]) -> None:
     is_test = _split_numbers(rows) == SPLITS.index(split)
     is_leak = is_test & np.isin(contents, contents[_split_numbers(rows) == 0])
     if is_leak.sum() <= MAX_LEAKS * is_test.sum():

@@ -128,10 +128,10 @@ def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenSh
             offsets.append(_add_member(tar, f"{key}.{extension}", data))
             _add_member(tar, f"{key}.txt", label.encode())
     info = Attempt(job.root, job.key, job.attempt).write(shard.name, buffer.getvalue())
-    return WrittenShard(shard.name, info, _index_of(shard, offsets))
+    return WrittenShard(shard.name, info, _build_index(shard, offsets))
 
 
-def _index_of(shard: Shard, offsets: list[int]) -> pa.Table:
+def _build_index(shard: Shard, offsets: list[int]) -> pa.Table:
     rows = shard.rows
     columns = {
         "split": rows["split"],

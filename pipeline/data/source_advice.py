@@ -15,7 +15,7 @@ from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import is_local
 
 
-def advice_of(card: Card, program: str) -> str:
+def describe_source(card: Card, program: str) -> str:
     """Describe the actual content of a card's source, for the end of a sentence.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.data.cards import Card
-from pipeline.data.formats import entries_of_split, format_of
+from pipeline.data.formats import entries_of_split, get_format
 from pipeline.data.formats.base import Item, archives_of_split
 from pipeline.data.ingest import check_promises
 from pipeline.data.labels import Label
@@ -32,7 +32,7 @@ def check_source(card: Card, entries: list[Entry]) -> None:
         card: The card.
         entries: Files of the source; empty if a library downloads the data.
     """
-    source_format = format_of(card)
+    source_format = get_format(card)
     if source_format.check is not None:
         source_format.check(card, entries)
     if source_format.list_items is not None:
@@ -67,7 +67,7 @@ def _check_items(card: Card, items: Iterable[Item]) -> None:
 
 def _check_splits(card: Card, entries: list[Entry]) -> None:
     """Check that each split has files, which may hold images of any class."""
-    source_format = format_of(card)
+    source_format = get_format(card)
     problems: list[dict[str, Any]] = []
     possible: list[dict[str, Any]] = []
     for split in SPLITS:

@@ -13,7 +13,7 @@ from pipeline.data.column_files import read_schema
 from pipeline.data.formats import count_labels, list_source, source_state
 from pipeline.data.formats.base import LIBRARIES, LabelCounts, source_uri
 from pipeline.data.formats.folder import class_folders
-from pipeline.data.formats.parquet import files_of
+from pipeline.data.formats.parquet import list_parquet_files
 from pipeline.data.formats.torchvision import torchvision_set
 from pipeline.data.labels import Label, check_spelling, sort_labels
 from pipeline.data.listing import Entry
@@ -87,7 +87,7 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )
-    labels = labels_of_counts(by_name, entries, count_labels(by_name, entries), _split_of(card))
+    labels = labels_of_counts(by_name, entries, count_labels(by_name, entries), _choose_split(card))
     if labels.numbers is None:
         numbers = "names" if card.source.format == "parquet" else card.source.numbers
         labels = labels._replace(numbers=numbers)
@@ -119,7 +119,7 @@ def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[
     uri = source_uri(card)
     try:
         with patience(FIRST_CONTACT_S):
-            folders = class_folders(card, _split_of(card))
+            folders = class_folders(card, _choose_split(card))
     except StorageUnavailable:
         if not remembered:
             raise
@@ -140,7 +140,7 @@ def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[
     return tuple(names)
 
 
-def _split_of(card: Card) -> Split:
+def _choose_split(card: Card) -> Split:
     return "train" if card.source.splits.get("train") else "test"
 
 
@@ -184,14 +184,14 @@ def labels_of_counts(
             "many, or neither names nor whole numbers); give a table with a class for each image"
         )
     check_spelling(where, names)
-    return Labels(check_classes(where, names, min_classes), _numbers_of(labels, names))
+    return Labels(check_classes(where, names, min_classes), _describe_numbers(labels, names))
 
 
 class TooManyLabels(UserError):
     """The values of a label column differ in most rows."""
 
 
-def _numbers_of(labels: Iterable[Label], names: Sequence[str]) -> Numbers | None:
+def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers | None:
     """Return `names` if a label is a number that could be the place of another class."""
     numbers = [label for label in labels if isinstance(label, int)]
     if any(names[label : label + 1] != [str(label)] for label in numbers):
@@ -208,9 +208,9 @@ def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     if source.format == "sklearn":
         return Labels(tuple(map(str, range(10))), None)
     if source.format == "torchvision":
-        split = _split_of(card)
+        split = _choose_split(card)
         data = torchvision_set(
-            source_uri(card), source.name, "+".join(source.parts_of(split)), True
+            source_uri(card), source.name, "+".join(source.list_parts(split)), True
         )
         names = getattr(data, "classes", None)
         if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
@@ -219,7 +219,10 @@ def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     if source.format != "parquet":
         return None
     column = source.label or ""
-    lists = [read_schema(file.uri).classes.get(column, ()) for file in files_of(card, entries)[0]]
+    lists = [
+        read_schema(file.uri).classes.get(column, ())
+        for file in list_parquet_files(card, entries)[0]
+    ]
     if not lists or not all(lists):
         return None
     classes = tuple(dict.fromkeys(name for names in lists for name in names))

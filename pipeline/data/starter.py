@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import settings as configs
-from pipeline.config.yaml_files import override_of, parse_override, parse_yaml
+from pipeline.config.yaml_files import format_override, parse_override, parse_yaml
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet, Request, read_card
 from pipeline.data.detection.detect import detect
 from pipeline.data.detection.libraries import TORCHVISION_PATH
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
 from pipeline.data.formats.folder import LABEL, split_folders
-from pipeline.data.names import counted, listed, name_of, printable, suffix_of
+from pipeline.data.names import counted, get_file_name, get_suffix, listed, printable
 from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, render_sheets
-from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
+from pipeline.data.proposal import TaskPlan, card_text, config_text, plan_tasks, relative_to_here
 from pipeline.data.splits import find_role
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
@@ -68,10 +68,10 @@ def is_config(path: str) -> bool:
     """Whether an argument of a command is a config, and no data."""
     if path.lower().endswith(CONFIG_SUFFIXES):
         return True
-    return os.path.isfile(path) and suffix_of(path) not in DATA_SUFFIXES and not is_packed(path)
+    return os.path.isfile(path) and get_suffix(path) not in DATA_SUFFIXES and not is_packed(path)
 
 
-def config_of(paths: Sequence[str], program: str, say: Say) -> str:
+def find_config(paths: Sequence[str], program: str, say: Say) -> str:
     """Return the path of the config for a command.
 
     Args:
@@ -137,7 +137,7 @@ def start(
 def column_settings(image: str | None, label: str | None) -> list[str]:
     """Return columns that a person named as settings of a card."""
     named = {"source.image": image, "source.label": label}
-    return [override_of(key, column) for key, column in named.items() if column is not None]
+    return [format_override(key, column) for key, column in named.items() if column is not None]
 
 
 def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -244,7 +244,7 @@ def propose(
     if not name:
         name = data_sets[0].name
         if len(sources) > 1 and len(paths) == 1:
-            name = name_of(os.path.basename(os.path.abspath(paths[0])))
+            name = get_file_name(os.path.basename(os.path.abspath(paths[0])))
     config = f"{name}.yaml"
     # in a file it is the same however Accrete was started
     words = ["init", *paths]
@@ -263,7 +263,7 @@ def propose(
         card_name = source.data_set.name
         card_file = f"{name}-card.yaml" if len(sources) == 1 else f"{name}-{card_name}-card.yaml"
         files[card_file] = card_text(source.data_set, card_name, path, command)
-    tasks = tasks_of(data_sets, list(files), name)
+    tasks = plan_tasks(data_sets, list(files), name)
     files[config] = config_text(
         name, tasks, data_sets, command, f"{SCRIPT} {run_command}", has_gpu()
     )
@@ -325,7 +325,7 @@ def _check_folder(source: Source, program: str) -> None:
 
 
 def _train_parts(card: Card) -> list[str]:
-    return [part for split in card.source.named_splits() for part in card.source.parts_of(split)]
+    return [part for split in card.source.named_splits() for part in card.source.list_parts(split)]
 
 
 def _check_texts(files: dict[str, str], config: str) -> None:
@@ -475,7 +475,7 @@ def describe(data_set: DataSet) -> str:
 
 
 def _is_val_the_test(data_set: DataSet) -> bool:
-    parts = data_set.card.source.parts_of("test")
+    parts = data_set.card.source.list_parts("test")
     return any(find_role(part.rpartition("/")[2]) == "val" for part in parts)
 
 

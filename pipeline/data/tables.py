@@ -14,7 +14,7 @@ import pyarrow as pa
 from pipeline.data.column_files import read_batches, read_schema, to_python_list
 from pipeline.data.file_kinds import COLUMN_FILES, IMAGE_SUFFIXES, JSON_TABLES
 from pipeline.data.listing import open_file, remedy
-from pipeline.data.names import printable, suffix_of
+from pipeline.data.names import get_suffix, printable
 from workers.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -50,14 +50,14 @@ def column_names(uri: str, has_header: bool | None = None) -> list[str]:
     Raises:
         UserError: If the file cannot be read as a table.
     """
-    suffix = suffix_of(uri)
+    suffix = get_suffix(uri)
     if suffix in COLUMN_FILES:
         return list(read_schema(uri).names)
     with _reading(uri), open_file(uri) as stream:
         if suffix in JSON_TABLES:
             return _json_fields(uri, stream)
         first = next(_csv_rows(uri, stream), Cells(0, []))
-    return _names_of(first.texts, has_header)
+    return _list_names(first.texts, has_header)
 
 
 def read_rows(uri: str, columns: Sequence[str], has_header: bool | None = None) -> Iterator[Row]:
@@ -72,7 +72,7 @@ def read_rows(uri: str, columns: Sequence[str], has_header: bool | None = None) 
     Raises:
         UserError: If the table cannot be read completely, or lacks a column.
     """
-    suffix = suffix_of(uri)
+    suffix = get_suffix(uri)
     if suffix in COLUMN_FILES:
         yield from _column_rows(uri, columns)
         return
@@ -109,20 +109,20 @@ def _csv_values(
     rows = _csv_rows(uri, stream)
     first = next(rows, Cells(0, []))
     if has_header is None and set(columns) <= {str(n) for n in range(len(first.texts))}:
-        has_header = _is_header(first.texts) and set(columns) <= set(_names_of(first.texts, True))
-    names = _names_of(first.texts, has_header)
+        has_header = _is_header(first.texts) and set(columns) <= set(_list_names(first.texts, True))
+    names = _list_names(first.texts, has_header)
     check_columns(uri, names, columns)
     indices = [names.index(column) for column in columns]
     number = 0
-    if names != _names_of(first.texts, True):
+    if names != _list_names(first.texts, True):
         number = 1
-        yield Row(number, _values_at(first.texts, indices))
+        yield Row(number, _select_values(first.texts, indices))
     for line, cells in rows:
         if len(cells) > len(first.texts) and any(cells[len(first.texts) :]):
             raise _wrong_number(uri, line, cells, first.texts)
         if cells:
             number += 1
-            yield Row(number, _values_at(cells, indices))
+            yield Row(number, _select_values(cells, indices))
 
 
 def _unclosed(uri: str, line: int) -> UserError:
@@ -141,7 +141,7 @@ def _wrong_number(uri: str, line: int, cells: Sequence[str], first: Sequence[str
     )
 
 
-def _values_at(cells: Sequence[str], indices: Sequence[int]) -> tuple[str | None, ...]:
+def _select_values(cells: Sequence[str], indices: Sequence[int]) -> tuple[str | None, ...]:
     values: list[str | None] = []
     for index in indices:
         text = cells[index].strip() if index < len(cells) else ""
@@ -151,10 +151,10 @@ def _values_at(cells: Sequence[str], indices: Sequence[int]) -> tuple[str | None
 
 def _is_header(cells: Sequence[str]) -> bool:
     """Whether a first row holds names: one that names an image is a row like the others."""
-    return not any(suffix_of(cell.strip()) in IMAGE_SUFFIXES for cell in cells)
+    return not any(get_suffix(cell.strip()) in IMAGE_SUFFIXES for cell in cells)
 
 
-def _names_of(first: Sequence[str], has_header: bool | None) -> list[str]:
+def _list_names(first: Sequence[str], has_header: bool | None) -> list[str]:
     if _is_header(first) if has_header is None else has_header:
         return [cell.strip() for cell in first]
     return [str(index) for index in range(len(first))]
@@ -212,11 +212,11 @@ def _has_cells(uri: str, line: str) -> bool:
 
 
 def _delimiter(uri: str, first: str) -> str:
-    if suffix_of(uri) == ".tsv":
+    if get_suffix(uri) == ".tsv":
         return "\t"
     counts = {delimiter: first.count(delimiter) for delimiter in DELIMITERS}
     best = max(DELIMITERS, key=lambda delimiter: counts[delimiter])
-    if not counts[best] and suffix_of(uri) == ".txt":
+    if not counts[best] and get_suffix(uri) == ".txt":
         return " "
     return best
 
@@ -261,7 +261,7 @@ def _json_fields(uri: str, stream: pa.NativeFile) -> list[str]:
 
 def _json_rows(uri: str, stream: pa.NativeFile, columns: Sequence[str]) -> Iterator[Row]:
     for number, body in enumerate(_json_objects(uri, stream), 1):
-        yield Row(number, tuple(_text_of(body.get(column)) for column in columns))
+        yield Row(number, tuple(_format_text(body.get(column)) for column in columns))
 
 
 def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
@@ -271,10 +271,10 @@ def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
         values = [to_python_list(batch[column]) for column in columns]
         for row in zip(*values, strict=True):
             number += 1
-            yield Row(number, tuple(map(_text_of, row)))
+            yield Row(number, tuple(map(_format_text, row)))
 
 
-def _text_of(value: Any) -> str | None:
+def _format_text(value: Any) -> str | None:
     if isinstance(value, dict):  # an image of the hub with its bytes in a file
         value = value.get("path")
     if isinstance(value, float) and value.is_integer():

@@ -83,7 +83,7 @@ def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
             raise UserError(f"{where} gives `model_args`: {error}; choose another model") from None
         options[str(name)] = value
     own_config = model.body.get("pretrained_cfg", model.body)
-    own_input = pretrained.input_of(own_config) if isinstance(own_config, Mapping) else {}
+    own_input = pretrained.find_input(own_config) if isinstance(own_config, Mapping) else {}
     if isinstance(arguments.get("img_size"), int):
         own_input["img_size"] = arguments["img_size"]
     settings = _complete(choice, architecture, {**options, **choice.options}, own_input)

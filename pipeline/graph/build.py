@@ -34,7 +34,7 @@ NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that do not change a result
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
 
 
-def graph_of(
+def build_graph(
     config: Config,
     store: Store,
     provenance: dict[str, Any] | None = None,
@@ -97,12 +97,12 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
         UserError: If a task has no validation images.
     """
     config = builder.config
-    if config.data_of(label).val_fraction:
+    if config.merge_data(label).val_fraction:
         return
     entry = config.methods[label]
     for name in (None, *entry.tasks):
         without = [t for t in tasks if not t.has_val and name in (None, t.name)]
-        for step in dict.fromkeys(("train", *config.entry_of(label, name).steps)):
+        for step in dict.fromkeys(("train", *config.merge_entry(label, name).steps)):
             if without and config.configured_keep(label, step, task=name) == "best":
                 key = "train.keep" if step == "train" else f"steps.{step}.keep"
                 raise UserError(
@@ -493,7 +493,7 @@ class MethodStages:
             "scenario": config.stream.scenario,
         }
         if builder.split == "val":
-            val_fraction = config.data_of(self.label).val_fraction
+            val_fraction = config.merge_data(self.label).val_fraction
             if not val_fraction and not all(task.has_val for task in measured):
                 raise UserError(
                     "a search is judged on validation images, and data.val_fraction of method "

@@ -12,11 +12,11 @@ from pipeline.config.settings import Config
 from pipeline.data.digests import ClassDigests
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import UNKNOWN, Stage
-from pipeline.graph.store import Store, key_of
+from pipeline.graph.store import Store, compute_key
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
-from workers.methods.registration import code_of, method_module
+from workers.methods.registration import get_code_digest, method_module
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Builder:
         parent_keys = [self.keys[parent] for parent in parents]
         is_ingest = [parent.startswith("data/") for parent in parents]
         trained = [key for key, is_data in zip(parent_keys, is_ingest, strict=True) if not is_data]
-        key = key_of({"step": step, **inputs}, trained)
+        key = compute_key({"step": step, **inputs}, trained)
         if isinstance(rest.get("job"), StageJob):
             rest["job"] = replace(rest["job"], key=key, parents=tuple(parent_keys))
         digests = inputs.get("images", {}).values()
@@ -108,7 +108,7 @@ class Builder:
                 digests[task.name] = f"{UNKNOWN} {task.data}"
                 continue
             parts = [[known.get(split, {}).get(name) for name in task.classes] for split in splits]
-            digests[task.name] = key_of({"images": parts}, ())
+            digests[task.name] = compute_key({"images": parts}, ())
         return digests
 
     def append(self, stage: Stage) -> Stage:
@@ -128,14 +128,14 @@ class Builder:
     def code(self, method: str) -> dict[str, str]:
         """Return the input for keys that stands for a method's code; empty for built-in methods."""
         if method not in self.code_digests:
-            self.code_digests[method] = code_of(method)
+            self.code_digests[method] = get_code_digest(method)
         digest = self.code_digests[method]
         return {"code": digest} if digest else {}
 
     def settings(self, label: str, task: Task | None = None) -> MethodSettings:
         """Return a method's settings for the steps of a task; None: for all tasks."""
         task_name = None if task is None else task.name
-        entry = self.config.entry_of(label, task_name)
+        entry = self.config.merge_entry(label, task_name)
         return METHODS[entry.method].Settings.model_validate(entry.settings)
 
     def train_and_data(
@@ -152,8 +152,8 @@ class Builder:
             task: The task; None: settings for all tasks.
         """
         task_name = None if task is None else task.name
-        train = self.config.train_of(label, step, task=task_name)
-        data = self.config.data_of(label)
+        train = self.config.merge_train(label, step, task=task_name)
+        data = self.config.merge_data(label)
         if task is not None and task.role == "unlabelled":
             train = train.model_copy(update={"keep": "last"})
             data = data.model_copy(update={"val_fraction": 0.0})
@@ -201,7 +201,7 @@ class Builder:
         # An evaluation serves all tasks, so it has no settings for one task.
         settings_task = None if step == "evaluate" else task
         task_name = None if settings_task is None else settings_task.name
-        entry = self.config.entry_of(label, task_name)
+        entry = self.config.merge_entry(label, task_name)
         train, data = self.train_and_data(label, step, settings_task)
         ignored = METHODS[entry.method].ignored_settings(step)
         settings = {key: value for key, value in entry.settings.items() if key not in ignored}

@@ -70,7 +70,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
     Args:
         config: The config.
         run_store: Store of the run.
-        ask_sources: See `graph_of`.
+        ask_sources: See `build_graph`.
 
     Returns:
         The inputs; None if the cache cannot be used. The config is invalid in that case, and the
@@ -87,7 +87,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
             if card is None:
                 card = card_files.load(entry.card, run_store)
                 loaded[entry.card] = card
-                source = raw_data.source_of(run_store, card, ask_sources)
+                source = raw_data.describe_source(run_store, card, ask_sources)
                 sources[card.name] = source
                 images[card.name] = raw_data.class_digests(run_store, card, source)
             if entry.order:

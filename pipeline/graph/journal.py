@@ -332,7 +332,7 @@ class Journal:
 
 
 @contextmanager
-def journal_of(
+def keep_journal(
     store: Store,
     graph: Graph,
     lookups: Mapping[str, Lookup],

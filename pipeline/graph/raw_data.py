@@ -22,12 +22,12 @@ from pipeline.config.settings import Config
 from pipeline.data import card_files, ingest
 from pipeline.data.cards import Card
 from pipeline.data.digests import ClassDigests, digest_classes
-from pipeline.data.formats import format_of, is_local_source, list_source, source_state
+from pipeline.data.formats import get_format, is_local_source, list_source, source_state
 from pipeline.data.listing import Entry, describe_left_out
 from pipeline.data.names import counted, printable
 from pipeline.data.packs import ImageChecker
 from pipeline.graph import run_record
-from pipeline.graph.store import Store, key_of
+from pipeline.graph.store import Store, compute_key
 from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
@@ -73,7 +73,7 @@ class Source:
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
-def source_of(store: Store, card: Card, ask: bool = True) -> Source:
+def describe_source(store: Store, card: Card, ask: bool = True) -> Source:
     """Return the source of a card.
 
     If the files are gone or unreachable, the last known source is returned, so that results stay
@@ -152,7 +152,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     try:
         with patience(FIRST_CONTACT_S):
             listed = source_state(card)
-    except UserError:  # `source_of` refuses the source, or uses the last known one
+    except UserError:  # `describe_source` refuses the source, or uses the last known one
         return
     if listed is None:
         return
@@ -162,7 +162,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     known["modified"] = listed[1]
     before = known["contents"].get(known["edition"])
     inputs = stage_inputs(card, Source(**known))
-    if before is None and Artifact.open(store.root, key_of(inputs, ())) is None:
+    if before is None and Artifact.open(store.root, compute_key(inputs, ())) is None:
         pass  # listed before, but not ingested yet
     elif before is None:
         say(
@@ -190,7 +190,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
 
 
 def _stands(store: Store, card: Card, source: Source) -> bool:
-    return Artifact.open(store.root, key_of(stage_inputs(card, source), ())) is not None
+    return Artifact.open(store.root, compute_key(stage_inputs(card, source), ())) is not None
 
 
 def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
         card: The card.
         entries: The files of the source.
     """
-    list_items = format_of(card).list_items
+    list_items = get_format(card).list_items
     if list_items is None:
         return {}
     known = {entry.name: (entry.size, entry.modified) for entry in entries}
@@ -312,7 +312,7 @@ def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | No
     known = store.remembered(name)
     if _is_class_digests(known):
         return known
-    artifact = Artifact.open(store.root, key_of(stage_inputs(card, source), ()))
+    artifact = Artifact.open(store.root, compute_key(stage_inputs(card, source), ()))
     if artifact is None:
         return None
     try:
@@ -328,11 +328,11 @@ def _digest_artifact(artifact: Artifact) -> ClassDigests:
     """Return the digests of the images of each class in the result of an ingest stage."""
     # start-up time: they import torch
     from workers.data.in_place import is_in_place, read_shards
-    from workers.data.shards import limits_of, read_hold_out, read_index
+    from workers.data.shards import get_limits, read_hold_out, read_index
 
     in_place = is_in_place(artifact)
     files = read_shards(artifact) if in_place else artifact.manifest["files"]
-    salt = [limits_of(artifact).value_range, read_hold_out(artifact)]
+    salt = [get_limits(artifact).value_range, read_hold_out(artifact)]
     return digest_classes(read_index(artifact, files), in_place, json.dumps(salt))
 
 
@@ -341,7 +341,7 @@ def _name_of_files(card: Card) -> str:
 
 
 def _name_of_images(card: Card, source: str) -> str:
-    return f"{card.identity()}-{key_of({'source': source}, ())[:24]}-images"
+    return f"{card.identity()}-{compute_key({'source': source}, ())[:24]}-images"
 
 
 def _is_class_digests(value: Any) -> TypeGuard[ClassDigests]:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import key_of
+from pipeline.graph.store import compute_key
 from workers.job import StageJob
 
 REPORT_REVISION = 3  # increase it if the content of the report on replicas changes
 
 
-def union_of(name: str, graphs: Mapping[str, Graph]) -> Graph:
+def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
     """Return the graph of all replicas, with one report.
 
     A stage that all replicas share, such as an ingest, keeps its id. The id of any other stage
@@ -37,7 +37,7 @@ def union_of(name: str, graphs: Mapping[str, Graph]) -> Graph:
             stages[stage.key] = _in_union(stage, owner, parents)
     evaluations = [stage for stage in stages.values() if stage.step == "evaluate"]
     inputs = {"revision": REPORT_REVISION, "name": name, "replicas": list(graphs)}
-    key = key_of({"step": "report", **inputs}, [stage.key for stage in evaluations])
+    key = compute_key({"step": "report", **inputs}, [stage.key for stage in evaluations])
     parents = tuple(stage.id for stage in evaluations)
     is_provisional = any(stage.is_provisional for stage in evaluations)
     report = Stage("report", "report", key, inputs, parents, is_provisional=is_provisional)

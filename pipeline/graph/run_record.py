@@ -12,7 +12,7 @@ from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task
 
-KEY_VERSION = 1  # increase it if `store.key_of` changes: all results are computed again then
+KEY_VERSION = 1  # increase it if `store.compute_key` changes: all results are computed again then
 # A key names a folder: a foreign record must not lead out of the store.
 PLAIN = re.compile(r"[\w-]+")
 MAX_NAME_LENGTH = 1000  # of a stage, a label or a task in a record
@@ -87,7 +87,7 @@ class RunRecord(TypedDict):
     replicas: NotRequired[dict[str, str]]
 
 
-def record_of(
+def make_record(
     graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
 ) -> RunRecord:
     """Return the record of a run that starts now.

@@ -74,7 +74,7 @@ def force(graph: Graph, lookups: Mapping[str, Lookup], selection: Selection) -> 
         selection: The selection.
     """
     forced = dict(lookups)
-    for stage_id in stages_named(graph, selection.force, "--force"):
+    for stage_id in find_stages(graph, selection.force, "--force"):
         if lookups[stage_id].hit:
             forced[stage_id] = Lookup(False, FORCED, lookups[stage_id].manifest, True)
     return forced
@@ -92,16 +92,16 @@ def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selecti
         UserError: If a name is not a stage, or a selected stage needs a missing stage that is not
             selected.
     """
-    forced = stages_named(graph, selection.force, "--force")
+    forced = find_stages(graph, selection.force, "--force")
     if not selection.is_part:
         return stages_to_run(graph, lookups) | forced
     selected = set(graph.stages)
     if selection.only:
-        selected &= stages_named(graph, selection.only, "--only")
+        selected &= find_stages(graph, selection.only, "--only")
     if selection.start:
-        selected &= descendants(graph, stages_named(graph, selection.start, "--from"))
+        selected &= descendants(graph, find_stages(graph, selection.start, "--from"))
     if selection.until:
-        selected &= graph.with_ancestors(stages_named(graph, selection.until, "--until"))
+        selected &= graph.with_ancestors(find_stages(graph, selection.until, "--until"))
     _check_forced(graph, selection, selected)
     chosen = {stage_id for stage_id in selected if not lookups[stage_id].hit}
     if selection.until and not selection.only and not selection.start:
@@ -120,7 +120,7 @@ def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selecti
 
 
 def _check_forced(graph: Graph, selection: Selection, selected: set[str]) -> None:
-    for stage_id in stages_named(graph, selection.force, "--force"):
+    for stage_id in find_stages(graph, selection.force, "--force"):
         if stage_id not in selected:
             raise UserError(
                 f"--force names {stage_id}, but --only, --from or --until leaves it out; "
@@ -128,7 +128,7 @@ def _check_forced(graph: Graph, selection: Selection, selected: set[str]) -> Non
             )
 
 
-def stages_named(graph: Graph, names: Iterable[str], option: str) -> set[str]:
+def find_stages(graph: Graph, names: Iterable[str], option: str) -> set[str]:
     """Return the ids of the stages with some names.
 
     Args:
@@ -141,14 +141,14 @@ def stages_named(graph: Graph, names: Iterable[str], option: str) -> set[str]:
     """
     ids: set[str] = set()
     for name in names:
-        matches = {stage.id for stage in graph if _is_named(stage.id, stage.step, name)}
+        matches = {stage.id for stage in graph if _matches_name(stage.id, stage.step, name)}
         if not matches:
             raise _unknown_stage(graph, name, option)
         ids |= matches
     return ids
 
 
-def _is_named(stage_id: str, step: str, name: str) -> bool:
+def _matches_name(stage_id: str, step: str, name: str) -> bool:
     if "*" in name or "?" in name:
         return fnmatchcase(stage_id, name)
     return name in (stage_id, step) or stage_id.startswith(name.rstrip("/") + "/")

@@ -49,7 +49,7 @@ NOT_FINISHED = "not finished"  # reason of a miss: the last run had the same sta
 MAX_CHANGES = 4  # versions in a note
 
 
-def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
+def compute_key(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
     """Return the content address of a stage: a hash of inputs and parents' keys, in order.
 
     Values are tagged with their types: 1, 1.0, "1" and True differ.

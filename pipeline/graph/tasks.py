@@ -60,7 +60,7 @@ def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Gra
         card = load_card(name, store)
         _add_card(builder, card)
         key = builder.keys[f"data/{card.name}"]
-        urls = in_place.urls_of(card)
+        urls = in_place.get_shard_urls(card)
         has_val = "val" in card.source.named_splits()
         tasks.append(
             Task(card.name, card.name, key, card.order(), shard_urls=urls, has_val=has_val)
@@ -156,7 +156,7 @@ def _add_card(builder: Builder, card: Card) -> None:
 def _add_ingest(builder: Builder, card: Card) -> None:
     source = builder.sources.get(card.name)
     if source is None:
-        source = raw_data.source_of(builder.store, card, builder.ask_sources)
+        source = raw_data.describe_source(builder.store, card, builder.ask_sources)
     inputs = raw_data.stage_inputs(card, source)
     step = inputs.pop("step")
     images = raw_data.class_digests(builder.store, card, source)
@@ -181,7 +181,7 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     classes = _list_classes(entry, card)
     name = entry.name or card.name
     key = builder.keys[f"data/{card.name}"]
-    urls = in_place.urls_of(card)
+    urls = in_place.get_shard_urls(card)
     has_val = "val" in card.source.named_splits()
     if not entry.split:
         return [Task(name, card.name, key, tuple(classes), entry.role, urls, has_val)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.data import card_files
 from pipeline.data.cards import Card
-from pipeline.data.formats import fingerprint, format_of, list_source, units
+from pipeline.data.formats import fingerprint, get_format, list_source, units
 from pipeline.data.known_images import SOURCE
 from pipeline.data.names import nfc, printable, quoted
 from pipeline.data.packs import ImageChecker, read_raw_digest
@@ -100,7 +100,7 @@ def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedIm
     named = NamedImages(used)
     named.found |= card.images_left_out() & {*lines}
     ingested = [*_list_ingested(store, card)]
-    is_listed = format_of(card).list_items is not None
+    is_listed = get_format(card).list_items is not None
     has_names = is_listed or _is_as_ingested(store, card)
     _match(named, lines if has_names else [*filter(DIGEST.fullmatch, lines)], ingested)
     missing = [line for line in lines if line not in named.found]
@@ -164,7 +164,7 @@ def _is_as_ingested(store: Store, card: Card) -> bool:
 
 def _list_names(card: Card) -> Iterator[SourceImage]:
     """Yield the images of a source with names that do not depend on their bytes."""
-    list_items = format_of(card).list_items
+    list_items = get_format(card).list_items
     if list_items is None:
         return
     checker = ImageChecker(card)

@@ -14,12 +14,12 @@ from pipeline.data.names import counted
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.growing.stream_edits import list_task_classes
-from pipeline.results.bundles import bundle_of
+from pipeline.results.bundles import read_run_bundle
 from pipeline.results.frames import choose_label
 from workers.data import accelerator
 from workers.dist import Group
 from workers.errors import UserError
-from workers.evaluate import in_order, logits_of, result
+from workers.evaluate import compute_logits, in_order, result
 from workers.job import StageJob, Task
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
@@ -74,7 +74,7 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
         UserError: If a task loses more. The folder keeps its version.
     """
     uri = absolute(model)
-    new = bundle_of(run.graph, run.store, label)
+    new = read_run_bundle(run.graph, run.store, label)
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
         if _list_contents(old) == _list_contents(new):
@@ -132,7 +132,7 @@ def publish_removal(
         A sentence about the change. Empty if the folder is up to date.
     """
     uri = absolute(model)
-    new = bundle_of(run.graph, run.store, label)
+    new = read_run_bundle(run.graph, run.store, label)
     sentence = ""
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
@@ -281,6 +281,6 @@ def measure(bundle: Bundle, job: StageJob, tasks: Sequence[Task]) -> dict[str, f
     group = Group(device=device)
     accuracies: dict[str, float] = {}
     for task in tasks:
-        row, _ = result(method, task, in_order([logits_of(job, method, task, group)]))
+        row, _ = result(method, task, in_order([compute_logits(job, method, task, group)]))
         accuracies[task.name] = row["correct"] / max(row["total"], 1)
     return accuracies

@@ -593,7 +593,7 @@ class StreamEditor:
         text = self._card_text(used)
         path = _relative(data_set.card.source.path, os.path.dirname(text.where), data)
         source = data_set.card.source
-        splits = {split: list(source.parts_of(split)) for split in source.named_splits()}
+        splits = {split: list(source.list_parts(split)) for split in source.named_splits()}
         body = {"path": path, "splits": splits}
         listed_before = text.body["source"].get("more")
         if listed_before and body in listed_before:

@@ -130,7 +130,7 @@ def run_ingest(
 
     def compute() -> Manifest:
         card = stage.job.card
-        read = ingest.ingest if in_place.urls_of(card) is None else in_place.index_shards
+        read = ingest.ingest if in_place.get_shard_urls(card) is None else in_place.index_shards
         labels = {"stage": stage.id, "step": "ingest"}
         manifest = read(card, store.root, stage.key, map_fn, labels, report, stage.job.previous)
         artifact = Artifact.need(store.root, stage.key)

@@ -92,7 +92,7 @@ def connect(cluster: ClusterSettings) -> Any:
 
     if ray.is_initialized():
         return ray
-    address = address_of(cluster)
+    address = get_address(cluster)
     if address == "local":
         cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
         start_private(ray, cpus)
@@ -101,7 +101,7 @@ def connect(cluster: ClusterSettings) -> Any:
     return ray
 
 
-def address_of(cluster: ClusterSettings) -> str:
+def get_address(cluster: ClusterSettings) -> str:
     """Return host:port, ray://host:port or auto; `local` means a private cluster."""
     return cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
 

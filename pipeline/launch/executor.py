@@ -42,7 +42,7 @@ def make_executor(
         return LocalExecutor(store, cluster, run_on_driver, progress, sample_s=sample_s)
     from pipeline.launch.groups import start_ray_executor  # a run without Ray must not import Ray
 
-    width = width_of(graph, todo)
+    width = count_parallel_stages(graph, todo)
     return start_ray_executor(store, cluster, run_on_driver, progress, width, sample_s)
 
 
@@ -92,7 +92,7 @@ class _Lent:
         """Do nothing: the owner is closed at the end of the last walk."""
 
 
-def width_of(graph: Graph, todo: set[str]) -> int:
+def count_parallel_stages(graph: Graph, todo: set[str]) -> int:
     """Return the largest number of stages of `todo` that can run in parallel: the widest level."""
     levels: dict[str, int] = {}
     for stage in graph:

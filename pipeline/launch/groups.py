@@ -32,10 +32,10 @@ from pipeline.launch.cluster import (
     ClusterState,
     Node,
     actor_name,
-    address_of,
     check_nodes,
     connect,
     describe_unfit,
+    get_address,
     register_actor,
 )
 from pipeline.launch.limits import Deadline, describe_timeout
@@ -130,7 +130,7 @@ def start_ray_executor(
     except (ray.exceptions.RayError, ConnectionError) as error:
         raise describe_breakdown(ray, error) from None
     session = RaySession(ray, queue, name, state, is_ours=not is_connected)
-    if session.is_ours and address_of(cluster) != "local":
+    if session.is_ours and get_address(cluster) != "local":
         check_nodes(ray, state.nodes, store.storage)
     return RayExecutor(store, cluster, run_on_driver, progress, width, session, sample_s=sample_s)
 
@@ -515,7 +515,7 @@ class RayExecutor(Executor):
     def _node_joined(self, node: Node) -> None:
         devices = {name: node.resources[name] for name in ("CPU", "GPU") if name in node.resources}
         self._note(f"node {node} joined ({format_resources(devices)})")
-        if address_of(self.cluster) != "local":
+        if get_address(self.cluster) != "local":
             check_nodes(self.ray, {node.id: node}, self.store.storage)
 
     def _node_lost(self, node: Node) -> None:

@@ -14,7 +14,7 @@ from pipeline.report.plots import (
     FAINT,
     INK,
     add_legend,
-    handles_of,
+    list_handles,
     method_style,
     nested_line_style,
     new_figure,
@@ -49,7 +49,7 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
     most_tokens = max(row["tokens"] for row in rows)
     _mark_uniform(axes[0], float(np.log(most_tokens)))
     _mark_uniform(axes[1], 1.0)
-    add_legend(figure, handles_of(axes[0]), columns=5)
+    add_legend(figure, list_handles(axes[0]), columns=5)
     return figure
 
 
@@ -92,7 +92,7 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if kind == "occlusion":
             ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    add_legend(figure, handles_of(axes[0]), columns=5)
+    add_legend(figure, list_handles(axes[0]), columns=5)
     return figure
 
 
@@ -120,7 +120,7 @@ def draw_heads(rows: Sequence[Row]) -> Figure:
         axes.plot(xs, means, label=family, linewidth=1.8, markersize=6, **style)
     axes.set_xticks(sorted({row["heads"] for row in rows}))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-    add_legend(figure, handles_of(axes), columns=5)
+    add_legend(figure, list_handles(axes), columns=5)
     return figure
 
 

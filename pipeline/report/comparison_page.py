@@ -121,7 +121,7 @@ def draw_curves(comparison: Comparison) -> Figure:
     low, high = right.get_ylim()
     if high - low < 0.1:
         right.set_ylim(-0.01, 0.1)
-    plots.add_legend(figure, plots.handles_of(left), columns=3)
+    plots.add_legend(figure, plots.list_handles(left), columns=3)
     return figure
 
 

@@ -20,11 +20,11 @@ from pipeline.report.plots import (
     SEQUENTIAL,
     add_legend,
     draw_cells,
-    handles_of,
     label_tasks,
     labelled_positions,
+    list_handles,
+    measure_room,
     new_figure,
-    room_of,
     style_axes,
     task_colours,
     text_size,
@@ -250,7 +250,7 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
         panel.yaxis.set_major_formatter(SHARES)
         panel.set_ylim(0, 1.03)
         label_tasks(panel, tasks, "x")
-    add_legend(figure, handles_of(axes[0]), columns=3, above=True, fontsize=8.5)
+    add_legend(figure, list_handles(axes[0]), columns=3, above=True, fontsize=8.5)
     return figure
 
 
@@ -325,7 +325,7 @@ def _separate_tasks(axes: Axes, row_tasks: Sequence[str]) -> None:
     ends = [*starts[1:], len(row_tasks)]
     middles = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
     size = 8.5
-    named = labelled_positions(len(starts), room_of(axes).height, size)
+    named = labelled_positions(len(starts), measure_room(axes).height, size)
     names = [row_tasks[starts[i]] for i in named]
     axes.set_yticks([middles[i] for i in named], names, fontsize=size)
     axes.set_xticks([])

@@ -19,7 +19,7 @@ from pipeline.report.comparison import Comparison
 from pipeline.report.figures import Picture
 from pipeline.report.html_parts import format_seconds, format_value, render
 from pipeline.report.plots import format_bytes
-from pipeline.report.replicas import comparison_of
+from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
 from pipeline.results.metrics import Metric, metrics_for
@@ -68,7 +68,7 @@ def build(
 
 def one_run(tables: RunTables) -> Comparison:
     """Return the comparison of the methods of one run, as for a run of several seeds."""
-    return comparison_of(str(tables.record["name"]), {"": tables})
+    return compare_replicas(str(tables.record["name"]), {"": tables})
 
 
 def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row]]:

@@ -198,7 +198,7 @@ def table_rows(table: AccuracyTable) -> list[Row]:
     return rows
 
 
-def caption_of(comparison: Comparison) -> list[str]:
+def format_caption(comparison: Comparison) -> list[str]:
     """Return sentences that explain the numbers of the table."""
     count = max((len(group.runs) for group in comparison.groups), default=0)
     sentences = ["Accuracy in per cent on each task after the last one."]
@@ -282,14 +282,14 @@ def curve_figure(comparison: Comparison, metric: str, title: str) -> Figure:
     axes.xaxis.label.set_fontsize(8)
     axes.yaxis.label.set_fontsize(8)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    plots.add_legend(figure, plots.handles_of(axes), columns=3, above=True, fontsize=7)
+    plots.add_legend(figure, plots.list_handles(axes), columns=3, above=True, fontsize=7)
     return figure
 
 
 def paper_files(comparison: Comparison) -> dict[str, bytes]:
     """Return the tables and figures of a comparison by file name."""
     table = accuracy_table(comparison)
-    caption = caption_of(comparison)
+    caption = format_caption(comparison)
     contents = {
         "table.tex": as_latex(table, caption).encode(),
         "table.md": as_markdown(table, caption).encode(),

@@ -144,7 +144,7 @@ def label_tasks(
             angle = 40
         rotate_x_ticks(axes, names, angle, fontsize=size)
     if "y" in which:
-        positions = labelled_positions(len(tasks), room_of(axes).height, size)
+        positions = labelled_positions(len(tasks), measure_room(axes).height, size)
         axes.set_yticks(positions, [names[i] for i in positions], fontsize=size)
 
 
@@ -161,7 +161,7 @@ class Room(NamedTuple):
     height: float
 
 
-def room_of(axes: Axes) -> Room:
+def measure_room(axes: Axes) -> Room:
     """Return about how large axes are, before the layout makes room for labels."""
     position = axes.get_position()
     width, height = axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
@@ -189,7 +189,7 @@ def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any)
         style["ha"] = "center"
     elif angle == 90:
         style["va"] = "center"
-        positions = labelled_positions(len(names), room_of(axes).width, style["fontsize"])
+        positions = labelled_positions(len(names), measure_room(axes).width, style["fontsize"])
     axes.set_xticks(positions, [names[i] for i in positions], **style)
 
 
@@ -318,7 +318,7 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
                 highest = row["forgetting"]
     right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * highest)
     if len(matrices) > 1:
-        add_legend(figure, handles_of(left))
+        add_legend(figure, list_handles(left))
     return figure
 
 
@@ -368,7 +368,7 @@ def add_legend(
         )
 
 
-def handles_of(axes: Axes) -> list[Any]:
+def list_handles(axes: Axes) -> list[Any]:
     """Return the labelled artists of axes, for a legend."""
     return list(axes.get_legend_handles_labels()[0])
 
@@ -658,7 +658,7 @@ def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
     if len(spans) < 2:
         return
     letters = sum(len(task) + 1 for _, _, task in spans)
-    has_names = len(spans) <= 6 and letters * LETTER_INCHES < room_of(axes).width
+    has_names = len(spans) <= 6 and letters * LETTER_INCHES < measure_room(axes).width
     step = math.ceil(len(spans) / MOST_SPANS)
     for index, (left, right, task) in enumerate(spans):
         if index % 2:

@@ -11,7 +11,7 @@ from pipeline.results.tables import RunTables, merge_warnings
 from pipeline.shell.console import table_text, warning_lines
 
 
-def comparison_of(name: str, tables: Mapping[str, RunTables]) -> Comparison:
+def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
     """Return the methods of a run on all of its tasks, each over all replicas.
 
     name: of the run. tables: of each replica. With several class orders a task is a position in the
@@ -39,7 +39,7 @@ def _classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
 
 def comparison_text(name: str, tables: Mapping[str, RunTables]) -> str:
     """Return a table of mean and deviation over the replicas, and warnings, as plain text."""
-    comparison = comparison_of(name, tables)
+    comparison = compare_replicas(name, tables)
     metrics = metrics_for("replicas_text")
     body = []
     for entry in comparison.entries:

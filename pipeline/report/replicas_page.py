@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.graph.run_record import RunRecord
 from pipeline.report import comparison_page, files, paper
 from pipeline.report.html_parts import render
-from pipeline.report.replicas import comparison_of
+from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.tables import RunTables, merge_warnings
 
@@ -26,7 +26,7 @@ def build(
         failures: Id of a stage that failed -> why.
         gpu_use: Sentences on how busy each GPU was; empty without GPUs.
     """
-    comparison = comparison_of(str(record["name"]), tables)
+    comparison = compare_replicas(str(record["name"]), tables)
     curves = comparison_page.curves_picture(comparison)
     matrices = comparison_page.matrix_pictures(comparison)
     values: dict[str, dict[str, None]] = {}

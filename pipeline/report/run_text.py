@@ -81,7 +81,7 @@ def watch(name: str, storage: str, with_all: bool) -> None:
         if is_terminal:
             text = printable(status_text(run, with_all))
             if run.state == "running":
-                text = screen_of(text)
+                text = show_run(text)
             print(CLEAR_SCREEN + text, flush=True)
         else:
             changed = changes(last, run.stages)
@@ -95,7 +95,7 @@ def watch(name: str, storage: str, with_all: bool) -> None:
         time.sleep(WATCH_S)
 
 
-def screen_of(text: str) -> str:
+def show_run(text: str) -> str:
     """Return the lines that a terminal shows at once, each cut to its width."""
     size = shutil.get_terminal_size()
     lines = text.splitlines()[: size.lines - 1]

@@ -359,7 +359,7 @@ def _test_values(search: Search, trial: Trial) -> dict[str, Any] | None:
         cells = [format_value(as_number(test.get(metric.name)), metric.unit) for metric in metrics]
         rows.append([test.get("seed", "-"), test.get("run", "-"), *cells])
     if len(tests) > 1:
-        means = [format_value(_mean_of(tests, metric.name), metric.unit) for metric in metrics]
+        means = [format_value(_format_mean(tests, metric.name), metric.unit) for metric in metrics]
         rows.append(["all", "mean ± standard deviation", f"{mean_text} %", *means[1:]])
     planned = search.settings.get("seeds")
     if isinstance(planned, list):
@@ -377,7 +377,7 @@ def _test_values(search: Search, trial: Trial) -> dict[str, Any] | None:
     }
 
 
-def _mean_of(tests: Sequence[Mapping[str, Any]], key: str) -> float:
+def _format_mean(tests: Sequence[Mapping[str, Any]], key: str) -> float:
     """Return the mean of the tests that have a value; NaN when none has."""
     values = [as_number(test.get(key)) for test in tests]
     known = [value for value in values if not math.isnan(value)]

@@ -83,7 +83,7 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
     return RightAnswers(right, images)
 
 
-def strata_of(
+def find_strata(
     images: Mapping[str, Sequence[Sequence[ImageId]]], rng: np.random.Generator, draws: int
 ) -> list[Stratum]:
     """Group the test images that every replica tests together, and draw from each group.
@@ -136,7 +136,7 @@ def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) 
     return rates
 
 
-def metrics_of(rates: Array, totals: Array) -> dict[str, Array]:
+def compute_metrics(rates: Array, totals: Array) -> dict[str, Array]:
     """Compute each metric in each draw.
 
     Args:
@@ -179,7 +179,7 @@ def draw_metrics(
     for by_replica in methods.values():
         for replica, answers in by_replica.items():
             images.setdefault(replica, answers.images)
-    strata = strata_of(images, rng, draws)
+    strata = find_strata(images, rng, draws)
     picked: dict[tuple[str, ...], NDArray[np.int64]] = {}
     drawn: dict[str, dict[str, Array]] = {}
     for method, by_replica in methods.items():
@@ -190,7 +190,7 @@ def draw_metrics(
         for replica, answers in by_replica.items():
             totals = np.array([len(task_images) for task_images in answers.images], float)
             rates = drawn_rates(answers, replica, strata)
-            for name, metric in metrics_of(rates, totals).items():
+            for name, metric in compute_metrics(rates, totals).items():
                 values.setdefault(name, []).append(metric)
         drawn[method] = {
             name: intervals.mean_over_replicas(np.stack(rows), picked[replicas])

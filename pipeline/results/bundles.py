@@ -10,7 +10,7 @@ from pipeline.config.yaml_files import absolute
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from workers.data.decoding import MAX_PIXELS, ImageLimits
-from workers.data.shards import limits_of
+from workers.data.shards import get_limits
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving import single_tasks
@@ -18,10 +18,10 @@ from workers.serving.bundle import Bundle, check_new
 from workers.serving.model_file import MODEL
 from workers.serving.reference import with_reference
 from workers.storage.artifact import Artifact, exists, join
-from workers.storage.regular_file import read_regular, write_named
+from workers.storage.regular_file import read_regular, write_named_file
 
 
-def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
+def read_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
     """Build the bundle that serves all tasks of a method.
 
     It is the model that the last evaluation of the method loads, with the states of all tasks.
@@ -48,11 +48,11 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
         states |= job.states
         tasks |= dict.fromkeys(job.tasks)
     job = replace(jobs[-1], tasks=tuple(tasks), states=states)
-    bundle = Bundle.of_job(job, _limits_of(store, tasks))
+    bundle = Bundle.of_job(job, _find_limits(store, tasks))
     return replace(bundle, where=f"run {graph.name!r}, method {label!r}")
 
 
-def _limits_of(store: Store, tasks: Iterable[Task]) -> ImageLimits:
+def _find_limits(store: Store, tasks: Iterable[Task]) -> ImageLimits:
     """Return the limits that hold for the images of all tasks.
 
     Raises:
@@ -62,7 +62,7 @@ def _limits_of(store: Store, tasks: Iterable[Task]) -> ImageLimits:
     for key in dict.fromkeys(task.data for task in tasks):
         shards = Artifact.open(store.root, key)
         if shards is not None:
-            found.append(limits_of(shards))
+            found.append(get_limits(shards))
     ranges = {limits.value_range for limits in found}
     if len(ranges) > 1:
         named = " and ".join(sorted(map(str, ranges)))
@@ -124,7 +124,7 @@ def export_task(bundle: Bundle, task: str, file: str) -> int:
         UserError: If the bundle has no such task or the file cannot be written.
     """
     data = single_tasks.export_task(bundle, task)
-    write_named("file", file, data)
+    write_named_file("file", file, data)
     return len(data)
 
 

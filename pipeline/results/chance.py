@@ -87,6 +87,6 @@ class LearnedTask:
         return f"{fact}; {longer}"
 
 
-def sentences_of(learned: Sequence[LearnedTask]) -> list[str]:
+def describe_chance(learned: Sequence[LearnedTask]) -> list[str]:
     """Return a sentence for each task that is not above chance."""
     return [sentence for sentence in (task.sentence() for task in learned) if sentence]

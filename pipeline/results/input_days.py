@@ -19,7 +19,7 @@ from workers.serving.input_counts import (
 )
 from workers.serving.model_file import read_model
 from workers.storage.artifact import is_local, resolve
-from workers.storage.regular_file import write_named
+from workers.storage.regular_file import write_named_file
 
 MIN_INPUTS = 50  # measured inputs of a task and day, below which nothing is said of them
 EXPECTED_FAR = 0.05  # share of inputs like the test images that is farther than 95 % of these
@@ -217,4 +217,4 @@ def _describe_shift(day: str, name: str, task: TaskCounts, beyond_median: int) -
 
 def write_report(report: InputReport, file: str) -> None:
     """Write the report as JSON. Raises `UserError` if the file cannot be written."""
-    write_named("--json", file, json.dumps(asdict(report), indent=1).encode())
+    write_named_file("--json", file, json.dumps(asdict(report), indent=1).encode())

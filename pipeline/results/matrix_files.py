@@ -58,7 +58,7 @@ def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
                 "rows learn the tasks in the order of the header"
             )
         values.append([_cell_value(path, number, cell.strip()) for cell in row[1:]])
-    return _tables_of(path, names, values, has_task_names=True)
+    return _make_tables(path, names, values, has_task_names=True)
 
 
 def _csv_rows(path: str, data: bytes) -> list[list[str]]:
@@ -99,7 +99,7 @@ def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
             )
     names = [f"task {position + 1}" for position in range(len(rows))]
     _check_names(path, names)
-    return _tables_of(path, names, rows, has_task_names=False)
+    return _make_tables(path, names, rows, has_task_names=False)
 
 
 def _check_names(path: str, names: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ def _check_names(path: str, names: Sequence[str]) -> None:
             )
 
 
-def _tables_of(
+def _make_tables(
     path: str, names: Sequence[str], rows: Sequence[Sequence[Any]], has_task_names: bool
 ) -> ImportedTables:
     """Return the run that a matrix of accuracies makes. Missing rows are not finished yet."""

@@ -63,7 +63,9 @@ class Model:
         with the highest probability. top: how many probabilities are listed, 0 for all. Raise
         `UserError` when an image cannot be read, or its task is needed.
         """
-        rows = [answer.row() for answer in answers_of(self.predictor, images, task, rule, top)]
+        rows = [
+            answer.row() for answer in make_answer_rows(self.predictor, images, task, rule, top)
+        ]
         return data_frame(rows, Answer("", 0.0, "", 0.0, {}).row())
 
     def attention(self, images: Sequence[Any], task: str) -> dict[str, NDArray[np.float32]]:
@@ -80,7 +82,7 @@ class Model:
         )
         parts: dict[str, list[NDArray[np.float32]]] = {}
         for start in range(0, len(images), limits.images):
-            pixels = self.predictor.pixels_of(images[start : start + limits.images], limits)
+            pixels = self.predictor.read_pixels(images[start : start + limits.images], limits)
             for name, look in self._attention(pixels, task).items():
                 parts.setdefault(name, []).append(look)
         return {name: np.concatenate(looks) for name, looks in parts.items()}
@@ -137,7 +139,7 @@ class Model:
         export_task(self.bundle, task, os.fspath(file))
 
 
-def answers_of(
+def make_answer_rows(
     predictor: Predictor,
     images: Sequence[Any],
     task: Sequence[str | None] | str | None,

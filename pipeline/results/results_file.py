@@ -29,8 +29,8 @@ from pipeline.results.matrix_files import matrix_from_csv, matrix_from_lists
 from pipeline.results.tables import Matrix, Row, RunTables
 from workers.errors import UserError
 from workers.job import Frozen
-from workers.storage.artifact import digest_of
-from workers.storage.regular_file import read_regular, write_named
+from workers.storage.artifact import compute_sha256
+from workers.storage.regular_file import read_regular, write_named_file
 from workers.storage.secrets import redact
 
 FORMAT = "accrete-results"
@@ -106,7 +106,7 @@ class RunBody(Strict):
 
 
 class FileBody(Strict):
-    """The file. sha256: of the rest, by `digest_of`; may be left out."""
+    """The file. sha256: of the rest, by `compute_sha256`; may be left out."""
 
     format: str
     version: int
@@ -119,7 +119,7 @@ def results_bytes(runs: Sequence[RunTables]) -> bytes:
     """Return the file with the results of a run, or of all its seeds."""
     body = {"format": FORMAT, "version": VERSION, "runs": [_run_body(run) for run in runs]}
     plain = json.loads(json.dumps(body, default=str))
-    text = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, allow_nan=False)
+    text = json.dumps({**plain, "sha256": compute_sha256(plain)}, indent=1, allow_nan=False)
     return text.encode()
 
 
@@ -128,7 +128,7 @@ def write_results(name: str, path: str, runs: Sequence[RunTables]) -> None:
 
     Raise `UserError` where it cannot be written.
     """
-    write_named(name, path, results_bytes(runs))
+    write_named_file(name, path, results_bytes(runs))
 
 
 def _run_body(run: RunTables) -> dict[str, Any]:
@@ -175,9 +175,9 @@ def _method_body(run: RunTables, label: str) -> dict[str, Any]:
         "label": label,
         "method": run.method(label),
         "tasks": list(matrix.tasks),
-        **_cells_of(matrix),
-        "accuracy": _rows_of(matrix.rates),
-        "chance": _rows_of(matrix.chance),
+        **_list_cells(matrix),
+        "accuracy": _list_rows(matrix.rates),
+        "chance": _list_rows(matrix.chance),
         "sizes": [_sizes_body(row) for row in run.sizes(label)],
     }
     finals = matrix.final.items()
@@ -185,18 +185,18 @@ def _method_body(run: RunTables, label: str) -> dict[str, Any]:
     return body
 
 
-def _cells_of(matrix: Matrix) -> dict[str, Any]:
+def _list_cells(matrix: Matrix) -> dict[str, Any]:
     """Return the counts of a matrix; nothing for one of accuracies alone."""
     known = matrix.correct[~np.isnan(matrix.correct)]
     if (known % 1).any():
         return {}
     return {
-        "correct": _rows_of(matrix.correct, is_count=True),
-        "total": _rows_of(matrix.total, is_count=True),
+        "correct": _list_rows(matrix.correct, is_count=True),
+        "total": _list_rows(matrix.total, is_count=True),
     }
 
 
-def _rows_of(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
+def _list_rows(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
     """Return a matrix (T, T) as lists, null above the diagonal and where NaN."""
     rows = []
     for t, row in enumerate(values.tolist()):
@@ -249,7 +249,7 @@ def read_results(path: str) -> list[ImportedTables]:
     body = _parse(path, data)
     if isinstance(body, list):
         return [matrix_from_lists(path, body)]
-    return _runs_of(path, body)
+    return _list_runs(path, body)
 
 
 def _parse(path: str, data: bytes) -> Any:
@@ -265,7 +265,7 @@ def _parse(path: str, data: bytes) -> Any:
         raise UserError(f"{path}: it cannot be read as JSON ({reason:.100}); {WRITE}") from None
 
 
-def _runs_of(path: str, body: Any) -> list[ImportedTables]:
+def _list_runs(path: str, body: Any) -> list[ImportedTables]:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise UserError(
             f"{path}: it holds no results (its `format` is not {FORMAT!r}), and is no list of "
@@ -278,7 +278,7 @@ def _runs_of(path: str, body: Any) -> list[ImportedTables]:
         )
     _check_settings(path, body.get("runs"))
     file = checked(FileBody, body, "", path)
-    if file.sha256 is not None and file.sha256 != digest_of(body):
+    if file.sha256 is not None and file.sha256 != compute_sha256(body):
         raise UserError(
             f"{path}: it was changed after it was written (its sha256 differs); ask for it again, "
             "or leave `sha256` out"
@@ -288,7 +288,7 @@ def _runs_of(path: str, body: Any) -> list[ImportedTables]:
         raise UserError(
             f"{path}: its matrices have {cells} cells, more than {MOST_CELLS}; leave methods out"
         )
-    return [_tables_of(path, run) for run in file.runs]
+    return [_make_tables(path, run) for run in file.runs]
 
 
 def _check_settings(path: str, runs: Any) -> None:
@@ -314,7 +314,7 @@ def _check_settings(path: str, runs: Any) -> None:
             )
 
 
-def _tables_of(path: str, run: RunBody) -> ImportedTables:
+def _make_tables(path: str, run: RunBody) -> ImportedTables:
     config = {name: value for name, value in run.config.items() if name not in ELSEWHERE}
     record = imported_record(run.name, config | {"seed": run.seed}, run.created)
     names = [task.name for task in run.tasks]
@@ -328,7 +328,7 @@ def _tables_of(path: str, run: RunBody) -> ImportedTables:
         for t in run.tasks
     ]
     roles = {task.name: task.role for task in run.tasks}
-    methods = {method.label: _method_of(path, method, roles) for method in run.methods}
+    methods = {method.label: _make_method(path, method, roles) for method in run.methods}
     digests = {t.name: t.images_sha256 for t in run.tasks if t.images_sha256}
     return ImportedTables(
         path,
@@ -341,7 +341,7 @@ def _tables_of(path: str, run: RunBody) -> ImportedTables:
     )
 
 
-def _method_of(path: str, body: MethodBody, roles: Mapping[str, str]) -> ImportedMethod:
+def _make_method(path: str, body: MethodBody, roles: Mapping[str, str]) -> ImportedMethod:
     """Return the results of a method. roles: of the tasks of the stream, in its order."""
     where = f"{path}: method {body.label!r}"
     in_order = [name for name in roles if name in body.tasks]
@@ -352,10 +352,10 @@ def _method_of(path: str, body: MethodBody, roles: Mapping[str, str]) -> Importe
         )
     size = len(body.tasks)
     if body.correct is not None and body.total is not None:
-        correct = _array_of(where, body.correct, size)
-        total = _array_of(where, body.total, size)
+        correct = _make_array(where, body.correct, size)
+        total = _make_array(where, body.total, size)
     elif body.accuracy is not None:
-        correct = _array_of(where, body.accuracy, size)
+        correct = _make_array(where, body.accuracy, size)
         total = np.where(np.isnan(correct), np.nan, 1.0)
     else:
         raise UserError(f"{where} has neither `correct` and `total` nor `accuracy`; {WRITE}")
@@ -369,7 +369,9 @@ def _method_of(path: str, body: MethodBody, roles: Mapping[str, str]) -> Importe
     return ImportedMethod(body.method, tuple(body.tasks), correct, total, sizes)
 
 
-def _array_of(where: str, rows: Sequence[Sequence[float | None]], size: int) -> NDArray[np.float64]:
+def _make_array(
+    where: str, rows: Sequence[Sequence[float | None]], size: int
+) -> NDArray[np.float64]:
     """Return a matrix (T, T), NaN where null, and above the diagonal."""
     if len(rows) != size or any(len(row) != size for row in rows):
         raise UserError(f"{where}: a matrix is not of {size} x {size}, one row per task; {WRITE}")

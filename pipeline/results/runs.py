@@ -154,13 +154,15 @@ def list_runs(storage: str) -> list[RunOverview]:
     for name in store.run_names():
         if not re.fullmatch(NAME, name):  # no run can have it
             continue
-        overview = _overview_of(store, name, has_result)
+        overview = _make_overview(store, name, has_result)
         if overview is not None:
             overviews.append(overview)
     return sorted(overviews, key=lambda overview: overview.started, reverse=True)
 
 
-def _overview_of(store: Store, name: str, has_result: Callable[[str], bool]) -> RunOverview | None:
+def _make_overview(
+    store: Store, name: str, has_result: Callable[[str], bool]
+) -> RunOverview | None:
     """Return a run in a list; None for a folder without a record.
 
     A record on a disk that is not a readable file counts as damaged and does not stop the list.

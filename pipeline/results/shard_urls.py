@@ -13,7 +13,7 @@ from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
 from pipeline.data.splits import SPLITS, Split
 from pipeline.graph import raw_data
-from pipeline.graph.store import Store, key_of
+from pipeline.graph.store import Store, compute_key
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, is_local
 
@@ -26,7 +26,7 @@ class ShardUrl(NamedTuple):
     url: str
 
 
-def asked_for(name: str, storage: str | None) -> list[ShardUrl]:
+def find_requested(name: str, storage: str | None) -> list[ShardUrl]:
     """Return the shards of a card, or of all cards of a config.
 
     name: of a card, or the path of a card or a config. storage: of ingested data; None: that of the
@@ -39,16 +39,16 @@ def asked_for(name: str, storage: str | None) -> list[ShardUrl]:
         names = list(dict.fromkeys(entry.card for entry in config.stream.tasks))
         storage = storage or config.storage
     store = Store(absolute(storage or "storage"))
-    return [shard for card in names for shard in shard_urls_of(card, store)]
+    return [shard for card in names for shard in list_shard_urls(card, store)]
 
 
-def shard_urls_of(name: str, store: Store) -> list[ShardUrl]:
+def list_shard_urls(name: str, store: Store) -> list[ShardUrl]:
     """Return where the shards of a card lie: those that it names, else those that ingest wrote.
 
     Nothing is opened but the store. Raise UserError where the card was not ingested yet.
     """
     card = card_files.load(name, store)
-    urls = in_place.urls_of(card)
+    urls = in_place.get_shard_urls(card)
     if urls is None:
         return [ShardUrl(card.name, split, url) for split, url in _stored_urls(card, store)]
     patterns: dict[Split, tuple[str, ...]] = {
@@ -62,8 +62,8 @@ def shard_urls_of(name: str, store: Store) -> list[ShardUrl]:
 def _stored_urls(card: Card, store: Store) -> Iterator[tuple[Split, str]]:
     artifact = None
     if not is_local(store.storage) or os.path.isdir(store.storage):
-        source = raw_data.source_of(store, card, ask=False)
-        artifact = Artifact.open(store.root, key_of(raw_data.stage_inputs(card, source), ()))
+        source = raw_data.describe_source(store, card, ask=False)
+        artifact = Artifact.open(store.root, compute_key(raw_data.stage_inputs(card, source), ()))
     if artifact is None:
         raise UserError(
             f"card {card.name!r} has no shards in storage {store.storage!r}; bring its data in "

@@ -44,11 +44,11 @@ def read_events(storage: str, name: str) -> list[RunEvent]:
             data = read_bytes(join(folder, file), 2 * event_log.MAX_BYTES)
         except OSError:
             continue
-        events += _events_of(data)
+        events += _list_events(data)
     return events
 
 
-def _events_of(data: bytes) -> Iterator[RunEvent]:
+def _list_events(data: bytes) -> Iterator[RunEvent]:
     for line in data.splitlines():
         try:
             values = json.loads(line)

@@ -27,8 +27,8 @@ from pipeline.results.training import (
     Budget,
     StepTraining,
     TrainedStage,
-    budget_of,
     group_steps,
+    sum_budget,
 )
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
@@ -457,7 +457,7 @@ class RunTables:
             manifests.append(None if artifact is None else artifact.manifest)
             trained[stage["task"] or ""] = None
         sizes = self.sizes(label)
-        return budget_of(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
+        return sum_budget(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
 
     def summary(self) -> list[Row]:
         """Return one row per method: final metrics, sizes, and whether its logits changed."""

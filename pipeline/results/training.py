@@ -67,7 +67,7 @@ class Budget(NamedTuple):
     stored_bytes: float
 
 
-def budget_of(
+def sum_budget(
     stages: Iterable[Mapping[str, Any] | None], tasks: int, stored_bytes: float
 ) -> Budget:
     """Return the budget of a method. stages: manifests of its training stages; tasks: trained."""

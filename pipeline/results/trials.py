@@ -412,7 +412,7 @@ def _read_trial(folder: str, file_name: str, problems: list[str]) -> Trial | Non
         **body,
     }
     number = int(file_name.removesuffix(".json"))
-    mistake = _mistake_in(trial, number)
+    mistake = _find_mistake(trial, number)
     if mistake:
         problems.append(f"{path} is not a record of trial {number} ({mistake}); it is left out")
         return None
@@ -425,7 +425,7 @@ def _read_trial(folder: str, file_name: str, problems: list[str]) -> Trial | Non
     return cast(Trial, trial)
 
 
-def _mistake_in(trial: Mapping[str, Any], number: int) -> str:
+def _find_mistake(trial: Mapping[str, Any], number: int) -> str:
     """Return the mistake in the record of a trial; "" if the record is valid."""
     for key, kinds in TRIAL_TYPES.items():
         if not isinstance(trial.get(key), kinds):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.app import runs as app
-from pipeline.app.experiment import in_folder, printer, stream_of
+from pipeline.app.experiment import choose_stream, in_folder, printer
 from pipeline.config.yaml_files import parse_yaml
 from pipeline.results import trials
 from pipeline.results.data_frame import data_frame
@@ -125,7 +125,7 @@ class SearchExperiment:
         Raises:
             UserError: If the search has no winner, or another process runs it.
         """
-        stream = stream_of(quiet)
+        stream = choose_stream(quiet)
         with in_folder(self.folder, self) as change_folder:
             search = self._prepare(printer(stream))
             searches.execute(
@@ -134,7 +134,7 @@ class SearchExperiment:
                 change_folder + app.command_text("search", self.source, self.overrides),
                 change_folder + app.command_text("report", self.source, self.overrides),
             )
-        return results_of(search)
+        return read_results(search)
 
     def results(self) -> SearchResults:
         """Return the stored trials, also while another process runs the search.
@@ -143,7 +143,7 @@ class SearchExperiment:
             UserError: If the search was never started.
         """
         with in_folder(self.folder, self):
-            return results_of(self._prepare())
+            return read_results(self._prepare())
 
     def report(self) -> app.WrittenReport:
         """Write the report and the MLflow record again, also before the end of the search."""
@@ -154,7 +154,7 @@ class SearchExperiment:
         return spec.prepare(self.source, list(self.overrides), app.provenance(), say)
 
 
-def results_of(search: spec.Search) -> SearchResults:
+def read_results(search: spec.Search) -> SearchResults:
     """Read the stored results of a search."""
     records = trials.load(search.storage, search.name)
-    return SearchResults(search.name, records, search.storage, searches.page_of(search))
+    return SearchResults(search.name, records, search.storage, searches.get_page_path(search))

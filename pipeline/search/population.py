@@ -26,7 +26,7 @@ class Start:
     parent: int
 
 
-def start_of(
+def choose_start(
     number: int, position: int, records: Sequence[Trial], space: Space, seed: int
 ) -> Start:
     """Decide how a trial starts a task.

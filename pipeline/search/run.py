@@ -29,7 +29,7 @@ from pipeline.search import space as spaces
 from pipeline.search.live_page import LivePage
 from pipeline.search.screen import SearchScreen
 from pipeline.search.space import Params
-from pipeline.search.spec import Search, state_of, write_state
+from pipeline.search.spec import Search, build_state, write_state
 from pipeline.search.trial import Plan, folder, now, with_history
 from pipeline.shell.console import summary
 from pipeline.tracking.search_recorder import SearchRecorder
@@ -107,7 +107,7 @@ def run_search(
             if chosen is None:
                 raise UserError(no_winner(search, plan.phase, resume_command))
             if plan.phase:
-                chosen_so_far[plan.phase] = record_of(search, chosen)["params"]
+                chosen_so_far[plan.phase] = read_trial(search, chosen)["params"]
     finally:
         save_time()
         ray.shutdown()
@@ -159,13 +159,13 @@ def ingest(search: Search, resume_command: str, open_screen: OpenScreen) -> None
     """Ingest the data of the tasks once, before trials need them."""
     config = any_config(search)
     store = Store(search.storage)
-    graph, tasks = build.graph_of(config, store, search.provenance, "val")
+    graph, tasks = build.build_graph(config, store, search.provenance, "val")
     cards = {f"data/{task.card}" for task in tasks if task.name in search.tasks}
     ingest_graph = Graph.of(graph.name, [stage for stage in graph if stage.id in cards])
     app.bring(ingest_graph, config, store, open_screen, resume_command)
 
 
-def record_of(search: Search, number: int) -> Trial:
+def read_trial(search: Search, number: int) -> Trial:
     """Return the record of a trial."""
     return next(record for record in search.records() if record["number"] == number)
 
@@ -206,7 +206,7 @@ def winner_config(
         number: The winning trial.
         chosen_so_far: Parameters chosen in each phase, by task.
     """
-    winner = record_of(search, number)
+    winner = read_trial(search, number)
     history = chosen_so_far or winner["history"]
     return {
         **with_history(search.report_body, winner["params"], history),
@@ -217,7 +217,7 @@ def winner_config(
 
 def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) -> str:
     """Write winner.yaml, a config for `run`, and winner.json; return the path of winner.yaml."""
-    record = record_of(search, outcome.trial)
+    record = read_trial(search, outcome.trial)
     last = record["results"][-1]
     search_folder = folder(search.storage, search.name)
     lines = [
@@ -258,7 +258,7 @@ def execute(
         UserError: If another process runs the search, or there is no winner.
     """
     screen.say(screen.head())
-    screen.say(f"its page, from now on: {page_of(search)}")
+    screen.say(f"its page, from now on: {get_page_path(search)}")
     try:
         with stage_lock(join(search.storage, "searches"), lock_key(search.name), wait=False):
             return _search_and_record(search, screen, resume_command, report_command)
@@ -274,7 +274,7 @@ def _search_and_record(
 ) -> WrittenReport:
     """Run the search, and write its winner, its report and its MLflow record."""
     recorder = SearchRecorder(search.tracking, search.storage, remedy=report_command)
-    recorder.start(state_of(search))
+    recorder.start(build_state(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
     page = LivePage(partial(export, search, is_running=True))
@@ -287,7 +287,7 @@ def _search_and_record(
         page.on_result()
 
     try:
-        with page.writing(), _metrics_of(search, screen):
+        with page.writing(), _serve_metrics(search, screen):
             outcome = run_search(search, resume_command, notify, screen)
             path = write_winner(search, outcome, tests)
             screen.say(screen.announce_winner(outcome.trial, path))
@@ -312,13 +312,13 @@ def _search_and_record(
             winner = load_trials(search.storage, search.name).winner
         recorder.finish(files, winner, status)
     screen.say(screen.describe_tests(tests))
-    written = WrittenReport(page_of(search), recorder.warnings, recorder.links())
+    written = WrittenReport(get_page_path(search), recorder.warnings, recorder.links())
     screen.say("\n".join(written.lines))
     return written
 
 
 @contextmanager
-def _metrics_of(search: Search, screen: SearchScreen) -> Iterator[None]:
+def _serve_metrics(search: Search, screen: SearchScreen) -> Iterator[None]:
     """Context manager that answers Prometheus if the base config names an address."""
     address = search.tracking.prometheus
     if not address:
@@ -344,7 +344,7 @@ def report(search: Search) -> WrittenReport:
     """Write the report and the MLflow record of a search from its records, also before its end."""
     export(search)
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
-    return WrittenReport(page_of(search), recorder.warnings, recorder.links())
+    return WrittenReport(get_page_path(search), recorder.warnings, recorder.links())
 
 
 def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
@@ -365,7 +365,7 @@ def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
     return files
 
 
-def page_of(search: Search) -> str:
+def get_page_path(search: Search) -> str:
     """Return the path of the report's page."""
     return join(folder(search.storage, search.name), "search.html")
 
@@ -377,7 +377,7 @@ def evaluate_winner(
     name = f"{search.name}-winner-seed{seed}"
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)
-    graph, tasks = build.graph_of(config, store, search.provenance)
+    graph, tasks = build.build_graph(config, store, search.provenance)
     run = app.PreparedRun(config, store, graph, tasks)
     result = app.execute(run, screen.open_console, resume_command, resume_command)
     screen.say(summary(result.tables, result.outcome, result.report.lines))

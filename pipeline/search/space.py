@@ -299,14 +299,14 @@ class Space:
             points: dict[str, Params] = {}
             for key, dimension in self.dimensions.items():
                 for value in dimension.bounds():
-                    fixed = {**self._condition_of(key), key: value}
+                    fixed = {**self._find_condition(key), key: value}
                     if label is not None:
                         fixed[METHOD] = label
-                    point = self._corner_with(fixed)
+                    point = self._build_corner(fixed)
                     points.setdefault(repr(point), point)
             yield from points.values()
 
-    def _corner_with(self, fixed: Params) -> Params:
+    def _build_corner(self, fixed: Params) -> Params:
         """Return a point with the `fixed` values that apply; the first value elsewhere."""
         point: Params = {}
         for key, dimension in self.dimensions.items():
@@ -314,11 +314,11 @@ class Space:
                 point[key] = fixed.get(key, dimension.bounds()[0])
         return point
 
-    def _condition_of(self, key: str) -> Params:
+    def _find_condition(self, key: str) -> Params:
         """Return values of other dimensions for which `key` applies."""
         params: Params = {}
         for other, condition in self.dimensions[key].when.items():
-            params |= self._condition_of(other)
+            params |= self._find_condition(other)
             params[other] = _as_list(condition)[0]
         return params
 

@@ -25,7 +25,7 @@ from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
-from pipeline.search.warm_start import WarmStart, WarmStartSettings, warm_start_of
+from pipeline.search.warm_start import WarmStart, WarmStartSettings, choose_warm_start
 from workers.errors import UserError, did_you_mean
 from workers.job import Frozen, Neutral, key_inputs
 from workers.methods import METHODS
@@ -144,8 +144,8 @@ class SearchSettings(Frozen):
 
     @model_validator(mode="after")
     def _check_protocol(self) -> SearchSettings:
-        self._check_field_of("first_k_tasks", "first_tasks", self.first_tasks is not None)
-        self._check_field_of(
+        self._check_field("first_k_tasks", "first_tasks", self.first_tasks is not None)
+        self._check_field(
             "two_streams",
             "stream",
             self.stream is not None,
@@ -157,7 +157,7 @@ class SearchSettings(Frozen):
             )
         return self
 
-    def _check_field_of(self, protocol: str, name: str, is_set: bool, hint: str = "") -> None:
+    def _check_field(self, protocol: str, name: str, is_set: bool, hint: str = "") -> None:
         """Raise `ValueError` unless the field is set exactly when the protocol needs it."""
         if is_set == (self.protocol == protocol):
             return
@@ -319,7 +319,7 @@ class Search:
     def tracking(self) -> configs.TrackingSettings:
         """Tracking settings of the base."""
         params = next(self.space.corners())
-        return _config_of(self.body, params, self.name).tracking
+        return _build_config(self.body, params, self.name).tracking
 
     def records(self, phase: str | None = None) -> list[Trial]:
         """Return the records of the trials of a phase, sorted by number. phase: None means all."""
@@ -522,7 +522,7 @@ def prepare(
     space = Space(settings.space)
     _check_space(settings, space, body, path)
     points = list(space.corners())
-    point_configs = [_config_of(body, params, path) for params in points]
+    point_configs = [_build_config(body, params, path) for params in points]
     config = point_configs[0]
     _check_gpu_budget(settings, config, path)
     if replica_configs(config):
@@ -537,18 +537,18 @@ def prepare(
     raw_data.read_sources_again(config, store, say)
     report_config: configs.Config | None = None
     if settings.stream is not None:
-        report_config = _config_of(report_body, points[0], path)
+        report_config = _build_config(report_body, points[0], path)
         raw_data.read_sources_again(report_config, store, say)
 
     try:
-        graph, stream = build.graph_of(config, store, provenance, "val")
+        graph, stream = build.build_graph(config, store, provenance, "val")
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     label = next(iter(config.methods))
     names = [task.name for task in stream if f"{label}/{task.name}/evaluate" in graph.stages]
     _check_first_tasks(settings, len(names), path)
     if report_config is not None:
-        build.graph_of(report_config, store, provenance)
+        build.build_graph(report_config, store, provenance)
     tasks = tuple(names[: settings.first_tasks])
     _check_early_stops(settings, len(tasks), path)
     method_tasks = _method_tasks(graph, tasks)
@@ -581,15 +581,15 @@ def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
     assert settings.warm_start is not None
 
     def evaluate_key(params: Params) -> str:
-        config = _config_of(search.body, params, path)
-        graph, _ = build.graph_of(config, store, search.provenance, "val")
+        config = _build_config(search.body, params, path)
+        graph, _ = build.build_graph(config, store, search.provenance, "val")
         return graph[f"{next(iter(config.methods))}/{search.tasks[-1]}/evaluate"].key
 
     try:
         earlier = load_trials(search.storage, settings.warm_start)
     except UserError as error:
         raise UserError(f"{path}: warm_start: {error}") from None
-    return warm_start_of(
+    return choose_warm_start(
         earlier,
         search.space,
         WarmStartSettings(settings.warm_points, settings.seed, settings.max_forgetting),
@@ -598,7 +598,7 @@ def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
     )
 
 
-def _config_of(body: dict[str, Any], params: Params, where: str) -> configs.Config:
+def _build_config(body: dict[str, Any], params: Params, where: str) -> configs.Config:
     """Return the config of a point. where: begins the sentence of an error."""
     return configs.check(spaces.with_params(body, params), where)
 
@@ -729,10 +729,10 @@ def _earlier_state(search: Search) -> dict[str, Any]:
 def write_state(search: Search) -> None:
     """Write search.json."""
     path = join(folder(search.storage, search.name), "search.json")
-    write_bytes(path, json.dumps(state_of(search), indent=1, default=str).encode())
+    write_bytes(path, json.dumps(build_state(search), indent=1, default=str).encode())
 
 
-def state_of(search: Search) -> dict[str, Any]:
+def build_state(search: Search) -> dict[str, Any]:
     """Return the content of search.json, which is needed to read the trials and to resume."""
     settings = search.settings.model_dump(mode="json", exclude={"space", "base", "set", "stream"})
     if search.settings.algorithm == "grid":

@@ -18,7 +18,7 @@ from pipeline.config.yaml_files import put
 from pipeline.graph import build
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor, look_up_each, mark_outdated, run_graph
-from pipeline.graph.run_record import RunRecord, record_of
+from pipeline.graph.run_record import RunRecord, make_record
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
@@ -368,7 +368,7 @@ def _learn(
                 if stage.step == "ingest":
                     runner.run(stage.id)
             runner.graph, tasks = _graph_of_trial(plan, settings, store)
-        graph_record = record_of(runner.graph, settings, tasks, dict(plan.provenance))
+        graph_record = make_record(runner.graph, settings, tasks, dict(plan.provenance))
         record["graph"] = graph_record
         with (
             store.claimed_by_gc()
@@ -380,7 +380,7 @@ def _learn(
             runner.run(f"{label}/{task}/evaluate")
             if plan.only and position < len(plan.tasks) - 1:
                 continue
-            result = result_of(store, graph_record, label, task, position)
+            result = compute_result(store, graph_record, label, task, position)
             record["results"] = [*record["results"], result]
             record["history"] = {}
             if plan.each:
@@ -419,7 +419,7 @@ def _forgets_too_much(plan: Plan, record: Trial) -> str:
 
 def _graph_of_trial(plan: Plan, settings: config.Config, store: Store) -> tuple[Graph, list[Task]]:
     """Return the graph up to the evaluations of the plan's tasks, and these tasks."""
-    graph, tasks = build.graph_of(settings, store, dict(plan.provenance), "val")
+    graph, tasks = build.build_graph(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))
     stage_ids: set[str] = set()
     for task in plan.tasks:
@@ -485,7 +485,9 @@ class Runner:
         self.executor.close()
 
 
-def result_of(store: Store, record: RunRecord, label: str, task: str, position: int) -> TrialResult:
+def compute_result(
+    store: Store, record: RunRecord, label: str, task: str, position: int
+) -> TrialResult:
     """Return the validation accuracies after a task, and the stored bytes per task.
 
     Args:

@@ -29,7 +29,7 @@ from pipeline.launch.cluster import (
 )
 from pipeline.launch.shares import check_fits, resources_per_worker, sizes_of_groups
 from pipeline.results.trials import Trial, TrialResult
-from pipeline.search.population import start_of
+from pipeline.search.population import choose_start
 from pipeline.search.space import Params
 from pipeline.search.spec import Search
 from pipeline.search.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
@@ -43,7 +43,7 @@ TrialObserver = Callable[[Trial], None]
 
 
 # ---- points of the space -------------------------------------------------------------------------
-def points_of(search: Search, number: int, first: int) -> Params | None:
+def draw_point(search: Search, number: int, first: int) -> Params | None:
     """Return point `number` of a random search or a grid, or None after the last point.
 
     The point depends only on the settings.
@@ -152,7 +152,7 @@ def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> 
     settings = search.settings
     name = actor_name(ray, search=True)
     driver = register_actor(ray, DriverRegistration, name)
-    room = room_for(ray.get(driver.get_cluster_state.remote()), search.cluster, name)
+    room = count_parallel_trials(ray.get(driver.get_cluster_state.remote()), search.cluster, name)
     budget_s = None
     end = math.inf
     if settings.budget.hours is not None:
@@ -197,10 +197,10 @@ def build_tuner(
         side_by_side: Maximum number of parallel trials.
         budget_s: Remaining seconds of the budget. None: no limit.
     """
-    scheduler = scheduler_of(search)
+    scheduler = make_scheduler(search)
     trial_function = tune.with_parameters(trainable, plan=plan)
     return tune.Tuner(
-        tune.with_resources(trial_function, resources_of(search.cluster)),
+        tune.with_resources(trial_function, compute_resources(search.cluster)),
         tune_config=tune.TuneConfig(
             search_alg=searcher,
             num_samples=searcher.max_trials or -1,
@@ -254,7 +254,7 @@ class AskingSearcher(Searcher):
             self.next = number + 1
             position = len(known["rounds"])
             records = list(self.known.values())
-            start = start_of(
+            start = choose_start(
                 number, position, records, self.search.space, self.search.settings.seed
             )
             return {"number": number, "params": start.params, "parent": start.parent}
@@ -289,7 +289,7 @@ class AskingSearcher(Searcher):
             return self.optuna.ask(number, known_params)
         if known_params is not None:
             return known_params
-        return points_of(self.search, number, self.first)
+        return draw_point(self.search, number, self.first)
 
     def _first_params(self, number: int) -> Params | None:
         """Return the point of an earlier search with which a trial starts, or None."""
@@ -427,7 +427,7 @@ def trainable(tuned: dict[str, Any], plan: Plan) -> None:
         run_trial(plan, number, tuned["params"], report, tuned["parent"])
 
 
-def scheduler_of(search: Search) -> ASHAScheduler | None:
+def make_scheduler(search: Search) -> ASHAScheduler | None:
     """Create a scheduler for successive halving over the learned tasks, or return None.
 
     There is no rung at the last task, because a trial that has learned it is finished.
@@ -446,7 +446,7 @@ def scheduler_of(search: Search) -> ASHAScheduler | None:
     )
 
 
-def resources_of(cluster: ClusterSettings) -> dict[str, float]:
+def compute_resources(cluster: ClusterSettings) -> dict[str, float]:
     """Return the resources that Tune reserves for one trial: the maximum over its stages.
 
     A trial with several workers only waits for its worker groups, which reserve their resources.
@@ -456,7 +456,7 @@ def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     return resources_per_worker(cluster.of_any_step())
 
 
-def room_for(cluster_state: ClusterState, cluster: ClusterSettings, name: str) -> int:
+def count_parallel_trials(cluster_state: ClusterState, cluster: ClusterSettings, name: str) -> int:
     """Return the number of trials that can run in parallel in this driver's share of the cluster.
 
     Args:

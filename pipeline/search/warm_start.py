@@ -84,7 +84,7 @@ class WarmStart:
         return body
 
 
-def warm_start_of(
+def choose_warm_start(
     earlier: trials.Search,
     space: Space,
     settings: WarmStartSettings,
@@ -114,7 +114,7 @@ def warm_start_of(
     points: dict[str, EarlierPoint] = {}
     observations: list[EarlierPoint] = []
     for trial in candidates:
-        params = point_in(space, trial, earlier.record["config"], settings.seed)
+        params = convert_point(space, trial, earlier.record["config"], settings.seed)
         if params is None or repr(params) in points:
             continue
         point = EarlierPoint(trial["number"], params, score(trial), size(trial))
@@ -151,7 +151,7 @@ def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
     return not any(average > settings.max_forgetting for average in averages)
 
 
-def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
+def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
     """Return the point of `space` with the settings of a trial, or None if it is outside.
 
     Args:
@@ -169,7 +169,7 @@ def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> 
         if not space.applies(key, params):
             continue
         if key in known:
-            value = value_in(dimension, known[key])
+            value = convert_value(dimension, known[key])
             if value is MISSING:
                 return None
         else:
@@ -178,7 +178,7 @@ def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> 
     return params
 
 
-def value_in(dimension: Dimension, value: Any) -> Any:
+def convert_value(dimension: Dimension, value: Any) -> Any:
     """Return a value in the form of this dimension, or `MISSING` if it is outside."""
     if isinstance(dimension, Choice):
         text = json.dumps(value, default=str)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.config.settings import ClusterSettings
-from pipeline.launch.cluster import address_of, connect
+from pipeline.launch.cluster import connect, get_address
 from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
@@ -240,10 +240,10 @@ def started(
         workers=2 * replicas.maximum,
         cpus_per_worker=replicas.cpus,
     )
-    is_private = address_of(cluster) == "local"
-    if address_of(cluster).startswith("ray://"):
+    is_private = get_address(cluster) == "local"
+    if get_address(cluster).startswith("ray://"):
         raise UserError(
-            f"{address_of(cluster)!r} is an address for Ray Client, but the server must run on a "
+            f"{get_address(cluster)!r} is an address for Ray Client, but the server must run on a "
             "node of the cluster; start it there, for example with `ray job submit`"
         )
     # Must precede the import of Ray Serve: `connect` sets variables that Ray reads at import.

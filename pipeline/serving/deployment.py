@@ -180,7 +180,7 @@ class Deployment:
         request = parse_request(raw)
         images = [*request.images]
         tasks = self.served.check_request(len(images), request.tasks, request.rule, request.top)
-        pixels = self.served.pixels_of(images, self.limits, self.budget, is_cancelled.is_set)
+        pixels = self.served.read_pixels(images, self.limits, self.budget, is_cancelled.is_set)
         return DecodedRequest(pixels, tasks, request.rule, self.served.limit_top(request.top))
 
     @serve.batch(

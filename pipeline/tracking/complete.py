@@ -33,7 +33,7 @@ class RecordState:
     digest: str
 
 
-def state_of(
+def compute_state(
     settings: TrackingSettings,
     storage: str,
     record: RunRecord,
@@ -63,7 +63,7 @@ def state_of(
     return RecordState(storage, record["name"], hashlib.sha256(text.encode()).hexdigest())
 
 
-def links_of(state: RecordState) -> list[str] | None:
+def find_links(state: RecordState) -> list[str] | None:
     """Return the lines with the location of the record, or None if it must be written again."""
     try:
         body = read_json(_path(state))

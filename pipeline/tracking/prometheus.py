@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pipeline.config.settings import ADDRESS_RULE, address_of
+from pipeline.config.settings import ADDRESS_RULE, parse_address
 from pipeline.graph.live_status import STAGE_STATES, LiveStatus
 from pipeline.graph.stage import Graph
 from pipeline.results.trials import STATUSES, Trial, best, gpu_hours, score
@@ -209,7 +209,7 @@ def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> It
 
     registry = CollectorRegistry()
     registry.register(LiveCollector())
-    host, port = address_of(address)
+    host, port = parse_address(address)
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

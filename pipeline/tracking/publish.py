@@ -104,7 +104,7 @@ def log(
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
     if not name:
         return Published(f"models:/{model.model_id}")
-    note = note_of(bundle, name, alias)
+    note = format_note(bundle, name, alias)
     version = _register(client, model, run_id, name, alias, note)
     return Published(f"models:/{name}@{alias}", version)
 
@@ -248,7 +248,7 @@ def requirements() -> list[str]:
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 
-def note_of(bundle: Bundle, name: str, alias: str) -> str:
+def format_note(bundle: Bundle, name: str, alias: str) -> str:
     """Return the description that MLflow shows for a registered model (Markdown)."""
     names = [f"`{task.name}` ({len(task.classes)} classes)" for task in bundle.tasks]
     tasks = ", ".join(names[:40])

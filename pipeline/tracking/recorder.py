@@ -139,11 +139,11 @@ class Recorder:
         if not self.settings.models or not self.writer.record:
             return
         evaluations = [stage for stage in graph if stage.step == "evaluate"]
-        writer = self.writer_of(graph.name)
+        writer = self.make_writer(graph.name)
         for label in dict.fromkeys(stage.method for stage in evaluations if stage.method):
             self._put(partial(self._log_model, writer, graph.name, label, write_bundle))
 
-    def writer_of(self, run_name: str) -> RunWriter:
+    def make_writer(self, run_name: str) -> RunWriter:
         """Create the writer of the run of a graph."""
         return self.writer
 

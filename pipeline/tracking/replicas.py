@@ -53,7 +53,7 @@ class ReplicatedRecorder(Recorder):
         self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log, login_refusal)
 
     def _start(self, record: RunRecord, graph_svg: str, watch: bool) -> None:
-        self.writer.identity = _identity_of(record)
+        self.writer.identity = _make_identity(record)
         shared = [stage for stage in record["stages"] if stage["step"] == "ingest"]
         super()._start({**record, "stages": shared}, graph_svg, watch)
         for replica in self.records.values():
@@ -82,7 +82,7 @@ class ReplicatedRecorder(Recorder):
         self._put(self._summarise)
         super()._finish(files, status)
 
-    def writer_of(self, run_name: str) -> RunWriter:
+    def make_writer(self, run_name: str) -> RunWriter:
         return self.writers.get(run_name, self.writer)
 
     @property
@@ -115,12 +115,12 @@ class ReplicatedRecorder(Recorder):
 
     def _summarise(self) -> None:
         """Write mean and deviation over the replicas to the run above them."""
-        from pipeline.report.replicas import comparison_of  # imports torch and matplotlib
+        from pipeline.report.replicas import compare_replicas  # imports torch and matplotlib
         from pipeline.results.tables import RunTables
 
         tables = RunTables.load_all(self.storage, self.records)
         points = []
-        for entry in comparison_of(self.writer.record["name"], tables).entries:
+        for entry in compare_replicas(self.writer.record["name"], tables).entries:
             for metric in metrics_for("mlflow_replicas"):
                 spread = entry.spread(metric.name)
                 for kind, value in (("mean", spread.mean), ("sd", spread.deviation)):
@@ -130,7 +130,7 @@ class ReplicatedRecorder(Recorder):
         self.writer.ready().log_points(self.writer.parent, points)
 
 
-def _identity_of(record: RunRecord) -> RunIdentity:
+def _make_identity(record: RunRecord) -> RunIdentity:
     """Return the tags that identify the parent run, and its filterable and readable tags."""
     methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
     replicas = record.get("replicas", {})

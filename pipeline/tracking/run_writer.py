@@ -18,7 +18,7 @@ from pipeline.config.settings import flatten
 from pipeline.config.yaml_files import dump_yaml
 from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
 from pipeline.graph.run_record import RunRecord
-from pipeline.results.chance import sentences_of
+from pipeline.results.chance import describe_chance
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
 from pipeline.tracking.ui import artifact_links
 from workers.storage.artifact import Artifact, join
@@ -203,7 +203,7 @@ class RunWriter:
         assert self.client
         record = self.record
         method = self._tables().method(label) if label else ""
-        tags = tags_of(record)
+        tags = make_tags(record)
         tags["protocol"] = self.identity.data
         tags["mlflow.source.name"] = "python -m pipeline run"
         tags |= self.identity.tags
@@ -219,7 +219,7 @@ class RunWriter:
             NOTE: self._note(label, task),
         }
         if not task:
-            tags |= keys_of(record, label)
+            tags |= make_key_tags(record, label)
         name = f"{label} ({record['name']})" if label else record["name"]
         return self.client.create(task or name, tags)
 
@@ -234,7 +234,7 @@ class RunWriter:
     def _note(self, label: str, task: str) -> str:
         if not label and not task and self.identity.note:
             return self.identity.note
-        return note_of(self.record, label, task)
+        return format_run_note(self.record, label, task)
 
     def _fill(self, run: Run) -> None:
         """Log the parameters of a new run, and the graph; then set the tag `OPENED`."""
@@ -272,7 +272,7 @@ class RunWriter:
         if artifact is None or stage_id in self.recorded:
             return
         run = self._run_of_stage(stage)
-        if run.data.tags.get(tag_of(stage)) != stage["key"]:
+        if run.data.tags.get(make_key_tag(stage)) != stage["key"]:
             match stage["step"]:
                 case "ingest":
                     self._record_ingest(run, stage)
@@ -306,7 +306,7 @@ class RunWriter:
         tags: Mapping[str, str] | None = None,
     ) -> None:
         """Log points in one call with the tag that marks them as complete; the tag comes last."""
-        self.ready().log_points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
+        self.ready().log_points(run, points, {**(tags or {}), make_key_tag(stage): stage["key"]})
 
     def _input(self, stage_id: str, context: str) -> InputData:
         """Return MLflow's entry for the data of an ingest stage."""
@@ -407,7 +407,7 @@ class RunWriter:
         self.newly_evaluated.add(label)
         self._record_metrics(label, tables)
         learned = [one for one in tables.learned_tasks(label) if one.task == task]
-        sentences = sentences_of(learned)
+        sentences = describe_chance(learned)
         if sentences:
             text = "\n".join(sentences).encode()
             self.ready().log_files(run, {warnings_file("evaluate"): text})
@@ -592,12 +592,12 @@ def main_params(record: RunRecord) -> dict[str, Any]:
     return params
 
 
-def tag_of(stage: Mapping[str, Any]) -> str:
+def make_key_tag(stage: Mapping[str, Any]) -> str:
     """Return the name of the tag with the key of a recorded stage."""
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
-def keys_of(record: RunRecord, label: str) -> dict[str, str]:
+def make_key_tags(record: RunRecord, label: str) -> dict[str, str]:
     """Return the keys of the stages of a method as tags.
 
     Data are left out, because they get a tag when they are recorded.
@@ -614,7 +614,7 @@ def keys_of(record: RunRecord, label: str) -> dict[str, str]:
     return tags
 
 
-def tags_of(record: RunRecord) -> dict[str, str]:
+def make_tags(record: RunRecord) -> dict[str, str]:
     """Return the tags by which all runs of a graph are sorted and filtered."""
     config = record["config"]
     provenance = record.get("provenance") or {}
@@ -636,7 +636,7 @@ def tags_of(record: RunRecord) -> dict[str, str]:
     return tags
 
 
-def note_of(record: RunRecord, label: str, task: str) -> str:
+def format_run_note(record: RunRecord, label: str, task: str) -> str:
     """Return the description that MLflow shows for a run (Markdown)."""
     if task:
         owner = f"method **{label}**" if label else "all methods"

@@ -36,8 +36,8 @@ from pipeline.tracking.run_writer import (
     OPENED,
     RunIdentity,
     RunWriter,
-    keys_of,
-    tags_of,
+    make_key_tags,
+    make_tags,
 )
 from pipeline.tracking.ui import page_base, run_link
 from workers.errors import UserError, require_package
@@ -176,7 +176,7 @@ class SearchRecorder:
         stored = trials.load(storage, name)
         for trial in stored.trials:
             recorder.trial(trial)
-        files = {path.rsplit("/", 1)[-1]: read_bytes(path) for path in files_in(folder)}
+        files = {path.rsplit("/", 1)[-1]: read_bytes(path) for path in list_files(folder)}
         recorder.finish(files, stored.winner)
         return recorder
 
@@ -210,7 +210,7 @@ class SearchRecorder:
             client.reopen(run)
         if OPENED not in run.data.tags:
             client.log_params(run, self._params())
-        client.tag(run, {OPENED: "true", "mlflow.note.content": note_of(self.search)})
+        client.tag(run, {OPENED: "true", "mlflow.note.content": format_search_note(self.search)})
         return client, run
 
     def _params(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class SearchRecorder:
         methods = [str((entry or {}).get("method", label)) for label, entry in entries]
         tasks = config.get("stream", {}).get("tasks", [])
         stream = [str(task.get("name") or task.get("card", "")) for task in tasks]
-        return tags_of(self._record(None, self.search["name"])) | {
+        return make_tags(self._record(None, self.search["name"])) | {
             "accrete.kind": "search",
             "accrete.search": search_identity(self.search),
             "mlflow.source.name": "python -m pipeline search",
@@ -298,7 +298,7 @@ class SearchRecorder:
                 writer.stage(stage["id"])
         client.log_points(writer.parent, _trial_points(trial))
         tags = {
-            **keys_of(writer.record, ""),
+            **make_key_tags(writer.record, ""),
             "status": trial["status"],
             "message": trial.get("message", "")[:MAX_TAG],
             "mlflow.note.content": trial_note(self.search, trial),
@@ -366,7 +366,7 @@ class SearchRecorder:
         tags = {
             "winner_run": winner_run,
             "winner_accuracy": "" if math.isnan(accuracy) else f"{accuracy:.6f}",
-            "mlflow.note.content": note_of(self.search, winner, self.trials),
+            "mlflow.note.content": format_search_note(self.search, winner, self.trials),
         }
         client.tag(run, tags)
         if run.info.status != status:
@@ -420,7 +420,7 @@ def read_record(path: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def files_in(folder: str) -> list[str]:
+def list_files(folder: str) -> list[str]:
     """Return the sorted paths of the files directly in a folder."""
     system, path = resolve(folder)
     entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
@@ -428,7 +428,7 @@ def files_in(folder: str) -> list[str]:
     return sorted(join(folder, name) for name in names)
 
 
-def note_of(
+def format_search_note(
     search: Mapping[str, Any],
     winner: Winner | None = None,
     trials: Mapping[int, Trial] | None = None,

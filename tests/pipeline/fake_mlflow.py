@@ -173,7 +173,7 @@ class FakeMlflow:
         """
         contents = {}
         for run in self.runs.values():
-            path = self._path_of(run)
+            path = self._make_path(run)
             assert path not in contents, f"two runs are named {path}"
             tags = dict(run.tags)
             tags.pop("mlflow.parentRunId", None)
@@ -182,7 +182,7 @@ class FakeMlflow:
             contents[path] = (run.status, tags, run.params, points, run.inputs, run.files)
         return contents
 
-    def _path_of(self, run: Any) -> tuple[str, ...]:
+    def _make_path(self, run: Any) -> tuple[str, ...]:
         """Return the names of a run's ancestors, from the root run down, and its own."""
         names = [run.name]
         parent = self.runs.get(run.tags.get("mlflow.parentRunId", ""))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.results import answers, metrics
-from pipeline.results.answers import RightAnswers, draw_metrics, right_answers, strata_of
+from pipeline.results.answers import RightAnswers, draw_metrics, find_strata, right_answers
 from pipeline.results.intervals import percentile_interval
 from pipeline.results.tables import RunTables
 
@@ -74,9 +74,9 @@ def test_images_are_grouped_by_the_tasks_that_hold_them_in_every_class_order() -
     second = [images["b"] + images["a"], images["d"] + images["c"]]
     third = [images["a"] + images["c"], images["b"] + images["d"]]
     rng = np.random.default_rng(0)
-    together = strata_of({"first": first, "second": second}, rng, 50)
+    together = find_strata({"first": first, "second": second}, rng, 50)
     assert [len(stratum.counts) for stratum in together] == [20, 20]
-    apart = strata_of({"first": first, "third": third}, rng, 50)
+    apart = find_strata({"first": first, "third": third}, rng, 50)
     assert [len(stratum.counts) for stratum in apart] == [10, 10, 10, 10]
     for stratum in together:
         task, rows = stratum.rows["second"]
@@ -90,7 +90,7 @@ def test_metrics_of_many_matrices_are_those_of_each() -> None:
     totals = np.array([40, 10, 25, 30])
     correct = rng.integers(0, totals + 1, (5, 4, 4)).astype(float)
     rates = correct / totals
-    drawn = answers.metrics_of(rates, totals.astype(float))
+    drawn = answers.compute_metrics(rates, totals.astype(float))
     for row in range(5):
         for name in (
             "average_accuracy",

@@ -32,7 +32,7 @@ TASKS = [
 ]
 
 
-def graph_of(
+def graph_from(
     folder: Any, *labels: str, base: bool = False, **changes: Any
 ) -> tuple[Graph, list[Task]]:
     tasks = copy.deepcopy(([BASE] if base else []) + TASKS)
@@ -42,7 +42,7 @@ def graph_of(
         "stream": {"tasks": tasks},
         **changes,
     }
-    return build.graph_of(check(body, "test"), Store(str(folder)))
+    return build.build_graph(check(body, "test"), Store(str(folder)))
 
 
 class Chained(Method):
@@ -102,14 +102,14 @@ def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_pat
         Path(path).write_text(yaml.safe_dump(card))
         task = {"name": "a", "card": path, "classes": ["0", named]}
         body = {"name": "r", "methods": {"finetune": {}}, "stream": {"tasks": [task]}}
-        (built,) = build.graph_of(check(body, "test"), Store(str(tmp_path)))[1]
+        (built,) = build.build_graph(check(body, "test"), Store(str(tmp_path)))[1]
         assert built.classes == ("0", card_form)
         shutil.rmtree(tmp_path / "raw")
 
 
 # ---- star, chain, union --------------------------------------------------------------------------
 def test_what_carries_nothing_is_a_star(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "meat")
+    graph, _ = graph_from(tmp_path, "meat")
     for task in "abc":
         assert graph[f"meat/{task}/train"].parents == ("backbone", "data/digits")
         assert graph[f"meat/{task}/train"].job.previous == {}
@@ -117,7 +117,7 @@ def test_what_carries_nothing_is_a_star(tmp_path: Path) -> None:
 
 
 def test_what_carries_something_is_a_chain(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "finetune")
+    graph, _ = graph_from(tmp_path, "finetune")
     assert graph["finetune/a/train"].parents == ("backbone", "data/digits")
     assert graph["finetune/b/train"].parents == ("backbone", "data/digits", "finetune/a/train")
     assert graph["finetune/c/train"].parents == ("backbone", "data/digits", "finetune/b/train")
@@ -131,7 +131,7 @@ def test_what_carries_something_is_a_chain(tmp_path: Path) -> None:
 def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(
     tmp_path: Path,
 ) -> None:
-    graph, _ = graph_of(tmp_path, "finetune", "meat")
+    graph, _ = graph_from(tmp_path, "finetune", "meat")
     chain, star = graph["finetune/c/evaluate"], graph["meat/c/evaluate"]
     assert [t.name for t in chain.job.tasks] == ["a", "b", "c"]
     assert chain.job.states == {t: graph[f"finetune/{t}/train"].key for t in "abc"}
@@ -144,7 +144,7 @@ def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_besi
 
 
 def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "finetune", "meat", "chained", base=True)
+    graph, _ = graph_from(tmp_path, "finetune", "meat", "chained", base=True)
     evaluations = [s.id for s in graph if s.step == "evaluate"]
     assert set(graph["report"].parents) == set(evaluations)
     assert all([c.id for c in graph.children(i)] == ["report"] for i in evaluations)
@@ -152,7 +152,7 @@ def test_evaluations_are_leaves_that_only_the_report_waits_for(tmp_path: Path) -
 
 
 def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "joint", base=True)
+    graph, _ = graph_from(tmp_path, "joint", base=True)
     job = graph["joint/b/train"].job
     assert [t.name for t in job.tasks] == ["base", "a", "b"]
     assert job.previous == {}
@@ -166,7 +166,7 @@ def test_joint_training_reads_the_data_of_all_tasks_so_far_and_starts_anew(tmp_p
 
 
 def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_path: Path) -> None:
-    graph, tasks = graph_of(tmp_path, "finetune", "meat", base=True)
+    graph, tasks = graph_from(tmp_path, "finetune", "meat", base=True)
     assert [t.name for t in tasks] == ["base", "a", "b", "c"]
     assert graph["backbone"].parents == ("data/digits",)
     assert graph["backbone"].job.task.name == "base"
@@ -178,7 +178,7 @@ def test_the_base_task_trains_the_backbone_and_is_every_methods_first_row(tmp_pa
 
 
 def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "meat", stream={"tasks": [BASE]})
+    graph, _ = graph_from(tmp_path, "meat", stream={"tasks": [BASE]})
     assert set(graph.stages) == {"data/digits", "backbone", "meat/base/evaluate", "report"}
 
 
@@ -191,9 +191,9 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
         *([BASE] if base else []),
         *TASKS,
     ]
-    graph, tasks = graph_of(tmp_path, "toast", "meat", stream={"tasks": entries})
+    graph, tasks = graph_from(tmp_path, "toast", "meat", stream={"tasks": entries})
     assert [t.name for t in tasks] == ["base"] * base + ["a", "b", "c"]
-    plain, _ = graph_of(tmp_path, "toast", "meat", base=base)
+    plain, _ = graph_from(tmp_path, "toast", "meat", base=base)
     assert graph.stages.keys() - plain.stages.keys() == {"toast/pictures/pretune"}
     assert plain.stages.keys() - graph.stages.keys() == ({"toast/base/pretune"} if base else set())
     assert {s.id for s in graph if s.method == "meat" and s.key != plain[s.id].key} == set()
@@ -204,7 +204,7 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
         assert "pictures" not in {t.name for t in stage.job.tasks}
     if base:
         assert graph["toast/base/evaluate"].job.states == {"base": graph["backbone"].key}
-    best, _ = graph_of(tmp_path, "toast", "meat", stream={"tasks": entries}, train={"keep": "best"})
+    best, _ = graph_from(tmp_path, "toast", "meat", stream={"tasks": entries}, train={"keep": "best"})
     for job in (
         stage.job for stage in (graph["toast/pictures/pretune"], best["toast/pictures/pretune"])
     ):
@@ -215,20 +215,20 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
 
 
 def test_without_a_base_task_the_backbone_waits_for_no_data(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "meat")
+    graph, _ = graph_from(tmp_path, "meat")
     assert graph["backbone"].parents == ()
     assert graph["backbone"].job.task is None
 
 
 def test_a_card_is_ingested_once_however_many_tasks_it_has(tmp_path: Path) -> None:
-    graph, tasks = graph_of(tmp_path, "meat", base=True)
+    graph, tasks = graph_from(tmp_path, "meat", base=True)
     assert [s.id for s in graph if s.step == "ingest"] == ["data/digits"]
     assert {t.data for t in tasks} == {graph["data/digits"].key}
 
 
 # ---- steps ---------------------------------------------------------------------------------------
 def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "chained")
+    graph, _ = graph_from(tmp_path, "chained")
     assert graph["chained/a/prune"].parents == ("backbone", "data/digits", "chained/a/train")
     assert graph["chained/a/retrain"].parents == ("backbone", "data/digits", "chained/a/prune")
     assert graph["chained/b/train"].parents == ("backbone", "data/digits", "chained/a/retrain")
@@ -241,7 +241,7 @@ def test_steps_follow_each_other_and_the_next_task_follows_the_last_step(tmp_pat
 
 @pytest.mark.parametrize("base", [False, True])
 def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path: Path, base: bool) -> None:
-    graph, _ = graph_of(tmp_path, "balanced", base=base)
+    graph, _ = graph_from(tmp_path, "balanced", base=base)
     steps = {
         task: [
             s.step
@@ -260,7 +260,7 @@ def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path: Path, base
 def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(
     tmp_path: Path,
 ) -> None:
-    graph, _ = graph_of(tmp_path, "side")
+    graph, _ = graph_from(tmp_path, "side")
     for step in ("herd", "calibrate"):
         assert "side/a/train" in graph[f"side/a/{step}"].parents
         assert graph[f"side/a/{step}"].job.previous == {"train": graph["side/a/train"].key}
@@ -285,7 +285,7 @@ def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_
         steps = (Step("train"), Step("herd", trains=False), Step("probe", after=()))
 
     monkeypatch.setitem(METHODS, "forked", Forked)
-    graph, _ = graph_of(tmp_path, "forked")
+    graph, _ = graph_from(tmp_path, "forked")
     assert graph["forked/a/probe"].parents == ("backbone", "data/digits")
     ends = {step: graph[f"forked/a/{step}"].key for step in ("herd", "probe")}
     assert graph["forked/b/train"].job.previous == graph["forked/b/probe"].job.previous == ends
@@ -316,7 +316,7 @@ def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_rea
     monkeypatch.setitem(METHODS, "loads", Loads)
     tasks = [BASE, TASKS[0], {**TASKS[1], "card": "roots"}]
     second_card(monkeypatch)
-    graph, _ = graph_of(tmp_path, "loads", "finetune", stream={"tasks": tasks})
+    graph, _ = graph_from(tmp_path, "loads", "finetune", stream={"tasks": tasks})
     assert graph["loads/b/train"].parents == (
         "backbone",
         "data/digits",
@@ -340,7 +340,7 @@ def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbo
     tmp_path: Path,
 ) -> None:
     settings = {"method": "packnet", "base_mode": "prune_retrain"}
-    graph, _ = graph_of(
+    graph, _ = graph_from(
         tmp_path, base=True, methods={"pack": settings}, stream={"tasks": [BASE, TASKS[0]]}
     )
     assert [s.id for s in graph if s.method == "pack" and s.task == "base"] == [
@@ -366,7 +366,7 @@ def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path: Path) 
         match=r"methods\.pack trains steps on the base task, and the stream has none; "
         r"give .* `role: base`",
     ):
-        graph_of(tmp_path, methods={"pack": {"method": "packnet", "base_mode": "prune_retrain"}})
+        graph_from(tmp_path, methods={"pack": {"method": "packnet", "base_mode": "prune_retrain"}})
 
 
 def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(
@@ -377,8 +377,8 @@ def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far
         scenarios = frozenset({"task", "class"})
 
     monkeypatch.setitem(METHODS, "apart", Apart)
-    graph_with_task, _ = graph_of(tmp_path, "apart", "finetune")
-    graph, _ = graph_of(tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS})
+    graph_with_task, _ = graph_from(tmp_path, "apart", "finetune")
+    graph, _ = graph_from(tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS})
     assert graph_with_task["apart/c/evaluate"].job.measured == ("b", "c")
     assert (
         graph["apart/c/evaluate"].job.measured
@@ -399,26 +399,26 @@ def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_
 ) -> None:
     second_card(monkeypatch)
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
-    graph_of(tmp_path, "finetune", stream=stream)
+    graph_from(tmp_path, "finetune", stream=stream)
     monkeypatch.setattr(
         raw_data,
         "source_state",
         lambda card, entries: None if card.name == "roots" else source_state(card, entries),
     )
-    graph, _ = graph_of(tmp_path, "finetune", stream=stream)
+    graph, _ = graph_from(tmp_path, "finetune", stream=stream)
     job = graph["finetune/b/evaluate"].job
     assert ([t.name for t in job.tasks], job.measured) == (["a", "b"], ("b",))
     assert "data/roots" not in graph["finetune/b/evaluate"].parents
 
 
 def test_no_stage_of_a_method_with_several_steps_is_left_hanging(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "side", "chained")
+    graph, _ = graph_from(tmp_path, "side", "chained")
     assert [s.id for s in graph if not graph.children(s.id)] == ["report"]
 
 
 def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path: Path) -> None:
-    before, _ = graph_of(tmp_path, "chained")
-    after, _ = graph_of(tmp_path, methods={"chained": {"steps": {"retrain": {"epochs": 3}}}})
+    before, _ = graph_from(tmp_path, "chained")
+    after, _ = graph_from(tmp_path, methods={"chained": {"steps": {"retrain": {"epochs": 3}}}})
     same = {s.id for s in before if s.key == after[s.id].key}
     assert same == {"data/digits", "backbone", "chained/a/train", "chained/a/prune"}
     assert after["chained/a/retrain"].job.train.epochs == 3
@@ -426,7 +426,7 @@ def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path: Path) 
 
 
 def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_path: Path) -> None:
-    before, _ = graph_of(tmp_path, "chained")
+    before, _ = graph_from(tmp_path, "chained")
     assert before["chained/a/prune"].inputs["train"] == {}
     train = before["chained/a/train"]
     assert train.inputs["train"]["epochs"] == train.job.train.epochs > 0
@@ -434,7 +434,7 @@ def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_p
 
 def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path: Path) -> None:
     graphs = [
-        graph_of(
+        graph_from(
             tmp_path,
             "supsup",
             methods={"supsup": settings},
@@ -460,7 +460,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
         "steps": {"retrain": {"lr": 0.25}},
         "tasks": {"b": {"prune": 0.5, "train": {"lr": 0.5, "epochs": 4}}},
     }
-    graph, _ = graph_of(tmp_path, methods={"packnet": settings})
+    graph, _ = graph_from(tmp_path, methods={"packnet": settings})
     job_settings = {
         i: graph[f"packnet/{i}"].job
         for i in (
@@ -486,7 +486,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
         (job_settings[i].train.lr, job_settings[i].train.epochs)
         for i in ("a/train", "b/train", "b/retrain", "b/evaluate")
     ]
-    defaults = graph_of(tmp_path, "packnet")[0]["packnet/a/train"].job.train
+    defaults = graph_from(tmp_path, "packnet")[0]["packnet/a/train"].job.train
     default = (defaults.lr, defaults.epochs)
     assert default[0] not in (0.5, 0.25)
     assert trained == [default, (0.5, 4), (0.25, 4), default]
@@ -506,8 +506,8 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
 def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(
     tmp_path: Path, method: str, task_settings: dict[str, Any], alike: set[str]
 ) -> None:
-    before, _ = graph_of(tmp_path, method)
-    after, _ = graph_of(tmp_path, methods={method: {"tasks": {"b": task_settings}}})
+    before, _ = graph_from(tmp_path, method)
+    after, _ = graph_from(tmp_path, methods={method: {"tasks": {"b": task_settings}}})
     assert before.stages.keys() == after.stages.keys()
     assert {s.id for s in before if s.key == after[s.id].key} == {
         "data/digits",
@@ -518,7 +518,7 @@ def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_
 
 def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path: Path) -> None:
     tasks = {"b": {"prune": [0.5, "none"]}}
-    graph, _ = graph_of(tmp_path, methods={"packnet": {"tasks": tasks}})
+    graph, _ = graph_from(tmp_path, methods={"packnet": {"tasks": tasks}})
     assert {t: [s.step for s in graph if s.task == t and s.step != "evaluate"] for t in "abc"} == {
         "a": ["train", "prune", "retrain"],
         "b": ["train"],
@@ -530,15 +530,15 @@ def test_steps_with_the_base_task_or_with_images_without_labels_may_have_setting
     tmp_path: Path,
 ) -> None:
     tasks = {"base": {"train": {"lr": 0.5}}}
-    graph, _ = graph_of(
+    graph, _ = graph_from(
         tmp_path, base=True, methods={"toast": {"tasks": tasks}, "hat": {"tasks": tasks}}
     )
     assert graph["toast/base/pretune"].job.train.lr == graph["hat/base/train"].job.train.lr == 0.5
-    defaults, _ = graph_of(tmp_path, "toast", "hat", base=True)
+    defaults, _ = graph_from(tmp_path, "toast", "hat", base=True)
     for name in ("toast/a/train", "hat/a/train", "backbone"):
         assert graph[name].job.train.lr == defaults[name].job.train.lr != 0.5
     pictures = [{"name": "pictures", "card": "digits", "role": "unlabelled"}, *TASKS]
-    graph, _ = graph_of(
+    graph, _ = graph_from(
         tmp_path,
         methods={"toast": {"tasks": {"pictures": {"train": {"lr": 0.5}}}}},
         stream={"tasks": pictures},
@@ -571,7 +571,7 @@ def test_settings_for_a_task_that_no_step_is_for_are_refused(
         match=rf"methods\.m\.tasks\.{name}: 'meat' has no step for a task '{name}' in this "
         rf"stream; {message}",
     ):
-        graph_of(
+        graph_from(
             tmp_path,
             methods={"m": {"method": "meat", "tasks": {name: {"lambda": 0.6}}}},
             stream=stream,
@@ -579,14 +579,14 @@ def test_settings_for_a_task_that_no_step_is_for_are_refused(
 
 
 def test_every_job_knows_its_own_key(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "finetune", "meat", "side", base=True)
+    graph, _ = graph_from(tmp_path, "finetune", "meat", "side", base=True)
     for stage in graph:
         if stage.step not in ("ingest", "report"):
             assert (stage.job.id, stage.job.key) == (stage.id, stage.key)
 
 
 def test_parents_come_before_their_children(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "side", "joint", "meat", base=True)
+    graph, _ = graph_from(tmp_path, "side", "joint", "meat", base=True)
     seen: set[str] = set()
     for stage in graph:
         assert set(stage.parents) <= seen
@@ -599,14 +599,14 @@ def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(
     monkeypatch.setattr(
         card_files, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
     )
-    _, tasks = graph_of(
+    _, tasks = graph_from(
         tmp_path,
         "linear",
         stream={"tasks": [{"card": "digits", "name": "d", "order": "digits/some", "split": 2}]},
     )
     assert [task.classes for task in tasks] == [("7", "2"), ("9", "4")]
     with pytest.raises(UserError, match="task 'd' has `classes` and `order` 'digits/some'"):
-        graph_of(
+        graph_from(
             tmp_path,
             "linear",
             stream={
@@ -617,9 +617,9 @@ def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(
 
 def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two tasks are called 'a'"):
-        graph_of(tmp_path, "meat", stream={"tasks": [TASKS[0], {**TASKS[1], "name": "a"}]})
+        graph_from(tmp_path, "meat", stream={"tasks": [TASKS[0], {**TASKS[1], "name": "a"}]})
     with pytest.raises(UserError, match="'base' and 'second' both have role `base`"):
-        graph_of(tmp_path, "meat", stream={"tasks": [BASE, {**BASE, "name": "second"}]})
+        graph_from(tmp_path, "meat", stream={"tasks": [BASE, {**BASE, "name": "second"}]})
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -627,7 +627,7 @@ LABELS = ("finetune", "meat", "joint", "chained", "side")
 
 
 def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, *LABELS, base=True)
+    graph, _ = graph_from(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.step == "train" else "hit" for s in graph}
     root = ElementTree.fromstring(diagram.to_svg(graph, status))
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -641,7 +641,7 @@ def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path: Path) -
 
 
 def test_arrows_point_to_the_right(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, *LABELS)
+    graph, _ = graph_from(tmp_path, *LABELS)
     root = ElementTree.fromstring(diagram.to_svg(graph, {}))
     groups = list(root.iter("{http://www.w3.org/2000/svg}g"))
     x_by_label = {g[0].text.split()[0]: float(g[1].get("x", 0)) for g in groups if g[0].text}
@@ -649,7 +649,7 @@ def test_arrows_point_to_the_right(tmp_path: Path) -> None:
 
 
 def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, *LABELS, base=True)
+    graph, _ = graph_from(tmp_path, *LABELS, base=True)
     status = {s.id: "miss" if s.task == "c" else "hit" for s in graph}
     lines = diagram.to_text(graph, status).splitlines()
     by_label = {line.split()[0]: line for line in lines}
@@ -664,7 +664,7 @@ def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
 
 
 def test_the_picture_shows_states_and_times_and_leads_to_stages(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "meat")
+    graph, _ = graph_from(tmp_path, "meat")
     states = {stage.id: "running" if stage.step == "train" else "done" for stage in graph}
     times = {"backbone": "3.0 s"}
     links = {stage.id: f"report.html#stage-{stage.id}" for stage in graph}
@@ -688,5 +688,5 @@ def test_the_picture_shows_states_and_times_and_leads_to_stages(tmp_path: Path) 
 
 
 def test_names_are_escaped_in_the_picture(tmp_path: Path) -> None:
-    graph, _ = graph_of(tmp_path, "meat")
+    graph, _ = graph_from(tmp_path, "meat")
     ElementTree.fromstring(diagram.to_svg(graph, {"backbone": "<&>"}))

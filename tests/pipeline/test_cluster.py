@@ -429,10 +429,10 @@ def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_ca
     assert [how["address"] for how in connected(monkeypatch, FakeRay(), address="local")] == [
         "local"
     ]
-    assert cluster.address_of(ClusterSettings()) == "10.0.0.1:6379"
-    assert cluster.address_of(ClusterSettings(address="ray://h:10001")) == "ray://h:10001"
+    assert cluster.get_address(ClusterSettings()) == "10.0.0.1:6379"
+    assert cluster.get_address(ClusterSettings(address="ray://h:10001")) == "ray://h:10001"
     monkeypatch.setenv("RAY_ADDRESS", "")
-    assert cluster.address_of(ClusterSettings()) == "local"
+    assert cluster.get_address(ClusterSettings()) == "local"
 
 
 def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(

@@ -92,7 +92,10 @@ def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path: Path) -> Non
         "first",
         {"mask_lr": 0.05, "lambda": 0.75},
     )
-    assert (run_config.train_of("meat").epochs, run_config.train_of("finetune").epochs) == (7, 2)
+    assert (run_config.merge_train("meat").epochs, run_config.merge_train("finetune").epochs) == (
+        7,
+        2,
+    )
     assert run_config.backbone.options["depth"] == 3
     assert run_config.backbone.options["embed_dim"] == 32
     assert run_config.data.crop_scale == (0.2, 0.9)
@@ -147,7 +150,7 @@ def test_a_label_stands_for_its_method_unless_it_names_one() -> None:
         "linear": "linear",
     }
     assert run_config.methods["meat-soft"].settings == {"lambda": 0.9}
-    assert run_config.train_of("meat-soft").lr == 0.1
+    assert run_config.merge_train("meat-soft").lr == 0.1
 
 
 def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones() -> None:
@@ -155,7 +158,7 @@ def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_gener
         methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}},
         train={"epochs": 1, "clip": 0.5},
     )
-    train = run_config.train_of("meat", "train")
+    train = run_config.merge_train("meat", "train")
     assert (train.epochs, train.lr, train.clip) == (9, 0.5, 0.5)
 
 
@@ -175,7 +178,7 @@ def test_settings_of_a_task_override_the_methods_and_settings_of_a_step_override
         },
     }
     run_config = config(methods={"meat": body})
-    task_train, common = run_config.train_of("meat", task="a"), run_config.train_of("meat")
+    task_train, common = run_config.merge_train("meat", task="a"), run_config.merge_train("meat")
     assert (task_train.epochs, task_train.lr, task_train.clip, task_train.warmup) == (
         5,
         0.1,
@@ -188,10 +191,10 @@ def test_settings_of_a_task_override_the_methods_and_settings_of_a_step_override
         1.0,
         TrainSettings().warmup,
     )
-    assert run_config.entry_of("meat", "a").settings == {"lambda": 0.7, "alpha": 3}
+    assert run_config.merge_entry("meat", "a").settings == {"lambda": 0.7, "alpha": 3}
     for other in (None, "b", "elsewhere"):
-        assert run_config.entry_of("meat", other).settings == {"lambda": 0.9, "alpha": 3}
-        assert run_config.train_of("meat", task=other) == common
+        assert run_config.merge_entry("meat", other).settings == {"lambda": 0.9, "alpha": 3}
+        assert run_config.merge_train("meat", task=other) == common
 
 
 def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path: Path) -> None:
@@ -210,11 +213,15 @@ def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_pat
             "methods.linear.tasks.digits.train.epochs=7",
         ],
     )
-    assert run_config.entry_of("meat", "digits").settings == {"lambda": 0.5, "alpha": 3, "tau": 2}
-    assert run_config.train_of("meat", task="digits").lr == 0.01
+    assert run_config.merge_entry("meat", "digits").settings == {
+        "lambda": 0.5,
+        "alpha": 3,
+        "tau": 2,
+    }
+    assert run_config.merge_train("meat", task="digits").lr == 0.01
     assert (
-        run_config.train_of("linear", task="digits").epochs,
-        run_config.train_of("linear").epochs,
+        run_config.merge_train("linear", task="digits").epochs,
+        run_config.merge_train("linear").epochs,
     ) == (
         7,
         3,
@@ -315,7 +322,7 @@ def test_paths_become_absolute_and_addresses_stay(
 
 # ---- keys ----------------------------------------------------------------------------------------
 def keys_of(run_config: Config, folder: Any) -> dict[str, str]:
-    graph, _ = build.graph_of(run_config, Store(str(folder)))
+    graph, _ = build.build_graph(run_config, Store(str(folder)))
     return {stage.id: stage.key for stage in graph}
 
 
@@ -642,7 +649,7 @@ def test_the_base_task_comes_first_wherever_it_stands(tmp_path: Path) -> None:
 
 def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path: Path) -> None:
     run_config = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
-    _, tasks = build.graph_of(run_config, Store(str(tmp_path)))
+    _, tasks = build.build_graph(run_config, Store(str(tmp_path)))
     assert [(t.name, t.classes) for t in tasks] == [
         (f"d-{i}", (str(2 * i), str(2 * i + 1))) for i in range(5)
     ]

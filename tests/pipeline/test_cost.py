@@ -19,7 +19,7 @@ from pipeline.config import settings as config
 from pipeline.graph import build
 from pipeline.graph.live_status import GpuFigure, LiveStatus, write_status
 from pipeline.graph.run import look_up_all, stages_to_run
-from pipeline.graph.run_record import record_of
+from pipeline.graph.run_record import make_record
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.launch import cost, speed
@@ -62,7 +62,7 @@ def planned(
         "a config",
     )
     store = Store(checked.storage)
-    return store, *build.graph_of(checked, store), checked
+    return store, *build.build_graph(checked, store), checked
 
 
 def finished(
@@ -96,7 +96,7 @@ def finished(
                     "provenance": {"device": device},
                 }
             )
-    store.save_record(record_of(graph, checked, tasks, {}))
+    store.save_record(make_record(graph, checked, tasks, {}))
 
 
 def device_seconds(prediction: cost.Forecast, label: str = "") -> float:
@@ -191,7 +191,7 @@ def test_an_augmented_linear_method_passes_every_epoch(site: Site) -> None:
     for flip in (False, True):
         checked = config.check({**body, "data": {"val_fraction": 0.1, "flip": flip}}, "a config")
         store = Store(checked.storage)
-        graph, tasks = build.graph_of(checked, store)
+        graph, tasks = build.build_graph(checked, store)
         prediction = cost.forecast(graph, checked, store, {"linear/a/train"}, tasks)
         device_s = prediction.costs["linear/a/train"].device_s
         assert device_s is not None

@@ -13,7 +13,7 @@ from pipeline.data.detection import data_set as data_sets
 from pipeline.data.detection import detect as detection
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
-from pipeline.data.names import name_of
+from pipeline.data.names import get_file_name
 from tests.image_data import class_folders, make_image
 from tests.image_sources import nested_split_folders
 from workers.errors import UserError
@@ -283,4 +283,4 @@ def test_two_folders_of_one_split_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_any_text_gives_a_name(text: str, name: str) -> None:
-    assert name_of(text) == name
+    assert get_file_name(text) == name

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from pipeline.graph.store import key_of
+from pipeline.graph.store import compute_key
 from tests import golden_keys
 from workers.job import (
     BackboneSettings,
@@ -31,7 +31,7 @@ from workers.storage.taskstate import Carried, TaskState, load_tensors
 
 
 def key(settings: Frozen) -> str:
-    return key_of(key_inputs(settings), [])
+    return compute_key(key_inputs(settings), [])
 
 
 class Newer(TrainSettings):

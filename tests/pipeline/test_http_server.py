@@ -34,7 +34,7 @@ from pipeline.serving.server_metrics import ROUTES
 from pipeline.tracking import ui
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
-from workers.serving.images import Limits, PixelBudget, pixels_of
+from workers.serving.images import Limits, PixelBudget, read_pixels
 from workers.serving.server import RULES
 
 HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
@@ -678,14 +678,14 @@ def test_lists_of_numbers_count_as_pixels_too() -> None:
     with pytest.raises(
         UserError, match="2 images of this request have 32 pixels together, more than 20"
     ):
-        pixels_of([[[[0, 0, 0]] * 4] * 4, Image.new("RGB", (4, 4))], 4, Limits(total_pixels=20))
+        read_pixels([[[[0, 0, 0]] * 4] * 4, Image.new("RGB", (4, 4))], 4, Limits(total_pixels=20))
 
 
 def test_no_image_is_decoded_for_a_request_that_was_cancelled() -> None:
     asked_for = iter([False, False, True])
     images = [Image.new("RGB", (4, 4))] * 4
     with pytest.raises(UserError, match="image 2 is not decoded: the request was cancelled"):
-        pixels_of(images, 4, Limits(), is_cancelled=lambda: next(asked_for))
+        read_pixels(images, 4, Limits(), is_cancelled=lambda: next(asked_for))
 
 
 def test_images_are_decoded_in_parallel_within_a_pixel_budget() -> None:

@@ -18,7 +18,7 @@ from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.file_index import FileFinder, FileIndex, NamedRow
-from pipeline.data.formats import format_of, require_entries
+from pipeline.data.formats import get_format, require_entries
 from tests import image_sources as sources
 from tests.image_data import make_image
 from tests.image_sources import (
@@ -73,7 +73,7 @@ def test_what_is_found_is_proposed_and_can_be_ingested(
     monkeypatch.chdir(here)
     config = starter.start([os.path.relpath(path)], "accrete", lambda text: None)
     card = card_files.load(config.replace(".yaml", "-card.yaml"))
-    function = in_place.index_shards if format_of(card).list_shards else ingest.ingest
+    function = in_place.index_shards if get_format(card).list_shards else ingest.ingest
     manifest = function(card, str(tmp_path / "store"), "k", map, {})
     assert sum(manifest["counts"].values()) == sum(counts.values())
     assert manifest["counts"]["test"] >= 4
@@ -222,7 +222,7 @@ def test_test_images_with_the_names_of_train_are_told_apart(tmp_path: Path) -> N
     assert data_set.source["files"] == "{split}/{}"
     assert data_set.notes == ()
     assert data_set.counts == {"train": 12, "test": 12}
-    list_items = format_of(data_set.card).list_items
+    list_items = get_format(data_set.card).list_items
     assert list_items is not None
     for item in list_items(data_set.card, [*data_set.entries]):
         assert item.name.startswith(f"{item.split}/")
@@ -282,7 +282,7 @@ def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
     source: dict[str, Any] = {"format": "csv", "path": str(table)}
     body = {"name": "x", "licence": "", "classes": ["a", "b"], "source": source}
     card = Card.model_validate(body)
-    list_items = format_of(card).list_items
+    list_items = get_format(card).list_items
     assert list_items is not None
     items = list_items(card, require_entries(card))
     assert {item.name: item.problem for item in items} == {

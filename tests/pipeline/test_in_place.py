@@ -27,7 +27,7 @@ from pipeline.data.card_files import load
 from pipeline.data.cards import Card
 from pipeline.data.formats import fingerprint, units
 from pipeline.data.formats import webdataset as webdataset_format
-from pipeline.data.in_place import index_shards, urls_of
+from pipeline.data.in_place import get_shard_urls, index_shards
 from pipeline.graph import graph_cache
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
@@ -105,7 +105,7 @@ def run(
     card: Card, root: Path, key: str = "k", map_fn: Any = serial, previous: str = ""
 ) -> tuple[Manifest, Shards]:
     manifest = index_shards(card, str(root), key, map_fn, {"step": "ingest"}, previous=previous)
-    return manifest, Shards.open(str(root), key, urls_of(card))
+    return manifest, Shards.open(str(root), key, get_shard_urls(card))
 
 
 def note_opened_shards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -459,7 +459,7 @@ def test_braces_without_end_and_shards_that_are_listed_twice_are_refused(
 @pytest.mark.parametrize("form", ["folder", "csv", "parquet", "tar", "webdataset"])
 def test_a_list_names_the_parts_of_a_split_in_every_format(form: str) -> None:
     card = card_of("x", {"train": ["a.tar", "b.tar"]}, source={"format": form})
-    assert card.source.parts_of("train") == ("a.tar", "b.tar")
+    assert card.source.list_parts("train") == ("a.tar", "b.tar")
 
 
 def test_a_missing_shard_is_named_and_none_at_all_is_a_source_that_is_gone(
@@ -493,10 +493,10 @@ def test_shards_that_changed_after_they_were_indexed_are_a_sentence(
     run(card, tmp_path / "store")
     path = shards_folder / "tiny-train-0001.tar"
     before = path.read_bytes()
-    task = Task("t", "tiny", "k", CLASSES, shard_urls=urls_of(card))
+    task = Task("t", "tiny", "k", CLASSES, shard_urls=get_shard_urls(card))
 
     def read(row: int) -> bytes:
-        return select(str(tmp_path / "store"), (task,), "train", 0.0).bytes_of(row)
+        return select(str(tmp_path / "store"), (task,), "train", 0.0).estimate_bytes(row)
 
     altered = bytearray(before)
     altered[before.index(picture(5)) + 60] ^= 1
@@ -558,7 +558,7 @@ def test_a_forged_list_of_shards_is_damage(
     run(card_of(shards_folder), tmp_path / "store")
     forged(tmp_path / "store", **columns)
     with pytest.raises(DamagedArtifact, match="is not readable as"):
-        Shards.open(str(tmp_path / "store"), "k", urls_of(card_of(shards_folder)))
+        Shards.open(str(tmp_path / "store"), "k", get_shard_urls(card_of(shards_folder)))
 
 
 def test_shards_in_place_lie_where_the_card_says_or_nowhere(
@@ -668,6 +668,6 @@ def test_a_graph_that_is_kept_places_no_shards(tmp_path: Path) -> None:
 
 def test_cards_of_shards_load_from_yaml(tmp_path: Path) -> None:
     card = load(digit_shards(tmp_path, "a", "23"))
-    urls = urls_of(card)
+    urls = get_shard_urls(card)
     assert urls is not None
     assert in_place.expand(urls.train) == [os.path.join(str(tmp_path), "a-train-0.tar")]

@@ -390,7 +390,7 @@ def test_a_source_whose_folders_all_lie_elsewhere_says_so(source: Any, tmp_path:
         match=r"\(left out: test, train, link: to a folder outside the source; move .* holds "
         r"both\)",
     ):
-        raw_data.source_of(store, card_of(linked))
+        raw_data.describe_source(store, card_of(linked))
 
 
 def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_path: Path) -> None:
@@ -889,7 +889,7 @@ def test_a_flipped_bit_in_a_shard_is_detected(source: Any, tmp_path: Path) -> No
     path.write_bytes(data)
     samples = select(str(tmp_path), (Task("t", "tiny", "k", tuple(CLASSES)),), "train", 0.0)
     with pytest.raises(DamagedArtifact, match=row["key"]):
-        samples.bytes_of(3)
+        samples.estimate_bytes(3)
 
 
 @pytest.mark.skipif(

@@ -16,7 +16,7 @@ from pipeline import cli
 from pipeline.app import runs as app
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, key_of, why
+from pipeline.graph.store import Lookup, Store, compute_key, why
 from workers.errors import DamagedArtifact, UserError
 from workers.job import DataSettings, key_inputs
 from workers.storage.artifact import Artifact, Attempt, join, parent, resolve, write_bytes
@@ -44,12 +44,12 @@ def test_keys_are_pinned() -> None:
         "compile": False,
         "select": None,
     }
-    assert key_of(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
+    assert compute_key(inputs, ["p1", "p2"]) == "efe562425d7f48298519f134b8987744"
 
 
 def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any() -> None:
     plain, once, twice, thrice = (
-        key_of(key_inputs(settings), [])
+        compute_key(key_inputs(settings), [])
         for settings in (
             DataSettings(),
             DataSettings(repeats=1),
@@ -74,17 +74,17 @@ def test_repeats_that_are_off_leave_the_keys_of_before_there_were_any() -> None:
     ],
 )
 def test_values_of_different_types_have_different_keys(pair: Any) -> None:
-    assert key_of({"x": pair[0]}, []) != key_of({"x": pair[1]}, [])
+    assert compute_key({"x": pair[0]}, []) != compute_key({"x": pair[1]}, [])
 
 
 def test_the_order_of_settings_does_not_matter_and_that_of_parents_does() -> None:
-    assert key_of({"a": 1, "b": 2}, []) == key_of({"b": 2, "a": 1}, [])
-    assert key_of({}, ["p", "q"]) != key_of({}, ["q", "p"])
+    assert compute_key({"a": 1, "b": 2}, []) == compute_key({"b": 2, "a": 1}, [])
+    assert compute_key({}, ["p", "q"]) != compute_key({}, ["q", "p"])
 
 
 def test_a_value_that_cannot_be_hashed_is_refused() -> None:
     with pytest.raises(TypeError):
-        key_of({"x": object()}, [])
+        compute_key({"x": object()}, [])
 
 
 def test_a_result_without_manifest_does_not_exist(tmp_path: Path) -> None:

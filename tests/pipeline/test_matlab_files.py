@@ -13,10 +13,10 @@ import pytest
 
 from pipeline.data.preparation.matlab import (
     Value,
-    structs_of,
-    text_of,
-    texts_of,
-    variables_of,
+    read_variables,
+    require_structs,
+    require_text,
+    require_texts,
     whole_number,
     whole_numbers,
 )
@@ -37,16 +37,16 @@ def sample(path: Path, compressed: bool = True) -> bytes:
 
 def variable(data: bytes, name: str) -> Value:
     """Return a variable of a file."""
-    return variables_of(data, "a.mat", [name])[name]
+    return read_variables(data, "a.mat", [name])[name]
 
 
 @pytest.mark.parametrize("compressed", [True, False])
 def test_values_are_those_that_were_written(tmp_path: Path, compressed: bool) -> None:
-    values = variables_of(sample(tmp_path / "a.mat", compressed), "a.mat", NAMES)
-    rows = structs_of(values["rows"], "a.mat", ["class", "fname"])
+    values = read_variables(sample(tmp_path / "a.mat", compressed), "a.mat", NAMES)
+    rows = require_structs(values["rows"], "a.mat", ["class", "fname"])
     assert [whole_number(row["class"], "") for row in rows] == [0, 1, 2, 3, 4]
-    assert [text_of(row["fname"], "") for row in rows][-1] == "4.jpg"
-    assert texts_of(values["paths"], "") == ["a/ü.jpg", "b"]
+    assert [require_text(row["fname"], "") for row in rows][-1] == "4.jpg"
+    assert require_texts(values["paths"], "") == ["a/ü.jpg", "b"]
     assert whole_numbers(values["labels"], "") == [1, 2, 300]
     assert values["word"] == "x"
 
@@ -67,20 +67,20 @@ def test_a_file_of_a_machine_with_the_other_byte_order_is_read() -> None:
 
 
 def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
-    values = variables_of(sample(tmp_path / "a.mat"), "a.mat", NAMES)
+    values = read_variables(sample(tmp_path / "a.mat"), "a.mat", NAMES)
     for name, check in (
         ("word", whole_numbers),
-        ("labels", text_of),
-        ("labels", texts_of),
-        ("rows", texts_of),
+        ("labels", require_text),
+        ("labels", require_texts),
+        ("rows", require_texts),
         ("labels", whole_number),
     ):
         with pytest.raises(UserError, match=r"a\.mat"):
             check(values[name], "a.mat")
     with pytest.raises(UserError, match="has no field 'test'"):
-        structs_of(values["rows"], "a.mat", ["test"])
+        require_structs(values["rows"], "a.mat", ["test"])
     with pytest.raises(UserError, match="has no list of structs"):
-        structs_of(values["paths"], "a.mat", ["test"])
+        require_structs(values["paths"], "a.mat", ["test"])
     write_mat(tmp_path / "b.mat", labels=np.array([1.5, np.inf]))
     with pytest.raises(UserError, match="has no whole numbers"):
         whole_numbers(variable((tmp_path / "b.mat").read_bytes(), "labels"), "b.mat")
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_one_sentence_and_quick(tmp_path: Path, compressed: bo
         for _ in range(generator.randint(1, 4)):
             data[generator.randrange(124, len(data))] = generator.choice((0, 1, 14, 15, 127, 255))
         try:
-            variables_of(bytes(data[: generator.choice((len(data), 300))]), "a.mat", NAMES)
+            read_variables(bytes(data[: generator.choice((len(data), 300))]), "a.mat", NAMES)
         except UserError:
             refused += 1
     assert refused > 100

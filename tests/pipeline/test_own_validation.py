@@ -11,7 +11,7 @@ import yaml
 
 from pipeline import cli
 from pipeline.config.settings import load
-from pipeline.graph.build import graph_of
+from pipeline.graph.build import build_graph
 from pipeline.graph.store import Store
 from tests import small_run
 from tests.small_run import make_body, write_config
@@ -81,7 +81,7 @@ def test_task_without_own_validation_holds_out_train_images(tmp_path: Path) -> N
     root = str(tmp_path / "storage")
     store = Store(root)
     root = store.root
-    _, tasks = graph_of(load(config), store)
+    _, tasks = build_graph(load(config), store)
     sizes = {
         task.name: [len(select(root, (task,), split, 0.2)) for split in ("train", "val")]
         for task in tasks
@@ -98,7 +98,7 @@ def test_task_without_validation_keeps_last_epoch(tmp_path: Path) -> None:
 def test_search_is_evaluated_on_own_validation(tmp_path: Path) -> None:
     card = write_data(tmp_path)
     config = load(write_run(tmp_path, card))
-    graph, _ = graph_of(config, Store(str(tmp_path / "storage")), split="val")
+    graph, _ = build_graph(config, Store(str(tmp_path / "storage")), split="val")
     evaluations = [stage for stage in graph if stage.step == "evaluate"]
     assert evaluations
     body = yaml.safe_load(Path(card).read_text())
@@ -106,7 +106,7 @@ def test_search_is_evaluated_on_own_validation(tmp_path: Path) -> None:
     Path(card).write_text(yaml.safe_dump(body))
     without = load(write_run(tmp_path, card, keep="last"))
     with pytest.raises(UserError, match=r"data\.val_fraction of method 'linear' is 0"):
-        graph_of(without, Store(str(tmp_path / "storage")), split="val")
+        build_graph(without, Store(str(tmp_path / "storage")), split="val")
 
 
 def test_copies_of_train_images_in_val_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from test_compare import run_of
 
 from pipeline.report import paper, replicas_page, table_section
 from pipeline.report.comparison import Comparison
-from pipeline.report.replicas import comparison_of
+from pipeline.report.replicas import compare_replicas
 from pipeline.results import answers
 from pipeline.results.answers import RightAnswers
 from pipeline.results.tables import RunTables
@@ -53,7 +53,7 @@ def comparison(storage: Any, shifts: Sequence[int] = (0, 2, 1), **settings: Any)
         f"seed-{seed}": run_of(storage, f"t-seed-{seed}", seed, LABELS, shift, **settings)
         for seed, shift in enumerate(shifts)
     }
-    return comparison_of("t", runs)
+    return compare_replicas("t", runs)
 
 
 def test_a_lead_beyond_the_noise_is_bold_and_nothing_else(storage: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_lead_beyond_the_noise_is_bold_and_nothing_else(storage: Any) -> None:
 def test_nothing_is_bold_in_a_run_of_one_seed(storage: Any) -> None:
     table = paper.accuracy_table(comparison(storage, shifts=(0,)))
     assert not any(cell.is_best for cells in table.rows.values() for cell in cells)
-    assert "One seed" in " ".join(paper.caption_of(comparison(storage, shifts=(0,))))
+    assert "One seed" in " ".join(paper.format_caption(comparison(storage, shifts=(0,))))
 
 
 def test_methods_that_are_equal_have_no_winner(storage: Any, monkeypatch: Any) -> None:

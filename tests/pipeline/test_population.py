@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pipeline.results.trials import Round, Trial, TrialResult
-from pipeline.search.population import lineage, start_of
+from pipeline.search.population import choose_start, lineage
 from pipeline.search.space import Space, Uniform
 
 SPACE = Space({"methods.meat.lambda": Uniform(dist="uniform", low=0.0, high=1.0)})
@@ -44,7 +44,7 @@ def result_of(task: str) -> TrialResult:
 
 def parents(records: list[Trial], position: int = 1, seed: int = 0) -> list[int]:
     """Return the parent of each trial in the round of task `position`."""
-    starts = [start_of(trial["number"], position, records, SPACE, seed) for trial in records]
+    starts = [choose_start(trial["number"], position, records, SPACE, seed) for trial in records]
     return [start.parent for start in starts]
 
 
@@ -56,12 +56,12 @@ def test_the_lower_quarter_takes_over_from_the_upper_one() -> None:
     assert {parent_of[2], parent_of[5]} <= {1, 3}
     assert {parents(records, seed=seed)[2] for seed in range(20)} == {1, 3}
     for number in (2, 5):
-        start = start_of(number, 1, records, SPACE, 0)
-        assert start == start_of(number, 1, records[::-1], SPACE, 0), (
+        start = choose_start(number, 1, records, SPACE, 0)
+        assert start == choose_start(number, 1, records[::-1], SPACE, 0), (
             "the order in which records are read says nothing"
         )
         assert start.params != records[start.parent]["rounds"][0]["params"]
-    assert start_of(1, 1, records, SPACE, 0).params == {"methods.meat.lambda": 0.1}
+    assert choose_start(1, 1, records, SPACE, 0).params == {"methods.meat.lambda": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_small_and_equal_populations(accuracies: list[float], expected: list[int
 
 def test_what_came_later_and_who_is_behind_change_nothing() -> None:
     records = [record(0, 0.9, 0.0), record(1, 0.1), record(2)]
-    assert start_of(1, 1, records, SPACE, 0).parent == 0
+    assert choose_start(1, 1, records, SPACE, 0).parent == 0
 
 
 def test_a_lineage_is_cut_at_the_tasks_that_come_before() -> None:

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import pipeline
 from docs.site.pages import text_of
-from pipeline.config.settings import address_of
+from pipeline.config.settings import parse_address
 from pipeline.graph.live_status import LiveStatus, MachineSample
 from pipeline.graph.stage import Graph, Stage
 from pipeline.launch import machine
@@ -139,7 +139,7 @@ def test_the_metrics_say_what_the_status_says() -> None:
     ],
 )
 def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
-    assert address_of(text) == address
+    assert parse_address(text) == address
 
 
 @pytest.mark.parametrize("value", ["here", "host:", "host:99999", "host:http", "a:b:80", True, -1])

@@ -23,8 +23,8 @@ from pipeline import cli
 from pipeline.app import method_list
 from pipeline.app import runs as app
 from pipeline.cli import serving as serving_commands
-from pipeline.cli.help import subparsers_of
-from pipeline.config.yaml_files import override_of, parse_override
+from pipeline.cli.help import list_subparsers
+from pipeline.config.yaml_files import format_override, parse_override
 from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
 from pipeline.graph.store import Store
@@ -112,18 +112,18 @@ def test_the_import_is_light_from_any_folder(tmp_path: Path) -> None:
     [1, 2.5, 1e-05, True, None, "a: b", "yes", "01", "é", [0, 1], {"lr": 1e-3, "steps": {}}],
 )
 def test_an_override_is_what_set_reads(value: Any) -> None:
-    assert parse_override(override_of("train.x", value)) == ("train.x", value)
+    assert parse_override(format_override("train.x", value)) == ("train.x", value)
 
 
 def test_paths_and_numbers_of_numpy_are_plain_values() -> None:
-    assert override_of("storage", Path("a")) == 'storage="a"'
-    assert override_of("seeds", [np.int64(3)]) == "seeds=[3]"
+    assert format_override("storage", Path("a")) == 'storage="a"'
+    assert format_override("seeds", [np.int64(3)]) == "seeds=[3]"
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.zeros(2), float("nan")])
 def test_a_value_that_no_config_can_hold_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match=r"^seed is .*which a config cannot hold"):
-        override_of("seed", value)
+        format_override("seed", value)
 
 
 # ---- a config ------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_mistake_is_the_sentence_of_the_command_line(
 ) -> None:
     with pytest.raises(UserError, match=words) as raised:
         pipeline.load(config_path, **overrides)
-    options = [override_of(*override) for override in overrides.items()]
+    options = [format_override(*override) for override in overrides.items()]
     assert cli.main(["plan", config_path, "--set", *options]) == 2
     assert capsys.readouterr().err == f"accrete: {raised.value}\n"
 
@@ -177,7 +177,7 @@ def test_a_mapping_is_the_same_run_as_its_file(
     assert from_mapping.name == "small-seed-7"
     assert from_mapping.plan().equals(from_file.plan())
     prepared = [app.prepare(each.source, each.overrides) for each in (from_file, from_mapping)]
-    records = [run_record.record_of(run.graph, run.config, run.tasks, {}) for run in prepared]
+    records = [run_record.make_record(run.graph, run.config, run.tasks, {}) for run in prepared]
     assert records[0] == records[1]
     assert repr(from_mapping) == "<Experiment small-seed-7: the config seed=7>"
 
@@ -324,7 +324,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
     (app, "report", ["report", "CONFIG"], lambda e: e.report()),
     (app, "analyse", ["analyse", "CONFIG"], lambda e: e.analyse()),
-    (app, "tables_of", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
+    (app, "read_tables", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
     (
         results_file,
         "write_results",
@@ -337,14 +337,14 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (app, "list_runs", ["runs"], lambda e: pipeline.runs()),
     (comparison_files, "compare", ["compare", "a", "b"], lambda e: pipeline.compare("a", e)),
     (app, "find_garbage", ["gc"], lambda e: pipeline.collect_garbage()),
-    (starter, "config_of", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
+    (starter, "find_config", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
     (starter, "start", ["init", "DATA"], lambda e: pipeline.write_config("DATA")),
     (spec, "prepare", ["search", "search.yaml"], lambda e: a_search().run()),
     (searches, "execute", ["search", "search.yaml"], lambda e: a_search().run()),
     (searches, "report", ["report", "search.yaml"], lambda e: a_search().report()),
     (
         bundles,
-        "bundle_of",
+        "read_run_bundle",
         ["predict", "CONFIG", "a.png", "--method", "meat"],
         lambda e: e.results().model("meat"),
     ),
@@ -373,7 +373,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
         lambda e: pipeline.remove_data(e.source, class_name="a"),
     ),
     (method_list, "method_rows", ["methods"], lambda e: pipeline.methods()),
-    (method_list, "settings_of", ["methods", "meat"], lambda e: pipeline.method_settings("meat")),
+    (method_list, "list_settings", ["methods", "meat"], lambda e: pipeline.method_settings("meat")),
     (catalogue, "read_catalogue", ["data", "list"], lambda e: pipeline.data_sets()),
     (
         preparation,
@@ -381,7 +381,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
         ["data", "prepare", "digits", "."],
         lambda e: pipeline.prepare_data("digits", "."),
     ),
-    (shard_urls, "asked_for", ["shards", "digits"], lambda e: pipeline.shards("digits")),
+    (shard_urls, "find_requested", ["shards", "digits"], lambda e: pipeline.shards("digits")),
 ]
 # they are processes, or a matter of the shell, of editors, and of a cluster's own tools
 ON_THE_COMMAND_LINE_ALONE = {"serve", "ui", "launch", "completion", "schema"}
@@ -422,7 +422,7 @@ def test_commands_go_through_the_functions_of_the_interface(
 
 
 def test_every_command_has_a_call_from_python() -> None:
-    commands = set(subparsers_of(cli.parser()).choices)
+    commands = set(list_subparsers(cli.parser()).choices)
     assert commands == {command[0] for _, _, command, _ in PAIRS} | ON_THE_COMMAND_LINE_ALONE
 
 
@@ -495,7 +495,7 @@ def test_predict_asks_the_function_of_a_model(monkeypatch: pytest.MonkeyPatch) -
     def enter(*args: Any) -> Any:
         raise Entered
 
-    monkeypatch.setattr(model, "answers_of", enter)
+    monkeypatch.setattr(model, "make_answer_rows", enter)
     monkeypatch.setattr(serving_commands, "open_bundle", lambda args: None)
     monkeypatch.setattr("workers.serving.server.Predictor", lambda bundle: None)
     monkeypatch.setattr(model, "Predictor", lambda bundle: None)

@@ -189,7 +189,7 @@ def test_descriptions_link_to_pages_and_pictures(recorded: Any) -> None:
     links, _, text = note.partition("\n\n")
     root = f"(#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}/artifacts/"
     assert f"[masks]{root}report/masks.png?workflowType=machine_learning)" in links.split(" | ")
-    assert text == run_writer.note_of(fake_run.record(), "meat", "")
+    assert text == run_writer.format_run_note(fake_run.record(), "meat", "")
     linked = set(re.findall(r"/artifacts/([^?]+)", links))
     stored = {f.path for f in state.client.list_artifacts(run.info.run_id, "report")}
     assert linked == stored

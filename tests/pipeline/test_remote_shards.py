@@ -15,7 +15,7 @@ from test_in_place import CLASSES, SPLITS, card_of, picture, run, write_shards
 from pipeline.data import in_place
 from pipeline.data.formats import fingerprint, is_local_source, source_state
 from pipeline.graph import raw_data
-from pipeline.graph.store import Store, key_of
+from pipeline.graph.store import Store, compute_key
 from tests import s3
 from tests.web_server import Server, serve
 from workers.data.cache import Cache
@@ -44,7 +44,7 @@ def server(shards_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ser
 
 def read_all(card: Any, root: Path, cache: Cache | None) -> list[bytes]:
     """The images of train, in order, as a rank reads them."""
-    task = Task("t", "tiny", "k", CLASSES, shard_urls=in_place.urls_of(card))
+    task = Task("t", "tiny", "k", CLASSES, shard_urls=in_place.get_shard_urls(card))
     samples = select(str(root), (task,), "train", 0.0)
     reader = sequential_reader(samples, cache)
     try:
@@ -199,13 +199,13 @@ def test_missing_and_changed_shards_of_a_server_are_sentences(
 def test_what_stands_is_planned_without_a_request(server: Server, tmp_path: Path) -> None:
     card = card_of(server.url)
     store = Store(str(tmp_path))
-    source = raw_data.source_of(store, card)
-    key = key_of(raw_data.stage_inputs(card, source), ())
+    source = raw_data.describe_source(store, card)
+    key = compute_key(raw_data.stage_inputs(card, source), ())
     in_place.index_shards(card, store.root, key, map, {"step": "ingest"})
     server.requests.clear()
-    assert raw_data.source_of(store, card, ask=False).text == source.text
+    assert raw_data.describe_source(store, card, ask=False).text == source.text
     absolute = card_of("", {"train": f"{server.url}/{SPLITS['train']}"}, test_fraction=0.5)
-    raw_data.source_of(store, absolute)
+    raw_data.describe_source(store, absolute)
     assert len(server.requests) == 3
     assert not is_local_source(absolute)
 

@@ -15,7 +15,7 @@ from pipeline import cli
 from pipeline.config.settings import Config, check, dump, load
 from pipeline.graph import build
 from pipeline.graph.replica_configs import replica_configs
-from pipeline.graph.replicas import union_of
+from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.store import Store
 from pipeline.results.runs import run_status
 from pipeline.tracking import mlflow_client
@@ -108,12 +108,12 @@ def test_class_orders_and_seeds_are_crossed() -> None:
 
 # ---- the graph -----------------------------------------------------------------------------------
 def graph_of(config: Config, folder: Path) -> Any:
-    return build.graph_of(config, Store(str(folder / "storage")))[0]
+    return build.build_graph(config, Store(str(folder / "storage")))[0]
 
 
 def union(config: Config, folder: Path) -> Any:
     graphs = {name: graph_of(one, folder) for name, one in replica_configs(config).items()}
-    return union_of(config.name, graphs)
+    return unite_graphs(config.name, graphs)
 
 
 def test_the_stages_of_a_seed_have_the_keys_of_that_seed_alone(tmp_path: Path) -> None:

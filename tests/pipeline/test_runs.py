@@ -21,7 +21,7 @@ from pipeline import cli
 from pipeline.app import runs as app
 from pipeline.graph import event_log, live_status
 from pipeline.graph.event_log import EventLog
-from pipeline.graph.journal import Journal, TimeLeft, journal_of
+from pipeline.graph.journal import Journal, TimeLeft, keep_journal
 from pipeline.graph.live_status import LiveStatus, read_status, write_status
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store
@@ -109,7 +109,7 @@ def test_a_status_follows_a_run_and_says_how_it_ended(store: Store) -> None:
     graph = make_graph()
     save_record(store, graph)
     walk = Walk.over(graph, [], retries=1)
-    with journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate) as notes:
+    with keep_journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate) as notes:
         assert runs.run_status(store.storage, "r").state == "running"
         step(notes, walk, Event(EventKind.DONE, "data/a", body={"wall_s": 3.0}))
         notes.progress(Event(EventKind.STARTED, "m/a/train", body={"where": "group 0 on 10.0.0.7"}))
@@ -154,7 +154,7 @@ def test_a_run_that_ends_early_says_how(error: BaseException, state: str, store:
     save_record(store, graph)
     with (
         pytest.raises(type(error)),
-        journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate),
+        keep_journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate),
     ):
         raise error
     status = runs.run_status(store.storage, "r")
@@ -168,7 +168,7 @@ def test_a_finished_run_is_finished_whatever_was_noted(store: Store) -> None:
     save_record(store, graph)
     with (
         pytest.raises(UserError),
-        journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate),
+        keep_journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate),
     ):
         raise UserError("broken")
     for stage in graph:
@@ -181,7 +181,7 @@ def test_secrets_are_in_no_note(store: Store) -> None:
     graph = make_graph()
     walk = Walk.over(graph, [], retries=0)
     secret = "s3://me:hunter22@host/x"
-    with journal_of(store, graph, misses(graph), {*graph.stages}, secret, no_estimate) as notes:
+    with keep_journal(store, graph, misses(graph), {*graph.stages}, secret, no_estimate) as notes:
         notes.progress(Event(EventKind.NOTE, "", f"lost {secret}"))
         step(notes, walk, Event(EventKind.FAILED, "data/a", f"no {secret}", final=True))
     folder = Path(store.storage) / "runs" / "r"
@@ -196,8 +196,8 @@ def test_a_second_driver_of_a_run_leaves_the_status_to_the_first(store: Store) -
     save_record(store, graph)
     todo = {*graph.stages}
     with (
-        journal_of(store, graph, misses(graph), todo, "first", no_estimate),
-        journal_of(store, graph, misses(graph), todo, "second", no_estimate) as second,
+        keep_journal(store, graph, misses(graph), todo, "first", no_estimate),
+        keep_journal(store, graph, misses(graph), todo, "second", no_estimate) as second,
     ):
         second.save()
         status = read_status(store.storage, "r")
@@ -274,7 +274,7 @@ def test_a_log_that_cannot_be_written_stops_no_run(store: Store, tmp_path: Path)
     (folder / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     (folder / "status.json").mkdir()
     graph = make_graph()
-    with journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate) as notes:
+    with keep_journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate) as notes:
         notes.progress(Event(EventKind.NOTE, "", "a note"))
     assert not (tmp_path / "elsewhere").exists()
 
@@ -285,7 +285,7 @@ def hold_run(storage: str, ready: Any) -> None:
     graph = make_graph()
     store = Store(storage)
     todo = {*graph.stages}
-    with journal_of(store, graph, misses(graph), todo, "accrete run r.yaml", no_estimate):
+    with keep_journal(store, graph, misses(graph), todo, "accrete run r.yaml", no_estimate):
         ready.set()
         time.sleep(60)
 
@@ -312,7 +312,7 @@ def test_a_killed_driver_is_told_as_such(store: Store) -> None:
 
 def test_a_driver_elsewhere_lives_as_long_as_it_is_heard_of(store: Store) -> None:
     graph = make_graph()
-    with journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate):
+    with keep_journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate):
         status = read_status(store.storage, "r")
     assert status is not None
     status["state"] = "running"
@@ -526,7 +526,7 @@ def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
     save_record(store, graph)
     with (
         pytest.raises(UserError),
-        journal_of(store, graph, misses(graph), {*graph.stages}, "x\x1b[2J", no_estimate),
+        keep_journal(store, graph, misses(graph), {*graph.stages}, "x\x1b[2J", no_estimate),
     ):
         raise UserError("bad \x1b[31m news")
     text = printable(run_text.status_text(runs.run_status(store.storage, "r")))

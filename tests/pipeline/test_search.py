@@ -341,7 +341,7 @@ def test_successive_halving_stops_no_trial_that_trained_on_all_tasks(count: int)
     settings = SimpleNamespace(scheduler="asha", grace=1, reduction=2)
     tasks = tuple(str(task) for task in range(count))
     search = cast(spec.Search, SimpleNamespace(settings=settings, tasks=tasks))
-    scheduler = tune.scheduler_of(search)
+    scheduler = tune.make_scheduler(search)
     assert scheduler is not None
     controller = cast(TuneController, None)
     trials = [cast(TuneTrial, SimpleNamespace(trial_id=str(n))) for n in range(8)]
@@ -461,19 +461,21 @@ def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
         for job in other_jobs:
             drivers[job] = (f"{job}-x",)
         cluster_state = nodes_of([resources], drivers=drivers)
-        return tune.room_for(cluster_state, config.ClusterSettings(**cluster), "01-search")
+        return tune.count_parallel_trials(
+            cluster_state, config.ClusterSettings(**cluster), "01-search"
+        )
 
     assert room({"CPU": 8.0}, workers=0) == 8
     assert room({"CPU": 8.0}, workers=2, cpus_per_worker=2) == 2
     assert room({"CPU": 8.0, "GPU": 1.0}, workers=1, gpus_per_worker=0.25) == 4
     assert room({"CPU": 8.0}, "02", workers=0) == 4, "a run has the other half"
-    assert tune.resources_of(config.ClusterSettings(workers=1, gpus_per_worker=0.25)) == {
+    assert tune.compute_resources(config.ClusterSettings(workers=1, gpus_per_worker=0.25)) == {
         "CPU": 1,
         "GPU": 0.25,
     }
     stages = {"train": {"gpus": 0.5}, "evaluate": {"cpus": 4}}
     assert room({"CPU": 8.0, "GPU": 4.0}, workers=1, stages=stages) == 2
-    assert tune.resources_of(config.ClusterSettings(workers=1, stages=stages)) == {
+    assert tune.compute_resources(config.ClusterSettings(workers=1, stages=stages)) == {
         "CPU": 4,
         "GPU": 0.5,
     }, "a trial runs all kinds of stages in one process"
@@ -691,7 +693,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
         tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more
     )
     search = spec.prepare(path, [], {})
-    first_points = [tune.points_of(search, number, 0) for number in range(2)]
+    first_points = [tune.draw_point(search, number, 0) for number in range(2)]
     searched(path, tmp_path / "out")
     trials = records(tmp_path)
     good, poor = trials

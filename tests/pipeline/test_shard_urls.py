@@ -18,7 +18,7 @@ from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
 from pipeline.data.formats import list_source
 from pipeline.graph import raw_data
-from pipeline.graph.store import Store, key_of
+from pipeline.graph.store import Store, compute_key
 from tests import small_run
 from tests.shard_names import shard_name
 from workers.data.in_place import urls_by_name
@@ -43,7 +43,7 @@ def test_shards_of_ingested_cards_are_read_by_webdataset(
     storage = str(tmp_path / "storage")
     store = Store(storage)
     loaded = card_files.load(card)
-    key = key_of(raw_data.stage_inputs(loaded, raw_data.source_of(store, loaded)), ())
+    key = compute_key(raw_data.stage_inputs(loaded, raw_data.describe_source(store, loaded)), ())
     ingest.ingest(loaded, store.root, key, map, {"step": "ingest"})
     listed = output(capsys, "shards", config)
     assert listed == output(capsys, "shards", card, "--storage", storage)
@@ -98,7 +98,7 @@ def test_braces_stand_for_exactly_the_urls(urls: list[str], expected: list[str])
 def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCRETE_IMAGENET_WDS", raising=False)
     card = card_files.load("imagenet-wds")
-    urls = in_place.urls_of(card)
+    urls = in_place.get_shard_urls(card)
     assert urls is not None
     by_name = urls_by_name(urls)
     assert len(by_name) == 1024 + 64

@@ -78,7 +78,7 @@ def test_printed_commands_begin_as_the_process_was_started(
 # ---- help ----------------------------------------------------------------------------------------
 def test_the_help_lists_every_command_in_one_group(capsys: pytest.CaptureFixture[str]) -> None:
     grouped = [name for group in help.GROUPS for name in group.commands]
-    commands = help.subparsers_of(cli.parser()).choices
+    commands = help.list_subparsers(cli.parser()).choices
     assert sorted(grouped) == sorted(commands) == sorted(help.EXAMPLES)
     with pytest.raises(SystemExit):
         cli.main(["--help"])

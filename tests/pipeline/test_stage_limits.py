@@ -207,7 +207,7 @@ def test_ingest_in_this_process_ends_itself_at_its_next_report(
             written.append(number)
 
     monkeypatch.setattr(ingest, "ingest", slow_ingest)
-    monkeypatch.setattr(in_place, "urls_of", lambda card: None)
+    monkeypatch.setattr(in_place, "get_shard_urls", lambda card: None)
     executor = executor_of(limited(ingest={"timeout_s": 5}), tmp_path, clock)
     job: Any = object.__new__(IngestJob)
     object.__setattr__(job, "card", SimpleNamespace())

@@ -92,7 +92,7 @@ def test_a_cached_graph_equals_a_fresh_one(config_path: str) -> None:
     assert first.has_jobs
     assert not cached.has_jobs
     checked = config.load(config_path, ["seed=3"])
-    graph, tasks = build.graph_of(checked, cached.store)
+    graph, tasks = build.build_graph(checked, cached.store)
     assert plain(cached.graph) == plain(first.graph) == plain(graph)
     assert cached.tasks == tasks
     assert cached.config == checked

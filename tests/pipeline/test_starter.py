@@ -154,22 +154,22 @@ def test_a_command_on_data_uses_the_config_that_was_edited(here: Path) -> None:
     edited = Path("zoo.yaml").read_text().replace("seed: 0", "seed: 7")
     Path("zoo.yaml").write_text(edited)
     lines: list[str] = []
-    assert starter.config_of(["../zoo"], "accrete", lines.append) == "zoo.yaml"
+    assert starter.find_config(["../zoo"], "accrete", lines.append) == "zoo.yaml"
     assert lines[-1] == "zoo.yaml is there and is used as it stands"
     assert Path("zoo.yaml").read_text() == edited
 
 
 def test_a_config_is_taken_for_one(here: Path) -> None:
     said: list[str] = []
-    assert starter.config_of(["configs/demo.yaml"], "accrete", said.append) == "configs/demo.yaml"
+    assert starter.find_config(["configs/demo.yaml"], "accrete", said.append) == "configs/demo.yaml"
     Path("plain").write_text("x")
-    assert starter.config_of(["plain"], "accrete", said.append) == "plain"
+    assert starter.find_config(["plain"], "accrete", said.append) == "plain"
     assert said == []
 
 
 def test_a_config_beside_data_is_refused(here: Path) -> None:
     with pytest.raises(UserError, match=r"a.yaml is a config, and stands beside 1 other path"):
-        starter.config_of(["a.yaml", "zoo"], "accrete", print)
+        starter.find_config(["a.yaml", "zoo"], "accrete", print)
 
 
 @pytest.mark.parametrize("path", [".", "..", str(Path("..") / "zoo")])

@@ -120,7 +120,7 @@ def test_few_steps_are_told_with_a_number_that_works(finished: Finished) -> None
     (sentence,) = [text for text in sentences(finished, "linear") if "few" in text]
     assert sentence.startswith(f"{TASK_WARNING}5 optimizer steps of 'train' are few")
     (override,) = re.findall(r"--set (\S+)", sentence)
-    train = app.prepare(finished.path, [override]).config.train_of("linear")
+    train = app.prepare(finished.path, [override]).config.merge_train("linear")
     assert train.min_steps == 300
 
 

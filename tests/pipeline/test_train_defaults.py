@@ -50,44 +50,44 @@ def test_every_method_accepts_its_own_defaults(name: str, weights: str) -> None:
         stream={"scenario": scenario, "tasks": [{"card": "digits", "split": 2}]},
     )
     for step in method.steps:
-        train = run_config.train_of(name, step.name)
+        train = run_config.merge_train(name, step.name)
         assert train.min_steps > 0
         assert train.max_epochs == 100
 
 
 def test_what_the_config_leaves_out_is_the_methods_and_what_it_sets_is_obeyed() -> None:
-    silent = config().train_of("meat")
+    silent = config().merge_train("meat")
     declared = METHODS["meat"].train_defaults
     assert (silent.lr, silent.epochs, silent.min_steps) == (declared.lr, 5, 300)
-    assert config(train={"lr": 0.5}).train_of("meat").lr == 0.5
-    assert config(methods={"meat": {"train": {"lr": 0.25}}}).train_of("meat").lr == 0.25
+    assert config(train={"lr": 0.5}).merge_train("meat").lr == 0.5
+    assert config(methods={"meat": {"train": {"lr": 0.25}}}).merge_train("meat").lr == 0.25
 
 
 def test_two_methods_of_one_run_have_each_their_own_rate() -> None:
     run_config = config(methods={"finetune": {}, "linear": {}})
-    assert run_config.train_of("finetune").lr == 1e-4
-    assert run_config.train_of("linear").lr == 2e-3
+    assert run_config.merge_train("finetune").lr == 1e-4
+    assert run_config.merge_train("linear").lr == 2e-3
 
 
 def test_a_network_from_random_weights_has_another_rate_where_the_method_says_so() -> None:
     run_config = config("none", methods={"finetune": {}, "linear": {}})
-    assert run_config.train_of("finetune").lr == 1e-3
-    assert run_config.train_of("linear").lr == 2e-3
+    assert run_config.merge_train("finetune").lr == 1e-3
+    assert run_config.merge_train("linear").lr == 2e-3
     assert run_config.backbone_train().lr == 1e-3
 
 
 def test_a_step_has_defaults_of_its_own_which_any_setting_of_the_config_overrides() -> None:
     stream = {"scenario": "class", "tasks": [{"card": "digits", "split": 2}]}
     silent = config(methods={"der": {}}, stream=stream)
-    assert silent.train_of("der", "finetune").epochs == 10
-    assert silent.train_of("der", "finetune").min_steps == 600, "as many more steps as epochs"
+    assert silent.merge_train("der", "finetune").epochs == 10
+    assert silent.merge_train("der", "finetune").min_steps == 600, "as many more steps as epochs"
     loud = config(methods={"der": {}}, stream=stream, train={"epochs": 4, "lr": 0.1})
-    assert loud.train_of("der", "finetune").epochs == 4
-    assert loud.train_of("der", "finetune").lr == 0.1
+    assert loud.merge_train("der", "finetune").epochs == 4
+    assert loud.merge_train("der", "finetune").lr == 0.1
 
 
 def test_rates_of_one_optimizer_are_not_given_to_another() -> None:
-    train = config(train={"optimizer": "sgd"}, methods={"finetune": {}}).train_of("finetune")
+    train = config(train={"optimizer": "sgd"}, methods={"finetune": {}}).merge_train("finetune")
     assert (train.optimizer, train.lr) == ("sgd", TrainSettings().lr)
 
 
@@ -102,7 +102,7 @@ def test_rates_of_one_optimizer_are_not_given_to_another() -> None:
     ],
 )
 def test_a_length_that_is_set_is_not_changed(settings: dict[str, int], left: set[str]) -> None:
-    train = config(train=settings).train_of("meat")
+    train = config(train=settings).merge_train("meat")
     assert LENGTH & key_inputs(train).keys() == left
     for name, value in settings.items():
         assert getattr(train, name) == value
@@ -112,7 +112,7 @@ def test_a_length_that_is_set_is_not_changed(settings: dict[str, int], left: set
 
 def test_a_config_that_sets_all_of_it_keeps_the_key_that_it_had_without_defaults() -> None:
     settings = {"epochs": 12, "batch_size": 32, "lr": 1e-3}
-    train = config(train=settings).train_of("meat")
+    train = config(train=settings).merge_train("meat")
     assert key_inputs(train) == key_inputs(TrainSettings(**settings))
 
 
@@ -120,14 +120,14 @@ def test_what_is_left_to_the_methods_is_not_written_down_as_set_by_the_config() 
     run_config = config(train={"clip": 1.0})
     assert dump(run_config)["train"] == {"clip": 1.0}
     again = check(dump(run_config), "dumped")
-    assert again.train_of("meat") == run_config.train_of("meat")
+    assert again.merge_train("meat") == run_config.merge_train("meat")
 
 
 def test_a_changed_default_changes_the_keys_of_configs_that_leave_it_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keys(run_config: Config) -> dict[str, str]:
-        graph, _ = build.graph_of(run_config, Store(str(tmp_path)))
+        graph, _ = build.build_graph(run_config, Store(str(tmp_path)))
         return {stage.id: stage.key for stage in graph if stage.step == "train"}
 
     silent, loud = config("none"), config("none", train={"lr": 0.5})

@@ -105,7 +105,7 @@ def small_manifest(plan: trial.Plan, stage_id: str) -> dict[str, Any]:
 def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.Plan) -> None:
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "run"}, "run")
-    graph, _ = build.graph_of(settings, Store(plan.storage))
+    graph, _ = build.build_graph(settings, Store(plan.storage))
     keys = stage_keys(plan)
     for stage in graph:
         if stage.step == "report":
@@ -128,7 +128,7 @@ def test_equal_prefixes_are_run_once(plan: trial.Plan) -> None:
 def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: trial.Plan) -> None:
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "s-0000"}, "s")
-    graph, _ = build.graph_of(settings, Store(plan.storage), {}, "val")
+    graph, _ = build.build_graph(settings, Store(plan.storage), {}, "val")
     count = trial.Count(settings.cluster, lambda: None)
     for stage in graph:
         if stage.step != "ingest":
@@ -181,7 +181,7 @@ def forgetful(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> trial.Plan:
             "per_task": per_task,
         }
 
-    monkeypatch.setattr(trial, "result_of", fall)
+    monkeypatch.setattr(trial, "compute_result", fall)
     return replace(plan, max_forgetting=0.25)
 
 

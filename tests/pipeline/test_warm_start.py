@@ -14,7 +14,12 @@ from pipeline.results import trials
 from pipeline.results.trials import Trial, load
 from pipeline.search import spec, trial, tune
 from pipeline.search.space import Dimension, Space
-from pipeline.search.warm_start import WarmStart, WarmStartSettings, point_in, warm_start_of
+from pipeline.search.warm_start import (
+    WarmStart,
+    WarmStartSettings,
+    choose_warm_start,
+    convert_point,
+)
 from tests.pipeline.small_search import prepared
 from workers.errors import UserError
 
@@ -62,7 +67,7 @@ BASE = {"methods": {"meat": {"lambda": 0.75, "token_mask_blocks": (3, 6)}}, "tra
 def test_a_point_has_the_settings_of_the_trial_then_those_of_its_base(
     params: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
-    assert point_in(space_of(DIMENSIONS), earlier_trial(0, params, 0.5), BASE, 0) == expected
+    assert convert_point(space_of(DIMENSIONS), earlier_trial(0, params, 0.5), BASE, 0) == expected
 
 
 def test_a_setting_that_the_earlier_search_does_not_know_is_drawn() -> None:
@@ -71,7 +76,7 @@ def test_a_setting_that_the_earlier_search_does_not_know_is_drawn() -> None:
         ALPHA: {"dist": "uniform", "low": 1.0, "high": 2.0},
     }
     points = [
-        point_in(space_of(dimensions), earlier_trial(number, {}, 0.5), BASE, 7)
+        convert_point(space_of(dimensions), earlier_trial(number, {}, 0.5), BASE, 7)
         for number in (0, 1, 1)
     ]
     assert all(point is not None and point[LAMBDA] == 0.75 for point in points)
@@ -82,13 +87,13 @@ def test_a_trial_of_another_method_is_a_point_where_the_space_has_that_method() 
     body = {"methods": {"hat": {"s_max": 400.0}, "meat": {}}, "train": {"epochs": 2}}
     params = {"method": "hat"}
     space = space_of(DIMENSIONS)
-    assert point_in(space, earlier_trial(0, params, 0.5), body, 0) == {
+    assert convert_point(space, earlier_trial(0, params, 0.5), body, 0) == {
         "method": "hat",
         "train.epochs": 2,
         "methods.hat.s_max": 400.0,
     }
-    assert point_in(space, earlier_trial(0, {"method": "meat"}, 0.5), body, 0) is not None
-    assert point_in(space, earlier_trial(0, {"method": "ewc"}, 0.5), body, 0) is None
+    assert convert_point(space, earlier_trial(0, {"method": "meat"}, 0.5), body, 0) is not None
+    assert convert_point(space, earlier_trial(0, {"method": "ewc"}, 0.5), body, 0) is None
 
 
 def test_a_drawn_setting_belongs_to_the_values_that_it_depends_on() -> None:
@@ -98,7 +103,7 @@ def test_a_drawn_setting_belongs_to_the_values_that_it_depends_on() -> None:
     alpha = {"dist": "choice", "values": [0.5, 1, 2]}
     space = space_of({ALPHA: alpha, "methods.meat.gamma": keep})
     for number in range(8):
-        point = point_in(space, earlier_trial(number, {ALPHA: 2}, 0.5), BASE, 0)
+        point = convert_point(space, earlier_trial(number, {ALPHA: 2}, 0.5), BASE, 0)
         assert point is not None
         assert 0.1 <= point["methods.meat.gamma"] <= 0.9
 
@@ -111,7 +116,7 @@ def taken(
     earlier = trials.Search("first", record, some, None, [])
     space = space_of({LAMBDA: DIMENSIONS[LAMBDA]})
     settings = WarmStartSettings(count, 0, max_forgetting)
-    return warm_start_of(earlier, space, settings, lambda params: key, "second.yaml")
+    return choose_warm_start(earlier, space, settings, lambda params: key, "second.yaml")
 
 
 def judged(number: int, params: dict[str, Any], accuracy: float, key: str) -> Trial:
@@ -192,7 +197,7 @@ def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: P
     asked = asking(search)
     points = [asked.suggest(str(number))["params"] for number in range(3)]
     assert points[:2] == [record["params"] for record in ranked[:2]]
-    assert points[2] == tune.points_of(search, 2, 0), "then as without a warm start"
+    assert points[2] == tune.draw_point(search, 2, 0), "then as without a warm start"
     plan = trial.Plan(search.name, search.storage, search.body, {}, search.tasks)
     trial.run_trial(plan, 0, points[0], lambda result: None)
     record = trial.read_record(search.storage, search.name, 0)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task, key_inputs
 from workers.methods.adapter import Adapter, AdapterSettings
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import TaskState
 
 
@@ -39,7 +39,7 @@ def test_a_task_starts_as_the_backbone_whatever_it_draws() -> None:
 def test_the_backbone_is_not_touched_and_the_answers_are_the_adapters() -> None:
     method = adapter()
     trained(method)
-    assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
+    assert compute_digest(method.backbone) == method.backbone_digest == compute_digest(vit())
     assert not torch.allclose(
         answers(method),
         vit()(images()) @ method.heads["one"].weight.T + method.heads["one"].bias,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
-from workers.model.vit import compile_blocks, digest_of
+from workers.model.vit import compile_blocks, compute_digest
 
 
 def vit(**options: Any) -> Any:
@@ -71,7 +71,7 @@ def test_one_position_gives_half_the_sites() -> None:
 
 def test_outside_the_backbone_is_the_plain_one_also_after_an_error() -> None:
     model = vit()
-    plain, digest = model(IMAGES), digest_of(model)
+    plain, digest = model(IMAGES), compute_digest(model)
     sites = AdapterSites(model, houlsby)
     assert torch.equal(model(IMAGES), plain)
     with pytest.raises(ZeroDivisionError), sites.using(stacked(1)):
@@ -79,7 +79,7 @@ def test_outside_the_backbone_is_the_plain_one_also_after_an_error() -> None:
     assert torch.equal(model(IMAGES), plain)
     with sites.using({}):
         assert torch.equal(model(IMAGES), plain), "no tensors, no adapters"
-    assert digest_of(model) == digest
+    assert compute_digest(model) == digest
 
 
 def test_turning_from_task_to_task_is_exact() -> None:

@@ -269,7 +269,7 @@ def test_earlier_tau_are_at_the_minimum_of_the_objective_for_every_sigma(limit: 
     assert gradient is not None
     assert torch.allclose(value.double(), huber, rtol=1e-3)
     assert torch.allclose(gradient, torch.autograd.grad(huber, sigma)[0], atol=2e-2 * lambda1)
-    best = method.tau_of("one", SITE)
+    best = method.restore_tau("one", SITE)
     least = objective(best, sigma)
     assert least.sum().item() == pytest.approx(value.item(), rel=1e-3)
     for step in (1e-5, 1e-4, 1e-3, 1e-2):
@@ -336,11 +336,11 @@ def test_without_the_anchor_or_without_tau_that_follow_earlier_weights_drift(
     with monkeypatch.context() as patched:
         patched.setattr(Apd, "anchor", lambda self, site: (torch.zeros(()), None))
         loose = moved(trained(begun(2, first, retro="frozen_tau")))
-    follow = Apd.tau_of
+    follow = Apd.restore_tau
     with monkeypatch.context() as patched:
         patched.setattr(
             Apd,
-            "tau_of",
+            "restore_tau",
             lambda self, task, site: (
                 self.before[task][site] if self.step and task == "one" else follow(self, task, site)
             ),
@@ -387,7 +387,7 @@ def test_measures_are_those_of_what_is_stored(first: Any) -> None:
     method = trained(begun(2, first))
     metrics, (state, carried) = method.metrics(), method.finish()
     now = served([*first[0], state], carried)
-    taus = [now.tau_of("two", site) for site in now.sites]
+    taus = [now.restore_tau("two", site) for site in now.sites]
     assert metrics["tau_zeros"] == pytest.approx(
         float(torch.cat([(t == 0).flatten() for t in taus]).float().mean())
     )
@@ -435,7 +435,9 @@ def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_st
 def test_proximal_training_stores_what_it_trains() -> None:
     method = trained(begun(zeros="proximal", lambda1=1e-4), optimizer="sgd with momentum and decay")
     assert 0.05 < method.metrics()["tau_zeros"] < 0.999
-    assert all(torch.equal(method.tau_of("one", site), tau) for site, tau in method.own_tau.items())
+    assert all(
+        torch.equal(method.restore_tau("one", site), tau) for site, tau in method.own_tau.items()
+    )
 
 
 @pytest.mark.parametrize("zeros", ["threshold", "proximal"])

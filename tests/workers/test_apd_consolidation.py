@@ -81,11 +81,11 @@ def test_consolidation_by_hand() -> None:
     method = consolidating([one, two], gap=0.125)
     shared = torch.tensor([0.328125, 0.0, 0.0, 0.0078125, 0.75, 0.53125, 0.0])
     for task, tau in (("one", one), ("two", two)):
-        task_tau = method.tau_of(task, SITE).flatten()[:7]
-        assert torch.equal(method.shared_of(task, SITE).flatten()[:7], shared)
+        task_tau = method.restore_tau(task, SITE).flatten()[:7]
+        assert torch.equal(method.restore_shared(task, SITE).flatten()[:7], shared)
         assert torch.equal(task_tau, torch.where(shared != 0, 0.0, tau))
-    assert method.shared_of("one", SITE).count_nonzero() == 4
-    assert method.shared_of("three", SITE).count_nonzero() == 0
+    assert method.restore_shared("one", SITE).count_nonzero() == 4
+    assert method.restore_shared("three", SITE).count_nonzero() == 0
     assert method.replaced == {"one": (7, 4), "two": (6, 4)}
 
 
@@ -93,8 +93,8 @@ def test_consolidation_by_hand() -> None:
 def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale: float) -> None:
     torch.manual_seed(0)
     taus = [torch.randn(40), torch.randn(40)]
-    expected = consolidating(taus).shared_of("one", SITE) != 0
-    is_shared = consolidating([scale * tau for tau in taus]).shared_of("one", SITE) != 0
+    expected = consolidating(taus).restore_shared("one", SITE) != 0
+    is_shared = consolidating([scale * tau for tau in taus]).restore_shared("one", SITE) != 0
     assert 0 < int(expected.count_nonzero()) < 20
     assert torch.equal(is_shared, expected)
 
@@ -123,7 +123,7 @@ def test_only_similar_tasks_share() -> None:
     near, far = torch.tensor([1.0, 1.0, 0.02]), torch.tensor([9.0, 9.0, 0.02])
     method = consolidating([near, far, near + 0.01], clusters=2)
     assert [*method.shared[SITE]] == [("one", "three")]
-    assert torch.equal(method.tau_of("two", SITE).flatten()[:3], far)
+    assert torch.equal(method.restore_tau("two", SITE).flatten()[:3], far)
 
 
 @pytest.mark.parametrize("gap", [0.05, 0.5, 20.0])
@@ -139,7 +139,7 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
     for site in method.sites:
         limit = (
             gap
-            * float(mean_size(torch.stack([before.tau_of(task, site) for task in before.tau])))
+            * float(mean_size(torch.stack([before.restore_tau(task, site) for task in before.tau])))
             / 2
         )
         way = max(
@@ -160,18 +160,22 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
     for site in method.sites:
         for task in before.tau:  # each entry is in one of the two
             assert not bool(
-                ((method.tau_of(task, site) != 0) & (method.shared_of(task, site) != 0)).any()
+                (
+                    (method.restore_tau(task, site) != 0) & (method.restore_shared(task, site) != 0)
+                ).any()
             )
 
 
 def test_a_second_consolidation_starts_from_what_tasks_have_in_all() -> None:
     values = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1.0, 2.05, 3.0])]
     method = consolidating(values)
-    full = [method.tau_of(t, SITE) + method.shared_of(t, SITE) for t in ("one", "two")]
+    full = [method.restore_tau(t, SITE) + method.restore_shared(t, SITE) for t in ("one", "two")]
     method.consolidate()
     assert [*method.shared[SITE]] == [("one", "two")]
     for task, expected in zip(("one", "two"), full, strict=True):
-        assert torch.equal(method.tau_of(task, SITE) + method.shared_of(task, SITE), expected)
+        assert torch.equal(
+            method.restore_tau(task, SITE) + method.restore_shared(task, SITE), expected
+        )
 
 
 def test_clusters_grow_with_every_consolidation() -> None:

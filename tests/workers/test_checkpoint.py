@@ -67,7 +67,7 @@ def root(tmp_path: Path) -> str:
 
 
 def files(root: str) -> list[Path]:
-    return sorted(Path(checkpoint.folder_of(root, KEY)).iterdir())
+    return sorted(Path(checkpoint.get_folder(root, KEY)).iterdir())
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
@@ -154,7 +154,7 @@ def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str)
     save(root, KEY, *trained(1), {}, mark())
     drop(root, KEY)
     assert load(root, KEY) is None
-    assert not Path(checkpoint.folder_of(root, KEY)).exists()
+    assert not Path(checkpoint.get_folder(root, KEY)).exists()
     drop(root, KEY)
 
 

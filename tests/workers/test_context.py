@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import settings as config
-from pipeline.graph.store import key_of
+from pipeline.graph.store import compute_key
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings, key_inputs
 from workers.methods.finetune import weight_groups
@@ -260,11 +260,11 @@ def test_bytes_are_the_backbone_and_the_digest_tells_it_from_others(kind: str) -
         nn.init.zeros_(p)
     vit.from_bytes(again, vit.to_bytes(model), "here")
     assert torch.equal(again(images()), model(images()))
-    assert vit.digest_of(again) == vit.digest_of(model)
+    assert vit.compute_digest(again) == vit.compute_digest(model)
     digests = {
-        vit.digest_of(built(kind)),
-        vit.digest_of(built(None)),
-        vit.digest_of(built(kind, blocks=[1])),
+        vit.compute_digest(built(kind)),
+        vit.compute_digest(built(None)),
+        vit.compute_digest(built(kind, blocks=[1])),
     }
     assert len(digests) == 3
 
@@ -413,12 +413,12 @@ def test_masks_of_tokens_refuse_heads_that_would_see_past_them(kind: str) -> Non
 def test_without_it_keys_are_those_of_before_there_was_any() -> None:
     plain, null = BackboneSettings(), BackboneSettings(context=None)
     assert (
-        key_of(key_inputs(plain), [])
-        == key_of(key_inputs(null), [])
+        compute_key(key_inputs(plain), [])
+        == compute_key(key_inputs(null), [])
         == "7658907c31e404a95275872880bb4bce"
     )
     keys = {
-        key_of(key_inputs(BackboneSettings(context=ContextSettings(kind=kind))), [])
+        compute_key(key_inputs(BackboneSettings(context=ContextSettings(kind=kind))), [])
         for kind in KINDS
     }
     assert len(keys) == 5

@@ -158,7 +158,7 @@ def test_it_is_a_backbone_like_any_other() -> None:
     copy = vit.build(settings)
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(images), model(images))
-    assert vit.digest_of(copy) == vit.digest_of(model)
+    assert vit.compute_digest(copy) == vit.compute_digest(model)
     vit.check(settings)
 
 

@@ -32,7 +32,7 @@ from workers.methods.ctr import CtrSettings, CtrTsm, masked_bottleneck
 from workers.methods.ctr_full import CtrFull
 from workers.model.masks import annealed_scale
 from workers.model.protect import Protector
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 RATES = rates(8.0)
@@ -159,7 +159,11 @@ def test_used_units_are_those_of_all_stored_masks() -> None:
 def test_the_backbone_is_not_touched(cls: type[CtrTsm]) -> None:
     method = ctr(cls)
     stepped(method, started(method, ONE))
-    assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit(patch_size=4))
+    assert (
+        compute_digest(method.backbone)
+        == method.backbone_digest
+        == compute_digest(vit(patch_size=4))
+    )
 
 
 # ---- masks ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from workers.model.distill import kd_ce
 from workers.model.heads import sum_old_targets
 from workers.model.masks import annealed_scale
 from workers.model.units import cut_units, magnitudes, masked_weights, pack, unit_sites, unpack
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
@@ -61,7 +61,7 @@ def task_state(
     stored = {
         kind: {n: t.detach().clone() for n, t in tensors.items()} for kind, tensors in parts.items()
     }
-    return TaskState(task.name, task.classes, name, digest_of(backbone()), head=head, **stored)
+    return TaskState(task.name, task.classes, name, compute_digest(backbone()), head=head, **stored)
 
 
 def begun(
@@ -211,13 +211,13 @@ def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(
 # ---- what learns ---------------------------------------------------------------------------------
 def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor() -> None:
     method = begun("der", A, B)
-    before = digest_of(method.extractors)
+    before = compute_digest(method.extractors)
     changed = stepped(method, A, B)
     for name, moved in changed.items():
         assert moved == (name.startswith(("backbone.", "heads.")) or name == "auxiliary.weight"), (
             name
         )
-    assert digest_of(method.extractors) == before
+    assert compute_digest(method.extractors) == before
     assert all(not m.training for m in method.extractors.modules())
     assert all(p.grad is None for p in method.extractors.parameters())
     assert method.backbone.training
@@ -231,13 +231,13 @@ def test_fine_tuning_moves_the_classifier_alone() -> None:
         step="finetune",
         extractor={"copies": dict(backbone(seed=11).named_parameters())},
     )
-    before = [digest_of(method.extractors), digest_of(method.backbone)]
+    before = [compute_digest(method.extractors), compute_digest(method.backbone)]
     changed = stepped(method, A, B)
     assert {name for name, moved in changed.items() if moved} == {
         "heads.layers.0.weight",
         "heads.layers.1.weight",
     }
-    assert [digest_of(method.extractors), digest_of(method.backbone)] == before
+    assert [compute_digest(method.extractors), compute_digest(method.backbone)] == before
     assert not any(
         m.training for part in (method.backbone, method.extractors) for m in part.modules()
     )

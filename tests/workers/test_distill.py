@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from workers.job import BackboneSettings
 from workers.model.distill import Teacher, kd_bce, kd_ce, kd_kl, kd_sig
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 
 Y = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
 Z = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, -1.0]], dtype=torch.float64)
@@ -124,14 +124,14 @@ def images() -> Tensor:
 def test_the_teacher_answers_what_the_network_answered_whatever_becomes_of_it() -> None:
     backbone, heads = network()
     expected = {task: head(backbone.eval()(images())).detach() for task, head in heads.items()}
-    teacher, before = Teacher(backbone.train(), heads), digest_of(backbone)
+    teacher, before = Teacher(backbone.train(), heads), compute_digest(backbone)
     assert not any(m.training for m in teacher.backbone.modules() if isinstance(m, DropPath))
     with torch.no_grad():
         for p in (*backbone.parameters(), *heads["one"].parameters()):
             p.add_(1.0)
     for task, logits in teacher.logits(images()).items():
         assert torch.equal(logits, expected[task])
-    assert digest_of(teacher.backbone) == before
+    assert compute_digest(teacher.backbone) == before
 
 
 def test_the_teacher_costs_one_forward_for_all_heads_and_no_gradient() -> None:

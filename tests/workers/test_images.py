@@ -16,7 +16,7 @@ from PIL import Image
 
 from workers.data import decoding
 from workers.errors import UserError
-from workers.serving.images import Limits, pixels_of
+from workers.serving.images import Limits, read_pixels
 
 PICTURE = Image.fromarray(
     np.random.default_rng(0).integers(0, 255, (9, 12, 3), np.uint8).astype(np.uint8)
@@ -57,7 +57,7 @@ def test_files_bytes_and_base64_are_what_evaluation_decodes(kind: str, tmp_path:
     url = f"data:image/{kind.lower()};base64,{text(data)}"
     for image in (data, text(data), url, str(tmp_path / "picture"), tmp_path / "picture"):
         assert np.array_equal(
-            pixels_of([image], 6, Limits(paths=True))[0].transpose(1, 2, 0),
+            read_pixels([image], 6, Limits(paths=True))[0].transpose(1, 2, 0),
             decoding.decode(data, 6),
         )
 
@@ -66,7 +66,7 @@ def test_arrays_lists_and_pictures_are_the_same_image() -> None:
     array = np.asarray(PICTURE)
     nested = np.empty(9, object)
     nested[:] = [[*row] for row in array]
-    pixels = pixels_of([PICTURE, array, array.tolist(), nested, encoded("PNG")], 6, Limits())
+    pixels = read_pixels([PICTURE, array, array.tolist(), nested, encoded("PNG")], 6, Limits())
     assert pixels.shape == (5, 3, 6, 6)
     assert all(np.array_equal(pixels[0], other) for other in pixels)
 
@@ -123,39 +123,39 @@ BAD = {
 def test_what_cannot_be_an_image_gets_one_sentence(kind: Any) -> None:
     image, message = BAD[kind]
     with pytest.raises(UserError, match=message) as error:
-        pixels_of([encoded("PNG"), image], 6, Limits(max_pixels=1000, image_bytes=2000))
+        read_pixels([encoded("PNG"), image], 6, Limits(max_pixels=1000, image_bytes=2000))
     assert "\n" not in str(error.value)
 
 
 def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(UserError, match="too large"):
-        pixels_of([bomb(60_000)], 6, Limits())
+        read_pixels([bomb(60_000)], 6, Limits())
     for width, height in ((1, 40_000_000), (40_000_000, 1)):
         with pytest.raises(UserError, match="too long"):
-            pixels_of([bomb(width, height)], 6, Limits())
+            read_pixels([bomb(width, height)], 6, Limits())
 
 
 def test_a_file_is_read_where_that_is_allowed_alone(tmp_path: Path) -> None:
     image_path = tmp_path / "a.png"
     image_path.write_bytes(encoded("PNG"))
-    pixels_of([str(image_path)], 6, Limits(paths=True))
+    read_pixels([str(image_path)], 6, Limits(paths=True))
     with pytest.raises(UserError, match="no files are read here"):
-        pixels_of([str(image_path)], 6, Limits())
+        read_pixels([str(image_path)], 6, Limits())
     with pytest.raises(
         UserError, match=r"image 0 \(.*b.png\) cannot be read \(No such file or directory\)"
     ):
-        pixels_of([str(tmp_path / "b.png")], 6, Limits(paths=True))
+        read_pixels([str(tmp_path / "b.png")], 6, Limits(paths=True))
 
 
 def test_a_request_is_bounded_as_a_whole() -> None:
     data = encoded("PNG")
     with pytest.raises(UserError, match="3 images in one request are more than 2"):
-        pixels_of([data] * 3, 6, Limits(images=2))
+        read_pixels([data] * 3, 6, Limits(images=2))
     with pytest.raises(
         UserError,
         match=f"the images of this request take {2 * len(data)} bytes, more than {len(data)}",
     ):
-        pixels_of([data] * 2, 6, Limits(body_bytes=len(data)))
+        read_pixels([data] * 2, 6, Limits(body_bytes=len(data)))
     with pytest.raises(UserError, match="give a list of images"):
-        pixels_of(data, 6, Limits())
+        read_pixels(data, 6, Limits())

@@ -66,7 +66,7 @@ def model(runs: Any, tmp_path: Path) -> str:
 
 def pixels_of(run: Finished, task: str) -> Any:
     images, _ = run.images(task)
-    return run.served.pixels_of(images, Limits())
+    return run.served.read_pixels(images, Limits())
 
 
 def read_total(folder: str) -> TaskCounts:

@@ -30,7 +30,7 @@ from workers.methods.bases.weight_masks import masked
 from workers.methods.ksm import Ksm, KsmSettings
 from workers.methods.piggyback import Piggyback, PiggybackSettings
 from workers.model.masks import SoftBinary, Threshold
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import TaskState
 
 WORKED = torch.tensor([0.01, 0.004, -0.002, 0.0])
@@ -240,7 +240,7 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(optimizer: Any, so
         for name, t in method.copies.tensors().items()
     )
     assert torch.equal(answers(method), before)
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
     assert method.logits(images(), "two").shape == (8, 3)
 
 
@@ -257,7 +257,7 @@ def test_norms_trained_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPat
     before = answers(method)
     trained(method, TWO)
     assert not torch.equal(answers(method), before)
-    assert digest_of(method.backbone) != method.backbone_digest
+    assert compute_digest(method.backbone) != method.backbone_digest
 
 
 def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:

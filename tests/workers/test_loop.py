@@ -59,7 +59,7 @@ def results(artifact: Artifact) -> tuple[Any, ...]:
 
 
 def folder_of(job: StageJob) -> Path:
-    return Path(checkpoint.folder_of(job.root, job.key))
+    return Path(checkpoint.get_folder(job.root, job.key))
 
 
 def interrupt(lab: Lab, job: StageJob, steps: int) -> None:

@@ -18,7 +18,7 @@ from workers.job import BackboneSettings
 from workers.methods.base import Progress
 from workers.methods.lora import Lora, LoraSettings
 from workers.model.lowrank import Target, shapes
-from workers.model.vit import build, compile_blocks, digest_of, measure_statistics
+from workers.model.vit import build, compile_blocks, compute_digest, measure_statistics
 from workers.storage.taskstate import TaskState
 
 TARGETS = ("qkv", "qv")
@@ -125,7 +125,7 @@ def test_weights_come_back_as_they_were(target: str) -> None:
     assert answers(method, TWO).shape == (8, 3)
     assert torch.equal(answers(method, BASE), before), "bit for bit, whatever was served in between"
     assert torch.equal(answers(method, ONE), first)
-    assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
+    assert compute_digest(method.backbone) == method.backbone_digest == compute_digest(vit())
     assert states[0].copies["b"].any()
 
 

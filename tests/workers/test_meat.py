@@ -28,7 +28,7 @@ from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard
 from workers.model.sites import TokenSites
-from workers.model.vit import build, compile_blocks, digest_of
+from workers.model.vit import build, compile_blocks, compute_digest
 from workers.rng import StepRng
 from workers.storage.taskstate import TaskState
 
@@ -254,13 +254,13 @@ def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm() -> None:
 )
 def test_the_papers_ablation_trains_only_what_it_says(settings: Any, groups: Any) -> None:
     method = meat(**settings)
-    before = digest_of(method.backbone)
+    before = compute_digest(method.backbone)
     state = trained(method)
     assert {name.rsplit(".", 1)[-1] for name in state.masks} == groups
     learned = {n for n, p in method.named_parameters() if p.requires_grad}
     assert all(n.startswith(("heads.", "mask_modules.")) for n in learned)
     assert all(gradient_of(m.logits).abs().sum() > 0 for m in method.masks.values())
-    assert digest_of(method.backbone) == before
+    assert compute_digest(method.backbone) == before
     terms = method.loss(batch(), PROGRESS)[1]
     assert ("drop_control" in terms) == ("tokens" in groups)
 
@@ -606,7 +606,7 @@ def test_each_mask_of_other_families_gets_a_gradient(form: dict[str, Any]) -> No
         assert gradient_of(mask.logits).any(), name
     method_steps.train(method, method_steps.OPTIMIZERS["adamw"](groups), method_steps.ONE)
     state = method.eval().finish()[0]
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
     logits = method_steps.answers(method)
     method.load_task(TaskState.from_bytes(state.to_bytes()))
     assert torch.equal(method_steps.answers(method), logits)

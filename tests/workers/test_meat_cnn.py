@@ -35,7 +35,7 @@ from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model import vit
 from workers.model.compact import multiply_adds
 from workers.model.masked import GatedConv2d
-from workers.model.sites import sites_of
+from workers.model.sites import find_sites
 from workers.storage.taskstate import TaskState
 
 BASIC = BackboneSettings(
@@ -76,7 +76,7 @@ def served(method: Meat, state: TaskState) -> Tensor:
 # ---- where the masks are -------------------------------------------------------------------------
 def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_their_widths() -> None:
     def bits(name: str, entries: Any) -> int:
-        sites = sites_of(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
+        sites = find_sites(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
         return (
             TaskState(
                 "t",
@@ -284,7 +284,7 @@ def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statisti
         for n, p in method.named_parameters()
         if p.requires_grad
     )
-    assert vit.digest_of(method.backbone) == method.backbone_digest
+    assert vit.compute_digest(method.backbone) == method.backbone_digest
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in method.backbone.state_dict().items()
     )
@@ -331,7 +331,7 @@ def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(
     pruned: Any = method.compact("one")
     assert torch.allclose(pruned(images()), dense, atol=1e-5, rtol=1e-5)
     assert pruned[0].layer1[0].conv2.weight.shape[1] == state.masks["blocks.0.channels1"].sum()
-    assert vit.digest_of(method.backbone) == method.backbone_digest
+    assert vit.compute_digest(method.backbone) == method.backbone_digest
     assert (
         multiply_adds(pruned[0], 3, 224, 224) / multiply_adds(resnet(settings), 3, 224, 224)
         == method.flops_share(state)
@@ -396,18 +396,18 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
     method.loss(batch(), PROGRESS)[0].backward()
     optimizer.step()
     assert all(torch.equal(tensor, buffers_before[name]) for name, tensor in model.named_buffers())
-    assert vit.digest_of(model) != method.backbone_digest, (
+    assert vit.compute_digest(model) != method.backbone_digest, (
         "its weights and biases are trained all the same"
     )
 
 
 def test_running_statistics_are_part_of_the_digest_and_of_the_stored_weights() -> None:
     one, two = resnet(), resnet()
-    assert vit.digest_of(one) == vit.digest_of(two)
+    assert vit.compute_digest(one) == vit.compute_digest(two)
     two.layer1[0].bn1.running_var[0] += 1e-3
-    assert vit.digest_of(one) != vit.digest_of(two)
+    assert vit.compute_digest(one) != vit.compute_digest(two)
     vit.from_bytes(two, vit.to_bytes(one), "weights")
-    assert vit.digest_of(one) == vit.digest_of(two)
+    assert vit.compute_digest(one) == vit.compute_digest(two)
 
 
 def test_published_weights_are_read_without_their_classifier(tmp_path: Path) -> None:
@@ -434,14 +434,14 @@ def test_random_weights_get_statistics_of_their_own_and_keep_them() -> None:
     assert not any(module.training for module in model.modules())
     again = copy.deepcopy(model)
     vit.measure_statistics(again, 32)
-    assert vit.digest_of(model) == vit.digest_of(again), "the same noise, every time"
+    assert vit.compute_digest(model) == vit.compute_digest(again), "the same noise, every time"
     noise = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(1))
     first = model.bn1(model.conv1(noise))
     deviation = first.transpose(0, 1).flatten(1).std(1)
     assert torch.allclose(deviation, torch.ones_like(deviation), atol=0.1)
-    before = vit.digest_of(model)
+    before = vit.compute_digest(model)
     model.train()(noise)
-    assert vit.digest_of(model) == before
+    assert vit.compute_digest(model) == before
 
 
 def test_dropout_that_depends_on_ranks_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from workers.data import arena as arenas
 from workers.data import memory
 from workers.data.arena import Arena
-from workers.data.memory import MOST_FREE, TensorPool, parts_of
+from workers.data.memory import MOST_FREE, TensorPool, split_parts
 
 
 def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
@@ -70,5 +70,5 @@ def test_parts_are_all_rows_in_order(
     batch = torch.arange(7).view(7, 1, 1)
     for values in (1, 2, 100):
         monkeypatch.setattr(memory, "PART_VALUES", values)
-        rows = [row for part in parts_of(batch, start, stop) for row in batch[part].flatten()]
+        rows = [row for part in split_parts(batch, start, stop) for row in batch[part].flatten()]
         assert rows == list(range(start, stop))

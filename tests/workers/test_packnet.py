@@ -35,7 +35,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.packnet import FREE, MOST_OWNERS, PackNet, PackNetSettings, smallest, under
 from workers.model.protect import Protector
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 OF_ANY = pytest.mark.parametrize("optimizer", TRAININGS)
@@ -273,9 +273,9 @@ def test_what_is_no_weight_stays_that_of_the_backbone() -> None:
 def test_serving_an_earlier_task_writes_nothing_into_the_weights() -> None:
     states, carried = stream([ONE, TWO], prune=0.5)
     method = served(states, carried[-1])
-    before, last = digest_of(method.backbone), answers(method, TWO)
+    before, last = compute_digest(method.backbone), answers(method, TWO)
     first = answers(method, ONE)
-    assert digest_of(method.backbone) == before
+    assert compute_digest(method.backbone) == before
     assert torch.equal(answers(method, TWO), last)
     whole = {f"{site}.weight": weight for site, weight in method.sites.items()}
     method.active_task, method.weight_overrides = None, whole
@@ -295,7 +295,7 @@ def test_a_step_leaves_what_it_was_handed_alone() -> None:
 def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_owned() -> None:
     method = packnet()
     begun(method, ONE, "train", None)
-    assert digest_of(method.backbone) == digest_of(BACKBONE)
+    assert compute_digest(method.backbone) == compute_digest(BACKBONE)
     assert method.metrics() == {"own": 1, "used": 1, "free": 0}
     _, (first,) = stream([ONE], prune=0.5)
     method = packnet()

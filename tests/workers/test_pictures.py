@@ -22,7 +22,7 @@ from workers.data.feed import NUM_THREADS, Feed
 from workers.data.image_maker import ImageMaker
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
-from workers.data.sources import PictureSource, chunks_of
+from workers.data.sources import PictureSource, split_chunks
 from workers.errors import UserError
 from workers.job import Interpolation
 
@@ -192,7 +192,7 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
     for cache in (Cache(str(tmp_path / "cache"), 10**9), None):
         kept = KeptPictures(table, LONGEST, 2, cache)
         for row in (3, 16, 0, 3):
-            original = Image.open(io.BytesIO(table.bytes_of(row)))
+            original = Image.open(io.BytesIO(table.estimate_bytes(row)))
             (picture,) = kept.read(np.array([row]), Arena())
             assert (picture.width, picture.height) == original.size
             assert max(picture.pixels.shape) <= LONGEST
@@ -207,7 +207,7 @@ def test_memory_that_is_used_again_overwrites_no_picture(
     cache = Cache(str(tmp_path / "cache"), 10**9) if has_cache else None
     kept = KeptPictures(table, LONGEST, 1, cache)
     for row in range(17):
-        expected = read_picture(table.bytes_of(row), LONGEST)
+        expected = read_picture(table.estimate_bytes(row), LONGEST)
         (picture,) = kept.read(np.array([row]), Arena())
         assert np.array_equal(picture.pixels, expected.pixels), row
 
@@ -241,10 +241,12 @@ def test_a_full_disk_says_that_fewer_may_be_kept(
 def test_what_is_kept_is_told_from_the_pixels_of_some_images(
     table: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = [read_picture(table.bytes_of(row), LONGEST).pixels.nbytes for row in range(17)]
+    sizes = [read_picture(table.estimate_bytes(row), LONGEST).pixels.nbytes for row in range(17)]
     assert are_small(table, LONGEST, sum(sizes))
     assert not are_small(table, LONGEST, sum(sizes) - 1)
-    monkeypatch.setattr(SampleTable, "bytes_of", lambda table, row: pytest.fail("it was read"))
+    monkeypatch.setattr(
+        SampleTable, "estimate_bytes", lambda table, row: pytest.fail("it was read")
+    )
     assert are_small(table, LONGEST, 17 * 3 * LONGEST**2)
     assert not are_small(table, LONGEST, 0)
 
@@ -271,9 +273,9 @@ def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
 @pytest.mark.parametrize("threads", [1, 3, 16])
 def test_every_sample_of_a_step_is_in_one_job_and_copies_in_the_same(threads: int) -> None:
     rows = np.random.default_rng(threads).integers(0, 40, 130)
-    jobs = chunks_of(rows, threads)
+    jobs = split_chunks(rows, threads)
     assert sorted(np.concatenate(jobs).tolist()) == list(range(130))
     rows_of_jobs = [set(rows[job].tolist()) for job in jobs]
     assert sum(map(len, rows_of_jobs)) == len(set(rows.tolist()))
     assert len(jobs) >= min(2 * threads, 8)
-    assert chunks_of(rows[:0], threads) == []
+    assert split_chunks(rows[:0], threads) == []

@@ -30,7 +30,7 @@ from workers.methods.base import OptimPlan
 from workers.methods.bases import weight_masks
 from workers.methods.piggyback import Piggyback, PiggybackSettings
 from workers.model.masks import Threshold
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import TaskState
 
 
@@ -178,7 +178,7 @@ def test_the_backbone_and_the_answers_on_an_earlier_task_stay(
     trained(method, TWO, optimizer)
     assert method.metrics()["density"] < 0.98, "an empty training would keep them too"
     assert torch.equal(answers(method), before)
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
     assert method.logits(images(), "two").shape == (8, 3)
 
 
@@ -195,7 +195,7 @@ def test_masking_in_place_would_be_found_out(monkeypatch: pytest.MonkeyPatch) ->
     trained(method, TWO)
     answers(method, TWO)
     assert not torch.equal(answers(method), before)
-    assert digest_of(method.backbone) != method.backbone_digest
+    assert compute_digest(method.backbone) != method.backbone_digest
 
 
 def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry() -> None:

@@ -19,7 +19,7 @@ from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.podnet import PodNet, PodNetSettings
 from workers.model.cosine import nca
 from workers.model.pod import features_and_maps, pod, pool_axes
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 
 
 # ---- POD -----------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_at_the_start_student_and_teacher_agree_and_gradients_are_finite() -> No
 def test_the_teacher_gets_no_gradient() -> None:
     method = begun("podnet", A, B)
     moved(method)
-    before = digest_of(method.teacher.backbone)
+    before = compute_digest(method.teacher.backbone)
     trained(method, A, B)
-    assert digest_of(method.teacher.backbone) == before
+    assert compute_digest(method.teacher.backbone) == before
     assert all(p.grad is None for p in method.teacher.backbone.parameters())
 
 
@@ -182,7 +182,7 @@ def test_each_step_trains_its_part(step: str, expected: set[str]) -> None:
 
     def parts() -> dict[str, Any]:
         return {
-            "backbone": digest_of(method.backbone),
+            "backbone": compute_digest(method.backbone),
             "scale": method.heads.scale.item(),
             **{n: method.heads.export(n)["weight"] for n in "ab"},
         }

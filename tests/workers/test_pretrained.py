@@ -111,7 +111,7 @@ def test_every_filter_of_published_weights_that_timm_has_is_known() -> None:
         file = folder / f"{module}.py"
         text = file.read_text() if file.exists() else ""  # those of our own are not there
         if re.search(r"pretrained_filter_fn=\w", text) and module not in WITHOUT_FILTER:
-            assert pretrained.filter_of(timm.list_models(module=module)[0]), module
+            assert pretrained.find_filter(timm.list_models(module=module)[0]), module
 
 
 def test_a_layer_under_several_names_is_stored_under_each() -> None:
@@ -123,5 +123,5 @@ def test_a_layer_under_several_names_is_stored_under_each() -> None:
 
     model, other = sharing(), sharing()
     vit.from_bytes(other, vit.to_bytes(model), "weights")
-    assert vit.digest_of(other) == vit.digest_of(model)
+    assert vit.compute_digest(other) == vit.compute_digest(model)
     assert other["a"] is other["b"]

@@ -16,7 +16,7 @@ from workers.job import BackboneSettings, DataSettings, StageJob, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
-from workers.methods.registration import code_of, method_of, register, why_not_importable
+from workers.methods.registration import get_code_digest, load_method, register, why_not_importable
 
 SOURCE = '''
 """A module of somebody."""
@@ -154,7 +154,7 @@ def test_functions_of_another_module_outside_are_in_the_digest(
 
 
 def test_a_method_of_this_project_has_no_digest() -> None:
-    assert code_of("meat") == ""
+    assert get_code_digest("meat") == ""
 
 
 # ---- other processes -----------------------------------------------------------------------------
@@ -188,14 +188,14 @@ def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
         source = SOURCE.replace("SCALE = 2.0", f"SCALE = {scale}")
         file.write_text(source + REGISTERS)
         code = code_digest(class_from(source))
-        assert method_of(replace(JOB, method_code=code)).__module__ == "my_methods"
-        assert code_of("outside") == code
+        assert load_method(replace(JOB, method_code=code)).__module__ == "my_methods"
+        assert get_code_digest("outside") == code
         assert why_not_importable("outside") == ""
     with pytest.raises(UserError, match="my_methods differs between this process and the one"):
-        method_of(replace(JOB, method_code="0" * 16))
+        load_method(replace(JOB, method_code="0" * 16))
     missing = replace(JOB, method_module="no_such_module", method_code="0" * 16)
     with pytest.raises(UserError, match="no_such_module, which a worker cannot import"):
-        method_of(missing)
+        load_method(missing)
 
 
 def test_a_class_that_no_worker_can_import_is_known() -> None:

@@ -262,7 +262,7 @@ def test_images_are_resized_as_in_training(folder: Any) -> None:
         square = resize_square(
             Image.fromarray(image), predictor.augment.size_in, predictor.augment.interpolation
         )
-        pixels = predictor.pixels_of([image], Limits())
+        pixels = predictor.read_pixels([image], Limits())
         assert np.array_equal(pixels[0], square.transpose(2, 0, 1))
 
 

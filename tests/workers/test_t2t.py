@@ -247,19 +247,19 @@ def test_positions_and_random_features_are_weights_that_nothing_trains() -> None
     )
     method.loss(large(), PROGRESS)[0].backward()
     optimizer.step()
-    assert vit.digest_of(model) != method.backbone_digest
+    assert vit.compute_digest(model) != method.backbone_digest
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 
 
 def test_random_features_follow_the_seed_and_count_in_the_digest() -> None:
     one, two = t2t(), t2t()
-    assert vit.digest_of(one) == vit.digest_of(two)
+    assert vit.compute_digest(one) == vit.compute_digest(two)
     two.patch_embed.attention2.w[0, 0] += 1e-3
-    assert vit.digest_of(one) != vit.digest_of(two)
+    assert vit.compute_digest(one) != vit.compute_digest(two)
     torch.manual_seed(9)
     other = vit.build(TINY).eval()
     vit.from_bytes(other, vit.to_bytes(one), "weights")
-    assert vit.digest_of(other) == vit.digest_of(one)
+    assert vit.compute_digest(other) == vit.compute_digest(one)
     assert torch.equal(other(images()), one(images()))
 
 
@@ -281,7 +281,7 @@ def test_released_weights_are_read_under_their_own_names(prefix: str, tmp_path: 
     assert not torch.equal(model(images()), source(images()))
     vit.load_weights(model, settings)
     assert torch.equal(model(images()), source(images()))
-    assert vit.digest_of(model) == vit.digest_of(source)
+    assert vit.compute_digest(model) == vit.compute_digest(source)
 
 
 def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
         torch.equal(method.logits(images(), name), logits_before)
         for name, logits_before in answers.items()
     )
-    assert vit.digest_of(method.backbone) == method.backbone_digest
+    assert vit.compute_digest(method.backbone) == method.backbone_digest
 
 
 def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:

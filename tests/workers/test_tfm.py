@@ -22,7 +22,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, Task, TrainSettings
 from workers.methods.base import Progress
 from workers.methods.tfm import Tfm, TfmSettings
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 WIDTH, HEADS, HIDDEN, DEPTH = 32, 2, 64, 2
@@ -510,7 +510,10 @@ def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: 
     results = stream(backbone=backbone, **GROWN, first=first)
     method = served(
         [
-            (TaskState("zero", tuple("abcd"), "base", digest_of(backbone), head=head), Carried()),
+            (
+                TaskState("zero", tuple("abcd"), "base", compute_digest(backbone), head=head),
+                Carried(),
+            ),
             *results,
         ],
         backbone=backbone,

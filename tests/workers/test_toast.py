@@ -26,7 +26,7 @@ from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.toast import Toast, ToastLite
 from workers.model.top_down import TopDown, select_tokens, selection, variational
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 BOTH = ["toast", "toast_lite"]
@@ -277,7 +277,7 @@ def test_feedback_of_other_families_learns_and_is_stored(name: str, form: dict[s
     for n, value in start.items():
         assert not torch.equal(method.own[n], value), n
     state = method.eval().finish()[0]
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
     assert 1.5 < method.flops_share(state) < 3
     logits = method_steps.answers(method)
     method.load_task(TaskState.from_bytes(state.to_bytes()))
@@ -331,7 +331,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> N
     method.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(p.grad is None for p in method.backbone.parameters())
     assert all(p.grad is not None and p.grad.any() for p in method.own.values())
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
 
 
 def test_outside_the_second_pass_and_in_a_copy_the_backbone_is_the_plain_one() -> None:
@@ -402,7 +402,7 @@ def test_the_shares_of_a_vit_b() -> None:
         return sum(p.numel() for p in method.own.values())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.methods.base.digest_of", lambda backbone: "")
+        patch.setattr("workers.methods.base.compute_digest", lambda backbone: "")
         with torch.device("meta"):
             backbone = build(BackboneSettings(name="vit_base_patch16_224"))
         size = sum(p.numel() for p in backbone.parameters())
@@ -490,7 +490,7 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(TopDown, "first_pass", counted)
     for order in (["one", "two", "base"], ["two", "one", "two"]):
-        logits = method.logits_of(images(), order)
+        logits = method.compute_logits(images(), order)
         assert set(logits) == set(order)
         assert all(torch.equal(logits[task], alone[task]) for task in order)
     assert passes == [8, 8]

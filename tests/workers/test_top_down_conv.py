@@ -24,7 +24,7 @@ from workers.methods import METHODS
 from workers.methods.toast import Toast
 from workers.model.compact import multiply_adds
 from workers.model.top_down_conv import StageTopDown, upsample
-from workers.model.vit import build, compile_blocks, digest_of
+from workers.model.vit import build, compile_blocks, compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 BOTH = ["toast", "toast_lite"]
@@ -245,7 +245,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> N
     method.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(p.grad is None for p in method.backbone.parameters())
     assert all(p.grad is not None and p.grad.any() for p in method.own.values())
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
     assert torch.equal(method.backbone(images()), convnext()(images()))
 
 
@@ -390,7 +390,7 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
         return first_pass(self, x)
 
     monkeypatch.setattr(StageTopDown, "first_pass", counted)
-    logits = method.logits_of(images(), ["one", "two", "base"])
+    logits = method.compute_logits(images(), ["one", "two", "base"])
     assert passes == [8]
     assert all(
         torch.equal(logits[task], direct[task])
@@ -435,7 +435,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
     with torch.device("meta"):
         model: Any = build(BackboneSettings(name="convnext_tiny"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.methods.base.digest_of", lambda backbone: "")
+        patch.setattr("workers.methods.base.compute_digest", lambda backbone: "")
         share = method_of(backbone=model, feedback_to=to, feedback_from=top).top_down.flops_share()
     front = [
         (96, 96, 1, 56),

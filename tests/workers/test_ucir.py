@@ -21,7 +21,7 @@ from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.ucir import Ucir, UcirSettings
 from workers.model.cosine import margin_rank
 from workers.model.pod import cosine_distance
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried
 
@@ -140,7 +140,7 @@ def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: L
 # ---- what is trained -----------------------------------------------------------------------------
 def digests(method: Any) -> dict[str, Any]:
     return {
-        "backbone": digest_of(method.backbone),
+        "backbone": compute_digest(method.backbone),
         "scale": method.heads.scale.item(),
         **{
             name: method.heads.export(name)["weight"].numpy().tobytes()

@@ -28,7 +28,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods.vpt import Vpt, VptSettings
 from workers.model.prompts import PromptSites, initial_prompts, leave_unbiased
-from workers.model.vit import build, compile_blocks, digest_of
+from workers.model.vit import build, compile_blocks, compute_digest
 from workers.storage.taskstate import TaskState
 
 DEPTHS = ("shallow", "deep")
@@ -157,7 +157,7 @@ def test_every_prompt_of_another_family_learns(form: dict[str, Any]) -> None:
     start = method.prompts.detach().clone()
     method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)
     assert (method.prompts != start).any(2).all()
-    assert digest_of(method.backbone) == method.backbone_digest
+    assert compute_digest(method.backbone) == method.backbone_digest
     state = method.eval().finish()[0]
     assert 1 < method.flops_share(state) < 3
     logits = answers(method)
@@ -193,7 +193,7 @@ def test_every_prompt_learns_and_the_backbone_does_not(depth: Any) -> None:
     start = method.prompts.detach().clone()
     method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)
     assert (method.prompts != start).all(2).all()
-    assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
+    assert compute_digest(method.backbone) == method.backbone_digest == compute_digest(vit())
     state = method.eval().finish()[0]
     prompts = torch.stack([*state.tokens.values()])
     expected = by_hand(vit(), prompts, images()) @ state.head["weight"].T + state.head["bias"]

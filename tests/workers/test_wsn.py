@@ -31,7 +31,7 @@ from workers.job import BackboneSettings, Task
 from workers.methods.base import OptimPlan
 from workers.methods.wsn import Wsn, WsnSettings
 from workers.model.protect import Protector
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState, unpack
 
 TASKS = [ONE, TWO, THREE]
@@ -251,9 +251,9 @@ def test_a_later_task_leaves_what_it_was_handed_and_what_is_loaded_alone() -> No
 def test_serving_writes_nothing_into_the_weights() -> None:
     states, carried = stream([ONE, TWO])
     method = served(states, carried[-1])
-    before = digest_of(method.backbone)
+    before = compute_digest(method.backbone)
     assert torch.equal(answers(method, ONE), answers(served(states[:1], carried[0]), ONE))
-    assert digest_of(method.backbone) == before
+    assert compute_digest(method.backbone) == before
 
 
 # ---- what is stored ------------------------------------------------------------------------------

@@ -376,14 +376,14 @@ class Augment:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Convert uint8 (b, 3, s, s) to float32, normalised with the backbone's statistics."""
-        normalisation = self._normalisation_on(pixels.device)
+        normalisation = self._move_normalisation(pixels.device)
         if pixels.device.type != "cpu":
             return pixels.float().mul_(normalisation.scale).add_(normalisation.shift)
         images = self.pool.empty(pixels.shape, torch.float32)
         normalisation.apply(pixels, images)
         return images
 
-    def _normalisation_on(self, device: torch.device) -> Normalisation:
+    def _move_normalisation(self, device: torch.device) -> Normalisation:
         """The normalisation on a device, copied once; several threads ask for them."""
         normalisation = self.normalisation
         if normalisation.scale.device != device:

@@ -211,7 +211,7 @@ def _declared_range(image: Image.Image) -> tuple[float, float]:
     return (0.0, 4095.0) if bits == 12 else (0.0, float(SIXTEEN_BITS))
 
 
-def _values_of(image: Image.Image) -> NDArray[Any]:
+def _find_value_range(image: Image.Image) -> NDArray[Any]:
     """Return the values of a deep image as its file has them."""
     values: NDArray[Any] = np.asarray(image)
     tags = getattr(image, "tag_v2", {})
@@ -230,7 +230,7 @@ def _scaled(image: Image.Image, value_range: tuple[float, float] | None) -> Imag
         values = np.asarray(image)
     else:
         low, high = value_range
-        values = _values_of(image)
+        values = _find_value_range(image)
     if image.mode == "F" and not np.isfinite(values).all():
         raise ValueError("its float values are not all finite")
     if image.mode == "F" and value_range is None and not 0 <= values.min() <= values.max() <= 1:

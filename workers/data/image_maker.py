@@ -17,7 +17,7 @@ from torch import Tensor
 from workers.data.arena import Arena
 from workers.data.crops import CropDraws, Cutter, View
 from workers.data.decoding import ImageLimits, Picture, decode, read_picture, resize_square
-from workers.data.memory import PART_VALUES, parts_of
+from workers.data.memory import PART_VALUES, split_parts
 from workers.data.order import Ints
 
 
@@ -84,7 +84,7 @@ class Normalisation(NamedTuple):
 
     def apply(self, pixels: Tensor, images: Tensor) -> None:
         """Normalise uint8 (b, 3, s, s) into float32 images on the CPU, in cache-sized parts."""
-        for part in parts_of(images, 0, len(images)):
+        for part in split_parts(images, 0, len(images)):
             images[part].copy_(pixels[part]).mul_(self.scale).add_(self.shift)
 
 

@@ -16,7 +16,7 @@ MOST_FREE = 4  # tensors that a pool holds while nobody uses them
 PART_VALUES = 1 << 18  # values of a batch that a CPU computes at once, so that they fit its cache
 
 
-def parts_of(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
+def split_parts(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
     """Yield the rows from start to stop of a batch (b, ...) in the parts in which to compute them.
 
     On a CPU, a part is as large as its cache holds; elsewhere all rows are one.

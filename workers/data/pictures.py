@@ -240,7 +240,7 @@ class KeptPictures:
     def _make(self, row: int) -> Pixels:
         """Decode one row again, from where it is stored."""
         limits = self.samples.limits(row)
-        return self.decode(self.samples.bytes_of(row), limits, Arena()).pixels
+        return self.decode(self.samples.estimate_bytes(row), limits, Arena()).pixels
 
     def _in_memory(self) -> tuple[Blocks, NDArray[np.uint32]]:
         """Write an anonymous file in memory."""
@@ -249,7 +249,7 @@ class KeptPictures:
             self._write(stream)
         sides = read_sides(file, len(self.samples))
         assert sides is not None, "memory gives back what is written"
-        blocks = Blocks(self.cache, file, 0, borders_of(sides), self._make)
+        blocks = Blocks(self.cache, file, 0, compute_borders(sides), self._make)
         blocks.checked[:] = True
         return blocks, sides
 
@@ -265,7 +265,7 @@ class KeptPictures:
             file = cache.open_file(name, None, self._write, KEPT_REMEDY)
             sides = read_sides(file, len(self.samples))
             if sides is not None:
-                blocks = Blocks(cache, file, 0, borders_of(sides), self._make)
+                blocks = Blocks(cache, file, 0, compute_borders(sides), self._make)
                 # Do not verify data that we just wrote: the read would come from memory.
                 blocks.checked[:] = self._has_written
                 return blocks, sides
@@ -290,7 +290,7 @@ class KeptPictures:
         self._has_written = True
 
 
-def borders_of(sides: NDArray[np.uint32]) -> Ints:
+def compute_borders(sides: NDArray[np.uint32]) -> Ints:
     """Sides (n, 4) -> (n + 1,): the byte where each picture begins, and where the last one ends."""
     sizes = 3 * sides[:, 0].astype(np.int64) * sides[:, 1]
     return np.append(0, np.cumsum(sizes))
@@ -306,7 +306,7 @@ def read_sides(file: LocalFile, num_rows: int) -> NDArray[np.uint32] | None:
     if hashlib.sha256(data[:num_bytes]).digest() != data[num_bytes:]:
         return None
     sides = np.frombuffer(data[:num_bytes], "<u4").reshape(num_rows, 4)
-    if borders_of(sides)[-1] + num_rows * CHECKSUM.itemsize != start:
+    if compute_borders(sides)[-1] + num_rows * CHECKSUM.itemsize != start:
         return None
     return sides
 
@@ -324,7 +324,7 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
     rows = np.unique(np.linspace(0, num_rows - 1, ESTIMATE_ROWS).astype(np.int64))
 
     def size(row: int) -> int:
-        data = samples.bytes_of(row)
+        data = samples.estimate_bytes(row)
         return read_picture(data, longest_side, samples.limits(row)).pixels.nbytes
 
     with ThreadPoolExecutor(ESTIMATE_THREADS) as pool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workers.data.memory import parts_of
+from workers.data.memory import split_parts
 from workers.rng import StepRng
 
 PROBABILITY = 0.5
@@ -161,7 +161,7 @@ def apply(pixels: Tensor, turns: Schedule, fill: tuple[int, ...]) -> Tensor:
     for turn in turns.rounds:
         pixels = pixels.index_select(0, turn.order)
         for group in turn.groups:
-            for rows in parts_of(pixels, group.start, group.stop):
+            for rows in split_parts(pixels, group.start, group.stop):
                 part = pixels[rows]
                 part.copy_(group.apply(part, turn.params[rows], fill))
     return pixels.index_select(0, turns.restored)
@@ -261,7 +261,7 @@ def _factor(level: Tensor) -> Tensor:
     return (1 + 0.9 * level / STRONGEST).clamp(min=0.1).unsqueeze(1)
 
 
-def _blends_with(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
+def _make_blend(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
     """Return an operation that blends an image with a function of its pixels."""
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
@@ -389,10 +389,10 @@ OPERATIONS = {
     "posterize": Operation(_posterize, _bit_mask),
     "solarize": Operation(_solarize, _threshold),
     "solarize_add": Operation(_solarize_add, _amount),
-    "contrast": Operation(_blends_with(_mean_grey), _factor),
-    "brightness": Operation(_blends_with(_black), _factor),
-    "color": Operation(_blends_with(_grey), _factor),
-    "sharpness": Operation(_blends_with(_smooth), _factor),
+    "contrast": Operation(_make_blend(_mean_grey), _factor),
+    "brightness": Operation(_make_blend(_black), _factor),
+    "color": Operation(_make_blend(_grey), _factor),
+    "sharpness": Operation(_make_blend(_smooth), _factor),
     "rotate": Operation(_warp, _rotation),
     "shear_x": Operation(_warp, _shear_x),
     "shear_y": Operation(_warp, _shear_y),

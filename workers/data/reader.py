@@ -66,7 +66,7 @@ class DiskReader:
 
     def read(self, row: int) -> bytes:
         """See `Reader.read`."""
-        return self.samples.bytes_of(row)
+        return self.samples.estimate_bytes(row)
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Reader.ahead`; nothing is fetched ahead."""
@@ -144,7 +144,7 @@ class Ranges:
         """Bytes of all ranges."""
         return int((self.ends - self.starts).sum())
 
-    def bytes_of(self, count: int) -> int:
+    def estimate_bytes(self, count: int) -> int:
         """Estimate the bytes of `count` ranges drawn at random: their mean, and one longest range.
 
         One range can have the length of a record, a hundred times the others, and is drawn once.
@@ -313,7 +313,7 @@ class BucketReader:
             if self.samples.is_intact(row, data):
                 return data
             if self.cache is None:
-                return self.samples.bytes_of(row)
+                return self.samples.estimate_bytes(row)
             return self._mended(row, self.cache)
         finally:
             self._note_read(int(self.ranges.of_row[row]))
@@ -487,7 +487,7 @@ class BucketReader:
                 return data
             number = int(self.ranges.of_row[row])
             cache.forget(self._name(number))
-            data = self.samples.bytes_of(row)
+            data = self.samples.estimate_bytes(row)
             filesystem.notify(
                 f"cache: image {self.samples.table['key'][row].as_py()!r} in {cache.folder} is not "
                 "what was written there; its part of the shard is fetched again"
@@ -514,7 +514,10 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
         return DiskReader(samples)
     ranges = pieces_or(samples, Ranges.of_runs(samples))
     num_in_use = 2 * PIECES_AHEAD + FETCH_THREADS
-    if cache is not None and min(ranges.bytes_of(num_in_use), ranges.total_bytes) > cache.limit:
+    if (
+        cache is not None
+        and min(ranges.estimate_bytes(num_in_use), ranges.total_bytes) > cache.limit
+    ):
         cache = None  # a piece would make room for the next one before it is read
     return BucketReader(samples, ranges, cache, PIECES_AHEAD)
 
@@ -542,7 +545,7 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
     if cache is not None:
         num_in_use *= ranks_of_node(world)
         limit = cache.limit
-    window_bytes = ranges.bytes_of(num_in_use)
+    window_bytes = ranges.estimate_bytes(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
         records = Ranges.of_records(samples)
         mean_bytes = max(1, records.total_bytes // len(samples))

@@ -88,7 +88,7 @@ class SampleTable:
             _column(self.table, "bytes").to_numpy(),
         )
 
-    def bytes_of(self, row: int) -> bytes:
+    def estimate_bytes(self, row: int) -> bytes:
         """Read the bytes of one image where they are stored, and verify them; thread-safe."""
         locations = self.locations
         shards, shard = locations.files[locations.shards[row]]
@@ -165,7 +165,7 @@ def select(
     parts = []
     for index, task in enumerate(tasks):
         data = keys.index(task.data)
-        part = _rows_of(shards[data], task, split, val_fraction)
+        part = _find_rows(shards[data], task, split, val_fraction)
         _refuse_empty(task, split, part, val_fraction)
         if memory and task.name in memory:
             part = _remembered(task, split, part, memory[task.name])
@@ -209,7 +209,7 @@ def _is_sorted(part: pa.Table) -> bool:
     return is_ascending
 
 
-def _rows_of(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.Table:
+def _find_rows(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.Table:
     """Return the rows of a task in a split.
 
     Validation images are those that the data set has of the task's classes. If it has none, they
@@ -233,7 +233,7 @@ def has_validation(root: str, task: Task, val_fraction: float) -> bool:
     return task.has_val and len(Shards.open(root, task.data, urls).select("val", task.classes)) > 0
 
 
-def keys_of(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
+def list_keys(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
     """Return the keys of each class in the task's train split, in the order of `select`."""
     table = select(root, (task,), "train", val_fraction).table
     keys: dict[str, list[str]] = {name: [] for name in task.classes}

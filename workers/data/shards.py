@@ -112,7 +112,7 @@ class Shards:
         self.is_remote = not is_local(artifact.root)
         if self.is_in_place:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
-        self.limits = limits_of(artifact)
+        self.limits = get_limits(artifact)
         self.hold_out = read_hold_out(artifact)
         # Objects need no file descriptor, and opening one is a request, so all of them are kept.
         self._objects: dict[str, RangeFile] = {}
@@ -289,7 +289,7 @@ def read_hold_out(artifact: Artifact) -> HoldOut:
     return "threshold" if artifact.manifest.get("hold_out") == "threshold" else "rank"
 
 
-def limits_of(artifact: Artifact) -> ImageLimits:
+def get_limits(artifact: Artifact) -> ImageLimits:
     """Return the limits for all images of an ingest stage.
 
     Raises:

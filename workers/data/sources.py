@@ -145,7 +145,7 @@ class Resident:
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
         limits = self.samples.limits(row)
-        return ReadSquare(self.view)(self.samples.bytes_of(row), limits, Arena()).pixels
+        return ReadSquare(self.view)(self.samples.estimate_bytes(row), limits, Arena()).pixels
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)
@@ -245,7 +245,7 @@ class PictureSource:
         images = self._empty(samples)
         with self._turn:  # two threads would wait for the GIL at every crop
             self._make(samples, images, np.arange(len(samples.rows)))
-        return images_at(positions, samples.positions, images)
+        return pick_images(positions, samples.positions, images)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -262,7 +262,7 @@ class PictureSource:
         images = self._empty(samples)
         jobs = [
             pool.submit(self._make, samples, images, indices)
-            for indices in chunks_of(samples.rows, self.threads)
+            for indices in split_chunks(samples.rows, self.threads)
         ]
         return StepPixels(samples.positions, images, jobs, is_dropped)
 
@@ -328,7 +328,7 @@ class StepPixels:
     def at(self, positions: Ints) -> Tensor:
         """Wait for the images and return those at some positions, (b, 3, side, side)."""
         self._finish()
-        return images_at(positions, self.positions, self.images)
+        return pick_images(positions, self.positions, self.images)
 
     def _finish(self) -> None:
         for job in self.jobs:
@@ -365,7 +365,7 @@ class LoadedPixels(StepPixels):
             self.loaders.note_remade(len(missing))
 
 
-def images_at(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor:
+def pick_images(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor:
     """Return the images (b, 3, side, side) of some positions of a global batch.
 
     Args:
@@ -378,7 +378,7 @@ def images_at(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor:
     return images[torch.from_numpy(np.searchsorted(made_positions, positions))]
 
 
-def chunks_of(rows: Ints, threads: int) -> list[Ints]:
+def split_chunks(rows: Ints, threads: int) -> list[Ints]:
     """Deal the samples of a step to jobs: indices into `rows`, copies of a row in the same job."""
     if not len(rows):
         return []

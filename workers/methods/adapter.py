@@ -31,7 +31,7 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.masked import BlockMasks
-from workers.model.tokens import tokens_of
+from workers.model.tokens import embed_tokens
 from workers.storage.taskstate import Carried, TaskState
 
 Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
@@ -93,11 +93,11 @@ class Adapter(Method[AdapterSettings]):
         cls, settings: AdapterSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        sites_of(backbone, settings.kind)
+        find_adapter_sites(backbone, settings.kind)
 
     def __init__(self, backbone: nn.Module, settings: AdapterSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = sites_of(backbone, settings.kind)
+        self.sites = find_adapter_sites(backbone, settings.kind)
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> its adapters' tensors
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -119,7 +119,7 @@ class Adapter(Method[AdapterSettings]):
             return {}
         # (b, N, S, m)
         uniform = batch.draw.per_sample(
-            "adapter.dropout", tokens_of(self.backbone), len(self.sites), self.settings.width
+            "adapter.dropout", embed_tokens(self.backbone), len(self.sites), self.settings.width
         )
         factors = (uniform >= rate).float().permute(2, 0, 1, 3) / (1 - rate)
         return {"kept": factors}
@@ -171,7 +171,7 @@ class Adapter(Method[AdapterSettings]):
         return 1 + added_share(self.backbone, 2 * state.copies["down"].numel())
 
 
-def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
+def find_adapter_sites(backbone: Any, kind: Kind) -> AdapterSites:
     """Hook the sites of adapters of a kind into the backbone.
 
     AdaptFormer's adapter is hooked behind the block, and so behind the FFN's residual add. Raise
@@ -199,6 +199,6 @@ def added_share(backbone: Any, weights: int) -> float:
     """
     if not isinstance(backbone, VisionTransformer):
         whole = multiply_adds(backbone, 3, *backbone.patch_embed.img_size)
-        return tokens_of(backbone) * weights / whole
+        return embed_tokens(backbone) * weights / whole
     whole_blocks = plan_blocks(backbone, [BlockMasks()] * len(backbone.blocks))
-    return tokens_of(backbone) * weights / flops(backbone, whole_blocks)
+    return embed_tokens(backbone) * weights / flops(backbone, whole_blocks)

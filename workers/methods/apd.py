@@ -299,8 +299,8 @@ class Apd(Method[ApdSettings]):
         task = context.task
         tensors = context.carried.tensors
         state = TaskState(task.name, task.classes, self.name, self.backbone_digest)
-        state.head = _below(tensors, "own/head/")
-        state.copies = _below(tensors, "own/copies/")
+        state.head = _strip_prefix(tensors, "own/head/")
+        state.copies = _strip_prefix(tensors, "own/copies/")
         self.task = task
         self.load_task(state)
         self.consolidate()
@@ -419,7 +419,7 @@ class Apd(Method[ApdSettings]):
             self.own_tau[site].masked_fill_(self.own_tau[site] * orthant <= 0, 0.0)
 
     @torch.no_grad()
-    def tau_of(self, task: str, site: str) -> Tensor:
+    def restore_tau(self, task: str, site: str) -> Tensor:
         """Return tau of a task at a site, as it would be stored now.
 
         The task in training loses its small entries. With `retro: train`, tau of earlier tasks
@@ -459,7 +459,7 @@ class Apd(Method[ApdSettings]):
         num_nonzero = 0
         num_entries = 0
         for site in self.sites:
-            tau = self.tau_of(str(self.task_name), site)
+            tau = self.restore_tau(str(self.task_name), site)
             num_nonzero += int(tau.count_nonzero())
             num_entries += tau.numel()
         metrics = {"tau_zeros": 1 - num_nonzero / num_entries}
@@ -472,7 +472,7 @@ class Apd(Method[ApdSettings]):
         for old, site in product(self.before, self.sites):
             m = self.rows[old][site]
             theta_before = torch.addcmul(self.before[old][site], self.start[site], m)
-            theta = torch.addcmul(self.tau_of(old, site), self.sigma[site], m)
+            theta = torch.addcmul(self.restore_tau(old, site), self.sigma[site], m)
             moved += (theta - theta_before).square().sum().double().cpu()
             size += theta_before.square().sum().double().cpu()
         if self.before:
@@ -511,7 +511,7 @@ class Apd(Method[ApdSettings]):
         if not self.step:
             return self.state(copies=dict(self.loaded[self.task.name])), self.carried()
         for task in [*self.tau, self.task.name]:
-            self.tau[task] = {site: Sparse.of(self.tau_of(task, site)) for site in self.sites}
+            self.tau[task] = {site: Sparse.of(self.restore_tau(task, site)) for site in self.sites}
         state = self.state(copies={name: t.clone() for name, t in self.own_parts().items()})
         carried = self.carried()
         position = sum(task.role != "base" for task in self.stream) - 1
@@ -556,7 +556,10 @@ class Apd(Method[ApdSettings]):
         self.replaced = dict.fromkeys(self.tau, (0, 0))
         for site in self.sites:
             full = torch.stack(
-                [self.tau_of(task, site) + self.shared_of(task, site) for task in self.tau]
+                [
+                    self.restore_tau(task, site) + self.restore_shared(task, site)
+                    for task in self.tau
+                ]
             )
             labels = cluster(full.flatten(1).double(), count)
             tasks = [*self.tau]
@@ -579,7 +582,7 @@ class Apd(Method[ApdSettings]):
                     replaced += int(full[i][is_shared].count_nonzero())
                     self.replaced[tasks[i]] = entries, replaced
 
-    def shared_of(self, task: str, site: str) -> Tensor:
+    def restore_shared(self, task: str, site: str) -> Tensor:
         """Return the shared values of a task's cluster at a site; zeros without a cluster."""
         for tasks, values in self.shared.get(site, {}).items():
             if task in tasks:
@@ -590,7 +593,7 @@ class Apd(Method[ApdSettings]):
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
         self.step = ""
-        self.sigma = _below(carried.tensors, "sigma/")
+        self.sigma = _strip_prefix(carried.tensors, "sigma/")
         self.tau = {task: {} for task in carried.meta["tasks"]}
         for task, site, tau in sparse_parts(carried.tensors, "tau"):
             self.tau[task][site] = tau
@@ -629,7 +632,7 @@ class Apd(Method[ApdSettings]):
         copies = {name: t.to(device) for name, t in parts.items() if not name.endswith(".v")}
         for site in self.sites:
             m = parts[f"{site}.v"].to(device).sigmoid()[:, None]
-            added = self.tau_of(task, site) + self.shared_of(task, site)
+            added = self.restore_tau(task, site) + self.restore_shared(task, site)
             theta = torch.addcmul(added, self.sigma[site].to(device), m)
             copies[f"{site}.weight"] = theta.view_as(self.sites[site])
         return copies
@@ -716,7 +719,7 @@ def copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
     return [*norm_names(backbone), *(name for name in biases if name in parameters)]
 
 
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors with a name that starts with `prefix`, by the rest of the name."""
     below: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

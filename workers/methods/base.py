@@ -58,7 +58,7 @@ from workers.errors import UserError
 from workers.job import DataSettings, Frozen, Task, TrainSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
-from workers.model.vit import digest_of
+from workers.model.vit import compute_digest
 from workers.storage.taskstate import Carried, TaskState
 
 Family = Literal[
@@ -351,7 +351,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         self.backbone = backbone
         self.settings: S = settings
         self.seed = seed
-        self.backbone_digest = digest_of(backbone)
+        self.backbone_digest = compute_digest(backbone)
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
         # Set by `restore.new_method`: the tasks so far in stream order, with the one in training.
         self.scenario = "task"

@@ -29,12 +29,12 @@ def code_digest(value: type[Any]) -> str:
 
     They also change with the minor version of Python, because its bytecode differs.
     """
-    digest = _CodeDigest(_root_of(value.__module__))
+    digest = _CodeDigest(_find_root(value.__module__))
     digest.add("class", value)
     return digest.text()
 
 
-def _root_of(module: str) -> str:
+def _find_root(module: str) -> str:
     return module.partition(".")[0]
 
 
@@ -111,7 +111,7 @@ class _CodeDigest:
 
     def _is_outside(self, module: str) -> bool:
         """Whether a module belongs neither to this project, nor to Python, nor is installed."""
-        root = _root_of(module)
+        root = _find_root(module)
         if root == self.package:
             return True
         if root in PROJECT or root in sys.stdlib_module_names:
@@ -130,9 +130,9 @@ class _CodeDigest:
         self.add("defaults", function.__defaults__)
         self.add("keyword defaults", function.__kwdefaults__)
         for cell in function.__closure__ or ():
-            self.add("closure", _content_of(cell))
+            self.add("closure", _read_cell(cell))
         self._add_code(function.__code__, function.__doc__)
-        for name in _names_in(function.__code__, READS_GLOBAL):
+        for name in _list_names(function.__code__, READS_GLOBAL):
             if name in function.__globals__:
                 self._add_global(name, function.__globals__[name], function.__code__)
 
@@ -141,7 +141,7 @@ class _CodeDigest:
         self.add(name, value)
         if not isinstance(value, ModuleType) or not self._is_outside(value.__name__):
             return
-        for attribute in _names_in(code):
+        for attribute in _list_names(code):
             if attribute in vars(value):
                 self.add(f"{name}.{attribute}", vars(value)[attribute])
 
@@ -156,7 +156,7 @@ class _CodeDigest:
 
     def _add_object(self, value: Any) -> None:
         """Add a wrapper of functions, or the printed form of another object and its class."""
-        wrapped = _wrapped_by(value)
+        wrapped = _unwrap(value)
         if wrapped:
             self._add_items(enumerate(wrapped))
             return
@@ -164,7 +164,7 @@ class _CodeDigest:
         self._note(ADDRESS.sub("", repr(value)))
 
 
-def _wrapped_by(value: Any) -> list[Any]:
+def _unwrap(value: Any) -> list[Any]:
     """Return the functions and arguments that a method, a property or a partial is made of."""
     match value:
         case property():
@@ -179,7 +179,7 @@ def _wrapped_by(value: Any) -> list[Any]:
     return [] if function is None else [function]
 
 
-def _content_of(cell: CellType) -> Any:
+def _read_cell(cell: CellType) -> Any:
     """Return the value of a variable of an enclosing function, or None if it has no value yet."""
     try:
         return cell.cell_contents
@@ -187,7 +187,7 @@ def _content_of(cell: CellType) -> Any:
         return None
 
 
-def _names_in(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
+def _list_names(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
     """Return the sorted names that code uses, including functions inside it.
 
     Args:
@@ -200,5 +200,5 @@ def _names_in(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
         names = {str(each.argval) for each in used}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names.update(_names_in(constant, instructions))
+            names.update(_list_names(constant, instructions))
     return sorted(names)

@@ -28,7 +28,7 @@ from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepCont
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import HardSample
-from workers.model.tokens import tokens_of
+from workers.model.tokens import embed_tokens
 from workers.storage.taskstate import TaskState
 
 # Kernel sizes of the routing filters, in tokens.
@@ -255,7 +255,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def __init__(self, backbone: nn.Module, settings: CtrFullSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        tokens = tokens_of(backbone)
+        tokens = embed_tokens(backbone)
         if tokens < max(KERNELS):
             raise UserError(
                 f"the backbone sees {tokens} tokens, and {self.name} routes by windows of up to "

@@ -20,7 +20,7 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import MEMORY, Memory, Rehearsal, RehearsalSettings
-from workers.methods.finetune import heads_of, weight_groups
+from workers.methods.finetune import save_heads, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import JointHeads, sum_old_targets
 from workers.rng import derive_seed
@@ -277,7 +277,7 @@ class Der(Rehearsal[S]):
         return state, carried
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
-        return heads_of(self, heads)
+        return save_heads(self, heads)
 
     def load_carried(self, carried: Carried) -> None:
         parts: Parts = {"copies": {}, "masks": {}}

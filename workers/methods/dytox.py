@@ -21,7 +21,7 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
-from workers.methods.finetune import tensors_of, weight_groups
+from workers.methods.finetune import collect_tensors, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
@@ -251,7 +251,7 @@ class DyTox(Rehearsal[DyToxSettings]):
     def finish(self) -> tuple[TaskState, Carried]:
         state, carried = super().finish()
         tensors = dict(carried.tensors)
-        for name, tensor in tensors_of(self.decoder).items():
+        for name, tensor in collect_tensors(self.decoder).items():
             tensors[DECODER + name] = tensor
         return state, Carried(tensors, carried.meta)
 

@@ -19,12 +19,12 @@ from workers.data.batch import Batch
 from workers.job import ActiveIf, Neutral
 from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-# Names in the carried state, in addition to those of `network_of`.
+# Names in the carried state, in addition to those of `save_network`.
 IMPORTANCE = "importance/"
 ANCHORS = "anchors/"
 OFFSET = "offset"
@@ -154,7 +154,7 @@ class Ewc(ClassIncremental[EwcSettings]):
         return 0.5 * self.settings.lambda_ * total
 
     def protected(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that answers on this task need, by their names in `network_of`."""
+        """Return the parameters that this task needs, by their names in `save_network`."""
         parameters = {}
         for name, parameter in self.backbone.named_parameters():
             parameters[f"backbone/{name}"] = parameter
@@ -268,7 +268,7 @@ class Ewc(ClassIncremental[EwcSettings]):
             heads = [name for name in self.class_slices() if name != self.task.name]
         if self.context.step == "train":
             heads.append(self.task.name)
-        tensors = network_of(self, heads)
+        tensors = save_network(self, heads)
         for prefix, values in ((IMPORTANCE, self.importance), (ANCHORS, self.anchors)):
             for name, tensor in values.items():
                 tensors[prefix + name] = tensor.detach().clone()

@@ -43,8 +43,8 @@ class FineTune(ClassIncremental[MethodSettings]):
 
     def finish(self) -> tuple[TaskState, Carried]:
         if self.scenario == "class":
-            return self.state(), Carried(network_of(self, list(self.class_slices())))
-        return self.state(), Carried(tensors_of(self.backbone))
+            return self.state(), Carried(save_network(self, list(self.class_slices())))
+        return self.state(), Carried(collect_tensors(self.backbone))
 
     def load_carried(self, carried: Carried) -> None:
         if self.scenario == "class":
@@ -78,23 +78,23 @@ def weight_groups(module: nn.Module, optim: OptimPlan) -> list[ParamGroup]:
     ]
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of a module's parameters and buffers, by name."""
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def network_of(method: Method, tasks: list[str]) -> dict[str, Tensor]:
+def save_network(method: Method, tasks: list[str]) -> dict[str, Tensor]:
     """Return copies of the backbone's tensors and of the heads of `tasks`.
 
     Their names are `backbone/NAME` and `heads/TASK/NAME`.
     """
     tensors = {}
-    for name, tensor in tensors_of(method.backbone).items():
+    for name, tensor in collect_tensors(method.backbone).items():
         tensors[f"backbone/{name}"] = tensor
-    return tensors | heads_of(method, tasks)
+    return tensors | save_heads(method, tasks)
 
 
-def heads_of(method: Method, tasks: list[str]) -> dict[str, Tensor]:
+def save_heads(method: Method, tasks: list[str]) -> dict[str, Tensor]:
     """Return copies of the heads of `tasks`, named `heads/TASK/NAME`."""
     tensors = {}
     for task in tasks:
@@ -104,7 +104,7 @@ def heads_of(method: Method, tasks: list[str]) -> dict[str, Tensor]:
 
 
 def restore_network(method: Method, tensors: dict[str, Tensor]) -> None:
-    """Load the result of `network_of` or `heads_of`; parameters without a tensor stay unchanged."""
+    """Load the result of `save_network` or `save_heads`; other parameters stay unchanged."""
     backbone = {}
     heads: dict[str, dict[str, Tensor]] = {}  # tensors of each task's head
     for name, tensor in tensors.items():

@@ -37,7 +37,7 @@ from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_
 from workers.model.norms import norm_names
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
-from workers.model.tokens import tokens_of
+from workers.model.tokens import embed_tokens
 from workers.model.units import masked_weights, unit_sites, unit_values
 from workers.model.weights import Copies
 from workers.rng import derive_seed
@@ -392,7 +392,7 @@ class Hat(Method[S]):
             if ".mlp." in name and parameter.ndim == 2:
                 removed += int(is_off.expand_as(parameter).sum())
         whole = multiply_adds(vit, 3, *vit.patch_embed.img_size)
-        return 1 - tokens_of(vit) * removed / whole
+        return 1 - embed_tokens(vit) * removed / whole
 
 
 class AdaHatSettings(HatSettings):

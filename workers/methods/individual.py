@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from workers.methods.base import Method, MethodSettings, ParamGroup, StepContext
-from workers.methods.finetune import tensors_of, weight_groups
+from workers.methods.finetune import collect_tensors, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
 
@@ -35,7 +35,7 @@ class Individual(Method[MethodSettings]):
         return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(copies=tensors_of(self.backbone)), Carried()
+        return self.state(copies=collect_tensors(self.backbone)), Carried()
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)

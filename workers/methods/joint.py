@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from workers.methods.base import MethodSettings, ParamGroup, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
 
@@ -36,7 +36,7 @@ class Joint(ClassIncremental[MethodSettings]):
 
     def finish(self) -> tuple[TaskState, Carried]:
         names = [task.name for task in self.training_tasks]
-        return self.state(), Carried(network_of(self, names))
+        return self.state(), Carried(save_network(self, names))
 
     def load_carried(self, carried: Carried) -> None:
         restore_network(self, carried.tensors)

@@ -29,13 +29,13 @@ from workers.model.lowrank import (
     LowRank,
     Target,
     branch,
+    compute_weight,
     factors,
     linear_sites,
     merged_weights,
     shapes,
     update_shapes,
     updated_weights,
-    weight_of,
 )
 from workers.storage.taskstate import Carried, TaskState
 
@@ -110,7 +110,7 @@ class Lora(Method[LoraSettings]):
         self.shapes: dict[str, tuple[int, ...]]
         if is_stacked(backbone, settings):
             self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
-            self.rows, width = weight_of(backbone.blocks[0]).shape  # type: ignore[index]
+            self.rows, width = compute_weight(backbone.blocks[0]).shape  # type: ignore[index]
             self.shapes = shapes(len(self.sites), self.rows, width, settings.rank, settings.target)
         else:
             self.linear_sites = linear_sites(backbone, settings.target)

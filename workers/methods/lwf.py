@@ -23,7 +23,7 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.distill import Teacher, kd_ce
 from workers.storage.taskstate import Carried, TaskState
@@ -130,7 +130,7 @@ class Lwf(ClassIncremental[LwfSettings]):
                     p.grad = None
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(), Carried(network_of(self, self.old))
+        return self.state(), Carried(save_network(self, self.old))
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:

@@ -28,7 +28,7 @@ from workers.methods.base import (
 )
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import GumbelHard
-from workers.model.sites import Sites, sites_of
+from workers.model.sites import Sites, find_sites
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
@@ -313,7 +313,7 @@ class Meat(Method[MeatSettings]):
 
 
 def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
-    return sites_of(
+    return find_sites(
         backbone,
         settings.token_mask_blocks if settings.token_masks else (),
         settings.ffn_masks,

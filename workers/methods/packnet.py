@@ -25,7 +25,7 @@ from workers.methods.base import (
     Step,
     StepContext,
 )
-from workers.methods.finetune import tensors_of
+from workers.methods.finetune import collect_tensors
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
@@ -299,7 +299,7 @@ class PackNet(Method[PackNetSettings]):
         if self.copies:
             copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()}
         state = self.state(copies=copies, meta={"owner": self.latest})
-        tensors = {f"backbone/{name}": t for name, t in tensors_of(self.backbone).items()}
+        tensors = {f"backbone/{name}": t for name, t in collect_tensors(self.backbone).items()}
         tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
         last_step = self.steps_for(self.settings, self.position)[-1]
         if self.step != last_step.name:  # the next step of the same task continues from these

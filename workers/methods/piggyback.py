@@ -41,8 +41,8 @@ class PiggybackSettings(ThresholdSettings):
         "mean |W| of the layer; `entry`: |W| of each entry",
     )
 
-    def starts_on(self) -> bool:
-        return self.init == "weights" or super().starts_on()
+    def is_start_on(self) -> bool:
+        return self.init == "weights" or super().is_start_on()
 
 
 class Piggyback(ThresholdMasks[PiggybackSettings]):
@@ -92,7 +92,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
             )
 
     # ---- training --------------------------------------------------------------------------------
-    def start_of(self, site: str) -> float:
+    def choose_start(self, site: str) -> float:
         if self.settings.init != "weights":
             return self.settings.start
         mean = float(self.sites[site].detach().abs().mean())
@@ -105,7 +105,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
         return mean
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
-        start = self.start_of(site)
+        start = self.choose_start(site)
         if self.settings.init == "uniform":
             # drawn on the CPU: the same on every device
             values = torch.empty(weight.shape).uniform_(-start, start).to(weight.device)

@@ -99,6 +99,6 @@ def grouped_logits(
     return {task: method.logits(images[index], task) for task, index in rows.items()}
 
 
-def candidates_of(method: Method) -> dict[str, tuple[str, ...]]:
+def list_candidates(method: Method) -> dict[str, tuple[str, ...]]:
     """Return the candidates for the task inference of `method` (`InfersTask.candidates`), or {}."""
     return method.candidates() if isinstance(method, InfersTask) else {}

@@ -54,7 +54,7 @@ def register(method: MethodClass) -> MethodClass:
     return method
 
 
-def code_of(name: str) -> str:
+def get_code_digest(name: str) -> str:
     """Return the digest of the code of a registered method; empty for a method of this project.
 
     It is in the keys of its stages together with `revision`, so that a changed class reuses no
@@ -86,13 +86,13 @@ def method_module(name: str) -> str:
     return REGISTERED[name].__module__
 
 
-def method_of(job: StageJob) -> type[Method[Any]]:
+def load_method(job: StageJob) -> type[Method[Any]]:
     """Return the class of a job's method, imported if another process registered it.
 
     Raises:
         UserError: If this process cannot import it, or has another version of it.
     """
-    if not job.method_code or code_of(job.method) == job.method_code:
+    if not job.method_code or get_code_digest(job.method) == job.method_code:
         return METHODS[job.method]
     try:
         module = sys.modules.get(job.method_module)
@@ -108,7 +108,7 @@ def method_of(job: StageJob) -> type[Method[Any]]:
             f"import ({error}); put it on PYTHONPATH, or install it on every node, or set "
             "cluster.workers to 0"
         ) from None
-    if code_of(job.method) != job.method_code:
+    if get_code_digest(job.method) != job.method_code:
         raise UserError(
             f"method {job.method!r} of the module {job.method_module} differs between this process "
             "and the one that started the run; save the file, restart Python and run again"

@@ -24,7 +24,7 @@ from workers.job import DataSettings, TrainSettings
 from workers.methods.adapter import added_share
 from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
-from workers.methods.finetune import heads_of, tensors_of, weight_groups
+from workers.methods.finetune import collect_tensors, save_heads, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import Teacher, kd_ce
@@ -290,7 +290,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             return state, carried
         tensors = self.path.export()
         if self.trunk_learns:
-            for name, t in tensors_of(self.backbone).items():
+            for name, t in collect_tensors(self.backbone).items():
                 tensors[TRUNK + name] = t
         if self.ends and self.path_ends():
             state.copies = tensors
@@ -301,7 +301,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return state, Carried(carried.tensors | carried_path, meta)
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
-        return heads_of(self, heads)
+        return save_heads(self, heads)
 
     def path_ends(self) -> bool:
         """Return whether this task is the last that trains the path."""

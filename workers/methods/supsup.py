@@ -274,12 +274,12 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
 
     # ---- masks -----------------------------------------------------------------------------------
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
-        start = self.start_of(site).to(weight.device)
+        start = self.choose_start(site).to(weight.device)
         if self.settings.scores == "topk":
             return TopK(start, self.density(site))
         return Threshold(start, 0.0, inclusive=True)
 
-    def start_of(self, site: str, generator: torch.Generator | None = None) -> Tensor:
+    def choose_start(self, site: str, generator: torch.Generator | None = None) -> Tensor:
         """Return the scores before the first step, on the CPU.
 
         They are uniform in +-1 / sqrt(inputs), or proportional to |W| with the same mean magnitude.

@@ -136,7 +136,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         scores: dict[str, Tensor] = {}
         for site in self.sites:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", mask, site))
-            scores[site] = self.start_of(site, generator)
+            scores[site] = self.choose_start(site, generator)
         return scores
 
     def bits(self, mask: int) -> Weights:

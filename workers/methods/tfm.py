@@ -124,7 +124,7 @@ class Tfm(Method[TfmSettings]):
 
     def __init__(self, backbone: nn.Module, settings: TfmSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.pairs = pairs_of(backbone)
+        self.pairs = find_pairs(backbone)
         self.original = dict(backbone.named_parameters())
         self.shared: dict[str, Tensor] = {}  # state of earlier tasks: added units by pair, weights
         self.new: dict[
@@ -395,7 +395,7 @@ def _normalisation(
     return scale, shift
 
 
-def pairs_of(backbone: nn.Module) -> list[Pair]:
+def find_pairs(backbone: nn.Module) -> list[Pair]:
     """Return the pairs of layers that can get units between them, block by block.
 
     Raises:

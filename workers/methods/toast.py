@@ -146,7 +146,7 @@ class Toast(Method[S]):
                 f"the backbone has {depth}; keep "
                 f"0 <= feedback_to < feedback_from <= {depth}"
             )
-        top_down_of(backbone, settings)
+        make_top_down(backbone, settings)
         named = sorted({"pretune", "variational"} & settings.model_fields_set)
         if settings.pretune and named and all(task.role == "task" for task in tasks):
             raise UserError(
@@ -169,7 +169,7 @@ class Toast(Method[S]):
 
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        self.top_down = top_down_of(backbone, settings)
+        self.top_down = make_top_down(backbone, settings)
         self.width = self.top_down.width
         self.own = nn.ParameterDict()  # of the task in training
         # task -> its prior, P and feedback layers; None: the backbone itself serves it
@@ -316,7 +316,7 @@ class Toast(Method[S]):
             logits[task] = self.heads[task](features)
         return logits
 
-    def logits_of(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
+    def compute_logits(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
         """Return task -> `logits` of all images, with one first pass for all tasks."""
         return self.grouped_logits(images, dict.fromkeys(tasks, slice(None)))
 
@@ -324,7 +324,7 @@ class Toast(Method[S]):
         return self.top_down.flops_share()
 
 
-def top_down_of(backbone: Any, settings: ToastSettings) -> TopDown | StageTopDown:
+def make_top_down(backbone: Any, settings: ToastSettings) -> TopDown | StageTopDown:
     """Return the two passes over a ViT or a ConvNeXt, with the feedback between them."""
     form = StageTopDown if isinstance(backbone, ConvNeXt) else TopDown
     return form(backbone, settings.feedback_to, settings.feedback_from, settings.td_value_bias)

@@ -162,7 +162,7 @@ def insert(backbone: nn.Module, settings: ContextSettings) -> None:
 def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
     """Give the MLP or the attention of one block its context and hooks."""
     if settings.kind in ("cb", "cbs"):
-        part.context = _context_of(settings, width) if chosen else nn.Identity()
+        part.context = _make_context(settings, width) if chosen else nn.Identity()
         part.register_forward_hook(_behind)
     if settings.kind in ("replace", "compensate"):
         part.q_norm.first_uniform = chosen
@@ -172,13 +172,13 @@ def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> Non
         part.register_forward_hook(_beside)
 
 
-def _context_of(settings: ContextSettings, width: int) -> Context:
+def _make_context(settings: ContextSettings, width: int) -> Context:
     if settings.kind == "cb":
         return Context(settings.pool)
     return ScaledContext(settings.pool, width, settings.own, settings.start)
 
 
-def identity_of(backbone: nn.Module) -> bytes:
+def encode_settings(backbone: nn.Module) -> bytes:
     """Return the settings of a backbone's context for its digest; empty where it has none."""
     settings: ContextSettings | None = getattr(backbone, "broadcasts", None)
     if settings is None:

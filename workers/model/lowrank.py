@@ -76,11 +76,11 @@ def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     weights = {}
     for index, block in enumerate(backbone.blocks):
         name = f"blocks.{index}.{PROJECTION}.weight"
-        weights[name] = torch.addmm(weight_of(block), b[index], a[index])
+        weights[name] = torch.addmm(compute_weight(block), b[index], a[index])
     return weights
 
 
-def weight_of(block: Any) -> Tensor:
+def compute_weight(block: Any) -> Tensor:
     """The weight of a block's projection, (O, d)."""
     weight: Tensor = block.get_submodule(PROJECTION).weight
     return weight
@@ -140,7 +140,7 @@ def update_shapes(
     """Return the shapes of the factors of `LinearUpdates` by name."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     for site, parts in sites.items():
-        rows, width = weight_at(backbone, site).shape[:2]
+        rows, width = compute_block_weight(backbone, site).shape[:2]
         part_rows = rows if parts == 1 else rows // 3
         own_rank = min(rank, part_rows, width)
         shapes_by_name[f"{site}.a"] = (parts, own_rank, width)
@@ -148,7 +148,7 @@ def update_shapes(
     return shapes_by_name
 
 
-def weight_at(backbone: nn.Module, site: str) -> Tensor:
+def compute_block_weight(backbone: nn.Module, site: str) -> Tensor:
     """The weight of a linear layer, (rows, d), or of a convolution, (rows, d, 1, 1)."""
     weight: Tensor = backbone.get_submodule(site).weight  # type: ignore[assignment]
     return weight
@@ -160,7 +160,7 @@ def updated_weights(
     """W + s B A of each site, by parameter name; differentiable in the factors."""
     weights = {}
     for site, parts in sites.items():
-        weight = weight_at(backbone, site)
+        weight = compute_block_weight(backbone, site)
         change = scale * (update[f"{site}.b"] @ update[f"{site}.a"])  # (P, o, d)
         of_rows = change[0]
         if parts == 2:

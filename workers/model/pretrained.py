@@ -51,16 +51,16 @@ def check_name(name: str) -> str:
 
 
 def own_input(name: str) -> dict[str, Any]:
-    """Return the input of timm's model NAME or NAME.TAG, see `input_of`.
+    """Return the input of timm's model NAME or NAME.TAG, see `find_input`.
 
     It is empty where timm has no configuration of the model.
     """
     check_name(name)
     config = get_pretrained_cfg(name, allow_unregistered=True)
-    return {} if config is None else input_of(config.to_dict())
+    return {} if config is None else find_input(config.to_dict())
 
 
-def input_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def find_input(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `BackboneSettings` that a model's `pretrained_cfg` gives.
 
     They are `img_size`, `mean`, `std`, `crop_pct` and `interpolation`, as far as it has them.
@@ -97,7 +97,7 @@ PLAIN_KINDS = (
 )  # models with weights that are resampled when they load
 
 
-def filter_of(name: str) -> Callable[..., dict[str, Tensor]] | None:
+def find_filter(name: str) -> Callable[..., dict[str, Tensor]] | None:
     """Return the function by which timm reads published weights of a model; None: as they are."""
     module = sys.modules[timm.models.model_entrypoint(name.partition(".")[0]).__module__]
     for function in FILTERS:
@@ -127,12 +127,12 @@ def fit(
     elif isinstance(model, ConvNeXt):
         tensors = convnext.checkpoint_filter_fn(tensors, model)
     elif not isinstance(model, ResNet):
-        read = filter_of(name)
+        read = find_filter(name)
         if read is not None:
             takes_model = len(inspect.signature(read).parameters) > 1
             tensors = read(tensors, model) if takes_model else read(tensors)
     own_names = model.state_dict().keys()
-    prefixes = tuple(f"{name}." for name in classifiers_of(model))
+    prefixes = tuple(f"{name}." for name in list_classifiers(model))
     classifier: dict[str, Tensor] = {}
     fitting: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -141,7 +141,7 @@ def fit(
     return fitting, classifier
 
 
-def classifiers_of(model: nn.Module) -> tuple[str, ...]:
+def list_classifiers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the layers that timm's model classifies with."""
     if isinstance(model, (VisionTransformer, ResNet)):
         return ("head", "head_dist", "fc")

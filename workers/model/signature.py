@@ -45,7 +45,7 @@ def model_class(name: str) -> type[nn.Module]:
 
 
 @functools.lru_cache(maxsize=64)
-def arguments_of(name: str) -> Mapping[str, Argument]:
+def list_arguments(name: str) -> Mapping[str, Argument]:
     """Return the arguments of timm's model `name`, including those passed to base classes."""
     arguments: dict[str, Argument] = {}
     for owner in model_class(name).__mro__:
@@ -70,7 +70,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         UserError: If an option is not accepted.
     """
-    arguments = arguments_of(name)
+    arguments = list_arguments(name)
     for option, value in options.items():
         if option not in arguments:
             remedy = did_you_mean(option, arguments, "leave it out")

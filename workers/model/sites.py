@@ -80,7 +80,7 @@ class Sites(Protocol):
         """Return the multiply-adds of `compact` relative to those without masks."""
 
 
-def sites_of(
+def find_sites(
     backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bool = False
 ) -> Sites:
     """Return the sites of a backbone; its modules become maskable in place.

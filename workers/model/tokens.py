@@ -16,7 +16,7 @@ from torch import Tensor, cat, nn
 Arguments = dict[str, Any]  # keyword arguments of a block in addition to its tokens
 
 
-def tokens_of(vit: Any) -> int:
+def embed_tokens(vit: Any) -> int:
     """Return the number of tokens that a block sees: of patches, class token and registers."""
     return int(vit.num_prefix_tokens + vit.patch_embed.num_patches)
 

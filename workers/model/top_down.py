@@ -25,8 +25,8 @@ from workers.model.masked import BlockMasks
 from workers.model.tokens import (
     block_arguments,
     call_value_layer,
+    embed_tokens,
     enter_blocks,
-    tokens_of,
     value_bias,
     value_layer,
     value_weight,
@@ -239,7 +239,7 @@ class TopDown:
     def measured_share(self) -> float:
         """Return `flops_share` by counting the operations of blocks and backbone."""
         vit = self.backbone
-        tokens = tokens_of(vit)
+        tokens = embed_tokens(vit)
         added = 0
         for block in self.steered:
             added += multiply_adds(block, tokens, self.width)

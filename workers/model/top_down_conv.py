@@ -69,7 +69,7 @@ class StageTopDown:
         self.start = start
         self.stop = len(backbone.stages) if stop is None else stop
         self.steered = [*backbone.stages][self.start : self.stop]
-        self.strides = [_stride_of(stage) for stage in self.steered]
+        self.strides = [_get_stride(stage) for stage in self.steered]
         channels = [info["num_chs"] for info in backbone.feature_info]  # of each stage's output
         self.widths: list[tuple[int, int]] = []  # (c, C) of each steered stage
         # names of the layers W1 and W2 of each steered stage; stages are counted from 0, as in timm
@@ -231,7 +231,7 @@ class StageTopDown:
         return 1 + added / multiply_adds(self.backbone, 3, SIDE, SIDE)
 
 
-def _stride_of(stage: Any) -> int:
+def _get_stride(stage: Any) -> int:
     if isinstance(stage.downsample, nn.Identity):
         return 1
     stride: int = stage.downsample[1].stride[0]

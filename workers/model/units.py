@@ -146,7 +146,7 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     for rows in unit_rows(vit):
         if not rows.num_masked:
             continue
-        sites = _sites_of(rows)
+        sites = _list_sites(rows)
         if sites not in factors:
             factors[sites] = _with_ones([masks[site] for site in sites], rows.num_masked)
         factor = factors[sites]
@@ -157,7 +157,7 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _sites_of(rows: UnitRows) -> tuple[str, ...]:
+def _list_sites(rows: UnitRows) -> tuple[str, ...]:
     """Return the site of the units of each part."""
     block = ".".join(rows.name.split(".")[:2])
     return tuple(f"{block}.{kind}" for kind in rows.kinds)
@@ -195,7 +195,7 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     joined: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
     for rows in unit_rows(vit):
-        sites = _sites_of(rows)
+        sites = _list_sites(rows)
         if sites not in joined:
             joined[sites] = _joined([values[site] for site in sites])
         of_rows = joined[sites]
@@ -340,8 +340,8 @@ def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
         qk_per_head = qk.view(heads, width)
         v_per_head = v.view(heads, width)
         most = max(1, int(qk_per_head.sum(1).max()), int(v_per_head.sum(1).max()))
-        qk_rows = _channels_on(qk_per_head, most)
-        v_rows = _channels_on(v_per_head, most)
+        qk_rows = _pick_channels(qk_per_head, most)
+        v_rows = _pick_channels(v_per_head, most)
         neurons = ff.nonzero()[:, 0]
         if not len(neurons):
             neurons = torch.zeros(1, dtype=torch.int64, device=ff.device)
@@ -356,7 +356,7 @@ def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
             p[: heads * most] *= (most / width) ** 0.5
 
 
-def _channels_on(mask: Tensor, count: int) -> Tensor:
+def _pick_channels(mask: Tensor, count: int) -> Tensor:
     """Return the indices (heads * count,) of `count` channels of each head, active ones first.
 
     Args:

@@ -60,7 +60,7 @@ def build(settings: BackboneSettings) -> nn.Module:
     architecture = pretrained.check_name(settings.name)
     if settings.options:
         signature.check_options(architecture, settings.options)
-    accepted = signature.arguments_of(architecture)
+    accepted = signature.list_arguments(architecture)
     given: dict[str, Any] = {}
     if "img_size" in accepted:
         given["img_size"] = settings.img_size
@@ -176,11 +176,11 @@ def compile_blocks(model: Any, **options: Any) -> None:
     """
     # One block's code serves the widths of four stages, each with and without gradients.
     torch_internals.set_compile_options(max_variants=32)
-    for block in blocks_of(model) or [model]:
+    for block in list_blocks(model) or [model]:
         block.compile(**options)
 
 
-def blocks_of(model: Any) -> list[nn.Module]:
+def list_blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of a ViT, or of all stages of a ConvNeXt; none of another backbone."""
     if isinstance(model, VisionTransformer):
         return [*model.blocks]
@@ -201,7 +201,7 @@ def outline(settings: BackboneSettings) -> nn.Module:
     """
     with torch.device("meta"):
         model = build(settings)
-        count = size_of(model)
+        count = count_bytes(model)
         if count > MOST_NUMBERS:
             raise UserError(
                 f"backbone {settings.name!r} at img_size {settings.img_size} with options "
@@ -225,7 +225,7 @@ def shared_outline(settings: BackboneSettings) -> nn.Module:
     return _outlines[key]
 
 
-def size_of(model: nn.Module) -> int:
+def count_bytes(model: nn.Module) -> int:
     """Return how many numbers the parameters and buffers of a model hold together."""
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
@@ -235,7 +235,7 @@ def most_bytes(model: nn.Module) -> int:
 
     It is eight bytes for each number of the backbone, and a gigabyte for heads and names.
     """
-    return 8 * size_of(model) + (1 << 30)
+    return 8 * count_bytes(model) + (1 << 30)
 
 
 def check(settings: BackboneSettings) -> nn.Module:
@@ -350,13 +350,13 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
     ]
 
 
-def digest_of(model: nn.Module) -> str:
+def compute_digest(model: nn.Module) -> str:
     """Return the sha256 of names, dtypes, shapes and bytes of all parameters and buffers, by name.
 
     It includes the settings of context, which has no parameters but changes the function of the
     weights.
     """
-    digest = hashlib.sha256(context.identity_of(model))
+    digest = hashlib.sha256(context.encode_settings(model))
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         if tensor.numel():

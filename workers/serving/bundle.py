@@ -264,7 +264,7 @@ class Bundle:
             backbone = vit.build(backbone_settings)
             vit.from_bytes(backbone, weights, f"backbone of {self.where}")
             check_values(backbone.state_dict().values(), f"backbone of {self.where}")
-            if vit.digest_of(backbone) != body["backbone_digest"]:
+            if vit.compute_digest(backbone) != body["backbone_digest"]:
                 raise UserError(
                     f"{self.where}: its backbone is not the one that its tasks were trained on; "
                     f"{REMAKE}"

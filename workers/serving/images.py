@@ -87,7 +87,7 @@ class PixelBudget:
                 self.changed.notify_all()
 
 
-def pixels_of(
+def read_pixels(
     images: Sequence[Any],
     side: int,
     limits: Limits,

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, Frozen, Task
-from workers.storage.artifact import digest_of, join, read_json, write_bytes
+from workers.storage.artifact import compute_sha256, join, read_json, write_bytes
 
 FORMAT = 1
 MODEL, BACKBONE = "model.json", "backbone.safetensors"
@@ -100,7 +100,7 @@ def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, A
         raise UserError(
             f"{model_uri}: its format is {version}, but this version reads {FORMAT}; {remedy}"
         )
-    if version is None or body.get("sha256") != digest_of(body):
+    if version is None or body.get("sha256") != compute_sha256(body):
         raise UserError(f"{model_uri}: it was changed after it was written; {remedy}")
     try:
         Body.model_validate(body)
@@ -136,7 +136,7 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body in types of JSON, with the sha256 of all its other fields."""
     content = {name: value for name, value in body.items() if name != "sha256"}
     plain = json.loads(json.dumps(content, default=str))
-    return {**plain, "sha256": digest_of(plain)}
+    return {**plain, "sha256": compute_sha256(plain)}
 
 
 def find_place(body: Mapping[str, Any], name: str) -> str:

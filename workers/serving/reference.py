@@ -166,8 +166,8 @@ def _measure_task(predictor: Predictor, name: str) -> TaskReference:
 def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], task: str) -> Tensor:
     """Return the features of some rows of a table, float32 (rows, d)."""
     limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
-    images = [table.bytes_of(row) for row in rows]
-    pixels = predictor.pixels_of(images, limits)
+    images = [table.estimate_bytes(row) for row in rows]
+    pixels = predictor.read_pixels(images, limits)
     return predictor.features(pixels, task)
 
 

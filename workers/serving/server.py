@@ -21,10 +21,10 @@ from workers.data.upload import to_device
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.protocols import InfersTask, candidates_of, grouped_logits
+from workers.methods.protocols import InfersTask, grouped_logits, list_candidates
 from workers.rng import StepRng
 from workers.serving.bundle import Bundle
-from workers.serving.images import Limits, PixelBudget, pixels_of
+from workers.serving.images import Limits, PixelBudget, read_pixels
 
 Rule = Literal["refuse", "confident"]
 RULES = ("refuse", "confident")
@@ -195,7 +195,7 @@ class Predictor:
     @property
     def infers_task(self) -> bool:
         """Whether a request may omit the task of an image."""
-        return bool(candidates_of(self.method)) or self.method.scenario == "class"
+        return bool(list_candidates(self.method)) or self.method.scenario == "class"
 
     @property
     def is_per_image(self) -> bool:
@@ -244,19 +244,19 @@ class Predictor:
         limits = limits or Limits(
             self.bundle.body["max_pixels"], value_range=self.bundle.value_range, paths=True
         )
-        pixels = self.pixels_of(images, limits)
+        pixels = self.read_pixels(images, limits)
         return self.answers(pixels, image_tasks, rule, self.limit_top(top))
 
-    def pixels_of(
+    def read_pixels(
         self,
         images: Sequence[Any],
         limits: Limits,
         budget: PixelBudget | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> NDArray[np.uint8]:
-        """Return images as uint8 (n, 3, S, S), resized as in training; see `images.pixels_of`."""
+        """Return images as uint8 (n, 3, S, S), resized as in training; see `images.read_pixels`."""
         side, interpolation = self.augment.size_in, self.augment.interpolation
-        return pixels_of(images, side, limits, budget, interpolation, is_cancelled)
+        return read_pixels(images, side, limits, budget, interpolation, is_cancelled)
 
     def limit_top(self, top: int) -> int:
         """Return `top`, but at most the number of classes of all tasks."""
@@ -430,7 +430,7 @@ class Predictor:
             images: (b, 3, H, W).
             rule: See `predict`.
         """
-        candidates = candidates_of(self.method)
+        candidates = list_candidates(self.method)
         if candidates:
             return self.infer_task(rows, images, [*candidates.values()])
         if isinstance(self.method, ClassIncremental) and self.method.scenario == "class":

@@ -110,7 +110,7 @@ def _find_obstacle(settings: BackboneSettings) -> str:
 def _list_arguments(settings: BackboneSettings) -> dict[str, Any]:
     """Return the arguments of timm's model, without those for training."""
     arguments = dict(settings.options)
-    if "img_size" in signature.arguments_of(settings.name.partition(".")[0]):
+    if "img_size" in signature.list_arguments(settings.name.partition(".")[0]):
         arguments["img_size"] = settings.img_size
     return arguments
 

@@ -384,7 +384,7 @@ class Attempt:
         self._check_sizes(stored_sizes)
         fields = {**manifest, "key": self.key, "attempt": self.name, "files": self.files}
         body = json.loads(json.dumps(fields, default=str))
-        sealed = {**body, "sha256": digest_of(body)}
+        sealed = {**body, "sha256": compute_sha256(body)}
         data = json.dumps(sealed, indent=1, sort_keys=True).encode()
         target = join(folder, MANIFEST)
         system, path = resolve(target)
@@ -447,7 +447,7 @@ class Attempt:
         delete_dir(join(self.root, self.key, self.name))
 
 
-def digest_of(manifest: Mapping[str, Any]) -> str:
+def compute_sha256(manifest: Mapping[str, Any]) -> str:
     """Return the sha256 of a manifest, as JSON gives it back and without its own `sha256`.
 
     A manifest holds counts, which nothing else guards.
@@ -538,7 +538,7 @@ class Artifact:
             manifest = read_json(join(root, key, MANIFEST))
         except (FileNotFoundError, ValueError):
             return None
-        if not isinstance(manifest, dict) or manifest.get("sha256") != digest_of(manifest):
+        if not isinstance(manifest, dict) or manifest.get("sha256") != compute_sha256(manifest):
             return None
         if not names_own_files_only(manifest):
             return None

@@ -86,7 +86,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return trained | buffers
 
 
-def folder_of(root: str, key: str) -> str:
+def get_folder(root: str, key: str) -> str:
     """Return the folder of a stage's checkpoints, which is next to the stages."""
     return join(parent(root), CHECKPOINTS, key)
 
@@ -127,7 +127,7 @@ def save(
     }
     copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     data = safetensors.torch.save(copies, {"accrete": json.dumps(position)})
-    folder = folder_of(root, key)
+    folder = get_folder(root, key)
     info = file_info(data)
     file_name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
     previous = _latest(folder)
@@ -145,7 +145,7 @@ def load(root: str, key: str) -> Checkpoint | None:
 
     Without a checkpoint the stage starts from the beginning.
     """
-    folder = folder_of(root, key)
+    folder = get_folder(root, key)
     latest = _latest(folder)
     if latest is None:
         return None
@@ -164,7 +164,7 @@ def load(root: str, key: str) -> Checkpoint | None:
 
 def age_s(root: str, key: str) -> float | None:
     """Return the seconds since the last checkpoint of a stage was written; None without one."""
-    system, path = resolve(join(folder_of(root, key), LATEST))
+    system, path = resolve(join(get_folder(root, key), LATEST))
     written = system.get_file_info(path).mtime
     if written is None:
         return None
@@ -174,7 +174,7 @@ def age_s(root: str, key: str) -> float | None:
 
 def drop(root: str, key: str) -> None:
     """Delete the checkpoints of a stage with a stored result."""
-    delete_dir(folder_of(root, key))
+    delete_dir(get_folder(root, key))
 
 
 def _latest(folder: str) -> dict[str, Any] | None:

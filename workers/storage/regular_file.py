@@ -70,7 +70,7 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     return data
 
 
-def write_named(option: str, path: str, data: bytes) -> None:
+def write_named_file(option: str, path: str, data: bytes) -> None:
     """Write the file that a person names with an option of the command line.
 
     Args:

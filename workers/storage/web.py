@@ -142,7 +142,7 @@ async def _request(system: Any, url: str, offset: int, count: int) -> Part:
         async with session.get(
             system.encode_url(url), headers=headers, max_redirects=MAX_REDIRECTIONS
         ) as response:
-            return await _part_of(response, url, offset, count)
+            return await _parse_part(response, url, offset, count)
     except aiohttp.InvalidURL as error:
         raise UserError(f"{url} is no address of a web server ({error}); mend the card") from None
     except aiohttp.TooManyRedirects:
@@ -157,7 +157,7 @@ async def _request(system: Any, url: str, offset: int, count: int) -> Part:
         raise OSError(f"Connection closed ({text})") from None
 
 
-async def _part_of(response: Any, url: str, offset: int, count: int) -> Part:
+async def _parse_part(response: Any, url: str, offset: int, count: int) -> Part:
     if response.status in (404, 410):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
     if response.status == 200:

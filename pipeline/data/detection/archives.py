@@ -33,7 +33,7 @@ from pipeline.data.detection.columns import (
 )
 from pipeline.data.detection.data_set import DataSet, Request, format_splits, read_labelled
 from pipeline.data.detection.words import IMAGE_COLUMNS, is_part
-from pipeline.data.names import counted, listed, printable, quoted, suffix_of
+from pipeline.data.names import counted, get_suffix, listed, printable, quoted
 from pipeline.data.splits import (
     IGNORE,
     SplitUnclear,
@@ -131,7 +131,7 @@ def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
         ) from None
     if "train" not in words.splits:
         raise SplitUnclear(
-            f"{files.where} holds {suffix_of(files.names[0])} files of {listed(by_word)} and none "
+            f"{files.where} holds {get_suffix(files.names[0])} files of {listed(by_word)} and none "
             f"of train{f', beside {listed(unnamed)}' if unnamed else ''}; assign the files, as "
             f"in {_format_splits_command(files, *unnamed[:1])}"
         )
@@ -312,7 +312,7 @@ def read_columns(files: Files) -> DataSet:
     else:
         notes += note_label(columns, label, [image, *split])
     num_files = sum(len(names) for names in splits.values())
-    kind = "Arrow file" if suffix_of(first) == ".arrow" else "Parquet file"
+    kind = "Arrow file" if get_suffix(first) == ".arrow" else "Parquet file"
     layout = (
         f"{counted(num_files, kind)}, images in column {quoted(image)}, labels in {quoted(label)}"
         f"{f', splits in {listed(split)}' if split else ''}"
@@ -323,7 +323,7 @@ def read_columns(files: Files) -> DataSet:
 def is_cache(name: str) -> bool:
     """Whether a file is a cache of the library `datasets`, for example `cache-1f.arrow`."""
     base = name.rpartition("/")[2]
-    return base.startswith("cache-") and suffix_of(base) == ".arrow"
+    return base.startswith("cache-") and get_suffix(base) == ".arrow"
 
 
 def _check_other_columns(files: Files, schema: Schema) -> None:
@@ -363,7 +363,7 @@ def _read_folders(files: Files, column: str) -> Iterator[str]:
     for uri in files.uris(files.names):
         name, _, field = column.partition(".")
         is_field = bool(field) and column not in read_schema(uri).names
-        for batch in read_batches(uri, [column if suffix_of(uri) != ARROW_SUFFIX else name]):
+        for batch in read_batches(uri, [column if get_suffix(uri) != ARROW_SUFFIX else name]):
             values = batch[name if is_field else column]
             if is_field:
                 values = values.field(field)

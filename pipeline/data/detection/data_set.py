@@ -21,7 +21,7 @@ from pipeline.config.settings import checked
 from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.account import Account, build_account, collect_problems
 from pipeline.data.cards import LIST_MARK, Card, Source
-from pipeline.data.formats import count_labels, format_of, list_source, require_entries, units
+from pipeline.data.formats import count_labels, get_format, list_source, require_entries, units
 from pipeline.data.formats.base import LIBRARIES, Item, LabelCounts, read_items
 from pipeline.data.formats.folder import LABEL, class_folders
 from pipeline.data.labels import check_meaning, check_spelling
@@ -150,7 +150,7 @@ def dump_source(source: Source) -> dict[str, Any]:
     body["splits"] = {
         split: parts[0] if len(parts) == 1 else list(parts)
         for split in (*SPLITS, "ignore")
-        if (parts := source.parts_of(split))  # type: ignore[arg-type]
+        if (parts := source.list_parts(split))  # type: ignore[arg-type]
     }
     if source.files != "{}" and len(source.file_patterns()) > 1:
         body["files"] = list(source.file_patterns())
@@ -224,13 +224,13 @@ def read_labelled(
     splits: dict[str, list[str]] = {
         split: [*parts]
         for split in ("train", "val", IGNORE)
-        if (parts := [part for part in read.parts_of(split) if part])
+        if (parts := [part for part in read.list_parts(split) if part])
     }
     if "val" in splits:
         splits["test"] = splits.pop("val")
     if read.split is not None:
-        splits.setdefault(IGNORE, []).extend(read.parts_of("test"))
-    note = f"{listed(read.parts_of('test'))} is not read: its images have no labels"
+        splits.setdefault(IGNORE, []).extend(read.list_parts("test"))
+    note = f"{listed(read.list_parts('test'))} is not read: its images have no labels"
     source = {**source, "splits": splits}
     return build_data_set(request, name, layout, source, [*notes, note], classes)
 
@@ -317,7 +317,7 @@ def _assemble(
         all_notes.append(f"folders without train images are no classes: {listed(empty)}")
     is_exact = len(entries) < MAX_FILES
     problems: dict[str, str | None] = {}
-    source_format = format_of(card)
+    source_format = get_format(card)
     if source_format.list_items is not None:
         rows = ((item, checker.row(item)) for item in source_format.list_items(card, entries))
         problems = collect_problems((row["name"], row["problem"]) for _, row in rows)
@@ -348,10 +348,10 @@ def _format_ignore_command(request: Request | None, card: Card, left_out: str) -
     """Format the command that ignores the images of a split, for the end of an error."""
     if request is None:
         return ""
-    splits = {str(s): [*card.source.parts_of(s)] for s in card.source.named_splits()}
+    splits = {str(s): [*card.source.list_parts(s)] for s in card.source.named_splits()}
     parts = splits.pop(left_out)
     if card.source.split is not None:
-        splits[IGNORE] = [*card.source.parts_of(IGNORE), *parts]
+        splits[IGNORE] = [*card.source.list_parts(IGNORE), *parts]
     settings = [f"source.format={card.source.format}", format_splits(splits)]
     if card.source.split is not None:
         settings.append(f"source.split={to_yaml(card.source.split)}")
@@ -381,7 +381,7 @@ def _sample_items(
         entries: All files below the source.
         numbers: (split, class) -> number of images.
     """
-    source_format = format_of(card)
+    source_format = get_format(card)
     checker = ImageChecker(card)
     left = dict(numbers)
     if source_format.list_items is not None:
@@ -421,7 +421,7 @@ def _read_sizes(card: Card, entries: list[Entry]) -> tuple[tuple[int, int], ...]
 
 
 def _read_first_items(card: Card, entries: list[Entry]) -> list[tuple[Item, bytes | None]]:
-    source_format = format_of(card)
+    source_format = get_format(card)
     if source_format.list_items is None:
         first = next(iter(units(card, map, entries)), None)
         return [] if first is None else list(islice(first.read(*first.args), MAX_SIZED))

@@ -60,7 +60,16 @@ from pipeline.data.listing import (
     is_folder,
     list_entries,
 )
-from pipeline.data.names import counted, is_utf8, listed, name_of, nfc, printable, quoted, suffix_of
+from pipeline.data.names import (
+    counted,
+    get_file_name,
+    get_suffix,
+    is_utf8,
+    listed,
+    nfc,
+    printable,
+    quoted,
+)
 from pipeline.data.splits import IGNORE, SplitUnclear, tokenize_name
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
@@ -97,7 +106,7 @@ def detect(request: Request) -> list[DataSet]:
     uri = path.rstrip("/")
     if "://" not in path:
         uri = os.path.abspath(path)
-    name = name_of(posixpath.basename(uri.partition("@")[0]))
+    name = get_file_name(posixpath.basename(uri.partition("@")[0]))
     if is_folder(uri):
         entries = list_entries(uri, [""], LISTED, MAX_FILES) or []
         return SourceFolder(request, uri, name, entries).data_sets()
@@ -110,10 +119,10 @@ def _detect_file(uri: str, request: Request) -> DataSet:
     stem = _get_stem(uri)
     if stem.lower() in PLAIN_STEMS and "/" in request.path:
         stem = posixpath.basename(parent(uri))
-    name = name_of(stem)
+    name = get_file_name(stem)
     base = parent(uri)
     file = posixpath.basename(uri)
-    suffix = suffix_of(uri)
+    suffix = get_suffix(uri)
     if suffix == TAR_SUFFIX:
         return read_shards(Files(request, base, name, [file], uri))
     if suffix in COLUMN_FILES and holds_images(uri):
@@ -144,7 +153,7 @@ def _missing_error(path: str) -> UserError:
 
 
 def _is_image(entry: Entry) -> bool:
-    return not entry.problem and suffix_of(entry.name) in IMAGE_FILES
+    return not entry.problem and get_suffix(entry.name) in IMAGE_FILES
 
 
 def _index_images(entries: Sequence[Entry]) -> FileIndex:
@@ -235,7 +244,7 @@ class SourceFolder:
         tables: dict[str, str] = {}
         for split, parts in dict(self.request.given.get("splits") or {}).items():
             for part in (parts,) if isinstance(parts, str) else parts:
-                if split != IGNORE and part in names and suffix_of(part) in TABLE_SUFFIXES:
+                if split != IGNORE and part in names and get_suffix(part) in TABLE_SUFFIXES:
                     tables[part] = split
         return tables
 
@@ -277,7 +286,7 @@ class SourceFolder:
                 for entry in self.entries
                 if entry.name.startswith(prefix)
             ]
-            name = name_of(folder.base_name)
+            name = get_file_name(folder.base_name)
             uri = join(self.uri, folder.name)
             request = replace(self.request, path=join(self.request.path, folder.name))
             data_sets += SourceFolder(request, uri, name, entries).data_sets()
@@ -294,7 +303,7 @@ class SourceFolder:
         names = [
             entry.name
             for entry in self.entries
-            if not entry.problem and suffix_of(entry.name) in TABLE_SUFFIXES
+            if not entry.problem and get_suffix(entry.name) in TABLE_SUFFIXES
         ]
         stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
         bases = {stem.rpartition("/")[2] for stem in stems}
@@ -305,7 +314,7 @@ class SourceFolder:
             for name in names
             if not (has_annotations and _get_stem(name) in bases) and self._may_be_table(name)
         ]
-        names.sort(key=lambda name: (suffix_of(name) == ".txt", name.count("/"), name))
+        names.sort(key=lambda name: (get_suffix(name) == ".txt", name.count("/"), name))
         if not names:
             return None, None
         index = _index_images(self.entries)
@@ -323,7 +332,7 @@ class SourceFolder:
             )
         for group in groups:
             tables = Tables(self.request, self.uri, self.name, group, index)
-            is_plain_text = suffix_of(tables.first) == ".txt" and not _is_label_table(tables)
+            is_plain_text = get_suffix(tables.first) == ".txt" and not _is_label_table(tables)
             try:
                 readings.append((tables.first, read_tables(tables)))
             except UserError as error:
@@ -357,7 +366,7 @@ class SourceFolder:
         command = f"`{self.request.command(path=join(self.request.path, names[0]))}`"
         first = readings[0][1].data_set.card.source
         if first.path.rstrip("/") == self.uri.rstrip("/"):  # one table per split
-            splits = {str(split): first.parts_of(split) for split in first.named_splits()}
+            splits = {str(split): first.list_parts(split) for split in first.named_splits()}
             command = f"`{self.request.command('source.format=csv', format_splits(splits))}`"
         files = [set(table.files) for _, table in readings]
         if sum(map(len, files)) > len(set().union(*files)):
@@ -378,7 +387,7 @@ class SourceFolder:
         """Whether a file may be a table of images: by its name, and without image bytes."""
         if says_no_labels(name):
             return False
-        if suffix_of(name) not in COLUMN_FILES:
+        if get_suffix(name) not in COLUMN_FILES:
             return True
         try:
             return not holds_images(join(self.uri, name))
@@ -444,8 +453,8 @@ class SourceFolder:
     def _read_archive(self) -> tuple[list[DataSet], UserError | None]:
         """Read the data set in Parquet files or tars."""
         files = [entry.name for entry in self.entries if not entry.problem]
-        tars = sorted(name for name in files if suffix_of(name) == TAR_SUFFIX)
-        columns = sorted(name for name in files if suffix_of(name) in COLUMN_FILES)
+        tars = sorted(name for name in files if get_suffix(name) == TAR_SUFFIX)
+        columns = sorted(name for name in files if get_suffix(name) in COLUMN_FILES)
         try:
             columns = [name for name in columns if holds_images(join(self.uri, name))]
             if columns and tars:
@@ -463,7 +472,7 @@ class SourceFolder:
 
     def _find_column_error(self, files: Sequence[str]) -> UserError | None:
         """Return the error for Parquet files without image bytes, if there are such files."""
-        columns = [name for name in files if suffix_of(name) in COLUMN_FILES]
+        columns = [name for name in files if get_suffix(name) in COLUMN_FILES]
         if not columns:
             return None
         try:
@@ -529,7 +538,7 @@ class SourceFolder:
             parents = {posixpath.dirname(path) for path in targets}
             if len(parents) == 1:
                 return f"give the folder they lead to: `{program} {shlex.join(['init', *parents])}`"
-        tables = [e.name for e in self.entries if suffix_of(e.name) in TEXT_TABLES - {".txt"}]
+        tables = [e.name for e in self.entries if get_suffix(e.name) in TEXT_TABLES - {".txt"}]
         named = [name for name in tables if says_no_labels(name)]
         if named:
             command = self.request.command(path=join(self.request.path, named[0]))
@@ -575,7 +584,7 @@ def describe_contents(entries: Sequence[Entry]) -> str:
         parts.append(f"{counted(below, 'image')} below")
     if links:
         parts.append(f"links to folders, which are not followed ({listed(links)})")
-    others = sorted({suffix_of(e.name) for e in seen if "/" in e.name and not _is_image(e)} - {""})
+    others = sorted({get_suffix(e.name) for e in seen if "/" in e.name and not _is_image(e)} - {""})
     if not below and others:
         parts.append(f"files {', '.join(map(printable, others[:4]))} in them, which are not read")
     if files:

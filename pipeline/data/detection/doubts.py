@@ -27,10 +27,10 @@ from pipeline.data.detection.words import (
     is_part,
 )
 from pipeline.data.file_kinds import IMAGE_FILES
-from pipeline.data.formats import format_of
+from pipeline.data.formats import get_format
 from pipeline.data.formats.folder import LABEL
 from pipeline.data.listing import HIDDEN, Entry, Folder
-from pipeline.data.names import counted, listed, nfc, printable, quoted, suffix_of
+from pipeline.data.names import counted, get_suffix, listed, nfc, printable, quoted
 from pipeline.data.splits import (
     IGNORE,
     Role,
@@ -109,7 +109,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
 
 
 def _list_images(data_set: DataSet) -> Iterator[ReadImage]:
-    list_items = format_of(data_set.card).list_items
+    list_items = get_format(data_set.card).list_items
     if list_items is None:
         return
     number = 0
@@ -142,11 +142,11 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
         stem = base.rpartition(".")[0]
         tokens = {token.lower() for token in tokenize_name(stem)}
         has_role = parse_role(folder.rpartition("/")[2]) or any(map(parse_role, tokens))
-        if entry.problem == HIDDEN or suffix_of(entry.name) not in LISTS or not entry.size:
+        if entry.problem == HIDDEN or get_suffix(entry.name) not in LISTS or not entry.size:
             continue
         if tokens & NO_LABEL_TABLES or not (has_role or tokens & SPLIT_LISTS):
             continue
-        if base == posixpath.basename(source.path) or entry.name in source.parts_of("train"):
+        if base == posixpath.basename(source.path) or entry.name in source.list_parts("train"):
             continue
         notes = [n for one in data_sets for n in one.notes if n.startswith("table ")]
         if any(quoted(entry.name) in note for note in notes):
@@ -219,8 +219,8 @@ class Checks:
 
     def _current_splits(self, ignore: Iterable[str] = ()) -> dict[str, list[str]]:
         """Return the splits of the card, with more paths to ignore."""
-        splits = {split: [*self.source.parts_of(split)] for split in self.source.named_splits()}
-        left_out = [*self.source.parts_of(IGNORE), *ignore]
+        splits = {split: [*self.source.list_parts(split)] for split in self.source.named_splits()}
+        left_out = [*self.source.list_parts(IGNORE), *ignore]
         return splits | ({IGNORE: left_out} if left_out else {})
 
     # ---- splits ----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Checks:
         for entry in files:
             folders = entry.name.split("/")[:-1]
             role = next((role for part in folders if (role := self._find_role(part, False))), None)
-            is_image = not entry.problem and suffix_of(entry.name) in IMAGE_FILES
+            is_image = not entry.problem and get_suffix(entry.name) in IMAGE_FILES
             if (
                 is_image
                 and role not in (None, "train")
@@ -397,7 +397,7 @@ class Checks:
             raise self._no_class_error(paired[0], "have images of the same names")
 
     def _no_class_error(self, names: Sequence[str], why: str = "") -> SplitUnclear:
-        train = [part for part in self.source.parts_of("train") if LABEL not in part] or ["."]
+        train = [part for part in self.source.list_parts("train") if LABEL not in part] or ["."]
         ignore = [posixpath.normpath(posixpath.join(train[0], name)) for name in names[-1:]]
         command = self._format_command(self._current_splits(ignore))
         why = why or "may be something other than classes"

@@ -8,7 +8,7 @@ import re
 from pipeline.config.yaml_files import expand
 from pipeline.data.detection.data_set import DataSet, Request, build_data_set
 from pipeline.data.listing import open_source
-from pipeline.data.names import name_of, printable
+from pipeline.data.names import get_file_name, printable
 from workers.errors import UserError
 
 HUB = "hf://"
@@ -74,4 +74,4 @@ def read_torchvision_set(path: str, request: Request) -> DataSet:
     root = os.path.abspath(expand(TORCHVISION_PATH))
     source = {"format": "torchvision", "name": name, "path": root, "splits": splits}
     layout = f"images of torchvision, below {printable(expand(TORCHVISION_PATH))}"
-    return build_data_set(request, name_of(name).lower(), layout, source)
+    return build_data_set(request, get_file_name(name).lower(), layout, source)

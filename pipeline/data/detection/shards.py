@@ -24,8 +24,8 @@ from pipeline.data.formats.tar import (
     LABEL_SUFFIX,
     MAX_JSON_BYTES,
     NAME_SUFFIX,
-    field_of,
     image_suffixes,
+    read_field,
     read_samples,
 )
 from pipeline.data.labels import MAX_LABEL_BYTES, Label, normalize_label, sort_labels
@@ -400,7 +400,7 @@ def _survey_shards(files: Files, names: Sequence[str]) -> Survey:
                 if suffix == "json" and member.size <= MAX_JSON_BYTES:
                     texts |= _parse_fields(headers.text(member, MAX_JSON_BYTES))
                 elif suffix in LABEL_MEMBERS or normalize_word(suffix) in SPLIT_COLUMNS:
-                    texts[suffix] = field_of(suffix, headers.text(member, MAX_LABEL_BYTES))
+                    texts[suffix] = read_field(suffix, headers.text(member, MAX_LABEL_BYTES))
             order = {source: position for position, source in enumerate(LABEL_MEMBERS)}
             texts = dict(sorted(texts.items(), key=lambda one: order.get(one[0], len(order))))
             survey.add(key, images, texts)

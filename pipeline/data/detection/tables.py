@@ -37,9 +37,9 @@ from pipeline.data.file_index import (
     parse_path,
 )
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TEXT_TABLES
-from pipeline.data.formats.csv import images_of, tables_of
+from pipeline.data.formats.csv import list_images, list_tables
 from pipeline.data.labels import WHOLE, normalize_label
-from pipeline.data.names import counted, listed, printable, quoted, suffix_of
+from pipeline.data.names import counted, get_suffix, listed, printable, quoted
 from pipeline.data.source_classes import TooManyLabels
 from pipeline.data.splits import (
     SPLITS,
@@ -174,11 +174,11 @@ def read_tables(tables: Tables) -> TableReading:
         data_set = read_labelled(request, tables.name, layout, source, notes)
     except TooManyLabels as error:
         raise _suggest_other_label(tables, roles, error) from None
-    base, _ = tables_of(data_set.card)
+    base, _ = list_tables(data_set.card)
     below = posixpath.relpath(base.rstrip("/"), tables.base.rstrip("/"))
     files: dict[str, str] = {}
     splits: dict[str, str] = {}
-    for one in images_of(data_set.card, [*data_set.entries]):
+    for one in list_images(data_set.card, [*data_set.entries]):
         if one.name:
             name = posixpath.normpath(posixpath.join(below, one.name))
             files[name] = str(one.label)
@@ -300,7 +300,7 @@ def _find_roles(tables: Tables) -> ColumnRoles:
     where = printable(uri)
     has_header: bool | None = None
     scan = TableScan(tables, has_header)
-    if suffix_of(uri) in TEXT_TABLES and _is_first_row(tables, scan):
+    if get_suffix(uri) in TEXT_TABLES and _is_first_row(tables, scan):
         first = column_names(uri, True)
         is_taken_for_header = scan.names == first
         has_header = False
@@ -357,7 +357,7 @@ def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
     if len(present) > MAX_SAMPLED_VALUES:
         some = random.Random(0).sample(present, MAX_SAMPLED_VALUES)
     num_found = sum(_has_file(tables, text) for text in some)
-    are_ids = not any(suffix_of(text) in IMAGE_SUFFIXES for text in some)
+    are_ids = not any(get_suffix(text) in IMAGE_SUFFIXES for text in some)
     are_few = len(set(present)) * MAX_ROWS_PER_ID < len(present)  # as labels are
     are_few = are_few or len(set(present)) * MAX_IMAGES_PER_ID < len(tables.index)
     return num_found * 2 > len(some) and not (are_ids and are_few)
@@ -382,7 +382,7 @@ def _find_path_columns(sample: Values) -> list[str]:
     """Return the columns in which most values have the extension of an image."""
     columns: list[str] = []
     for column, texts in sample.items():
-        count = sum(suffix_of(text or "") in IMAGE_SUFFIXES for text in texts)
+        count = sum(get_suffix(text or "") in IMAGE_SUFFIXES for text in texts)
         if count * 2 > len(texts):
             columns.append(column)
     return columns

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import Format, LabelCounts, MapFn, Unit, source_uri
 from pipeline.data.listing import Entry, list_entries
-from pipeline.data.names import nfc, suffix_of
+from pipeline.data.names import get_suffix, nfc
 from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 
-def format_of(card: Card) -> Format:
+def get_format(card: Card) -> Format:
     """Return the format of a card's source."""
     module = import_module(f"pipeline.data.formats.{card.source.format}")
     assert isinstance(module.FORMAT, Format)
@@ -39,7 +39,7 @@ def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
     Raises:
         UserError: If the source cannot be listed.
     """
-    source_format = format_of(card)
+    source_format = get_format(card)
     if not source_format.suffixes:
         return []
     if source_format.list_shards:
@@ -63,7 +63,7 @@ def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list
     """
     if entries is None:
         entries = require_entries(card)
-    return format_of(card).units(card, entries, map_fn)
+    return get_format(card).units(card, entries, map_fn)
 
 
 def require_entries(card: Card) -> list[Entry]:
@@ -71,7 +71,7 @@ def require_entries(card: Card) -> list[Entry]:
 
     Raise UserError where the source is missing, empty or unreadable.
     """
-    if not format_of(card).suffixes:
+    if not get_format(card).suffixes:
         return []
     entries = list_source(card)
     if entries and any(entries_of_split(card, split, entries) for split in SPLITS):
@@ -80,7 +80,7 @@ def require_entries(card: Card) -> list[Entry]:
     if entries is not None:
         state = f"holds no images in its splits ({dict(card.source.splits)})"
     source = source_uri(card)
-    if format_of(card).list_shards:
+    if get_format(card).list_shards:
         source = f"{card.source.path} with the shards {'; '.join(card.source.splits.values()):.200}"
     raise UserError(
         f"card {card.name!r}: its source {source} {state}; put the data there, "
@@ -91,9 +91,9 @@ def require_entries(card: Card) -> list[Entry]:
 def is_local_source(card: Card) -> bool:
     """Whether all files of a card's source lie on a disk of this machine, or a mounted one."""
     paths = [card.source.path, *(folder.path for folder in card.source.more)]
-    if format_of(card).list_shards:
+    if get_format(card).list_shards:
         for split in SPLITS:
-            paths += card.source.parts_of(split)
+            paths += card.source.list_parts(split)
     return all(map(is_local, paths))
 
 
@@ -116,7 +116,7 @@ def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState 
         card: The card.
         entries: Files of the source, if known.
     """
-    source_format = format_of(card)
+    source_format = get_format(card)
     if not source_format.suffixes:
         return SourceState(f"{card.source.format}:{card.source.name}", "-")
     if entries is None:
@@ -124,7 +124,7 @@ def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState 
     image_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
     for split in SPLITS:
         for entry in source_format.entries_of_split(card, split, entries):
-            if not entry.problem and suffix_of(entry.name) in source_format.suffixes:
+            if not entry.problem and get_suffix(entry.name) in source_format.suffixes:
                 image_files.add((nfc(entry.name), entry.size, entry.modified))
     if not image_files:
         return None
@@ -145,7 +145,7 @@ def fingerprint(card: Card) -> str | None:
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
     """Return the files that a split takes images from."""
-    return format_of(card).entries_of_split(card, split, entries)
+    return get_format(card).entries_of_split(card, split, entries)
 
 
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
@@ -154,4 +154,4 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     Raises:
         UserError: If labels or splits cannot be read, or a row names several files.
     """
-    return format_of(card).count_labels(card, entries)
+    return get_format(card).count_labels(card, entries)

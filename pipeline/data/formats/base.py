@@ -25,7 +25,7 @@ from pipeline.data.listing import (
     open_source,
     remedy,
 )
-from pipeline.data.names import listed, printable, suffix_of
+from pipeline.data.names import get_suffix, listed, printable
 from pipeline.data.splits import IGNORE, PARTS, Split, SplitUnclear, is_yes
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
@@ -160,13 +160,13 @@ def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list
     """
     if card.source.split is not None:
         return visible(entries) if split in card.source.named_splits() else []
-    patterns = card.source.parts_of(split)
+    patterns = card.source.list_parts(split)
     if not "".join(patterns):
         return []
     if is_single_file(card, entries):  # the whole file is train
         return [*entries] if split == "train" else []
     globs = _globs(patterns)
-    ignored = _globs(card.source.parts_of(IGNORE))
+    ignored = _globs(card.source.list_parts(IGNORE))
     return [
         entry
         for entry in visible(entries)
@@ -208,7 +208,7 @@ def archives_of_split(
                 f"card {card.name!r}: {printable(entry.name)} in its source {source_uri(card)} is "
                 f"left out ({entry.problem}), and it may hold many images; mend or remove it"
             )
-        if entry.problem or suffix_of(entry.name) not in suffixes:
+        if entry.problem or get_suffix(entry.name) not in suffixes:
             problem = entry.problem or other_file(entry.name)
             other_items.append(Item(split, entry.name, "", None, problem))
         else:
@@ -229,7 +229,7 @@ class SplitValues:
         self.where = where
         self.splits: dict[str, str] = {}
         for split in PARTS:
-            for value in card.source.parts_of(split):
+            for value in card.source.list_parts(split):
                 self.splits[value] = split
 
     def value(self, values: Sequence[str | None]) -> str:
@@ -400,17 +400,17 @@ def _read_ahead(runs: Iterator[Run]) -> Iterator[tuple[Run, bytes]]:
             if not waiting and is_local(run.uri):
                 yield run, _read_run(run)
                 continue
-            num_bytes += _size_of(run)
+            num_bytes += _compute_size(run)
             waiting.append((run, pool.submit(_read_run, run)))
             while len(waiting) > READERS or (len(waiting) > 1 and num_bytes > AHEAD_BYTES):
                 first, future = waiting.popleft()
-                num_bytes -= _size_of(first)
+                num_bytes -= _compute_size(first)
                 yield first, future.result()
         for run, future in waiting:
             yield run, future.result()
 
 
-def _size_of(run: Run) -> int:
+def _compute_size(run: Run) -> int:
     return AHEAD_BYTES if run.stop is None else run.stop - run.start
 
 

@@ -30,7 +30,7 @@ from pipeline.data.formats.base import (
 )
 from pipeline.data.labels import Label, normalize_label
 from pipeline.data.listing import Entry, is_folder, list_entries, open_source
-from pipeline.data.names import listed, nfc, printable, quoted, suffix_of
+from pipeline.data.names import get_suffix, listed, nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SPLITS, Split, parse_role
 from pipeline.data.tables import read_rows
 from workers.errors import UserError
@@ -69,7 +69,7 @@ class TableImage(NamedTuple):
     problem: str | None
 
 
-def tables_of(card: Card) -> tuple[str, list[Table]]:
+def list_tables(card: Card) -> tuple[str, list[Table]]:
     """Return the folder of a source as a path or URI, and its tables.
 
     A source that is a single table contains all splits: those of `source.split`, or only train. It
@@ -77,7 +77,7 @@ def tables_of(card: Card) -> tuple[str, list[Table]]:
     """
     uri = source_uri(card)
     source = card.source
-    if suffix_of(uri) in TABLE_SUFFIXES and not is_folder(uri):
+    if get_suffix(uri) in TABLE_SUFFIXES and not is_folder(uri):
         steps = max(pattern.count("../") for pattern in source.file_patterns())
         base = parent(uri)
         for _ in range(steps):
@@ -89,7 +89,7 @@ def tables_of(card: Card) -> tuple[str, list[Table]]:
             f"card {card.name!r}: source.split is {source.split!r}, the column of one table, "
             f"and source.path is a folder; let it name the table"
         )
-    tables = [Table(s, name) for s in SPLITS for name in source.parts_of(s) if name]
+    tables = [Table(s, name) for s in SPLITS for name in source.list_parts(s) if name]
     return uri.rstrip("/"), tables
 
 
@@ -111,7 +111,7 @@ class TableRow(NamedTuple):
     word: str
 
 
-def rows_of(card: Card, base: str, table: Table) -> Iterator[TableRow]:
+def read_table_rows(card: Card, base: str, table: Table) -> Iterator[TableRow]:
     """Yield the rows of a table, without those of an ignored split."""
     source = card.source
     values = SplitValues(card, printable(join(base, table.name)))
@@ -141,7 +141,7 @@ class _LastImages:
     images: list[TableImage] | None = None
 
 
-def images_of(card: Card, entries: list[Entry]) -> list[TableImage]:
+def list_images(card: Card, entries: list[Entry]) -> list[TableImage]:
     """Return the images of all tables, in the order of their rows; several rows are one image.
 
     Raises:
@@ -156,9 +156,9 @@ def images_of(card: Card, entries: list[Entry]) -> list[TableImage]:
 
 
 def _read_images(card: Card, entries: list[Entry]) -> list[TableImage]:
-    base, tables = tables_of(card)
+    base, tables = list_tables(card)
     index = FileIndex(
-        entry.name for entry in visible(entries) if suffix_of(entry.name) in IMAGE_FILES
+        entry.name for entry in visible(entries) if get_suffix(entry.name) in IMAGE_FILES
     )
     links = {
         entry.name.rpartition("/")[2]: entry.problem
@@ -188,9 +188,9 @@ def _images_of_table(
     where = printable(join(base, table.name))
     finder = FileFinder(index, posixpath.dirname(table.name), base, source.file_patterns())
     values = SplitValues(card, where)
-    rows = list(rows_of(card, base, table))
+    rows = list(read_table_rows(card, base, table))
     label_is_folder = source.label == source.image
-    named = [_named(row) for row in rows]
+    named = [_make_named_row(row) for row in rows]
     finder.find_moved_folders(named)
     for row, named_row in zip(rows, named, strict=True):
         names, problem = finder.find(named_row)
@@ -208,7 +208,7 @@ def _images_of_table(
         yield TableImage(split, row.number, row.text, label, name, problem)
 
 
-def _named(row: TableRow) -> NamedRow:
+def _make_named_row(row: TableRow) -> NamedRow:
     """Return the values for the patterns of `source.files`."""
     label = normalize_label(row.label)
     word = row.word if parse_role(row.word) is not None else row.split
@@ -239,7 +239,7 @@ def _contradiction(base: str, pairs: list[tuple[TableImage, TableImage]]) -> Use
 # ---- the format ----------------------------------------------------------------------------------
 def list_files(card: Card, most: int | None = None) -> list[Entry] | None:
     """List the files below the folder of a source; None if a table is missing."""
-    base, tables = tables_of(card)
+    base, tables = list_tables(card)
     entries = list_entries(base, [""], IMAGE_FILES | TABLE_SUFFIXES, most)
     names = {entry.name for entry in entries or ()}
     return entries if all(table.name in names for table in tables) else None
@@ -247,11 +247,11 @@ def list_files(card: Card, most: int | None = None) -> list[Entry] | None:
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
     """Return the tables of a card and the files that they name, whatever the split."""
-    _, tables = tables_of(card)
+    _, tables = list_tables(card)
     names = {table.name for table in tables}
     if not names <= {entry.name for entry in entries}:
         return []
-    names.update(image.name for image in images_of(card, entries))
+    names.update(image.name for image in list_images(card, entries))
     return [entry for entry in entries if entry.name in names]
 
 
@@ -262,11 +262,11 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
     """Yield the items of all rows, beginning with train."""
-    base, _ = tables_of(card)
+    base, _ = list_tables(card)
     _, path = open_source(base)
     root = path if is_local(base) else base
     by_name = {entry.name: entry for entry in entries}
-    images = images_of(card, entries)
+    images = list_images(card, entries)
     places = {str(split): place for place, split in enumerate(SPLITS)}
     for image in sorted(images, key=lambda image: places[image.split]):
         name = image.name or f"row {image.row}: {image.text[:MOST_NAME]}"
@@ -276,7 +276,7 @@ def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
             yield Item(image.split, name, stem, image.label, image.problem)
             continue
         problem = entry.problem or size_problem(entry.size)
-        if problem is None and suffix_of(name) not in IMAGE_FILES:
+        if problem is None and get_suffix(name) not in IMAGE_FILES:
             problem = other_file(name)
         uri = join(root, name)
         yield Item(image.split, name, stem, image.label, problem, uri, 0, entry.size)
@@ -285,7 +285,7 @@ def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of images by split and label."""
     return Counter(
-        (image.split, image.label) for image in images_of(card, entries) if image.problem is None
+        (image.split, image.label) for image in list_images(card, entries) if image.problem is None
     )
 
 

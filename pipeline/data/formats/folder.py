@@ -28,7 +28,7 @@ from pipeline.data.formats.base import (
     visible,
 )
 from pipeline.data.listing import Entry, list_entries, list_folders
-from pipeline.data.names import check_unicode_forms, nfc, suffix_of
+from pipeline.data.names import check_unicode_forms, get_suffix, nfc
 from pipeline.data.splits import IGNORE, PARTS, SPLITS, Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
@@ -155,7 +155,7 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
     pairs = [
         (split, part)
         for split in PARTS
-        for part in card.source.parts_of(split)
+        for part in card.source.list_parts(split)
         if part and ".." not in part.split("/")
     ]
     return _split_folders(tuple(pairs))
@@ -292,7 +292,7 @@ def _item(base: str, found: LabelledEntry) -> Item:
     entry = found.entry
     stem = os.path.splitext(entry.name.rpartition("/")[2])[0]
     problem = entry.problem
-    if not problem and suffix_of(entry.name) in IMAGE_FILES:
+    if not problem and get_suffix(entry.name) in IMAGE_FILES:
         problem = size_problem(entry.size)
     elif not problem:
         problem = other_file(entry.name)
@@ -312,7 +312,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     labels = {found.label for found in all_found if found.label is not None}
     check_unicode_forms(f"source of card {card.name!r}", sorted(labels))
     for found in all_found:
-        is_image = suffix_of(found.entry.name) in IMAGE_FILES and not found.entry.problem
+        is_image = get_suffix(found.entry.name) in IMAGE_FILES and not found.entry.problem
         if found.split != IGNORE and is_image:
             label = None if found.label is None else nfc(found.label)
             counts[found.split, label] += 1

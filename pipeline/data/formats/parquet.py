@@ -60,7 +60,7 @@ class ParquetFile(NamedTuple):
     uri: str
 
 
-def files_of(card: Card, entries: list[Entry]) -> tuple[list[ParquetFile], list[Item]]:
+def list_parquet_files(card: Card, entries: list[Entry]) -> tuple[list[ParquetFile], list[Item]]:
     """Return the files of all splits, and items for the other files."""
     files: list[ParquetFile] = []
     other_items: list[Item] = []
@@ -75,7 +75,7 @@ def files_of(card: Card, entries: list[Entry]) -> tuple[list[ParquetFile], list[
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return units of consecutive row groups; every file is looked into once, by `map_fn`."""
-    files, other_items = files_of(card, entries)
+    files, other_items = list_parquet_files(card, entries)
     units = units_of_items(other_items)
     for file, groups in zip(files, map_fn(list_row_groups, files), strict=True):
         units += _units_of_file(file, groups)
@@ -85,13 +85,13 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 def check(card: Card, entries: list[Entry]) -> None:
     """Raise UserError if the first file of a split cannot be read, or lacks a column."""
     seen: set[str | None] = set()
-    for file in files_of(card, entries)[0]:
+    for file in list_parquet_files(card, entries)[0]:
         if file.split not in seen:
             seen.add(file.split)
             list_row_groups(file)
 
 
-def _columns_of(card: Card) -> list[str]:
+def _list_columns(card: Card) -> list[str]:
     columns = [card.source.image, *filter(None, (card.source.label,))]
     return [*columns, *card.source.split_columns()]
 
@@ -107,8 +107,8 @@ def list_row_groups(file: ParquetFile) -> list[RowGroup]:
 
 
 def _check_columns(file: ParquetFile, schema: Schema) -> None:
-    missing = [column for column in _columns_of(file.card) if column not in schema.names]
-    twice = [column for column in _columns_of(file.card) if schema.names.count(column) > 1]
+    missing = [column for column in _list_columns(file.card) if column not in schema.names]
+    twice = [column for column in _list_columns(file.card) if schema.names.count(column) > 1]
     if twice:
         raise UserError(
             f"{printable(file.uri)} has {schema.names.count(twice[0])} columns called "
@@ -149,7 +149,7 @@ def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterat
         UserError: If the groups cannot be read completely.
     """
     source = file.card.source
-    columns = _columns_of(file.card)
+    columns = _list_columns(file.card)
     labels = DeclaredLabels(file.card, file.uri)
     values = SplitValues(file.card, printable(file.uri))
     num_bytes = 0
@@ -242,7 +242,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     counts: LabelCounts = Counter()
     source = card.source
     declared: dict[bool, str] = {}
-    for file in files_of(card, entries)[0]:
+    for file in list_parquet_files(card, entries)[0]:
         schema = read_schema(file.uri)
         _check_columns(file, schema)
         if source.label is None:

@@ -146,7 +146,7 @@ def member_suffix(source: str) -> str:
     return "json" if source.startswith(JSON_PREFIX) else source
 
 
-def field_of(source: str, data: bytes) -> Any:
+def read_field(source: str, data: bytes) -> Any:
     """Return the value of a member: a field of its JSON, or its text. None if it cannot be read."""
     if not source.startswith(JSON_PREFIX):
         return data.decode("utf-8", "replace")
@@ -300,7 +300,7 @@ class TarJob(NamedTuple):
     uri: str
 
 
-def jobs_of(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item]]:
+def list_jobs(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item]]:
     """Return the tars of all splits, and items for the other files."""
     jobs: list[TarJob] = []
     other_items: list[Item] = []
@@ -315,7 +315,7 @@ def jobs_of(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item]]
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return the units of all samples; every tar is listed once, by `map_fn`."""
-    jobs, items = jobs_of(card, entries)
+    jobs, items = list_jobs(card, entries)
     for samples in map_fn(list_tar, jobs):
         check_unicode_forms(f"source of card {card.name!r}", [item.name for item in samples])
         items += samples
@@ -338,7 +338,7 @@ def list_tar(job: TarJob) -> list[Item]:
             member = members.get(member_suffix(name))
             if member is not None:
                 most = MAX_JSON_BYTES if name.startswith(JSON_PREFIX) else MAX_LABEL_BYTES
-                texts[name] = field_of(name, headers.text(member, most))
+                texts[name] = read_field(name, headers.text(member, most))
         place = last.get(key)
         if place is None or samples[place][1].keys() & members.keys():
             last[key] = len(samples)
@@ -385,7 +385,7 @@ def _text(value: Any) -> str | None:
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of samples by split and label."""
     counts: LabelCounts = Counter()
-    for job in jobs_of(card, entries)[0]:
+    for job in list_jobs(card, entries)[0]:
         counts.update((item.split, item.label) for item in list_tar(job) if not item.problem)
     return counts
 

@@ -47,12 +47,12 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 def _words(card: Card, split: Split) -> str:
     """Return torchvision's name of a split; several names are joined by `+`."""
-    return "+".join(card.source.parts_of(split))
+    return "+".join(card.source.list_parts(split))
 
 
 def check(card: Card, entries: list[Entry]) -> None:
     """Raise UserError where torchvision has no such data set; nothing is downloaded."""
-    _kind_of(card.source.name)
+    _get_kind(card.source.name)
 
 
 @lru_cache(maxsize=2)
@@ -80,7 +80,7 @@ def torchvision_set(path: str, name: str, words: str, download: bool) -> Any:
 
 
 def _one_split(path: str, name: str, word: str, download: bool) -> Any:
-    kind = _kind_of(name)
+    kind = _get_kind(name)
     split_argument: dict[str, Any] = {"split": word}
     if "train" in inspect.signature(kind).parameters:
         split_argument = {"train": word == "train"}
@@ -99,7 +99,7 @@ def _one_split(path: str, name: str, word: str, download: bool) -> Any:
         ) from None
 
 
-def _kind_of(name: str) -> Any:
+def _get_kind(name: str) -> Any:
     from torchvision import datasets  # seconds
 
     kind = getattr(datasets, name, None)

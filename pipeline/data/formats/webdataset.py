@@ -47,7 +47,6 @@ from pipeline.data.formats.tar import (
     TWO_IMAGES,
     TarJob,
     damaged_tar,
-    field_of,
     image_endings,
     is_image_ending,
     is_passed_over,
@@ -56,6 +55,7 @@ from pipeline.data.formats.tar import (
     member_suffix,
     name_contradicts,
     peek_dots,
+    read_field,
     split_name,
 )
 from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, normalize_label
@@ -85,7 +85,7 @@ def shard_urls(card: Card) -> ShardUrls:
 
 
 def _absolute(card: Card, split: Split) -> Iterator[str]:
-    for pattern in filter(None, card.source.parts_of(split)):
+    for pattern in filter(None, card.source.list_parts(split)):
         if "://" in pattern or os.path.isabs(pattern):
             yield pattern
         else:
@@ -128,7 +128,7 @@ def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
     versions: dict[str, FileVersion | None] = {}
     for folder, group in by_folder.items():
         try:
-            versions |= _look_up_in(folder, group)
+            versions |= _look_up_folder(folder, group)
         except UserError:
             raise
         except OSError as error:
@@ -139,7 +139,7 @@ def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
     return versions
 
 
-def _look_up_in(folder: str, urls: list[str]) -> dict[str, FileVersion | None]:
+def _look_up_folder(folder: str, urls: list[str]) -> dict[str, FileVersion | None]:
     if is_web(folder):
         with ThreadPoolExecutor(LOOKUPS, "shards") as pool:
             # A separate context for each thread, because it contains the time limit for a server.
@@ -242,7 +242,7 @@ def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[I
                 key, suffix = split_name(job.url, member, has_dots)
                 if METADATA.match(key):
                     continue
-                if sample is None or sample.key != key or sample.is_followed_by(suffix):
+                if sample is None or sample.key != key or sample.precedes(suffix):
                     if sample is not None:
                         yield sample.item(job, archive, names), sample.data
                     num_samples += 1
@@ -333,7 +333,7 @@ class Sample:
     found: set[str] = field(default_factory=set)
     suffixes: dict[str, None] = field(default_factory=dict)
 
-    def is_followed_by(self, suffix: str) -> bool:
+    def precedes(self, suffix: str) -> bool:
         """Whether the next member begins another sample of the same key: this one is whole."""
         has_image = bool(self.found - {"label"})
         return suffix == next(iter(self.suffixes), "") and "label" in self.found and has_image
@@ -410,10 +410,10 @@ def _field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
     """Return the value of a member, or None if it cannot be read."""
     stream.seek(member.offset_data)
     if not source.startswith(JSON_PREFIX):
-        return field_of(source, stream.take(min(member.size, MAX_LABEL_BYTES)))
+        return read_field(source, stream.take(min(member.size, MAX_LABEL_BYTES)))
     if member.size > MAX_JSON_BYTES:
         return None
-    return field_of(source, stream.take(member.size))
+    return read_field(source, stream.take(member.size))
 
 
 class ShardStream:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipeline.data.archives import Archive
 from pipeline.data.cards import Card
 from pipeline.data.listing import absolute_uri
-from pipeline.data.names import printable, suffix_of
+from pipeline.data.names import get_suffix, printable
 from pipeline.data.preparation.base import LabelledImage, Layout
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.preparation.target import Target
@@ -130,7 +130,7 @@ def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolde
 
 
 def _no_folder(source: str, archive: Archive) -> UserError:
-    command = ARCHIVES.get(suffix_of(source))
+    command = ARCHIVES.get(get_suffix(source))
     if os.path.isfile(source) and command:
         return UserError(
             f"{printable(source)} is an archive; unpack it, and name the folder: "
@@ -191,7 +191,7 @@ def check_images(files: OfficialFolder, images: list[LabelledImage]) -> None:
     """Raise UserError where images of the lists are missing, or lie outside of the folder."""
     problems: list[str] = []
     for image in images:
-        problem = files.problem_of(image.path)
+        problem = files.find_problem(image.path)
         if problem is not None:
             problems.append(f"{image.path[:200]!r} {problem}")
     if problems:

@@ -92,12 +92,12 @@ def class_names(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
     return folders
 
 
-def split_of(is_train: bool) -> Split:
+def choose_split(is_train: bool) -> Split:
     """Return the split of an image from a flag for training."""
     return "train" if is_train else "test"
 
 
-def value_of(table: dict[str, str], key: str, where: str) -> str:
+def look_up_value(table: dict[str, str], key: str, where: str) -> str:
     """Return the entry of an image or class in a list; raise `UserError` if it is missing."""
     value = table.get(key)
     if value is None:
@@ -108,7 +108,7 @@ def value_of(table: dict[str, str], key: str, where: str) -> str:
     return value
 
 
-def box_of(numbers: Sequence[str], where: str) -> Box:
+def parse_box(numbers: Sequence[str], where: str) -> Box:
     """Parse a box from four numbers: left, top, width, height.
 
     Raises:

@@ -8,10 +8,10 @@ from pipeline.data.preparation.base import (
     Box,
     LabelledImage,
     Layout,
-    box_of,
+    choose_split,
     class_names,
-    split_of,
-    value_of,
+    look_up_value,
+    parse_box,
 )
 from pipeline.data.preparation.official import OfficialFolder
 
@@ -35,11 +35,11 @@ def read_lists(files: OfficialFolder, classes: dict[str, str]) -> Iterator[Label
     splits = files.table(SPLIT)
     boxes = read_boxes(files)
     for image, path in files.rows(IMAGES, 2):
-        number = value_of(labels, image, files.where(LABELS))
-        is_train = value_of(splits, image, files.where(SPLIT)) == "1"
+        number = look_up_value(labels, image, files.where(LABELS))
+        is_train = look_up_value(splits, image, files.where(SPLIT)) == "1"
         yield LabelledImage(
-            split_of(is_train),
-            value_of(classes, number, files.where(CLASSES)),
+            choose_split(is_train),
+            look_up_value(classes, number, files.where(CLASSES)),
             f"images/{path}",
             boxes.get(image),
         )
@@ -50,7 +50,7 @@ def read_boxes(files: OfficialFolder) -> dict[str, Box]:
     if files.first((BOXES,)) is None:
         return {}
     where = files.where(BOXES)
-    return {image: box_of(numbers, where) for image, *numbers in files.rows(BOXES, 5)}
+    return {image: parse_box(numbers, where) for image, *numbers in files.rows(BOXES, 5)}
 
 
 LAYOUTS = (Layout(NEEDS, read),)

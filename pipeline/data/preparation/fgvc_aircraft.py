@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, Layout, class_names, value_of
+from pipeline.data.preparation.base import LabelledImage, Layout, class_names, look_up_value
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 
@@ -24,7 +24,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     classes = class_names(((name, name) for (name,) in files.rows(VARIANTS, 1)), where)
     for split, name in LISTS.items():
         for image, variant in files.rows(name, 2):
-            label = value_of(classes, variant, where)
+            label = look_up_value(classes, variant, where)
             yield LabelledImage(split, label, f"images/{image}.jpg")
 
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 
 from pipeline.data.preparation import matlab
-from pipeline.data.preparation.base import LabelledImage, Layout, value_of
+from pipeline.data.preparation.base import LabelledImage, Layout, look_up_value
 from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -33,7 +33,7 @@ def read_with_kit(files: OfficialFolder) -> Iterator[LabelledImage]:
     classes = wordnet_ids(files)
     truth = files.need(TRUTH)
     for image, (number,) in enumerate(files.rows(truth, 1), start=1):
-        label = value_of(classes, number, files.where(files.need(META)))
+        label = look_up_value(classes, number, files.where(files.need(META)))
         yield LabelledImage("test", label, f"val/ILSVRC2012_val_{image:08d}.JPEG")
 
 
@@ -67,11 +67,11 @@ def wordnet_ids(files: OfficialFolder) -> dict[str, str]:
     """Return the WordNet id of each class by the number that the development kit gives it."""
     name = files.need(META)
     where = files.where(name)
-    rows = matlab.structs_of(files.matlab(name, ["synsets"])["synsets"], where, SYNSET_FIELDS)
+    rows = matlab.require_structs(files.matlab(name, ["synsets"])["synsets"], where, SYNSET_FIELDS)
     ids: dict[str, str] = {}
     for row in rows:
         number = matlab.whole_number(row["ILSVRC2012_ID"], where)
-        ids[str(number)] = _wordnet_id(matlab.text_of(row["WNID"], where), where)
+        ids[str(number)] = _wordnet_id(matlab.require_text(row["WNID"], where), where)
     return ids
 
 

@@ -63,7 +63,7 @@ class Element(NamedTuple):
     body: bytes
 
 
-def variables_of(data: bytes, where: str, names: Sequence[str]) -> dict[str, Value]:
+def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, Value]:
     """Return variables of a .mat file.
 
     A variable is a vector of numbers (columns first), a text, a list of cells, or a list of structs
@@ -261,21 +261,21 @@ def whole_number(value: Value, where: str) -> int:
     return numbers[0]
 
 
-def text_of(value: Value, where: str) -> str:
+def require_text(value: Value, where: str) -> str:
     """Return a text value; raise `UserError` for another type."""
     if not isinstance(value, str):
         raise _other_kind(where, "text")
     return value
 
 
-def texts_of(value: Value, where: str) -> list[str]:
+def require_texts(value: Value, where: str) -> list[str]:
     """Return a list of cells with texts; raise `UserError` for another type."""
     if not isinstance(value, list):
         raise _other_kind(where, "list of texts")
-    return [text_of(cell, where) for cell in value]  # type: ignore[arg-type]
+    return [require_text(cell, where) for cell in value]  # type: ignore[arg-type]
 
 
-def structs_of(value: Value, where: str, fields: Sequence[str]) -> list[dict[str, Value]]:
+def require_structs(value: Value, where: str, fields: Sequence[str]) -> list[dict[str, Value]]:
     """Return a list of structs. Raise UserError where it is something else, or lacks a field."""
     rows: list[dict[str, Value]] = []
     for row in value if isinstance(value, list) else [None]:

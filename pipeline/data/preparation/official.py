@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from pipeline.data.file_kinds import IMAGE_SUFFIXES
-from pipeline.data.names import printable, suffix_of
+from pipeline.data.names import get_suffix, printable
 from pipeline.data.preparation import matlab
 from workers.errors import UserError
 from workers.storage.regular_file import open_regular, read_regular
@@ -98,7 +98,7 @@ class OfficialFolder:
             data = read_regular(self._join(name), matlab.MOST_FILE_BYTES)
         except OSError as error:
             raise self._unreadable(name, error) from None
-        return matlab.variables_of(data, self.where(name), variables)
+        return matlab.read_variables(data, self.where(name), variables)
 
     def _unreadable(self, name: str, error: Exception) -> UserError:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
@@ -127,14 +127,14 @@ class OfficialFolder:
     def images(self, name: str) -> list[str]:
         """Return the paths of the image files in a folder, sorted."""
         files = sorted(os.listdir(self._join(name)))
-        images = [file for file in files if suffix_of(file) in IMAGE_SUFFIXES]
+        images = [file for file in files if get_suffix(file) in IMAGE_SUFFIXES]
         return [f"{name}/{image}" for image in images if not image.startswith(".")]
 
-    def problem_of(self, name: str) -> str | None:
+    def find_problem(self, name: str) -> str | None:
         """Return why an image that a list names is not used; None where it is a file inside."""
         if not name or "\0" in name or posixpath.isabs(name) or ".." in name.split("/"):
             return "leads out of the folder"
-        if suffix_of(name) not in IMAGE_SUFFIXES:
+        if get_suffix(name) not in IMAGE_SUFFIXES:
             return "is no image"
         folder = posixpath.dirname(name)
         if folder not in self._is_inside:
@@ -152,5 +152,5 @@ class OfficialFolder:
         return None if stat.S_ISREG(info.st_mode) else "is no file"
 
     def absolute(self, name: str) -> str:
-        """Return the absolute path of a file that `problem_of` has no objection to."""
+        """Return the absolute path of a file that `find_problem` has no objection to."""
         return os.path.join(self._real, *name.split("/"))

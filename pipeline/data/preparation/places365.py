@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, Layout, class_names, value_of
+from pipeline.data.preparation.base import LabelledImage, Layout, class_names, look_up_value
 from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -26,11 +26,11 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     classes = class_names(_categories(files), where)
     train_images = files.need(TRAIN_IMAGES)
     for path, number in files.rows(TRAIN, 2):
-        label = value_of(classes, number, where)
+        label = look_up_value(classes, number, where)
         yield LabelledImage("train", label, f"{train_images}/{path.removeprefix('/')}")
     test_images = files.need(TEST_IMAGES)
     for path, number in files.rows(TEST, 2):
-        label = value_of(classes, number, where)
+        label = look_up_value(classes, number, where)
         yield LabelledImage("test", label, f"{test_images}/{path.removeprefix('/')}")
 
 

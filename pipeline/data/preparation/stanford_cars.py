@@ -13,9 +13,9 @@ from pipeline.data.preparation.base import (
     Box,
     LabelledImage,
     Layout,
+    choose_split,
     class_names,
-    split_of,
-    value_of,
+    look_up_value,
 )
 from pipeline.data.preparation.matlab import Value
 from pipeline.data.preparation.official import OfficialFolder
@@ -38,9 +38,9 @@ def read_two_folders(files: OfficialFolder) -> Iterator[LabelledImage]:
         name = files.need(names)
         where = files.where(name)
         for row in _annotations(files.matlab(name, ["annotations"]), where, "fname"):
-            path = f"cars_{split}/{matlab.text_of(row['fname'], where)}"
+            path = f"cars_{split}/{matlab.require_text(row['fname'], where)}"
             label = _label(row, classes, where)
-            yield LabelledImage(split_of(split == "train"), label, path, _box(row, where))
+            yield LabelledImage(choose_split(split == "train"), label, path, _box(row, where))
 
 
 def read_one_folder(files: OfficialFolder) -> Iterator[LabelledImage]:
@@ -50,22 +50,24 @@ def read_one_folder(files: OfficialFolder) -> Iterator[LabelledImage]:
     classes = _classes(values, where)
     for row in _annotations(values, where, "relative_im_path", "test"):
         is_train = matlab.whole_number(row["test"], where) == 0
-        path = matlab.text_of(row["relative_im_path"], where)
-        yield LabelledImage(split_of(is_train), _label(row, classes, where), path, _box(row, where))
+        path = matlab.require_text(row["relative_im_path"], where)
+        yield LabelledImage(
+            choose_split(is_train), _label(row, classes, where), path, _box(row, where)
+        )
 
 
 # ---- values of .mat files ------------------------------------------------------------------------
 def _classes(values: dict[str, Value], where: str) -> dict[str, str]:
-    names = matlab.texts_of(values["class_names"], where)
+    names = matlab.require_texts(values["class_names"], where)
     return class_names(((str(number), name) for number, name in enumerate(names, 1)), where)
 
 
 def _annotations(values: dict[str, Value], where: str, *fields: str) -> list[dict[str, Value]]:
-    return matlab.structs_of(values["annotations"], where, ["class", *SIDES, *fields])
+    return matlab.require_structs(values["annotations"], where, ["class", *SIDES, *fields])
 
 
 def _label(row: dict[str, Value], classes: dict[str, str], where: str) -> str:
-    return value_of(classes, str(matlab.whole_number(row["class"], where)), where)
+    return look_up_value(classes, str(matlab.whole_number(row["class"], where)), where)
 
 
 def _box(row: dict[str, Value], where: str) -> Box:

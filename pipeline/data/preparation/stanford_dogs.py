@@ -20,7 +20,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     for split, names in LISTS.items():
         name = files.need(names)
         paths = files.matlab(name, ["file_list"])["file_list"]
-        for path in matlab.texts_of(paths, files.where(name)):
+        for path in matlab.require_texts(paths, files.where(name)):
             label = class_name(path.partition("/")[0], files.where(name))
             yield LabelledImage(split, label, f"Images/{path}")
 

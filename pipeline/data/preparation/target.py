@@ -74,7 +74,7 @@ class Target:
         for split, label in sorted({(image.split, image.label) for image in images}):
             os.mkdir(os.path.join(unfinished, self.splits[split], label))
 
-    def _path_of(self, unfinished: str, image: LabelledImage) -> str:
+    def _make_path(self, unfinished: str, image: LabelledImage) -> str:
         name = os.path.basename(image.path)
         path = os.path.join(unfinished, self.splits[image.split], image.label, name)
         if os.path.lexists(path):
@@ -89,7 +89,7 @@ class Target:
     ) -> None:
         write = shutil.copyfile if copy else os.symlink
         for image in images:
-            write(files.absolute(image.path), self._path_of(unfinished, image))
+            write(files.absolute(image.path), self._make_path(unfinished, image))
 
     def _cut_all(
         self, files: OfficialFolder, images: Sequence[LabelledImage], unfinished: str
@@ -97,7 +97,7 @@ class Target:
         waiting: deque[Future[None]] = deque()
         with ThreadPoolExecutor(THREADS) as pool:
             for image in images:
-                path = self._path_of(unfinished, image)
+                path = self._make_path(unfinished, image)
                 open(path, "x").close()
                 waiting.append(pool.submit(write_crop, files, image, path))
                 if len(waiting) >= MOST_WAITING:

@@ -19,7 +19,7 @@ from workers.errors import UserError
 from workers.job import ActiveIf, Task
 from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.model.distill import Teacher
 from workers.model.exemplars import SELECTIONS, class_means, quota
 from workers.rng import derive_seed
@@ -271,7 +271,7 @@ class Rehearsal(ClassIncremental[S]):
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         """Return the network's tensors in the carried state, with the heads of these tasks."""
-        return network_of(self, heads)
+        return save_network(self, heads)
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:

@@ -208,7 +208,7 @@ class ThresholdSettings(WeightMaskSettings):
     )
     start: float = Field(1e-2, gt=0, description="initial real value of all entries")
 
-    def starts_on(self) -> bool:
+    def is_start_on(self) -> bool:
         """Whether some entry is switched on before the first step, as far as settings tell."""
         return self.start > self.theta
 
@@ -217,7 +217,7 @@ T = TypeVar("T", bound=ThresholdSettings, default=Any)
 
 
 class ThresholdMasks(WeightMasks[T]):
-    """Masks by real values from `start` (or `start_of`) on; below theta an entry is off."""
+    """Masks by real values from `start` (or `choose_start`) on; below theta an entry is off."""
 
     Settings = ThresholdSettings
     per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
@@ -225,14 +225,14 @@ class ThresholdMasks(WeightMasks[T]):
     @classmethod
     def validate(cls, settings: T, train: TrainSettings, data: DataSettings, scenario: str) -> None:
         needs_adamw(settings.mask_lr, train)
-        if not settings.starts_on():
+        if not settings.is_start_on():
             raise UserError(
                 f"start is {settings.start} with theta {settings.theta}: every entry would "
                 "start switched off, and the network would be dead; "
                 "raise start above theta"
             )
 
-    def start_of(self, site: str) -> float:
+    def choose_start(self, site: str) -> float:
         """Where the real values of a site start."""
         return self.settings.start
 
@@ -247,7 +247,7 @@ class ThresholdMasks(WeightMasks[T]):
         if self.settings.mask_lr == "auto":
             return (
                 self.settings.mask_travel
-                * (self.start_of(site) - self.settings.theta)
+                * (self.choose_start(site) - self.settings.theta)
                 / math.sqrt(max(optim.full_rate_steps, 1e-9))
             )
         return self.settings.mask_lr

@@ -48,9 +48,9 @@ START_TIMEOUT_S = 60.0
 LOWEST_PRIORITY = 19
 RARE_INTERVAL_US = 987_654_321  # between two switches of threads
 RUNTIME_BYTES = 100_000  # of the state of CPython that are searched
-LEAST_SPEEDUP = 1.85  # of two cores over one
-MOST_LOCK_S = 15e-6  # for an image
-MOST_LOADER_MIB = 60
+MIN_SPEEDUP = 1.85  # of two cores over one
+MAX_LOCK_S = 15e-6  # for an image
+MAX_LOADER_MIB = 60
 
 
 class Files(Dataset[Tensor]):
@@ -227,17 +227,17 @@ def measure(side: int, folder: Path, report: Report) -> None:
                 of_number.append(exhaust(feed, epochs))
         one, two = (statistics.median(of_number) for of_number in measured.values())
         rates[name] = two
-        report.at_least(f"{side} px, {name}, two cores over one", two / one, LEAST_SPEEDUP)
+        report.at_least(f"{side} px, {name}, two cores over one", two / one, MIN_SPEEDUP)
         what = f"{side} px, {name}, images/s on one core and on two"
         report.note(what, f"{one:,.0f}, {two:,.0f}")
         lock = statistics.median(lock_seconds(feed, epochs, cores) for _ in range(ROUNDS))
-        what = f"{side} px, {name}, lock for an image (1.00x = {MOST_LOCK_S * 1e6:.0f} us)"
-        report.at_most(what, lock / MOST_LOCK_S, 1.0)
+        what = f"{side} px, {name}, lock for an image (1.00x = {MAX_LOCK_S * 1e6:.0f} us)"
+        report.at_most(what, lock / MAX_LOCK_S, 1.0)
         report.note(f"{side} px, {name}, lock for an image", f"{lock * 1e6:.1f} us")
         pin(set(cores))
         for pid in family(made._server.pid)[1:]:
-            what = f"{side} px, {name}, memory of a loader (1.00x = {MOST_LOADER_MIB} MiB)"
-            report.at_most(what, private_mib(pid) / MOST_LOADER_MIB, 1.0)
+            what = f"{side} px, {name}, memory of a loader (1.00x = {MAX_LOADER_MIB} MiB)"
+            report.at_most(what, private_mib(pid) / MAX_LOADER_MIB, 1.0)
     assert job is not None
     data_loader = make_data_loader(folder / "raw", job)
     for turn in range(2):

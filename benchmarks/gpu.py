@@ -35,7 +35,7 @@ from workers.methods import METHODS
 
 BF16 = ("finetune", "hat", "icarl", "meat", "packnet", "toast")  # these train in bf16 too
 LIMIT_S = 120.0
-MOST_JOBS = 12  # each has a context of its own on the GPU
+MAX_JOBS = 12  # each has a context of its own on the GPU
 COLUMNS = {
     "masks": "masks",
     "tensors": "tensors",
@@ -174,9 +174,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs",
         type=int,
-        default=min(os.cpu_count() or 1, MOST_JOBS),
+        default=min(os.cpu_count() or 1, MAX_JOBS),
         metavar="N",
-        help=f"processes side by side (default: one per core, at most {MOST_JOBS})",
+        help=f"processes side by side (default: one per core, at most {MAX_JOBS})",
     )
     parser.add_argument(
         "--limit",

@@ -101,7 +101,9 @@ class Pictures:
             images = torch.randn(4 * CLASSES, 3, self.side, self.side).to(device)
             labels = (torch.arange(4 * CLASSES) % CLASSES).to(device)
             rng = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), device)
-            yield Batch(images, labels, torch.full_like(labels, index), rng, keys=list_task_keys(task))
+            yield Batch(
+                images, labels, torch.full_like(labels, index), rng, keys=list_task_keys(task)
+            )
 
     def epoch(self, epoch: int, step: int = 0) -> Iterator[list[Batch]]:
         """Yield the same batches, each as all of a step."""

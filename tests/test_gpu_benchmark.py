@@ -94,7 +94,9 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset(names: tuple[str
 
 
 def test_the_config_of_every_case_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "build_graph", lambda *_: (None, []))  # the config is checked before
+    monkeypatch.setattr(
+        stream, "build_graph", lambda *_: (None, [])
+    )  # the config is checked before
     setup = gpu_cases.prepare(tmp_path, "cpu")
     for case in gpu.cases_of([*METHODS]):
         gpu_cases.plan(setup, case, "storage", torch.device("cpu"))

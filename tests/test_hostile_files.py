@@ -526,7 +526,7 @@ def test_hostile_yaml_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(site.outside)
-    monkeypatch.setattr(yaml_files, "MOST_VALUES", 2000)
+    monkeypatch.setattr(yaml_files, "MAX_VALUES", 2000)
     text, says = YAMLS[case]
     (site.own_folder / "bad.yaml").write_text(text)
     path = (

@@ -21,7 +21,7 @@ from workers.storage.artifact import Artifact
 
 FAST_ROUNDS = 8  # layouts of each kind in `make test`
 SLOW_LAYOUTS = 1000
-LEAST_UNDERSTOOD = 0.5  # of the unusual layouts
+MIN_UNDERSTOOD = 0.5  # of the unusual layouts
 REFUSED = "refused"
 RIGHT = "right"
 
@@ -111,7 +111,7 @@ def test_no_layout_of_a_thousand_is_read_wrong(
     assert not wrong
     assert not verdicts["usual refused"]
     understood = verdicts["unusual right"]
-    assert understood >= LEAST_UNDERSTOOD * (understood + verdicts["unusual refused"])
+    assert understood >= MIN_UNDERSTOOD * (understood + verdicts["unusual refused"])
 
 
 def test_the_judge_sees_a_wrong_label_and_a_wrong_split(

@@ -22,7 +22,7 @@ from workers.model import vit
 
 METHODS = ("linear", "piggyback")  # on features, and on parameters by name
 ONE_STEP: dict[str, Any] = {**OPTIMIZERS["adamw"], "epochs": 1, "batch_size": 8}
-MOST_PARAMETERS = 200_000_000
+MAX_PARAMETERS = 200_000_000
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_model_of_a_module_learns_or_is_refused(tiny_lab: Lab, module: str) ->
         assert "such as" in str(refused.value)
         return
     outline = vit.check(BackboneSettings(**pinned()[module]))
-    assert vit.count_bytes(outline) <= MOST_PARAMETERS, "choose options of a smaller model"
+    assert vit.count_bytes(outline) <= MAX_PARAMETERS, "choose options of a smaller model"
     for method in METHODS:
         run = tiny_lab.run_of(
             method, ONE_STEP, ("two",), backbone=backbone, data={"val_fraction": 0.0}

@@ -23,10 +23,10 @@ from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
 # limits of one file
-MOST_TEXT = 16 << 20  # characters
-MOST_VALUES = 200_000  # values, each alias counted in full
-MOST_LEVELS = 50  # levels of nesting
-MOST_FILES = 100  # files of a config, each counted as often as it is extended
+MAX_TEXT = 16 << 20  # characters
+MAX_VALUES = 200_000  # values, each alias counted in full
+MAX_LEVELS = 50  # levels of nesting
+MAX_FILES = 100  # files of a config, each counted as often as it is extended
 LONGEST_UTF8 = 4  # bytes of a character
 # Mutually exclusive settings: a file, or `--set`, with one of them replaces the other.
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
@@ -100,10 +100,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_limits(self, event: Any) -> None:
-        if self.values > MOST_VALUES:
-            problem = f"more than {MOST_VALUES} values, each alias counted in full"
-        elif self.level > MOST_LEVELS:
-            problem = f"more than {MOST_LEVELS} levels"
+        if self.values > MAX_VALUES:
+            problem = f"more than {MAX_VALUES} values, each alias counted in full"
+        elif self.level > MAX_LEVELS:
+            problem = f"more than {MAX_LEVELS} levels"
         else:
             return
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
@@ -193,7 +193,7 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
 
 def _read_text(file: Path, kind: str) -> str:
     try:
-        text = read_regular(file, LONGEST_UTF8 * MOST_TEXT).decode()
+        text = read_regular(file, LONGEST_UTF8 * MAX_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8"
         if isinstance(error, OSError):
@@ -201,9 +201,9 @@ def _read_text(file: Path, kind: str) -> str:
         raise UserError(
             f"{file}: not readable as text ({reason}); give the path of a .yaml file"
         ) from None
-    if len(text) > MOST_TEXT:
+    if len(text) > MAX_TEXT:
         raise UserError(
-            f"{file}: longer than {MOST_TEXT} characters, too long for {kind}; mend the file"
+            f"{file}: longer than {MAX_TEXT} characters, too long for {kind}; mend the file"
         )
     return text
 
@@ -299,9 +299,9 @@ def _read_over_bases(
         files_read: All files read so far.
     """
     files_read.append(file)
-    if len(files_read) > MOST_FILES:
+    if len(files_read) > MAX_FILES:
         raise UserError(
-            f"{files_read[0]}: extends more than {MOST_FILES} files, "
+            f"{files_read[0]}: extends more than {MAX_FILES} files, "
             "each counted as often as it is extended; take some out"
         )
     return _merged_over_bases(read_yaml(file, "a config"), file, extending, files_read)

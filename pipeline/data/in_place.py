@@ -66,7 +66,7 @@ from workers.storage.parquet import read_table
 INFO = b"shard"  # in the metadata of a shard's table: its size and digest
 PICTURES = b"pictures"  # the same: small images for the preview, as a shard is read once
 PLACES = ("more", "path", "splits")  # settings of a source that say where its shards lie
-MOST_PICTURES = 40  # of a shard
+MAX_PICTURES = 40  # of a shard
 SHOWN_SHARDS = 200  # about so many have pictures
 TABLE_READERS = 8  # tables of shards that are read in parallel
 
@@ -386,7 +386,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
                 row |= {"pack": job.name, "offset": item.offset, "bytes": item.size}
                 num_shown[row["label"]] += 1
                 is_shown = job.is_shown and num_shown[row["label"]] <= MAX_PER_GROUP
-                if is_shown and len(pictures) < MOST_PICTURES:
+                if is_shown and len(pictures) < MAX_PICTURES:
                     split, label, name = row["split"], row["label"], row["name"]
                     pictures.append(Picture.from_image(job.card, split, label, name, data))
         rows.append(row)

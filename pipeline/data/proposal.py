@@ -16,12 +16,12 @@ from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet
 from pipeline.data.names import counted, printable
 
-MOST_BAD = 0.05  # tolerated share of corrupt images; they are listed
-MOST_TASKS = 5  # that one data set is divided into
-LEAST_CLASSES = 2  # of a task
+MAX_BAD = 0.05  # tolerated share of corrupt images; they are listed
+MAX_TASKS = 5  # that one data set is divided into
+MIN_CLASSES = 2  # of a task
 BASE_SHARE = 0.4  # of the classes of one data set
 MIN_PER_CLASS = 30  # images, for a fifth by threshold to be a few in (nearly) every case
-MOST_THREADS = 4
+MAX_THREADS = 4
 LINE_WIDTH = 96
 COMMENT_COLUMN = 30
 
@@ -63,7 +63,7 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     is_any_held_out = not (data_set.has_test and data_set.counts.get("val"))
     if is_any_held_out and min(sizes, default=0) >= MIN_PER_CLASS:
         held_out += _line("hold_out", "threshold", "an image keeps its side when data grow")
-    bad = min(round(MOST_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
+    bad = min(round(MAX_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
         f"# {_comment(data_set.layout)}: {counted(len(data_set.classes), 'class')}, "
         f"{_counts_text(data_set)}. Written by `{_comment(command)}`.\n"
@@ -126,9 +126,9 @@ def task_sizes(num_classes: int) -> list[int]:
 
     So 10 classes become tasks of 4, 2, 2 and 2, and 3 are one task.
     """
-    first = max(math.ceil(num_classes * BASE_SHARE), LEAST_CLASSES)
+    first = max(math.ceil(num_classes * BASE_SHARE), MIN_CLASSES)
     rest = num_classes - first
-    num_parts = min(rest // LEAST_CLASSES, MOST_TASKS - 1)
+    num_parts = min(rest // MIN_CLASSES, MAX_TASKS - 1)
     if num_parts < 1:
         return [num_classes]
     size = min(rest // num_parts, first)
@@ -211,7 +211,7 @@ def config_text(
     text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
     text += "cluster:\n"
     text += _line("workers", 0, "0: in this process; 1 or more: worker groups of Ray", 2)
-    threads = min(os.cpu_count() or 1, MOST_THREADS)
+    threads = min(os.cpu_count() or 1, MAX_THREADS)
     text += _line("cpus_per_worker", threads, "threads", 2)
     return text + _line("gpus_per_worker", int(has_gpu), "1: on a GPU", 2)
 

@@ -18,10 +18,10 @@ from pipeline.data.names import get_suffix, printable
 from workers.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
-MOST_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
-MOST_COLUMNS = 1000
+MAX_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
+MAX_COLUMNS = 1000
 MAX_TEXT = 1 << 16  # characters of a cell that are inspected
-MOST_COMMENTS = 100  # lines before the header
+MAX_COMMENTS = 100  # lines before the header
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 END = "\x03\x04\x03"  # a line after the last one; an unclosed quote swallows it
 SEPARATOR_LINE = "sep="  # how Excel notes the delimiter before the header
@@ -177,10 +177,10 @@ def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
                 return
             if cells and cells[-1].endswith(END):
                 raise _unclosed(uri, line)
-            if len(cells) > MOST_COLUMNS:
+            if len(cells) > MAX_COLUMNS:
                 raise UserError(
                     f"{printable(uri)} has {len(cells)} columns in line {line}, more "
-                    f"than {MOST_COLUMNS}; give a table of paths and labels"
+                    f"than {MAX_COLUMNS}; give a table of paths and labels"
                 )
             yield Cells(line, cells)
             line = start.num_lines + reader.line_num + 1
@@ -202,7 +202,7 @@ class _Start(NamedTuple):
                 delimiter = first[-1]
             elif number == 0 and first.lower() == SEPARATOR_LINE:
                 delimiter = "\t"
-            elif not first.startswith("#") or number >= MOST_COMMENTS or _has_cells(uri, first):
+            elif not first.startswith("#") or number >= MAX_COMMENTS or _has_cells(uri, first):
                 return cls(number, delimiter or _delimiter(uri, line))
         return cls(0, delimiter or ",")
 
@@ -222,10 +222,10 @@ def _delimiter(uri: str, first: str) -> str:
 
 
 def _lines(uri: str, text: io.TextIOWrapper) -> Iterator[str]:
-    while line := text.readline(MOST_LINE):
-        if len(line) == MOST_LINE:
+    while line := text.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
             raise UserError(
-                f"{printable(uri)} has a line of more than {MOST_LINE} characters and is no table "
+                f"{printable(uri)} has a line of more than {MAX_LINE} characters and is no table "
                 "of paths and labels; fetch or write it again"
             )
         yield line
@@ -253,7 +253,7 @@ def _json_objects(uri: str, stream: pa.NativeFile) -> Iterator[dict[str, Any]]:
 def _json_fields(uri: str, stream: pa.NativeFile) -> list[str]:
     names: dict[str, None] = {}
     for body in _json_objects(uri, stream):
-        if len(names) > MOST_COLUMNS:
+        if len(names) > MAX_COLUMNS:
             break
         names.update(dict.fromkeys(body))
     return [*names]

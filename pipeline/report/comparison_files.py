@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.report.comparison import Comparison, Spread
     from pipeline.results.tables import RunTables
 
-MOST_CHARACTERS = 120  # of a folder's name
+MAX_CHARACTERS = 120  # of a folder's name
 # a run by its name or the path of its config, a file of results, or results that were loaded
 RunSource = str | Sequence["RunTables"]
 
@@ -171,10 +171,10 @@ def name_tasks(runs: Sequence[RunTables]) -> None:
 def folder_name(names: Sequence[str]) -> str:
     """Return `A~B`; a name that is too long for a file system ends in a hash instead."""
     full_name = "~".join(names)
-    if len(full_name) <= MOST_CHARACTERS:
+    if len(full_name) <= MAX_CHARACTERS:
         return full_name
     digest = hashlib.sha256(full_name.encode()).hexdigest()
-    return f"{full_name[:MOST_CHARACTERS]}~{digest[:8]}"
+    return f"{full_name[:MAX_CHARACTERS]}~{digest[:8]}"
 
 
 def format_comparison(comparison: Comparison) -> str:

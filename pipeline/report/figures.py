@@ -19,7 +19,7 @@ from pipeline.results.masks import MaskView, load_mask_view
 from pipeline.results.tables import PickCounts, Row, RunTables
 
 # tasks in one mask picture; a longer stream shows some of them, with the first and the last
-MOST_ROWS = 8
+MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def token_masks_figure(
     masked_views = [view for view in views if view.tokens is not None]
     if not masked_views:
         return None
-    indices = mask_plots.spaced_indices(len(masked_views), MOST_ROWS)
+    indices = mask_plots.spaced_indices(len(masked_views), MAX_ROWS)
     caption = (
         "Patches that a block attends to, over one test image per task. Dark patches are masked "
         "out for every image of the task, in this block only."

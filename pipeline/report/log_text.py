@@ -17,10 +17,10 @@ from pipeline.shell.console import format_seconds
 from workers.errors import UserError, did_you_mean
 from workers.storage.secrets import printable
 
-MOST_EVENTS = 40  # that are printed without --all, the last ones
-MOST_TRIES = 3  # likewise
+MAX_EVENTS = 40  # that are printed without --all, the last ones
+MAX_TRIES = 3  # likewise
 LONGEST_LINE = 2 * MAX_TEXT  # characters
-MOST_NAMES = 8  # stages that an error names
+MAX_NAMES = 8  # stages that an error names
 DECISION = "decision_"
 ROUTINE = ("progress", "decision_launch")  # events that the log of a whole run leaves out
 
@@ -44,8 +44,8 @@ def named_stage(record: RunRecord, stage_id: str) -> StageRecord:
     stages = {stage["id"]: stage for stage in record["stages"]}
     if stage_id in stages:
         return stages[stage_id]
-    more = ", ..." if len(stages) > MOST_NAMES else ""
-    listed = f"its stages are: {', '.join([*stages][:MOST_NAMES])}{more}"
+    more = ", ..." if len(stages) > MAX_NAMES else ""
+    listed = f"its stages are: {', '.join([*stages][:MAX_NAMES])}{more}"
     raise UserError(
         f"run {record['name']!r} has no stage {stage_id!r:.80}; "
         f"{did_you_mean(stage_id, stages, listed)}"
@@ -57,7 +57,7 @@ def run_text(
 ) -> str:
     """Return the events of a run, and its stages with failed tries.
 
-    with_all: every event, progress and queueing of stages too; otherwise the last MOST_EVENTS of
+    with_all: every event, progress and queueing of stages too; otherwise the last MAX_EVENTS of
     the rest.
     """
     if not with_all:
@@ -85,7 +85,7 @@ def stage_text(
         *event_lines(of_stage, with_all, with_stage=False),
     ]
     files = failed_keys(storage).get(stage["key"], [])
-    first = 0 if with_all else max(0, len(files) - MOST_TRIES)
+    first = 0 if with_all else max(0, len(files) - MAX_TRIES)
     if first:
         lines += ["", f"{first} earlier failed tries: --all prints them"]
     for number, file in enumerate(files[first:], first + 1):
@@ -100,7 +100,7 @@ def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = T
     if not events:
         return ["no event of it is in the log"]
     lines = []
-    first = 0 if with_all else max(0, len(events) - MOST_EVENTS)
+    first = 0 if with_all else max(0, len(events) - MAX_EVENTS)
     if first:
         lines.append(f"{first} earlier events: --all prints them")
     for event in events[first:]:

@@ -19,7 +19,7 @@ from pipeline.report.mask_plots import spaced_indices
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
-MOST_TASKS = 8  # in one picture; of a longer stream, some, the first and the last among them
+MAX_TASKS = 8  # in one picture; of a longer stream, some, the first and the last among them
 # lengths are in pixels
 CELL = 144  # side of an image
 GAP = 6  # between images
@@ -43,7 +43,7 @@ def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
 
     entries: (task name, its maps). Maps of one kind share a colour scale.
     """
-    entries = [entries[i] for i in spaced_indices(len(entries), MOST_TASKS)]
+    entries = [entries[i] for i in spaced_indices(len(entries), MAX_TASKS)]
     titles = _titles(entries)
     looks: list[torch.Tensor] = []
     selections: list[torch.Tensor] = []

@@ -40,8 +40,8 @@ from pipeline.results.masks import (
     similarity,
 )
 
-MOST_KINDS = 5  # panels side by side
-MOST_NAMED = 10  # lines in a legend; of more tasks evenly spaced ones are named
+MAX_KINDS = 5  # panels side by side
+MAX_NAMED = 10  # lines in a legend; of more tasks evenly spaced ones are named
 # colours of patches when there is no image
 KEPT = "#56B4E9"
 DROPPED = "#22303c"
@@ -153,7 +153,7 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
     None when no mask belongs to a block.
     """
     lines_by_kind = _density_lines(views)
-    panel_kinds = list(lines_by_kind)[:MOST_KINDS]
+    panel_kinds = list(lines_by_kind)[:MAX_KINDS]
     if not panel_kinds:
         return None
     width = max(2.9 * len(panel_kinds), 4.2) + 1.6
@@ -173,7 +173,7 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
         panel_handles = panel.get_legend_handles_labels()[0]
         if len(panel_handles) > len(handles):
             handles = panel_handles
-    named = [handles[i] for i in spaced_indices(len(handles), MOST_NAMED)]
+    named = [handles[i] for i in spaced_indices(len(handles), MAX_NAMED)]
     title = "task" if len(named) == len(handles) else f"{len(named)} of {len(handles)} tasks"
     style = {"fontsize": 8.5, "title_fontsize": 8.5, "frameon": False}
     figure.legend(handles=named, loc="outside right upper", title=title, **style)
@@ -191,7 +191,7 @@ def draw_layers(view: MaskView) -> Figure | None:
             block = mask_block(name)
             if mask_kind(name) == kind and block is not None:
                 profiles.setdefault(kind, []).append((block, profile))
-    panel_kinds = list(profiles)[:MOST_KINDS]
+    panel_kinds = list(profiles)[:MAX_KINDS]
     if not panel_kinds:
         return None
     height = 0.55 + 1.55 * len(panel_kinds)
@@ -228,7 +228,7 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
 
     One panel per kind of mask. None without masks.
     """
-    panel_kinds = kinds(list(views))[:MOST_KINDS]
+    panel_kinds = kinds(list(views))[:MAX_KINDS]
     if not panel_kinds:
         return None
     width = max(2.5 * len(panel_kinds), 4.2) + 1.2
@@ -267,7 +267,7 @@ def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
 
     None without masks or with fewer than two tasks.
     """
-    panel_kinds = kinds(list(views))[:MOST_KINDS]
+    panel_kinds = kinds(list(views))[:MAX_KINDS]
     if not panel_kinds or len(views) < 2:
         return None
     side = min(max(2.3, 0.42 * len(views)), 5.0)

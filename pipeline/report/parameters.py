@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.results.trials import Search, Trial, as_number
 
 FEWEST = 4  # finished trials for which importance is measured
-MOST_TRIALS = 1000  # finished trials that importance is measured on: seconds, not minutes
+MAX_TRIALS = 1000  # finished trials that importance is measured on: seconds, not minutes
 CONDITIONS = ("when", "if")
 # the key that chooses one of several methods; settings of the other methods do not apply
 METHOD = "method"
@@ -172,12 +172,12 @@ def measure_importance(search: Search, varied: Sequence[Parameter]) -> tuple[dic
     """Return the importance of parameters by key, largest first; or nothing and a reason.
 
     Importance is the share of the variance of accuracy between finished trials, at most the last
-    MOST_TRIALS, that a parameter explains, alone or with others (fANOVA, Hutter et al., ICML 2014).
+    MAX_TRIALS, that a parameter explains, alone or with others (fANOVA, Hutter et al., ICML 2014).
     Of Optuna's measures this one agreed best with known functions at 12 to 40 trials.
     """
     standing = search.standing()
     finished = [trial for trial in search.trials if trial["status"] == "finished"]
-    trials = [trial for trial in finished if trial["number"] in standing][-MOST_TRIALS:]
+    trials = [trial for trial in finished if trial["number"] in standing][-MAX_TRIALS:]
     scores = {trial["number"]: standing[trial["number"]] for trial in trials}
     if len(trials) < FEWEST:
         return {}, f"Importance of settings is measured once {FEWEST} trials have finished."

@@ -34,10 +34,10 @@ FAINT = "#9aa0a6"
 EMPTY = "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
-MOST_SLANTED = 12  # labels of an x axis; more stand upright
-MOST_SPANS = 12  # labels above a panel; of more spans each second, third, ... has one
-MOST_MARKERS = 12  # on a line
-MOST_DOTTED = 60  # epochs of a curve that have a dot each
+MAX_SLANTED = 12  # labels of an x axis; more stand upright
+MAX_SPANS = 12  # labels above a panel; of more spans each second, third, ... has one
+MAX_MARKERS = 12  # on a line
+MAX_DOTTED = 60  # epochs of a curve that have a dot each
 LETTER_INCHES = 0.065  # width of a letter of 7.5 points
 # matplotlib is not thread-safe; MLflow recording and the report draw in two threads
 DRAWING = threading.Lock()
@@ -129,7 +129,7 @@ def label_tasks(
     If the space is too small for all names, evenly spaced ones are shown. facts: a line below each
     name.
     """
-    is_short = len(tasks) <= MOST_SLANTED
+    is_short = len(tasks) <= MAX_SLANTED
     size = 9 if is_short else 7.5
     names = list(map(_short_task, tasks))
     if facts:
@@ -336,7 +336,7 @@ def _draw_chance(axes: Axes, matrices: Sequence[Matrix]) -> None:
 
 def marker_step(count: int) -> int:
     """Return how many of a line's `count` points lie between two markers."""
-    return max(1, count // MOST_MARKERS)
+    return max(1, count // MAX_MARKERS)
 
 
 def nested_line_style(index: int) -> dict[str, Any]:
@@ -595,7 +595,7 @@ def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> Non
     bands = []
     has_legend = len(columns) > 1
     num_epochs = sum(len(rows) for _, rows in histories)
-    marker = "." if num_epochs <= MOST_DOTTED else None
+    marker = "." if num_epochs <= MAX_DOTTED else None
     for name, rows in histories:
         epochs = np.arange(start, start + len(rows)) + 1
         is_labelled = has_legend and start == 0
@@ -659,7 +659,7 @@ def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
         return
     letters = sum(len(task) + 1 for _, _, task in spans)
     has_names = len(spans) <= 6 and letters * LETTER_INCHES < measure_room(axes).width
-    step = math.ceil(len(spans) / MOST_SPANS)
+    step = math.ceil(len(spans) / MAX_SPANS)
     for index, (left, right, task) in enumerate(spans):
         if index % 2:
             axes.axvspan(left, right, color=EMPTY, zorder=0, linewidth=0)

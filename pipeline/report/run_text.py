@@ -31,9 +31,9 @@ from workers.storage.artifact import join
 from workers.storage.secrets import printable
 
 WATCH_S = 2.0  # between two looks
-MOST_STAGES = 40  # more are listed with --all alone
-MOST_METHODS = 4  # whose accuracies stand in a line
-MOST_CHARACTERS = 200  # of the progress of a stage
+MAX_STAGES = 40  # more are listed with --all alone
+MAX_METHODS = 4  # whose accuracies stand in a line
+MAX_CHARACTERS = 200  # of the progress of a stage
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
 ORDER = (
@@ -144,7 +144,7 @@ def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
     """Return methods with their accuracies, the best first: as many as fit, at least one."""
     best_first = sorted(methods, key=lambda method: -(method.average_accuracy or -1.0))
     text = ""
-    for count in range(1, min(len(methods), MOST_METHODS) + 1):
+    for count in range(1, min(len(methods), MAX_METHODS) + 1):
         parts = [f"{m.label} {format_percent(m.average_accuracy)}" for m in best_first[:count]]
         if len(methods) > count:
             parts.append(f"{len(methods) - count} more")
@@ -160,7 +160,7 @@ def status_text(run: RunStatus, with_all: bool = False) -> str:
     lines = [headline(run), counts_text(run)]
     lines += [in_one_line(sentence) for sentence in gpu_sentences(run.gpu_use)]
     listed = run.stages
-    if not with_all and len(listed) > MOST_STAGES:
+    if not with_all and len(listed) > MAX_STAGES:
         listed = tuple(stage for stage in listed if stage.state not in ENDED)
     if listed:
         rows = []
@@ -238,6 +238,6 @@ def progress_line(body: object) -> str:
     if not isinstance(body, Mapping):
         return ""
     try:
-        return progress_text(body)[:MOST_CHARACTERS]
+        return progress_text(body)[:MAX_CHARACTERS]
     except (KeyError, TypeError, ValueError, OverflowError):
         return ""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from pipeline.report import plots, search_plots
 from pipeline.report.figures import CaptionedFigure, Picture
-from pipeline.report.parameters import MOST_TRIALS, Parameter
+from pipeline.report.parameters import MAX_TRIALS, Parameter
 from pipeline.results.trials import Search
 
-MOST_DRAWN = 12  # parameters in one picture; of more, the most important ones
-MOST_LINES = 500  # trials in a picture with a line for each; of more, the most accurate ones
+MAX_DRAWN = 12  # parameters in one picture; of more, the most important ones
+MAX_LINES = 500  # trials in a picture with a line for each; of more, the most accurate ones
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Drawn:
         return "winner" if self.search.winner else "leading trial"
 
     def with_few_trials(self) -> Drawn:
-        """Return the same with at most MOST_LINES trials, those that were chosen among them."""
-        if len(self.search.trials) <= MOST_LINES:
+        """Return the same with at most MAX_LINES trials, those that were chosen among them."""
+        if len(self.search.trials) <= MAX_LINES:
             return self
         standing = self.search.standing()
-        numbers = sorted(standing, key=lambda number: -standing[number])[:MOST_LINES]
+        numbers = sorted(standing, key=lambda number: -standing[number])[:MAX_LINES]
         drawn_numbers = {*numbers, *self.search.chosen().values()}
         trials = [trial for trial in self.search.trials if trial["number"] in drawn_numbers]
         return replace(self, search=replace(self.search, trials=trials))
@@ -68,9 +68,9 @@ class Drawn:
     def left_out_trials_text(self) -> str:
         """A sentence about trials that `with_few_trials` leaves out; empty where it leaves none."""
         count = len(self.search.trials)
-        if count <= MOST_LINES:
+        if count <= MAX_LINES:
             return ""
-        return f" Only the {MOST_LINES} most accurate of {count:,} trials are drawn."
+        return f" Only the {MAX_LINES} most accurate of {count:,} trials are drawn."
 
     @property
     def left_out_text(self) -> str:
@@ -123,8 +123,8 @@ def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
         return None
     count = drawn.count("finished")
     which = f"{count}"
-    if count > MOST_TRIALS:
-        which = f"last {MOST_TRIALS:,}"
+    if count > MAX_TRIALS:
+        which = f"last {MAX_TRIALS:,}"
     caption = (
         f"Share of the variance in accuracy between the {which} finished trials "
         "that each setting explains, alone or together with others (fANOVA, from Optuna). "
@@ -135,7 +135,7 @@ def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
             " A setting whose bad values were all stopped "
             "early looks less important here than it is."
         )
-    shares = dict(list(drawn.shares.items())[:MOST_DRAWN])
+    shares = dict(list(drawn.shares.items())[:MAX_DRAWN])
     names = {parameter.key: parameter.name for parameter in drawn.parameters}
     figure = search_plots.draw_importance(shares, names)
     return CaptionedFigure("Which settings matter", caption, figure)
@@ -197,9 +197,9 @@ def search_pictures(
 ) -> list[Picture]:
     """Return the figures that the trials so far allow. shares: importance by key."""
     parameters = list(varied)
-    if len(parameters) > MOST_DRAWN:
+    if len(parameters) > MAX_DRAWN:
         keys = list(dict.fromkeys([*shares, *(parameter.key for parameter in varied)]))
-        parameters = [parameter for parameter in varied if parameter.key in keys[:MOST_DRAWN]]
+        parameters = [parameter for parameter in varied if parameter.key in keys[:MAX_DRAWN]]
     drawn = Drawn(search, parameters, len(varied), shares)
     pictures = []
     for name, make_figure in SEARCH_FIGURES.items():

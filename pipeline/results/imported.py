@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pipeline.graph.run_record import KEY_VERSION, RunRecord
 from pipeline.results.tables import Matrix, Row, RunTables
 
-MOST_TASKS = 256
-MOST_CELLS = 1 << 18  # of all matrices of a file together
+MAX_TASKS = 256
+MAX_CELLS = 1 << 18  # of all matrices of a file together
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.results.imported import (
-    MOST_TASKS,
+    MAX_TASKS,
     ImportedMethod,
     ImportedTables,
     imported_record,
@@ -26,7 +26,7 @@ from pipeline.results.imported import (
 from workers.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-MOST_NAME = 200  # characters of a task's name
+MAX_NAME = 200  # characters of a task's name
 LAYOUT = "give a header with the names of the tasks, then a row for each task learned"
 MISSING = ("", "nan", "-")
 
@@ -106,16 +106,14 @@ def _check_names(path: str, names: Sequence[str]) -> None:
     """Raise `UserError` unless there are tasks, not too many, with names that differ."""
     if not names:
         raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
-    if len(names) > MOST_TASKS:
-        raise UserError(
-            f"{path}: it has {len(names)} tasks, more than {MOST_TASKS}; leave some out"
-        )
+    if len(names) > MAX_TASKS:
+        raise UserError(f"{path}: it has {len(names)} tasks, more than {MAX_TASKS}; leave some out")
     for position, name in enumerate(names):
-        is_plain = 0 < len(name) <= MOST_NAME and name.isprintable()
+        is_plain = 0 < len(name) <= MAX_NAME and name.isprintable()
         if not is_plain or name in names[:position]:
             raise UserError(
                 f"{path}: the header names a task {name!r:.80}; give each task a name of its own "
-                f"of 1 to {MOST_NAME} printable characters"
+                f"of 1 to {MAX_NAME} printable characters"
             )
 
 
@@ -141,7 +139,7 @@ def _make_tables(
             else:
                 has_more = True
     stem = os.path.splitext(os.path.basename(path))[0]
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).lstrip("_.-")[:MOST_NAME] or "matrix"
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).lstrip("_.-")[:MAX_NAME] or "matrix"
     # A seed that no other run has: nothing is subtracted in pairs.
     record = imported_record(name, {"seed": f"unknown ({name})"})
     record["tasks"] = [

@@ -19,8 +19,8 @@ from pydantic import ConfigDict, Field
 
 from pipeline.config.settings import ELSEWHERE, NAME, checked
 from pipeline.results.imported import (
-    MOST_CELLS,
-    MOST_TASKS,
+    MAX_CELLS,
+    MAX_TASKS,
     ImportedMethod,
     ImportedTables,
     imported_record,
@@ -36,17 +36,17 @@ from workers.storage.secrets import redact
 FORMAT = "accrete-results"
 VERSION = 1
 SUFFIXES = (".json", ".csv")
-MOST_BYTES = 1 << 24  # of a file
-MOST_DEPTH = 20  # of the settings
-MOST_SETTINGS = 10_000
-MOST_RUNS = 64
-MOST_METHODS = 64
+MAX_BYTES = 1 << 24  # of a file
+MAX_DEPTH = 20  # of the settings
+MAX_SETTINGS = 10_000
+MAX_RUNS = 64
+MAX_METHODS = 64
 WRITE = "write it again with `accrete report CONFIG --json FILE`"
 
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]
-Cells = Annotated[list[list[Count | None]], Field(max_length=MOST_TASKS)]
+Cells = Annotated[list[list[Count | None]], Field(max_length=MAX_TASKS)]
 
 
 class Strict(Frozen):
@@ -82,13 +82,13 @@ class MethodBody(Strict):
 
     label: Text
     method: Text
-    tasks: Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
+    tasks: Annotated[list[Text], Field(min_length=1, max_length=MAX_TASKS)]
     correct: Cells | None = None
     total: Cells | None = None
-    accuracy: Annotated[list[list[Rate | None]], Field(max_length=MOST_TASKS)] | None = None
+    accuracy: Annotated[list[list[Rate | None]], Field(max_length=MAX_TASKS)] | None = None
     metrics: Any = None
     chance: Any = None
-    sizes: list[SizesBody] = Field(default_factory=list, max_length=MOST_TASKS)
+    sizes: list[SizesBody] = Field(default_factory=list, max_length=MAX_TASKS)
 
 
 class RunBody(Strict):
@@ -100,8 +100,8 @@ class RunBody(Strict):
     scenario: Literal["task", "class"] = "task"
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[Text, list[Text]] = Field(default_factory=dict, max_length=100)
-    tasks: Annotated[list[TaskBody], Field(min_length=1, max_length=MOST_TASKS)]
-    methods: Annotated[list[MethodBody], Field(min_length=1, max_length=MOST_METHODS)]
+    tasks: Annotated[list[TaskBody], Field(min_length=1, max_length=MAX_TASKS)]
+    methods: Annotated[list[MethodBody], Field(min_length=1, max_length=MAX_METHODS)]
     stages: Any = None
 
 
@@ -110,7 +110,7 @@ class FileBody(Strict):
 
     format: str
     version: int
-    runs: Annotated[list[RunBody], Field(min_length=1, max_length=MOST_RUNS)]
+    runs: Annotated[list[RunBody], Field(min_length=1, max_length=MAX_RUNS)]
     sha256: str | None = None
 
 
@@ -235,14 +235,14 @@ def read_results(path: str) -> list[ImportedTables]:
     if "://" in path:
         raise UserError(f"{path}: files of results are read from disk alone; copy it first")
     try:
-        data = read_regular(path, MOST_BYTES)
+        data = read_regular(path, MAX_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno == errno.ENOENT:
             reason = "it does not exist"
         raise UserError(
             f"{path}: the file of results cannot be read ({reason}); name a JSON or CSV file of "
-            f"at most {MOST_BYTES >> 20} MiB"
+            f"at most {MAX_BYTES >> 20} MiB"
         ) from None
     if path.lower().endswith(".csv"):
         return [matrix_from_csv(path, data)]
@@ -284,9 +284,9 @@ def _list_runs(path: str, body: Any) -> list[ImportedTables]:
             "or leave `sha256` out"
         )
     cells = sum(len(method.tasks) ** 2 for run in file.runs for method in run.methods)
-    if cells > MOST_CELLS:
+    if cells > MAX_CELLS:
         raise UserError(
-            f"{path}: its matrices have {cells} cells, more than {MOST_CELLS}; leave methods out"
+            f"{path}: its matrices have {cells} cells, more than {MAX_CELLS}; leave methods out"
         )
     return [_make_tables(path, run) for run in file.runs]
 
@@ -304,14 +304,12 @@ def _check_settings(path: str, runs: Any) -> None:
             elif isinstance(value, list):
                 nested += value
         level = nested
-        if depth > MOST_DEPTH:
-            raise UserError(f"{path}: it is nested more than {MOST_DEPTH} deep; {WRITE}")
+        if depth > MAX_DEPTH:
+            raise UserError(f"{path}: it is nested more than {MAX_DEPTH} deep; {WRITE}")
     for run in runs if isinstance(runs, list) else ():
         text = json.dumps(run.get("config")) if isinstance(run, Mapping) else ""
-        if text.count(",") > MOST_SETTINGS:
-            raise UserError(
-                f"{path}: it has more than {MOST_SETTINGS} settings; leave `config` out"
-            )
+        if text.count(",") > MAX_SETTINGS:
+            raise UserError(f"{path}: it has more than {MAX_SETTINGS} settings; leave `config` out")
 
 
 def _make_tables(path: str, run: RunBody) -> ImportedTables:

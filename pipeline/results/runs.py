@@ -47,7 +47,7 @@ State = Literal[
     "unfinished",
     "damaged",
 ]
-MOST_NAMES = 8  # runs that an error names
+MAX_NAMES = 8  # runs that an error names
 
 
 class MethodAccuracy(NamedTuple):
@@ -365,5 +365,5 @@ def _remedy(name: str, others: Iterable[str]) -> str:
     names = [other for other in others if other != name]
     if not names:
         return "name its storage with --storage, or run it first"
-    more = ", ..." if len(names) > MOST_NAMES else ""
-    return did_you_mean(name, names, f"there are: {', '.join(names[:MOST_NAMES])}{more}")
+    more = ", ..." if len(names) > MAX_NAMES else ""
+    return did_you_mean(name, names, f"there are: {', '.join(names[:MAX_NAMES])}{more}")

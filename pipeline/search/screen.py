@@ -15,7 +15,7 @@ from pipeline.search.spec import Search
 from pipeline.shell.console import Console, Heartbeat, format_seconds
 from workers.storage.secrets import printable
 
-MOST_TRIALS = 4  # named in a line about running trials
+MAX_TRIALS = 4  # named in a line about running trials
 
 
 class SearchScreen:
@@ -84,8 +84,8 @@ class SearchScreen:
                 num_learned = record["results"][-1]["position"] + 1
                 tasks = f"{num_learned} of {len(self.search.tasks)} tasks"
                 learned.append(f"trial {record['number']} has learned {tasks}")
-        if len(learned) > MOST_TRIALS:
-            learned = [*learned[:MOST_TRIALS], f"and {len(learned) - MOST_TRIALS} more"]
+        if len(learned) > MAX_TRIALS:
+            learned = [*learned[:MAX_TRIALS], f"and {len(learned) - MAX_TRIALS} more"]
         return ", ".join([text, *learned])
 
     def open_console(self, graph: Graph, lookups: dict[str, Lookup]) -> Console:

@@ -24,11 +24,11 @@ QUIET_S = 9.0  # with the time between two looks, no 10 s are without a line
 LOOK_S = 1.0  # between two looks whether a line is due
 # A live line is cut here: a longer one may wrap, and could not be rewritten. A wider matrix is left
 # to the report.
-MOST_COLUMNS = 158
-MOST_LIVE_LINES = 12  # stages with a live line each; of others the number is shown
-MOST_TASKS = 20  # with a line each where a matrix is too wide
-MOST_EVALUATED = 6  # tasks that the line of an evaluation names
-MOST_WARNINGS = 20  # at the end of a run
+MAX_COLUMNS = 158
+MAX_LIVE_LINES = 12  # stages with a live line each; of others the number is shown
+MAX_TASKS = 20  # with a line each where a matrix is too wide
+MAX_EVALUATED = 6  # tasks that the line of an evaluation names
+MAX_WARNINGS = 20  # at the end of a run
 # events after which a stage runs no more
 ENDS = (EventKind.DONE, EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 CLEAR_LINE = "\r\x1b[2K"
@@ -260,20 +260,20 @@ class Console:
         A wrapped line could not be rewritten.
         """
         texts = list(self.live.values())
-        self.num_drawn = min(len(texts), MOST_LIVE_LINES)
+        self.num_drawn = min(len(texts), MAX_LIVE_LINES)
         if not self.is_terminal or not texts:
             return ""
-        if len(texts) > MOST_LIVE_LINES:
-            num_hidden = len(texts) - MOST_LIVE_LINES + 1
-            texts = [*texts[: MOST_LIVE_LINES - 1], f"and {num_hidden} more stages run"]
+        if len(texts) > MAX_LIVE_LINES:
+            num_hidden = len(texts) - MAX_LIVE_LINES + 1
+            texts = [*texts[: MAX_LIVE_LINES - 1], f"and {num_hidden} more stages run"]
         columns = columns_of_output()
         return "\n".join(f"[{self.ended}/{self.total}] {text}"[:columns] for text in texts)
 
 
 def columns_of_output() -> int:
     """Return how many characters of a line are sure not to wrap."""
-    terminal = shutil.get_terminal_size((MOST_COLUMNS + 1, 24))
-    return min(MOST_COLUMNS, terminal.columns - 1)
+    terminal = shutil.get_terminal_size((MAX_COLUMNS + 1, 24))
+    return min(MAX_COLUMNS, terminal.columns - 1)
 
 
 def progress_text(body: Mapping[str, Any]) -> str:
@@ -320,7 +320,7 @@ def _result_text(manifest: dict[str, Any]) -> str:
 def _accuracies_text(rows: Sequence[Row]) -> str:
     """Return the accuracy on each task; on many tasks their mean, and that on the last one."""
     accuracies = [row["correct"] / row["total"] for row in rows]
-    if len(rows) <= MOST_EVALUATED:
+    if len(rows) <= MAX_EVALUATED:
         pairs = zip(rows, accuracies, strict=True)
         return ", ".join(f"{row['task']} {accuracy:.3f}" for row, accuracy in pairs)
     mean = sum(accuracies) / len(accuracies)
@@ -348,7 +348,7 @@ def warning_lines(rows: Sequence[Row]) -> list[str]:
     """Return a blank line and the first warnings; nothing without warnings."""
     if not rows:
         return []
-    first = rows[:MOST_WARNINGS]
+    first = rows[:MAX_WARNINGS]
     lines = ["", *(f"warning: {row['stage']}: {row['warning']}" for row in first)]
     if len(rows) > len(first):
         lines.append(f"{len(rows) - len(first)} more warnings: the report lists them")
@@ -399,7 +399,7 @@ def matrix_text(tables: RunTables, label: str) -> str:
 def _narrow_matrix_text(matrix: Matrix) -> str:
     """Return a line per task: its accuracy when it was learned and after the last finished task."""
     count = len(matrix.tasks)
-    if count > MOST_TASKS:
+    if count > MAX_TASKS:
         return f"{matrix.label}: the report has the accuracy matrix of its {count} tasks"
     last_row = max(matrix.finished - 1, 0)
     rows = []

@@ -204,7 +204,9 @@ def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_i
         assert "pictures" not in {t.name for t in stage.job.tasks}
     if base:
         assert graph["toast/base/evaluate"].job.states == {"base": graph["backbone"].key}
-    best, _ = graph_from(tmp_path, "toast", "meat", stream={"tasks": entries}, train={"keep": "best"})
+    best, _ = graph_from(
+        tmp_path, "toast", "meat", stream={"tasks": entries}, train={"keep": "best"}
+    )
     for job in (
         stage.job for stage in (graph["toast/pictures/pretune"], best["toast/pictures/pretune"])
     ):
@@ -378,7 +380,9 @@ def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far
 
     monkeypatch.setitem(METHODS, "apart", Apart)
     graph_with_task, _ = graph_from(tmp_path, "apart", "finetune")
-    graph, _ = graph_from(tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS})
+    graph, _ = graph_from(
+        tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS}
+    )
     assert graph_with_task["apart/c/evaluate"].job.measured == ("b", "c")
     assert (
         graph["apart/c/evaluate"].job.measured

@@ -650,7 +650,7 @@ def test_a_terminal_shows_the_number_of_stages_that_have_no_line() -> None:
     for stage in graph:
         screen.progress(Event(EventKind.STARTED, stage.id))
     lines = screen_text(stream)
-    assert len(lines) == console.MOST_LIVE_LINES
+    assert len(lines) == console.MAX_LIVE_LINES
     assert lines[-1] == "[0/40] and 29 more stages run"
 
 

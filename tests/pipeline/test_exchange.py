@@ -20,7 +20,7 @@ from pipeline.graph.store import Store
 from pipeline.report.comparison import compare_runs
 from pipeline.report.comparison_page import render_page
 from pipeline.results.metrics import metrics_for
-from pipeline.results.results_file import MOST_BYTES, read_results, results_bytes
+from pipeline.results.results_file import MAX_BYTES, read_results, results_bytes
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
 
@@ -233,7 +233,7 @@ def test_what_is_no_file_of_results_is_one_sentence(
 def test_files_that_have_no_end_or_are_elsewhere_are_refused(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as stream:
-        stream.truncate(MOST_BYTES + 1)
+        stream.truncate(MAX_BYTES + 1)
     device = tmp_path / "device.json"
     device.symlink_to("/dev/zero")
     for path in (large, device, tmp_path / "absent.csv", tmp_path):

@@ -42,7 +42,7 @@ HOSTILE: list[Any] = [
     {},
     NESTED,
 ]
-MOST_PRINTED = 100_000  # characters
+MAX_PRINTED = 100_000  # characters
 PARTS = 4  # of all pairs of a place and a value: each has all places and all values
 DELETED = object()
 
@@ -82,7 +82,7 @@ def check_commands(run: Path, capsys: pytest.CaptureFixture[str], case: object) 
         output = capsys.readouterr()
         text = output.out + output.err
         assert code in (0, 2), (words, case)
-        assert len(text) < MOST_PRINTED, (words, case)
+        assert len(text) < MAX_PRINTED, (words, case)
         assert all(c.isprintable() or c == "\n" for c in text), (words, case)
         if code == 2:
             assert len(output.err.splitlines()) == 1, (words, case)
@@ -147,7 +147,7 @@ def check_one(run: Path, capsys: pytest.CaptureFixture[str], case: object) -> No
         output = capsys.readouterr()
         text = output.out + output.err
         assert code in (0, 2), case
-        assert len(text) < 4 * MOST_PRINTED, case
+        assert len(text) < 4 * MAX_PRINTED, case
         assert all(c.isprintable() or c == "\n" for c in text), case
 
 
@@ -179,7 +179,7 @@ def test_events_may_hold_anything(run: Path, capsys: pytest.CaptureFixture[str])
             capsys.readouterr()
             assert cli.main([*words, "--storage", str(run.parents[1])]) == 0
             text = capsys.readouterr().out
-            assert len(text) < MOST_PRINTED
+            assert len(text) < MAX_PRINTED
             assert all(c.isprintable() or c == "\n" for c in text)
 
 

@@ -110,10 +110,10 @@ def test_old_events_and_tries_are_left_out_unless_asked_for(
     storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = EventLog(storage, "r")
-    for number in range(log_text.MOST_EVENTS + 5):
+    for number in range(log_text.MAX_EVENTS + 5):
         log.write("note", stage=STAGE, message=f"number {number}.")
     log.close()
-    for number in range(log_text.MOST_TRIES + 1):
+    for number in range(log_text.MAX_TRIES + 1):
         fail(storage, f"failure {number}.", f"20260102T{number}")
     text = printed(capsys, "r", STAGE, "--storage", storage)
     assert "5 earlier events: --all" in text

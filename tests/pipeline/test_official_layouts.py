@@ -206,7 +206,7 @@ def test_a_small_mat_file_that_unpacks_to_very_much_is_refused(
     write_flowers(tmp_path, trnid=[2, 3], valid=[4], tstid=[1])
     write_mat(tmp_path / "imagelabels.mat", labels=np.zeros((1, 8 << 20), np.uint8))
     assert (tmp_path / "imagelabels.mat").stat().st_size < 1 << 16
-    monkeypatch.setattr(matlab, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(matlab, "MAX_BYTES", 1 << 20)
     card = small_card(tmp_path, "flowers102", num_classes=3)
     text = prepare(capsys, card, tmp_path, code=2)
     assert "unpacks to more than 1048576 bytes" in text

@@ -408,7 +408,7 @@ def test_status_of_a_finished_run_lists_its_stages(
     assert "12 stages: 12 done" in text
     assert re.search(r"^meat/b/train +done +[\d.]+ s$", text, re.MULTILINE)
     assert output(capsys, "status", str(finished), "--watch").startswith("run small: finished")
-    monkeypatch.setattr(run_text, "MOST_STAGES", 3)
+    monkeypatch.setattr(run_text, "MAX_STAGES", 3)
     assert "12 other stages: --all lists them" in output(capsys, "status", str(finished))
     assert "meat/b/train" in output(capsys, "status", str(finished), "--all")
     assert runs.run_status(str(finished.parent / "storage"), "small").state == "finished"

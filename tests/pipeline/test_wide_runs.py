@@ -91,7 +91,7 @@ def test_the_matrix_of_a_long_stream_names_every_task_with_chance_and_images() -
 def test_lines_of_a_long_stream_have_few_markers() -> None:
     figure = plots.draw_averages([matrix_of(NUM_TASKS)])
     line = figure.axes[0].get_lines()[0]
-    assert NUM_TASKS // int(str(line.get_markevery())) <= plots.MOST_MARKERS + 1
+    assert NUM_TASKS // int(str(line.get_markevery())) <= plots.MAX_MARKERS + 1
     figure = plots.draw_averages([matrix_of(5)])
     assert figure.axes[0].get_lines()[0].get_markevery() == 1
 
@@ -146,7 +146,7 @@ def test_a_legend_of_many_tasks_names_some_and_leaves_room_for_the_lines(count: 
     draw(figure)
     legend = figure.legends[0]
     names = [text.get_text() for text in legend.get_texts()]
-    assert len(names) == min(count, mask_plots.MOST_NAMED)
+    assert len(names) == min(count, mask_plots.MAX_NAMED)
     assert [names[0], names[-1]] == [TASKS[0], TASKS[count - 1]]
     assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
 
@@ -248,7 +248,7 @@ def test_a_matrix_is_no_wider_than_the_terminal(
     tables: Any = OneMatrix(matrix_of(count))
     lines = console.matrix_text(tables, "finetune").splitlines()
     assert max(map(len, lines)) < int(columns)
-    if count > console.MOST_TASKS:
+    if count > console.MAX_TASKS:
         assert lines == [f"finetune: the report has the accuracy matrix of its {count} tasks"]
     else:
         assert sum("species-group-" in line for line in lines) >= count
@@ -317,5 +317,5 @@ def test_few_warnings_are_printed_and_the_others_counted(
     rows = [{"stage": "s", "stages": 1, "warning": f"sentence {i}"} for i in range(40)]
     monkeypatch.setattr(RunTables, "warnings", lambda self: rows)
     text = console.summary(tables, Outcome({}, {}, 1.0), [])
-    assert text.count("warning: ") == console.MOST_WARNINGS
+    assert text.count("warning: ") == console.MAX_WARNINGS
     assert "20 more warnings: the report lists them" in text

@@ -192,6 +192,6 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(
 
 
 def test_scans_of_large_images_count_by_their_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MOST_SCANNED_PIXELS", 11 * 64 * 64)
+    monkeypatch.setattr(decoding, "MAX_SCANNED_PIXELS", 11 * 64 * 64)
     assert check_image(jpeg_with_scans(1)).problem is None
     assert "pixels in all scans" in (check_image(jpeg_with_scans(2)).problem or "")

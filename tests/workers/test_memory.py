@@ -8,7 +8,7 @@ import torch
 from workers.data import arena as arenas
 from workers.data import memory
 from workers.data.arena import Arena
-from workers.data.memory import MOST_FREE, TensorPool, split_parts
+from workers.data.memory import MAX_FREE, TensorPool, split_parts
 
 
 def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
@@ -58,9 +58,9 @@ def test_a_pool_uses_nothing_again_that_autograd_needs() -> None:
 
 def test_a_pool_holds_little_that_nobody_uses() -> None:
     pool = TensorPool()
-    tensors = [pool.empty((8,), torch.uint8) for _ in range(3 * MOST_FREE)]
+    tensors = [pool.empty((8,), torch.uint8) for _ in range(3 * MAX_FREE)]
     tensors.clear()
-    assert len(pool._free) == MOST_FREE
+    assert len(pool._free) == MAX_FREE
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (2, 5), (3, 3)])

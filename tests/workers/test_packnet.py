@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from workers import optim
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task, TrainSettings
-from workers.methods.packnet import FREE, MOST_OWNERS, PackNet, PackNetSettings, smallest, under
+from workers.methods.packnet import FREE, MAX_OWNERS, PackNet, PackNetSettings, smallest, under
 from workers.model.protect import Protector
 from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
@@ -437,11 +437,11 @@ def test_a_share_that_is_none_is_refused(prune: Any) -> None:
 
 def test_the_owner_map_is_never_overrun() -> None:
     carried = learn(ONE, None)[1]
-    carried.meta |= {"owner": MOST_OWNERS - 1}
+    carried.meta |= {"owner": MAX_OWNERS - 1}
     method = packnet()
     begun(method, TWO, "train", carried)
-    assert method.latest == MOST_OWNERS == 255
-    carried.meta |= {"owner": MOST_OWNERS}
+    assert method.latest == MAX_OWNERS == 255
+    carried.meta |= {"owner": MAX_OWNERS}
     with pytest.raises(
         UserError, match="'two' would be owner 256, and one byte per weight has room for 255"
     ):

@@ -26,7 +26,7 @@ from workers.rng import StepRng
 CPU = torch.device("cpu")
 ATTEMPTS = 10  # boxes tried before the central one is taken
 RATIO = (3 / 4, 4 / 3)  # least and largest width / height
-MOST_WINDOWS = 2048  # number of cached memory look-ups for sizes of boxes
+MAX_WINDOWS = 2048  # number of cached memory look-ups for sizes of boxes
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Cutter:
         if len(self.memory) < num_bytes:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8)
             self.windows.clear()
-        if len(self.windows) >= MOST_WINDOWS:
+        if len(self.windows) >= MAX_WINDOWS:
             self.windows.clear()
         pixels = self.memory.numpy()[:num_bytes].reshape(height, width, 3)
         window = Window(pixels, as_planes(self.memory, height, width))

@@ -53,8 +53,8 @@ JPEG_START = b"\xff\xd8\xff"
 SCAN = b"\xff\xda"  # the marker of a scan of a JPEG
 END_OF_IMAGE = b"\xd9"
 MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # in and between the scans
-MOST_SCANS = 100  # a progressive JPEG has about 10
-MOST_SCANNED_PIXELS = 2_000_000_000  # of all scans; about half a second to decode
+MAX_SCANS = 100  # a progressive JPEG has about 10
+MAX_SCANNED_PIXELS = 2_000_000_000  # of all scans; about half a second to decode
 # Only files with one of these markers can be turned; the search takes a few microseconds.
 ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
 DCT_SCALES = (8, 4, 2)  # that both decoders have
@@ -138,13 +138,13 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 def _check_scans(data: bytes, pixels: int) -> None:
     """Raise ValueError for a JPEG with so many scans that it takes seconds to decode."""
-    if data.count(SCAN) <= MOST_SCANS and data.count(SCAN) * pixels <= MOST_SCANNED_PIXELS:
+    if data.count(SCAN) <= MAX_SCANS and data.count(SCAN) * pixels <= MAX_SCANNED_PIXELS:
         return
     scans = num_scans(data)
-    if scans > MOST_SCANS or scans * pixels > MOST_SCANNED_PIXELS:
+    if scans > MAX_SCANS or scans * pixels > MAX_SCANNED_PIXELS:
         raise ValueError(
-            f"{scans} scans of {pixels} pixels, more than {MOST_SCANS} scans or "
-            f"{MOST_SCANNED_PIXELS} pixels in all scans; save it anew"
+            f"{scans} scans of {pixels} pixels, more than {MAX_SCANS} scans or "
+            f"{MAX_SCANNED_PIXELS} pixels in all scans; save it anew"
         )
 
 

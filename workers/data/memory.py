@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_FREE = 4  # tensors that a pool holds while nobody uses them
+MAX_FREE = 4  # tensors that a pool holds while nobody uses them
 PART_VALUES = 1 << 18  # values of a batch that a CPU computes at once, so that they fit its cache
 
 
@@ -35,7 +35,7 @@ class TensorPool:
     """
 
     def __init__(self) -> None:
-        self._free: deque[NDArray[np.uint8]] = deque(maxlen=MOST_FREE)
+        self._free: deque[NDArray[np.uint8]] = deque(maxlen=MAX_FREE)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of any values."""

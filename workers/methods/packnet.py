@@ -35,7 +35,7 @@ from workers.storage.taskstate import Carried, TaskState
 # task.
 FREE = 0
 FIRST = 1
-MOST_OWNERS = torch.iinfo(torch.uint8).max
+MAX_OWNERS = torch.iinfo(torch.uint8).max
 # One entry of the setting `prune`, for editors.
 PRUNED: dict[str, JsonValue] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 SHARE_SCHEMA: dict[str, JsonValue] = {"anyOf": [PRUNED, {"type": "null"}, {"const": "none"}]}
@@ -222,10 +222,10 @@ class PackNet(Method[PackNetSettings]):
         Raises:
             UserError: If the owner map cannot store one more owner.
         """
-        if self.latest == MOST_OWNERS:
+        if self.latest == MAX_OWNERS:
             raise UserError(
-                f"packnet: task {task.name!r} would be owner {MOST_OWNERS + 1}, and one byte "
-                f"per weight has room for {MOST_OWNERS}; "
+                f"packnet: task {task.name!r} would be owner {MAX_OWNERS + 1}, and one byte "
+                f"per weight has room for {MAX_OWNERS}; "
                 "end the stream before it, or begin another run there"
             )
         self.latest, self.latest_name = self.latest + 1, task.name

@@ -31,7 +31,7 @@ from workers.storage.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 # of weights and buffers together, 40 GB; a stranger's file may ask for any number
-MOST_NUMBERS = 10_000_000_000
+MAX_NUMBERS = 10_000_000_000
 EXAMPLES = "vit_tiny_patch16_224, convnext_atto, resnet18 or mobilenetv3_small_100"
 NOISE_IMAGES = 32  # that batch norms without loaded statistics are measured on
 MAX_OUTLINES = 16  # that a process keeps
@@ -202,11 +202,11 @@ def outline(settings: BackboneSettings) -> nn.Module:
     with torch.device("meta"):
         model = build(settings)
         count = count_bytes(model)
-        if count > MOST_NUMBERS:
+        if count > MAX_NUMBERS:
             raise UserError(
                 f"backbone {settings.name!r} at img_size {settings.img_size} with options "
                 f"{settings.options} has {count} weights, more than "
-                f"{MOST_NUMBERS}; make it smaller"
+                f"{MAX_NUMBERS}; make it smaller"
             )
         _check_features(model, settings)
     return model

@@ -36,7 +36,7 @@ from pipeline.data.tables import read_rows
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, parent
 
-MOST_NAME = 200  # characters of a name that leads to no file
+MAX_NAME = 200  # characters of a name that leads to no file
 
 
 class Table(NamedTuple):
@@ -269,7 +269,7 @@ def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
     images = list_images(card, entries)
     places = {str(split): place for place, split in enumerate(SPLITS)}
     for image in sorted(images, key=lambda image: places[image.split]):
-        name = image.name or f"row {image.row}: {image.text[:MOST_NAME]}"
+        name = image.name or f"row {image.row}: {image.text[:MAX_NAME]}"
         stem = os.path.splitext(posixpath.basename(name))[0]
         entry = by_name.get(image.name)
         if entry is None:

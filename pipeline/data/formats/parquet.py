@@ -43,7 +43,7 @@ from pipeline.data.names import nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SPLITS
 from workers.errors import UserError
 
-MOST_VALUES = 100_000  # counted different labels
+MAX_VALUES = 100_000  # counted different labels
 
 
 class ParquetFile(NamedTuple):
@@ -267,7 +267,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
                 if split != IGNORE:
                     counts[split, label] += number
             row += len(batch)
-            if len(counts) > MOST_VALUES:
+            if len(counts) > MAX_VALUES:
                 raise no_classes(file.uri, source.label)
     return counts
 

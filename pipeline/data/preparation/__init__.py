@@ -25,8 +25,8 @@ from pipeline.data.splits import Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-MOST_NAMED = 8  # names that a sentence lists
-MOST_FOLDERS = 2000  # largest number of folders to search for the official files
+MAX_NAMED = 8  # names that a sentence lists
+MAX_FOLDERS = 2000  # largest number of folders to search for the official files
 ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf", ".gz": "tar -xf"}
 
 
@@ -121,8 +121,8 @@ def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolde
             if len(missing) < len(nearest):
                 nearest = missing
     names = sorted(os.listdir(source))
-    listed = ", ".join(map(printable, names[:MOST_NAMED])) or "nothing"
-    more = ", ..." if len(names) > MOST_NAMED else ""
+    listed = ", ".join(map(printable, names[:MAX_NAMED])) or "nothing"
+    more = ", ..." if len(names) > MAX_NAMED else ""
     raise UserError(
         f"{printable(source)} holds {listed}{more}, and card {card.name!r} needs also "
         f"{', '.join(nearest)}; fetch them from {archive.address} and unpack them there"
@@ -148,7 +148,7 @@ def _folders(source: str) -> Iterator[str]:
     for depth in range(3):
         yield from level
         if depth < 2:
-            level = [path for folder in level for path in _subfolders(folder)][:MOST_FOLDERS]
+            level = [path for folder in level for path in _subfolders(folder)][:MAX_FOLDERS]
 
 
 def _subfolders(folder: str) -> list[str]:

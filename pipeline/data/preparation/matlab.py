@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from workers.errors import UserError
 
-MOST_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 MAX_BYTES = 64 << 20  # of one variable, unpacked
-MOST_VALUES = 4_000_000  # of one file: numbers of structs, cells and their fields
-MOST_LEVELS = 8  # of cells and structs in each other
+MAX_VALUES = 4_000_000  # of one file: numbers of structs, cells and their fields
+MAX_LEVELS = 8  # of cells and structs in each other
 HEADER_BYTES = 128
 TAG_BYTES = 8
 SHORT_BYTES = 4  # an element of no more has its data in its tag
@@ -105,7 +105,7 @@ class Reader:
             raise MatError("it has no header of version 5")
         self.data = data
         self.order = "<" if data[126:128] == b"IM" else ">"
-        self.values_left = MOST_VALUES
+        self.values_left = MAX_VALUES
 
     def variables(self, names: Collection[str]) -> dict[str, Value]:
         """Return the variables with these names that are in the file."""
@@ -170,10 +170,10 @@ class Reader:
     def _spend(self, count: int) -> None:
         self.values_left -= count
         if self.values_left < 0:
-            raise MatError(f"it has more than {MOST_VALUES} values")
+            raise MatError(f"it has more than {MAX_VALUES} values")
 
     def _matrix(self, element: Element, level: int) -> Value:
-        if level >= MOST_LEVELS or element.kind != MATRIX:
+        if level >= MAX_LEVELS or element.kind != MATRIX:
             raise MatError("its cells lie in each other too deep, or are none")
         self._spend(1)
         if not element.body:

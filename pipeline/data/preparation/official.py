@@ -17,7 +17,7 @@ from pipeline.data.preparation import matlab
 from workers.errors import UserError
 from workers.storage.regular_file import open_regular, read_regular
 
-MOST_LIST_BYTES = 512 << 20  # Places365's list of train images has 60 MB
+MAX_LIST_BYTES = 512 << 20  # Places365's list of train images has 60 MB
 LONGEST_LINE = 4096  # bytes of a line
 
 
@@ -75,7 +75,7 @@ class OfficialFolder:
     def _lines(self, name: str) -> Iterator[str]:
         self._require_inside(name)
         try:
-            with open_regular(self._join(name), MOST_LIST_BYTES) as stream:
+            with open_regular(self._join(name), MAX_LIST_BYTES) as stream:
                 while line := stream.readline(LONGEST_LINE + 1):
                     if len(line) > LONGEST_LINE:
                         raise UserError(
@@ -95,7 +95,7 @@ class OfficialFolder:
         """Return variables of a .mat file. Raise UserError where it cannot be read."""
         self._require_inside(name)
         try:
-            data = read_regular(self._join(name), matlab.MOST_FILE_BYTES)
+            data = read_regular(self._join(name), matlab.MAX_FILE_BYTES)
         except OSError as error:
             raise self._unreadable(name, error) from None
         return matlab.read_variables(data, self.where(name), variables)

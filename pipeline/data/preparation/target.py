@@ -23,7 +23,7 @@ from workers.storage.regular_file import read_regular
 UNFINISHED = ".preparing-"  # prefix of the name of an incomplete folder
 JPEG_QUALITY = 95
 THREADS = 4
-MOST_WAITING = 64  # images that are cut in parallel, or wait
+MAX_WAITING = 64  # images that are cut in parallel, or wait
 
 
 class Target:
@@ -100,7 +100,7 @@ class Target:
                 path = self._make_path(unfinished, image)
                 open(path, "x").close()
                 waiting.append(pool.submit(write_crop, files, image, path))
-                if len(waiting) >= MOST_WAITING:
+                if len(waiting) >= MAX_WAITING:
                     waiting.popleft().result()
             for future in waiting:
                 future.result()

@@ -248,6 +248,7 @@ def test_a_new_class_among_images_is_refused(
     assert tasks_of(run)[0]["classes"] == ["0", "1", "7"]
 
 
+@pytest.mark.slow
 def test_classes_elsewhere_join_a_task(run: GrowingRun, capsys: pytest.CaptureFixture[str]) -> None:
     for digit in "67":
         run.put(run.folder / "more", digit)
@@ -304,6 +305,7 @@ def test_a_folder_in_a_source_that_no_card_reads_is_refused(
     assert add(run, "raw/train/5", "--into", "two") == 0
 
 
+@pytest.mark.slow
 def test_a_listed_class_that_was_removed_keeps_its_place(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +364,7 @@ def test_a_card_is_written_beside_the_config_that_a_link_leads_to(run: GrowingRu
     assert (run.folder / tasks_of(run)[2]["card"]).exists()
 
 
+@pytest.mark.slow
 def test_a_run_grows_after_a_removal(run: GrowingRun) -> None:
     run.put(run.raw, "4")
     assert add(run, "raw", "--into", "two") == 0
@@ -590,6 +593,7 @@ def test_models_with_other_images_are_not_compared(
     assert "model was made with another preprocessing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_only_classes_that_stayed_are_compared(
     run: GrowingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

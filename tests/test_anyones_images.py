@@ -89,7 +89,7 @@ def run_to_a_report(make: Callable[[Path], Path], here: Path) -> None:
     assert list((here / "storage" / "runs").glob("*/report.html"))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", FORMS)
 def test_one_command_leads_to_a_report(case: str, here: Path, quick: None) -> None:
     run_to_a_report(FORMS[case], here)

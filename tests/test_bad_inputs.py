@@ -668,7 +668,7 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(
 
 # ---- training, storage, cluster ------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat"])
-def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(
+def test_non_finite_loss_ends_stage_with_remedy(
     method: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site.set(methods={method: {}}, train__lr=1e30, train__epochs=3)
@@ -766,6 +766,7 @@ def in_a_process(argv: list[str]) -> str:
     return judge(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.few(1)
 def test_a_process_ends_with_one_line_and_code_2(site: Any) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")

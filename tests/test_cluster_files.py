@@ -136,7 +136,7 @@ def used_fields(values: Any, path: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_every_field_of_kuberay_is_in_the_table_and_as_old_as_the_files_say(name: str) -> None:
+def test_kuberay_fields_are_listed_with_their_versions(name: str) -> None:
     kind = MANIFESTS[name]
     prefix = f"RayJob.{CLUSTER_KEYS[kind]}" if kind == "RayJob" else f"{kind}.{CLUSTER_KEYS[kind]}"
     fields = known_fields()
@@ -435,7 +435,7 @@ def test_the_script_is_bash() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everything(
+def test_slurm_job_starts_head_workers_driver_and_stops(
     slurm: Any, code: int, tmp_path: Path
 ) -> None:
     process = job({**slurm, "DRIVER_CODE": str(code)}, "configs/a b.yaml", "--set", "seed=1")
@@ -573,9 +573,7 @@ def test_slurm_may_put_the_job_back_into_the_queue() -> None:
     assert "#SBATCH --requeue" in (CLUSTER / "slurm.sh").read_text().splitlines()
 
 
-def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(
-    slurm: Any, tmp_path: Path
-) -> None:
+def test_failed_ray_start_ends_job_with_message(slurm: Any, tmp_path: Path) -> None:
     process = job({**slurm, "RAY_FAILS": "1"}, "configs/demo.yaml")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

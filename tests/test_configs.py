@@ -304,9 +304,7 @@ def test_every_method_has_a_search_that_a_run_accepts(
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)
-def test_a_search_has_points_that_a_run_accepts_an_end_and_says_how_to_run_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_search_is_runnable_and_finite(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     settings, body, _ = spec.load(str(path), [])
     space = Space(settings.space)

@@ -64,7 +64,7 @@ def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 # ---- the rehearsal -------------------------------------------------------------------------------
-@pytest.mark.few("meat-packnet")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     # masks in a star, pruning; gates, exemplars, a growing network
@@ -178,7 +178,7 @@ BROKEN = (Raises, TakesTooMuchMemory, RemembersBeside, AnswersByDevice, FailsOnT
 
 
 @pytest.mark.slow
-def test_a_method_that_fails_is_a_line_and_an_exit_code_and_the_others_go_on() -> None:
+def test_failing_method_sets_exit_code_and_others_continue() -> None:
     names = [*(broken.name for broken in BROKEN), "linear"]
     done = python(
         "import test_gpu_benchmark as tests\nfrom benchmarks import gpu\n"
@@ -307,7 +307,7 @@ def test_a_row_that_fails_is_said_and_does_not_stop_the_others(tmp_path: Path) -
     assert "works" in gpu_speed.tables(bench.rows)
 
 
-@pytest.mark.few("supsup_nn", "icarl")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_step_of_the_third_task_can_be_timed(name: str) -> None:
     sizes = gpu_speed.REHEARSAL

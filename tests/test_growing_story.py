@@ -26,7 +26,7 @@ TRAINED = {
 CHAINS = ("ewc", "icarl")
 
 
-@pytest.mark.few("linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*SCENARIOS])
 def test_each_month_gives_the_results_of_a_run_from_scratch(
     method: str, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ def list_one(path: str) -> str:
     return str(tar_format.list_tar(tar_format.TarJob(card_of("tar"), "train", path)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
 def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any) -> None:
     archive(site, member("x.cls", size=3 << 30, kind=kind))
@@ -179,6 +180,7 @@ def write_shard(site: Site, *parts: bytes) -> str:
     return str(path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
 def test_huge_sizes_in_the_headers_of_a_shard_in_place_take_no_memory(kind: Any, site: Any) -> None:
     path = write_shard(site, member("x.png", size=600 << 20, kind=kind))
@@ -516,6 +518,7 @@ YAMLS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("kind", ["config", "card"])
 @pytest.mark.parametrize("case", YAMLS)
 def test_hostile_yaml_is_refused(
@@ -1052,6 +1055,7 @@ def state_said(data: bytes) -> str:
     return "it is one"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "shape", [[2**33], [2**60], [2**32, 2**32], [-8], [9], [0], [8.5], "88", None, [[8]], {"x": 1}]
 )
@@ -1247,6 +1251,7 @@ def look_at(path: str) -> int:
     return len(detect(Request(path)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_file_that_unfolds_takes_little_memory(case: str, tmp_path: Path) -> None:
     suffix, write = BOMBS[case]

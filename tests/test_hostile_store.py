@@ -492,7 +492,7 @@ def test_a_model_folder_that_asks_for_another_backbone_is_refused(
         Bundle.open(folder).method()
 
 
-def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_made(
+def test_incomplete_backbone_is_refused_before_model_is_built(
     site: Any,
 ) -> None:
     backbone = {

@@ -95,7 +95,7 @@ def read_expected(folder: Path, name: str) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_killed_driver_of_an_ingest_on_ray_goes_on_with_what_is_packed(tmp_path: Path) -> None:
+def test_killed_ingest_on_ray_keeps_packed_shards(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     driver = small_run.start(["ingest", config], tmp_path / "out.txt")
     deadline = time.monotonic() + 120

@@ -95,7 +95,7 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path
         assert leftovers(storage_folder / "storage", before) == []
 
 
-def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(
+def test_eighty_kills_end_with_equal_digests(
     both: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(MOMENTS + 1)

@@ -83,6 +83,7 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
     judge(reference, bucket, tmp_path)
 
 
+@pytest.mark.slow
 def test_few_requests_are_made_of_each_stage(reference: Any, bucket: Any, tmp_path: Path) -> None:
     """Without checkpoints; most are the manifests of stages that a stage starts from.
 

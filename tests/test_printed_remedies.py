@@ -257,7 +257,7 @@ CARDS: list[Callable[[Path], dict[str, object]]] = [
 
 
 @pytest.mark.parametrize("make", CARDS)
-def test_a_card_that_does_not_fit_is_answered_with_what_is_there_and_a_command_that_works(
+def test_mismatched_card_gets_working_command(
     make: Callable[[Path], dict[str, object]], current: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     card = {"name": "zoo", "licence": "none", **make(current)}

@@ -90,7 +90,7 @@ def judge(
     return verdicts, wrong
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("maker", range(len(MAKERS)), ids=lambda index: MAKERS[index].__name__)
 def test_no_layout_is_read_wrong(
     maker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

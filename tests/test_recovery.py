@@ -119,9 +119,7 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_numbers(
     )
 
 
-def test_a_run_that_gets_sigterm_saves_a_checkpoint_and_the_same_command_resumes_it(
-    reference: Any, tmp_path: Path
-) -> None:
+def test_sigterm_saves_checkpoint_and_run_resumes(reference: Any, tmp_path: Path) -> None:
     """A cluster sends SIGTERM before it preempts a machine.
 
     Checkpoints by the clock are off, so that the signal alone makes the checkpoint.
@@ -160,7 +158,7 @@ def test_a_run_that_gets_sigterm_saves_a_checkpoint_and_the_same_command_resumes
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [20, 60])
 def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
     call: int, reference: Any, tmp_path: Path
@@ -185,7 +183,7 @@ def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", [1, 3, 4, 9, 40, 90])
 def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
     call: int,
@@ -237,6 +235,7 @@ def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
     )
 
 
+@pytest.mark.slow
 def test_without_checkpoints_a_stage_starts_again(
     reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +248,7 @@ def test_without_checkpoints_a_stage_starts_again(
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "meta"])
 def test_a_damaged_checkpoint_is_not_believed(
     harm: str, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +268,7 @@ def test_a_damaged_checkpoint_is_not_believed(
 
 
 # ---- two at once ---------------------------------------------------------------------------------
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", range(2))
 def test_two_drivers_at_the_same_moment_publish_every_stage_once(
     trial: Any, reference: Any, tmp_path: Path

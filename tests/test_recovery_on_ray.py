@@ -30,6 +30,7 @@ def on_ray(reference: Reference, folder: Path, workers: int = 1, **changes: Any)
     )
 
 
+@pytest.mark.few(1)
 def test_one_ray_worker_gives_the_results_of_a_single_process(
     reference: Any, tmp_path: Path
 ) -> None:
@@ -174,9 +175,7 @@ def test_a_run_on_ray_ends_with_the_same_results_whichever_process_is_killed(
 
 
 @pytest.mark.slow
-def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_the_same_digests(
-    chain: Any, tmp_path: Path
-) -> None:
+def test_killed_worker_and_driver_end_with_equal_digests(chain: Any, tmp_path: Path) -> None:
     """On two workers: one of them dies while the second task is trained, after a checkpoint, and
     the run helps itself; then all die inside its balanced step, and the same command goes on. The
     reference is what two workers give without interruption."""

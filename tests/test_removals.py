@@ -79,7 +79,7 @@ def name_images(zoo: Zoo, kind: str) -> tuple[str, list[Trace]]:
 
 
 # ---- no trace is left ----------------------------------------------------------------------------
-@pytest.mark.few("class", "names")
+@pytest.mark.few("class")
 @pytest.mark.parametrize("what", ["class", "task", "names", "digests"])
 def test_nothing_is_left_and_the_rest_is_as_from_scratch(
     what: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]

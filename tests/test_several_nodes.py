@@ -79,7 +79,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-def test_a_stage_on_a_preempted_node_is_saved_and_moved_without_losing_a_step(
+def test_preempted_stage_moves_without_losing_a_step(
     tmp_path: Path,
 ) -> None:
     """Checkpoints by the clock are off, so that the notice alone makes a checkpoint.
@@ -195,9 +195,7 @@ def test_two_drivers_on_one_cluster_train_each_stage_once(references: Any, tmp_p
     assert len(attempts) == len(reference.expected) + 1, attempts  # one more for the report
 
 
-def test_a_submitted_job_gives_the_results_of_one_process_and_resumes_a_stopped_job(
-    references: Any, tmp_path: Path
-) -> None:
+def test_submitted_job_equals_one_process_and_resumes(references: Any, tmp_path: Path) -> None:
     """`ray job submit` is called twice; the first job is stopped once it has stored a stage.
 
     The head node has no CPUs, so that driver and workers run on different nodes.
@@ -250,7 +248,7 @@ def test_a_submitted_job_gives_the_results_of_one_process_and_resumes_a_stopped_
     not DATA.exists(), reason="the images of real7 are missing; set ACCRETE_DATA to their folder"
 )
 @pytest.mark.parametrize("method", ["meat", "hat"])
-def test_seven_real_tasks_on_three_nodes_of_which_one_dies_give_the_results_of_one_process(
+def test_seven_tasks_survive_loss_of_a_node(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node is killed while it trains, and another one is added. For a star and a chain.

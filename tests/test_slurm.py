@@ -59,9 +59,7 @@ def until_published(folder: Path, slurm: Slurm, job: str) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_on_two_nodes_has_the_results_of_one_process_and_a_short_log(
-    slurm: Slurm, reference: Any, tmp_path: Path
-) -> None:
+def test_two_nodes_equal_one_process(slurm: Slurm, reference: Any, tmp_path: Path) -> None:
     """Also where the job gets a part of the submitter's variables: the token reaches all nodes."""
     config = reference.config(tmp_path, cluster={"workers": 1, "groups": 2})
     variables = "--export=PATH,HOME,SLURM_CONF,PYTHONPATH,ACCRETE_PYTHON,ACCRETE_RAY"
@@ -128,7 +126,7 @@ def of_step(process: psutil.Process, job: str, node: str) -> bool:
     return (variables.get("SLURM_JOB_ID"), variables.get("SLURMD_NODENAME")) == (job, node)
 
 
-def test_an_array_has_a_job_for_each_seed_whose_stages_the_whole_run_takes(
+def test_slurm_array_job_results_are_reused(
     slurm: Slurm, reference: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = {**small_run.make_body(tmp_path, reference.cards), "seeds": [5, 6]}

@@ -33,7 +33,7 @@ DATA = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("stage_id", "file"), FILES)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
@@ -59,7 +59,7 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
     assert "1 stages run" in output
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_needed(
@@ -109,6 +109,7 @@ def test_a_damaged_manifest_is_no_result(
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("stage_id", "file"),
     [
@@ -173,6 +174,7 @@ def without_data(storage: Path, folder: Path, names: str) -> None:
     shutil.rmtree(storage / "cache")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gone", ["", "a", "ab"])
 def test_an_appended_task_alone_is_run_also_when_older_data_is_gone(
     gone: str, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
@@ -222,7 +224,7 @@ def test_classes_that_were_read_from_a_source_are_known_when_it_is_gone(
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_chain_goes_on_without_the_data_of_older_tasks_and_leaves_their_cells_empty(
+def test_chain_continues_without_data_of_older_tasks(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cards = small_run.make_cards(tmp_path, "ab")
@@ -283,6 +285,7 @@ def test_what_has_to_learn_from_data_that_is_gone_says_so(
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
     harm: str, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]

@@ -196,6 +196,7 @@ def test_lists_name_every_operation_that_cuda_casts() -> None:
 
 
 # ---- methods -------------------------------------------------------------------------------------
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",
     [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in METHODS],

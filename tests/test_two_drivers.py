@@ -49,8 +49,6 @@ def test_two_drivers_that_start_together_store_what_a_single_driver_stores(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("race", range(20))
-def test_two_drivers_that_start_shortly_after_each_other_store_what_a_single_one_stores(
-    race: Any, reference: Any, tmp_path: Path
-) -> None:
+def test_two_staggered_drivers_equal_one(race: Any, reference: Any, tmp_path: Path) -> None:
     share = random.Random(f"{MOMENTS}-race-{race}").uniform(0, 0.5)
     raced(reference, tmp_path, share * reference.seconds)

@@ -102,6 +102,7 @@ def page_of(configs: dict[str, str], name: str) -> str:
 
 
 # ---- what is measured ----------------------------------------------------------------------------
+@pytest.mark.few(1)
 def test_a_run_gets_tables_pictures_and_a_line_per_method(
     configs: dict[str, str], say: Say
 ) -> None:
@@ -271,6 +272,7 @@ def inverted(configs: dict[str, str]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_finished_model_is_tested_on_another_card(
     configs: dict[str, str], inverted: str, say: Say
 ) -> None:
@@ -303,6 +305,7 @@ def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
             assert row["correct"] == tables.matrix(row["label"]).correct[1, 1]
 
 
+@pytest.mark.slow
 def test_tests_on_another_card_stand_beside_those_of_robustness(
     configs: dict[str, str], inverted: str, say: Say
 ) -> None:

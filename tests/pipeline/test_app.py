@@ -17,6 +17,7 @@ from tests import small_run
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
 
+@pytest.mark.slow
 def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def test_what_carries_something_is_a_chain(tmp_path: Path) -> None:
     ]
 
 
-def test_a_chain_is_evaluated_on_all_tasks_so_far_and_a_star_on_the_new_one_beside_the_one_before(
+def test_chain_evaluates_all_tasks_and_star_evaluates_new_and_previous(
     tmp_path: Path,
 ) -> None:
     graph, _ = graph_from(tmp_path, "finetune", "meat")
@@ -183,9 +183,7 @@ def test_a_stream_of_a_base_task_alone_is_evaluated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [False, True])
-def test_images_without_labels_are_no_task_and_what_tasks_of_a_star_start_from_is_tuned_on_them(
-    tmp_path: Path, base: bool
-) -> None:
+def test_unlabelled_images_pretune_start_of_star(tmp_path: Path, base: bool) -> None:
     entries = [
         {"name": "pictures", "card": "digits", "role": "unlabelled"},
         *([BASE] if base else []),
@@ -259,7 +257,7 @@ def test_a_step_of_later_tasks_is_left_out_of_the_first_one(tmp_path: Path, base
         assert graph["balanced/a/herd"].job.previous == {"train": graph["balanced/a/train"].key}
 
 
-def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(
+def test_parallel_steps_share_parents_and_join(
     tmp_path: Path,
 ) -> None:
     graph, _ = graph_from(tmp_path, "side")
@@ -278,9 +276,7 @@ def test_steps_side_by_side_wait_for_the_same_and_what_waits_for_both_has_both(
     assert graph["side/b/train"].job.previous == {"align": graph["side/a/align"].key}
 
 
-def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_for_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_task_waits_for_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forked(Method):
         name = "forked"
         carries = ("memory",)
@@ -306,7 +302,7 @@ def test_the_next_task_waits_for_all_that_no_step_waits_for_and_a_step_may_wait_
     }
 
 
-def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_reads(
+def test_chain_stage_waits_for_loaded_states_and_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loads(Method):
@@ -338,7 +334,7 @@ def test_a_chain_waits_for_the_states_that_it_loads_and_for_the_data_that_it_rea
     assert graph["finetune/b/train"].inputs["seen"] == [["b", ["4", "5"]]]
 
 
-def test_a_base_task_goes_through_steps_of_its_own_from_the_head_that_the_backbone_stage_left(
+def test_base_task_starts_from_head_of_backbone_stage(
     tmp_path: Path,
 ) -> None:
     settings = {"method": "packnet", "base_mode": "prune_retrain"}
@@ -371,7 +367,7 @@ def test_settings_that_need_a_base_task_are_refused_without_one(tmp_path: Path) 
         graph_from(tmp_path, methods={"pack": {"method": "packnet", "base_mode": "prune_retrain"}})
 
 
-def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far(
+def test_scenario_class_evaluates_all_learned_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Apart(Method):
@@ -398,7 +394,7 @@ def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far
     }
 
 
-def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_the_output_space(
+def test_missing_test_data_keeps_place_in_output_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second_card(monkeypatch)
@@ -429,7 +425,7 @@ def test_settings_of_one_step_change_the_keys_from_that_step_on(tmp_path: Path) 
     assert after["chained/a/train"].job.train.epochs == before["chained/a/train"].job.train.epochs
 
 
-def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_path: Path) -> None:
+def test_training_settings_are_not_in_keys_of_other_steps(tmp_path: Path) -> None:
     before, _ = graph_from(tmp_path, "chained")
     assert before["chained/a/prune"].inputs["train"] == {}
     train = before["chained/a/train"]
@@ -456,7 +452,7 @@ def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_p
 
 
 # ---- what a task has of its own ------------------------------------------------------------------
-def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the_common_ones(
+def test_task_settings_train_and_common_settings_serve(
     tmp_path: Path,
 ) -> None:
     settings = {
@@ -507,7 +503,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
         ("packnet", {"train": {"lr": 0.5}}, {"a/train", "a/prune", "a/retrain", "a/evaluate"}),
     ],
 )
-def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(
+def test_task_settings_change_its_keys_and_dependent_keys(
     tmp_path: Path, method: str, task_settings: dict[str, Any], alike: set[str]
 ) -> None:
     before, _ = graph_from(tmp_path, method)
@@ -530,7 +526,7 @@ def test_the_plan_of_a_task_follows_from_its_own_settings(tmp_path: Path) -> Non
     }
 
 
-def test_steps_with_the_base_task_or_with_images_without_labels_may_have_settings_of_their_own(
+def test_base_and_pretuning_steps_accept_settings(
     tmp_path: Path,
 ) -> None:
     tasks = {"base": {"train": {"lr": 0.5}}}
@@ -597,9 +593,7 @@ def test_parents_come_before_their_children(tmp_path: Path) -> None:
         seen.add(stage.id)
 
 
-def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_order_is_split_into_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         card_files, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
     )

@@ -719,7 +719,7 @@ def test_gc_keeps_what_a_process_is_computing(
     assert folders(littered) == before - {*lost[1:]}
 
 
-def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_stands(
+def test_run_waits_for_gc_before_look_up(
     littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else it would find results that are deleted a moment later."""
@@ -770,7 +770,7 @@ def test_a_run_with_another_seed_is_another_run(
     assert "small-seed-7" in text
 
 
-def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_lets_go(
+def test_changed_config_keeps_earlier_results_until_gc_earlier(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(run_copy)

@@ -31,7 +31,7 @@ def sizes(state: ClusterState, width: int = 100, name: str = "01-a", **settings:
     return shares.sizes_of_groups(state, ClusterSettings(**settings), name, width)
 
 
-def test_groups_are_as_many_as_there_is_room_for_and_stages_side_by_side() -> None:
+def test_number_of_groups_fits_resources_and_parallel_stages() -> None:
     alone = nodes_of(THREE, drivers={"01": ("01-a",)})
     assert sizes(alone, workers=1) == [1] * 12
     assert sizes(alone, width=2, workers=1) == [1, 1]
@@ -248,7 +248,7 @@ except UserError as error:
     ],
 )
 @pytest.mark.parametrize("scheme", ["ray://", ""])
-def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
+def test_wrong_or_missing_token_is_reported_quickly(
     scheme: str, environment: Any, message: str, tmp_path: Path
 ) -> None:
     """In a process of its own: Ray reads its mode and its token once."""
@@ -417,7 +417,7 @@ def test_what_a_person_has_exported_holds_here_and_on_the_workers(
     }
 
 
-def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_captures_no_run(
+def test_private_cluster_ignores_forgotten_clusters(
     bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -466,7 +466,7 @@ def test_a_ray_that_is_up_is_used_as_it_is(
     assert connected(monkeypatch, FakeRay(up=True), address="127.0.0.1:1") == []
 
 
-def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(
+def test_unreachable_cluster_is_reported_and_leaves_nothing(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = FakeRay(RuntimeError("Version mismatch: Ray 1.0\n  at line 3"))
@@ -572,9 +572,7 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(
-    affinity: Any, tmp_path: Path
-) -> None:
+def test_storage_check_asks_all_live_nodes(affinity: Any, tmp_path: Path) -> None:
     ray = Asked()
     cluster.check_nodes(ray, nodes_of(THREE, lost=[1]).nodes, str(tmp_path))
     assert ray.nodes == ["0", "2"]

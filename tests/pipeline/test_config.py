@@ -153,7 +153,7 @@ def test_a_label_stands_for_its_method_unless_it_names_one() -> None:
     assert run_config.merge_train("meat-soft").lr == 0.1
 
 
-def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones() -> None:
+def test_step_settings_override_method_and_general_settings() -> None:
     run_config = config(
         methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}},
         train={"epochs": 1, "clip": 0.5},
@@ -162,7 +162,7 @@ def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_gener
     assert (train.epochs, train.lr, train.clip) == (9, 0.5, 0.5)
 
 
-def test_settings_of_a_task_override_the_methods_and_settings_of_a_step_override_both() -> None:
+def test_task_settings_override_method_and_step_overrides_both() -> None:
     body = {
         "lambda": 0.9,
         "alpha": 3,
@@ -229,7 +229,7 @@ def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_pat
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_task_may_have_settings_of_its_own_that_the_method_knows_and_that_do_not_settle_the_plan(
+def test_task_settings_must_be_known_and_not_change_plan(
     method: Any,
 ) -> None:
     cls = METHODS[method]
@@ -287,7 +287,7 @@ def test_a_dumped_config_reads_back_as_the_same(changes: Any) -> None:
     assert dump(again) == dump(run_config)
 
 
-def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_were_any() -> None:
+def test_dump_without_task_settings_is_unchanged() -> None:
     assert all("tasks" not in entry for entry in dump(config())["methods"].values())
     assert (
         dump(config(methods={"meat": {"tasks": {"a": {"lambda": 0.6}}}}))["methods"]["meat"][
@@ -558,7 +558,7 @@ def test_a_raised_revision_changes_the_keys_of_its_method_alone(
         (evaluate, "EVALUATE_REVISION", ("*/*/evaluate",), ("*/*/evaluate",)),
     ],
 )
-def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_part_in(
+def test_shared_revision_changes_all_dependent_keys(
     module: Any,
     name: str,
     with_base: Any,
@@ -629,7 +629,7 @@ def test_a_task_at_the_end_leaves_every_key_as_it_was(base: bool, tmp_path: Path
     }
 
 
-def test_the_order_of_tasks_is_in_no_key_of_a_stars_training_and_in_every_later_one_of_a_chain(
+def test_task_order_changes_keys_of_chains_only(
     tmp_path: Path,
 ) -> None:
     body = dump(config())
@@ -732,7 +732,7 @@ def test_a_config_that_extends_nonsense_gets_one_sentence(
         (["stream.tasks.0.name=first"], None),
     ],
 )
-def test_a_run_that_computes_something_else_than_its_file_says_has_a_name_of_its_own(
+def test_overrides_that_change_results_change_run_name(
     tmp_path: Path, overrides: list[str], name: str | None
 ) -> None:
     path = tmp_path / "digits.yaml"

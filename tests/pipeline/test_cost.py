@@ -253,7 +253,7 @@ def test_what_was_measured_of_something_else_does_not_count(site: Site, change: 
     assert prediction.costs["finetune/a/train"].images == TRAIN
 
 
-def test_a_kind_of_stage_is_measured_on_the_device_that_the_config_gives_it(site: Site) -> None:
+def test_cost_is_measured_on_configured_device(site: Site) -> None:
     finished(*site)  # on a CPU
     cluster = {"workers": 1, "gpus_per_worker": 1, "stages": {"evaluate": {"gpus": 0}}}
     prediction = costs(*site, name="next", train={"epochs": 4}, cluster=cluster)
@@ -447,7 +447,7 @@ def test_damaged_measurements_are_passed_over(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_takes(
+def test_forecast_of_doubled_epochs_is_close(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Near: within a factor of four, on whatever machine, however busy."""

@@ -250,7 +250,7 @@ def test_a_card_that_needs_no_preparation_says_so(
     assert words in prepare(capsys, name, tmp_path, code=2)
 
 
-def test_a_box_is_cut_from_the_pixels_as_stored_and_the_result_is_upright() -> None:
+def test_box_is_cut_from_stored_pixels_and_turned_upright() -> None:
     pixels = np.zeros((16, 20, 3), np.uint8)
     pixels[2:9, 3:13] = 255
     exif = Image.Exif()

@@ -111,9 +111,7 @@ def test_metrics_that_a_file_claims_are_never_read(body: dict[str, Any], tmp_pat
     assert read_results(write_json(tmp_path, body))[0].matrix("meat").final == honest
 
 
-def test_the_seeds_of_one_file_are_a_group_and_pair_with_those_of_another(
-    body: dict[str, Any], tmp_path: Path
-) -> None:
+def test_seeds_of_two_files_are_paired(body: dict[str, Any], tmp_path: Path) -> None:
     second = copy.deepcopy(body["runs"][0]) | {"name": "tiny-seed-1", "seed": 1}
     body["runs"].append(second)
     paths = [write_json(tmp_path, body, name) for name in ("a.json", "b.json")]

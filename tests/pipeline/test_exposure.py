@@ -311,7 +311,7 @@ def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(
     assert all(line.startswith("accrete: mlflow server is starting, for ") for line in lines)
 
 
-def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_for(
+def test_failed_server_is_reported_without_another_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from pipeline.tracking import mlflow_client

@@ -113,7 +113,7 @@ def test_the_users_line_in_another_process_is_named(tmp_path: Path) -> None:
     assert "(at /tmp/r/_ray_pkg_2/mine.py:7 in loss)" in message
 
 
-def test_tries_that_fail_within_a_second_have_files_of_their_own_in_their_order(
+def test_quick_failures_have_separate_ordered_files(
     tmp_path: Path,
 ) -> None:
     for count in range(5):
@@ -127,7 +127,7 @@ def test_tries_that_fail_within_a_second_have_files_of_their_own_in_their_order(
     assert tries == [f"ValueError: try {count}" for count in range(5)]
 
 
-def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hides_no_error(
+def test_unavailable_storage_does_not_hide_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> dict[str, object]:

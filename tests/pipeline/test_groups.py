@@ -267,7 +267,7 @@ def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
     )
 
 
-def test_a_group_whose_workers_cannot_be_reached_moves_its_stage_without_using_a_retry(
+def test_unreachable_group_moves_stage_without_retry(
     make_driver: Any,
 ) -> None:
     """Ray may declare their node dead half a minute later."""
@@ -286,7 +286,7 @@ def test_a_group_whose_workers_cannot_be_reached_moves_its_stage_without_using_a
     assert 0 in driver.groups, "another group is started"
 
 
-def test_a_node_that_is_declared_lost_after_its_group_has_ended_is_said_to_be_replaced(
+def test_node_lost_after_its_group_is_reported_replaced(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0])
@@ -298,7 +298,7 @@ def test_a_node_that_is_declared_lost_after_its_group_has_ended_is_said_to_be_re
     assert "node 10.0.0.0 (0) was lost; its stages have continued elsewhere" in driver.notes
 
 
-def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
+def test_node_events_are_reported_when_group_ends(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0, 1.0])
@@ -316,7 +316,7 @@ def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
     )
 
 
-def test_workers_of_a_stage_that_takes_too_long_are_ended_and_the_try_counts(
+def test_time_limit_ends_workers_and_counts_attempt(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0], stages={"train": {"timeout_s": 60}})
@@ -411,7 +411,7 @@ def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any)
         driver.poll()
 
 
-def test_a_group_that_waits_for_a_lost_node_starts_again_on_the_nodes_that_are_up(
+def test_waiting_group_restarts_on_live_nodes(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0], width=1, workers=2, min_workers=1)
@@ -427,7 +427,7 @@ def test_a_group_that_waits_for_a_lost_node_starts_again_on_the_nodes_that_are_u
     assert driver.handle.releases > releases, "the reservation of the first group was not released"
 
 
-def test_waiting_for_resources_is_not_a_failed_start_but_failed_starts_end_the_run(
+def test_failed_starts_end_run_and_waiting_does_not(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0], width=1, workers=2, min_workers=1, retries=1)

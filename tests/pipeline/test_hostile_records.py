@@ -110,7 +110,7 @@ def mutations(
         yield (path, value), changed(body, path, value)
 
 
-@pytest.mark.few("running-0")
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("state", ["running", "failed"])
 def test_a_status_may_hold_anything(

@@ -406,6 +406,7 @@ def test_only_names_of_this_server_are_answered(
     assert Hosts(listen, names).allow(host) is is_allowed
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

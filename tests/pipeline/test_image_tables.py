@@ -87,7 +87,7 @@ def test_class_names_come_from_the_description_of_the_hub_or_from_txt(tmp_path: 
     assert found(shards(tmp_path / "shards")).classes == NAMES
 
 
-def test_a_number_is_the_name_of_a_class_where_they_do_not_count_from_0(tmp_path: Path) -> None:
+def test_numbers_not_counting_from_zero_are_class_names(tmp_path: Path) -> None:
     data_set = found(numbers_in_parquet(tmp_path / "data"))
     assert data_set.classes == ("3", "4", "5", "6")
     assert data_set.source["numbers"] == "names"

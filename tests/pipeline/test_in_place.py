@@ -462,7 +462,7 @@ def test_a_list_names_the_parts_of_a_split_in_every_format(form: str) -> None:
     assert card.source.list_parts("train") == ("a.tar", "b.tar")
 
 
-def test_a_missing_shard_is_named_and_none_at_all_is_a_source_that_is_gone(
+def test_missing_shard_is_named_and_empty_source_is_gone(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     card = card_of(shards_folder)

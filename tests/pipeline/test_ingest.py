@@ -233,9 +233,7 @@ def test_too_many_bad_images_stop_the_stage_and_publish_nothing(
     assert run(card_of(source, max_bad_fraction=0.1), tmp_path)[0]["rejected"] == {"corrupt": 1}
 
 
-def test_a_small_version_keeps_so_many_of_each_class_the_same_wherever_they_lie(
-    source: Any, tmp_path: Path
-) -> None:
+def test_subset_keeps_equal_images_for_any_location(source: Any, tmp_path: Path) -> None:
     manifest, shards = run(card_of(source, per_class={"train": 3, "test": 1}), tmp_path)
     assert manifest["counts"] == {"train": 6, "test": 2}
     assert manifest["rejected"] == {"left out": 20}
@@ -275,9 +273,7 @@ def reasons(root: Path, key: str = "k") -> dict[str, str]:
     return {row["source"]: row["reason"] for row in listed(root, key)}
 
 
-def test_an_image_whose_name_is_no_utf8_is_taken_and_a_class_of_such_a_name_is_listed(
-    source: Any, tmp_path: Path
-) -> None:
+def test_non_utf8_images_are_read_and_classes_listed(source: Any, tmp_path: Path) -> None:
     cat, odd = (os.fsencode(source / "train" / name) for name in ("cat", "caf"))
     os.mkdir(odd + b"\xe9")
     for path in (cat + b"/caf\xe9.png", cat + b"/caf\xe8.png", odd + b"\xe9/a.png"):
@@ -428,7 +424,7 @@ def test_a_split_that_is_a_link_which_is_not_followed_is_named(
 
 
 @pytest.mark.parametrize("form", ["tar", "parquet"])
-def test_a_shard_that_is_a_link_to_nothing_is_an_error_and_what_is_none_is_listed(
+def test_dangling_shard_is_error_and_other_files_are_listed(
     form: str, source: Any, tmp_path: Path
 ) -> None:
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
@@ -959,7 +955,7 @@ def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> Non
         load(str(file))
 
 
-def test_every_format_that_a_card_may_name_is_a_module_and_every_module_can_be_named() -> None:
+def test_formats_of_cards_and_modules_agree() -> None:
     names = {*get_args(SourceFormat)}
     modules = {path.stem for path in Path(formats.__file__).parent.glob("*.py")}
     assert modules == names | {"__init__", "base"}

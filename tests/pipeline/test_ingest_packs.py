@@ -67,6 +67,7 @@ class Counting:
 
 
 # ---- requests ------------------------------------------------------------------------------------
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("is_small", "of_shard", "others"), [(False, 2, 34), (True, 1, 9)])
 def test_the_digits_take_few_requests_of_a_bucket(
     is_small: bool,

@@ -282,7 +282,7 @@ def test_an_earlier_record_protects_its_results_until_the_last_of_them_is_delete
     assert not (tmp_path / "runs" / "r" / "earlier").exists()
 
 
-def test_an_earlier_record_that_cannot_be_read_stays_as_long_as_it_may_need_something(
+def test_unreadable_earlier_record_is_kept(
     tmp_path: Path,
 ) -> None:
     store = Store(str(tmp_path))
@@ -361,7 +361,7 @@ def test_keys_of_a_source_that_is_gone_are_remembered(tmp_path: Path) -> None:
     assert join(store.storage, "sources").startswith(str(tmp_path))
 
 
-def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_has_its_own_reason(
+def test_object_store_look_up_is_batched_with_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No look-up answers before eight are under way."""

@@ -115,6 +115,7 @@ def rewrite_image(folder: Path) -> int:
     return 0  # it is read, and its bytes are the same
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     "change",
     [
@@ -274,6 +275,7 @@ def test_only_rows_of_changed_files_are_read(
     assert whole(grown) == whole(run(card, tmp_path / "fresh", "new"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -369,6 +371,7 @@ def test_a_damaged_shard_of_before_is_no_harm(folder: Path, tmp_path: Path) -> N
     assert Artifact.need(str(tmp_path / "storage"), "new").damage() is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("harm", ["gone", "cut", "other columns", "leads out"])
 def test_a_table_of_before_that_is_not_ours_is_ignored(
     harm: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def test_a_number_is_a_place_if_the_card_says_so() -> None:
 
 
 @pytest.mark.parametrize("label", [0, "0", 1])
-def test_a_number_that_can_be_a_place_is_refused_if_the_card_does_not_say(
+def test_ambiguous_label_number_needs_card_setting(
     label: str | int,
 ) -> None:
     with pytest.raises(UserError, match=r"source\.numbers"):

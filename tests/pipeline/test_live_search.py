@@ -68,7 +68,7 @@ def test_the_page_is_written_at_the_start_and_after_results() -> None:
 
 
 @pytest.mark.usefixtures("_no_pause")
-def test_the_page_is_written_again_without_results_so_that_its_time_says_that_it_runs(
+def test_search_page_is_refreshed_without_new_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_page, "UNCHANGED_S", 0.01)

@@ -68,7 +68,7 @@ def test_the_worked_case_of_class_incremental_learning_gives_its_numbers(
     )
 
 
-def test_the_old_continuum_formula_overlooks_the_second_last_task_and_the_model_after_it() -> None:
+def test_old_continuum_forgetting_ignores_second_last_task() -> None:
     r = [[0.9, 0, 0], [0.8, 0.7, 0], [0.6, 0.5, 0.8]]
     assert [
         row["forgetting_continuum_pre_2022_05"] for row in metrics.over_time(r)
@@ -101,9 +101,7 @@ def test_no_task_gives_nan_and_no_error() -> None:
     assert all(np.isnan(v) for v in metrics.all_metrics([]).values())
 
 
-def test_a_hundred_tasks_of_more_than_a_thousand_classes_in_small_integers_do_not_overflow() -> (
-    None
-):
+def test_many_tasks_and_classes_do_not_overflow() -> None:
     correct = np.full((100, 100), 30_000, np.int16)
     total = np.full((100, 100), 32_000, np.int16)
     assert METRICS["last_accuracy"](correct, total) == pytest.approx(30 / 32)

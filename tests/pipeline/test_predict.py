@@ -55,6 +55,7 @@ def images_of(folder: Path, task: str) -> list[Path]:
     return sorted((folder / "raw" / task / "test").rglob("*.png"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("label", ["meat", "hat"])
 def test_predict_says_of_files_what_evaluation_counted(
     run: Any, label: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

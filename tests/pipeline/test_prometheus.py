@@ -165,6 +165,7 @@ def read(url: str) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_run_answers_while_it_goes_on_and_not_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +285,7 @@ async def answer_at_once(request: RawRequest) -> Reply:
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed (Debian: prometheus)")
-def test_prometheus_reads_a_run_and_a_server_and_answers_the_queries_of_the_page(
+def test_prometheus_answers_documented_queries(
     tmp_path: Path,
 ) -> None:
     front = Front(answer_at_once, {}, Hosts("127.0.0.1"))

@@ -49,7 +49,7 @@ def test_each_stage_is_given_to_one_group() -> None:
     assert queue.next_stage(2) is None
 
 
-def test_a_group_that_asks_for_a_stage_before_its_last_one_ended_has_lost_that_one() -> None:
+def test_group_asking_early_has_lost_its_stage() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
@@ -79,7 +79,7 @@ def test_of_several_ranks_that_report_a_failure_the_first_counts() -> None:
     assert [(e.kind, e.message) for e in events] == [("progress", ""), ("failed", "rank 1")]
 
 
-def test_the_stage_of_an_abandoned_group_is_lost_and_the_group_is_not_up() -> None:
+def test_abandoned_group_loses_stage_and_is_down() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(4, [Rank("node-1")])
@@ -93,7 +93,7 @@ def test_the_stage_of_an_abandoned_group_is_lost_and_the_group_is_not_up() -> No
     assert up == {}
 
 
-def test_a_group_that_joins_again_has_lost_its_stage_on_the_nodes_it_had() -> None:
+def test_rejoining_group_has_lost_its_stage() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(0, [Rank("node-1"), Rank("node-2")])
@@ -138,7 +138,7 @@ def test_events_of_a_stage_that_a_group_no_longer_has_are_ignored() -> None:
     assert [(e.kind, e.stage) for e in news_of(queue)[0]] == [("lost", "a"), ("done", "b")]
 
 
-def test_a_stage_that_several_ranks_report_lost_is_lost_once_with_the_nodes_of_its_group() -> None:
+def test_stage_reported_lost_by_several_ranks_counts_once() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(0, [Rank("node-1"), Rank("node-2")])
@@ -192,7 +192,7 @@ def test_a_stage_reserved_for_an_abandoned_group_goes_to_another_group_at_once()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ready_stages_are_taken_in_the_order_that_a_search_of_all_of_them_gives(seed: Any) -> None:
+def test_ready_stages_keep_exhaustive_search_order(seed: Any) -> None:
     rng = random.Random(seed)
     queue = ReadyQueue()
     ready_stages: list[ReadyStage] = []

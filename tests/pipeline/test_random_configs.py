@@ -54,6 +54,7 @@ def random_body(rng: Random) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "number",
     [n if n < NUM_QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(NUM_RUNS)],

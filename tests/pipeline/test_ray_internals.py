@@ -154,7 +154,7 @@ def test_trainer_starts_no_autoscaling_coordinator(
     assert announced
 
 
-def test_a_group_that_does_not_come_up_is_told_from_other_errors_of_the_controller() -> None:
+def test_failed_group_start_differs_from_controller_errors() -> None:
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import ControllerError
 
@@ -183,7 +183,7 @@ def test_messages_of_raylets_are_logged_and_those_of_workers_are_printed(
     assert printed == [({"pid": 7, "lines": ["c"]}, True)]
 
 
-def test_ray_train_says_which_worker_died_with_its_process_and_the_address_of_its_node() -> None:
+def test_ray_train_names_dead_worker_process_and_node() -> None:
     from ray.core.generated import common_pb2
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
@@ -221,7 +221,7 @@ def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:
     assert (config.name, config.storage_path) == ("group", "/tmp/x")
 
 
-def test_an_error_of_a_remote_function_carries_its_cause_and_its_traceback_as_text() -> None:
+def test_remote_error_has_cause_and_traceback() -> None:
     """pipeline/graph/failures.py and RayMap read these."""
     from ray.exceptions import RayTaskError
 

@@ -328,7 +328,7 @@ def test_a_tracking_server_that_does_not_answer_is_reported_in_two_sentences(
 
 
 @pytest.mark.parametrize("stop", [preemption.Preempted, KeyboardInterrupt])
-def test_a_run_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(
+def test_stopped_run_does_not_wait_for_server(
     stop: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "STOPPED_PATIENCE_S", 0.1)
@@ -381,7 +381,7 @@ def test_the_server_works_without_job_processes(tmp_path: Path) -> None:
 
 
 # ---- tags, data, this machine --------------------------------------------------------------------
-def test_runs_and_methods_have_the_metrics_and_tags_that_lists_sort_and_filter_by(
+def test_runs_have_metrics_and_tags_for_lists(
     recorded: Any,
 ) -> None:
     runs = recorded.after.runs
@@ -495,7 +495,7 @@ def test_the_use_of_the_workers_machines_is_recorded_where_it_is_asked_for(
     assert recorder.warnings == []
 
 
-def test_a_sampler_that_ended_in_an_outage_starts_again_and_none_runs_when_off(
+def test_sampler_restarts_after_outage_and_respects_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[bool] = []

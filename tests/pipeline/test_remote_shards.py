@@ -55,7 +55,7 @@ def read_all(card: Any, root: Path, cache: Cache | None) -> list[bytes]:
 
 
 # ---- web servers ---------------------------------------------------------------------------------
-def test_shards_of_a_web_server_are_indexed_and_read_as_those_on_a_disk(
+def test_http_shards_equal_local_shards(
     server: Server, shards_folder: Path, tmp_path: Path
 ) -> None:
     _, expected = run(card_of(shards_folder), tmp_path / "disk")

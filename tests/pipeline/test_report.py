@@ -71,7 +71,7 @@ def half(folder: Any, *missing: Any) -> Any:
 
 
 # ---- matrices ------------------------------------------------------------------------------------
-def test_a_chain_is_measured_everywhere_and_a_star_on_the_diagonal_from_which_the_rest_follows(
+def test_star_matrix_follows_from_its_diagonal(
     tables: Any,
 ) -> None:
     chain, star = tables.matrix("finetune"), tables.matrix("meat")
@@ -98,7 +98,7 @@ def test_a_star_does_not_forget_and_fine_tuning_does(tables: Any) -> None:
     assert tables.matrix("finetune").final["forgetting"] > 0.3
 
 
-def test_a_chain_whose_old_test_data_is_gone_has_holes_and_no_forgetting_of_zero(
+def test_missing_test_data_gives_holes_not_zero_forgetting(
     tmp_path: Path,
 ) -> None:
     """What was not measured must not be filled in from the diagonal: a chain can have changed
@@ -136,7 +136,7 @@ def test_the_second_matrix_of_scenario_class_is_absent_unless_it_was_written(tab
     assert "measured" not in tables.matrix("finetune", "correct_task_aware").source
 
 
-def test_scenario_class_is_told_by_the_first_five_and_with_the_task_given_too(
+def test_scenario_class_reports_top5_and_task_aware(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = RunTables.evaluation_rows
@@ -220,7 +220,7 @@ def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables: Any) -> 
     assert 2 < rows[3]["growth"] < 2.05
 
 
-def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(
+def test_carried_state_of_base_task_is_counted_for_star(
     tables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task_sizes = tables._task_sizes
@@ -344,7 +344,7 @@ def test_dropped_patches_are_darkened_also_when_the_grid_does_not_divide_the_ima
     assert (dark_image[:, 9] == 200).all()
 
 
-def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(
+def test_mask_picture_uses_test_image_or_bare_grid(
     tmp_path: Path,
 ) -> None:
     tables = half(tmp_path)
@@ -463,6 +463,7 @@ def test_the_page_names_what_the_run_was(report: Any) -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_the_same_store_gives_the_same_report(storage: Any, report: Any, tmp_path: Path) -> None:
     shutil.copytree(storage, tmp_path / "copy")
     again = page.build(str(tmp_path / "copy"), fake_run.record())
@@ -500,7 +501,7 @@ def test_nothing_is_written_as_less_than_nothing() -> None:
     ]
 
 
-def test_loss_terms_and_measures_are_told_apart_in_the_order_the_train_loop_writes() -> None:
+def test_loss_terms_and_measures_are_separated_in_order() -> None:
     row = dict.fromkeys(
         [
             "epoch",
@@ -543,7 +544,7 @@ def test_artifacts_are_only_read(storage: Any, report: Any) -> None:
 
 
 # ---- capacity and layers -------------------------------------------------------------------------
-def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now() -> None:
+def test_capacity_counts_new_reused_and_total_units() -> None:
     a, b = (
         view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()),
         view("b", blocks_0_fc1=torch.tensor([0, 1, 1, 0]).bool()),

@@ -39,7 +39,7 @@ def read_log(storage: Path, name: str) -> str:
     return (storage / "runs" / name / run_log.FILE).read_text()
 
 
-def test_a_run_logs_its_stages_and_a_run_with_nothing_to_do_says_so(tmp_path: Path) -> None:
+def test_run_log_lists_stages_or_nothing_to_do(tmp_path: Path) -> None:
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"])
     path = small_run.write_config(tmp_path / "config.yaml", body)
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_secrets_are_redacted_in_the_log_and_on_stderr(
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("warning", 1)])
-def test_the_log_level_decides_what_is_printed_and_not_what_is_in_the_file(
+def test_log_level_affects_only_printed_lines(
     level: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_log.log_to_stderr("error")
@@ -155,7 +155,7 @@ def put_symlink(path: Path) -> None:
 @pytest.mark.parametrize(
     "put", [put_symlink, os.mkfifo, Path.mkdir], ids=["link", "FIFO", "folder"]
 )
-def test_a_driver_log_that_is_no_regular_file_is_left_alone_and_the_run_goes_on(
+def test_irregular_driver_log_is_left_alone(
     put: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A storage folder may come from a stranger."""

@@ -311,6 +311,7 @@ def test_the_record_can_be_rewritten_from_the_store_and_twice_adds_nothing(
         SearchRecorder.rebuild(storage, "other")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_after_an_outage_the_server_has_the_whole_search_once(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch, how: str
@@ -333,6 +334,7 @@ def test_tracking_that_is_off_writes_nothing(storage: Any, monkeypatch: pytest.M
     assert fake.calls == recorder.links() == []
 
 
+@pytest.mark.slow
 def test_a_search_in_the_storage_database_can_be_filtered_and_opens_in_ui(
     tmp_path: Path,
 ) -> None:

@@ -179,6 +179,7 @@ def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty: Any) ->
         assert row["message"] == t["message"]
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     some = fake.trials(6, "none")
     assert made(tmp_path / "a", some)[1] == made(tmp_path / "b", some)[1]

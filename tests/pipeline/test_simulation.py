@@ -89,9 +89,7 @@ def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(
 
 
 @pytest.mark.parametrize("nodes", [100, 10])
-def test_nodes_that_come_and_go_and_stages_that_fail_cost_little_and_lose_nothing(
-    tmp_path: Path, nodes: int
-) -> None:
+def test_changing_nodes_and_failures_lose_nothing(tmp_path: Path, nodes: int) -> None:
     graph, cluster, outcome = simulate(tmp_path, nodes, failures=NODES_FAIL)
     check_spans(graph, cluster.spans)
     how = Counter(s.how for s in cluster.spans)
@@ -109,7 +107,7 @@ def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path: Path) -> 
     assert share_on_same_group(graph, cluster.spans) > 0.6
 
 
-def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_else(
+def test_final_failure_blocks_only_dependent_stages(
     tmp_path: Path,
 ) -> None:
     doomed = "finetune-020/t-4/train"

@@ -37,7 +37,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_point_is_a_function_of_seed_and_number_and_stays_inside_its_bounds() -> None:
+def test_search_points_are_deterministic_and_in_bounds() -> None:
     wide = space(**WIDE)
     points = [wide.draw_point(7, n) for n in range(300)]
     assert points == [wide.draw_point(7, n) for n in range(300)]

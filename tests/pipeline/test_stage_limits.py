@@ -48,7 +48,7 @@ def limited(**stages: dict[str, Any]) -> ClusterSettings:
 
 
 # ---- the settings --------------------------------------------------------------------------------
-def test_a_kind_of_stage_takes_what_is_set_for_it_and_else_what_all_take() -> None:
+def test_stage_kind_limits_override_common_limits() -> None:
     cluster = limited(evaluate={"gpus": 0, "cpus": 4}, train={"timeout_s": 60})
     cluster = cluster.model_copy(update={"gpus_per_worker": 1.0, "memory_gb_per_worker": 8.0})
     evaluate = cluster.of_step("evaluate")
@@ -128,7 +128,7 @@ def training(clock: Clock, seconds: float, devices: list[str]) -> Callable[..., 
     return run_stage
 
 
-def test_a_stage_of_this_process_ends_itself_at_its_next_report_and_is_tried_again(
+def test_local_stage_ends_at_time_limit_and_retries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -186,7 +186,7 @@ def test_threads_are_those_of_the_kind_of_stage(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_named_with_the_kind_that_asks_for_it(tmp_path: Path) -> None:
+def test_missing_gpu_is_named_with_stage_kind(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cluster\.stages\.train\.gpus is 1\.0, but this machine"):
         executor_of(limited(train={"gpus": 1}), tmp_path, Clock())
     executor_of(limited(train={"gpus": 0}), tmp_path, Clock()).close()
@@ -251,7 +251,7 @@ class SlowRay:
         return True
 
 
-def test_tasks_of_ingest_are_ended_at_the_deadline_and_their_slots_are_free_again() -> None:
+def test_ingest_tasks_end_at_deadline_and_free_slots() -> None:
     ray = SlowRay()
     ray_map = RayMap(ray, limit=2)
     deadline = Deadline(limited(ingest={"timeout_s": 0.05}), "ingest")
@@ -313,7 +313,7 @@ def test_kinds_that_take_the_same_share_a_pool() -> None:
     assert pools.describe_group(STRIDE + 1) == "group 1 for evaluate, herd"
 
 
-def test_the_pool_with_the_deepest_stages_gets_room_first_and_others_what_is_left() -> None:
+def test_pool_with_deepest_stages_gets_room_first() -> None:
     cluster = limited(evaluate={"gpus": 0, "cpus": 3}).model_copy(update={"gpus_per_worker": 1.0})
     pools = Pools(cluster)
     state = nodes_of([GPU_NODE])
@@ -323,7 +323,7 @@ def test_the_pool_with_the_deepest_stages_gets_room_first_and_others_what_is_lef
     assert sizes == {0: 1, 1: 1, STRIDE: 1, STRIDE + 1: 1}, "2 GPUs; 6 CPUs are left for evaluate"
 
 
-def test_a_group_without_a_stage_makes_room_where_another_pool_needs_it_and_else_goes_on() -> None:
+def test_idle_group_makes_room_for_other_pool() -> None:
     pools = Pools(limited(evaluate={"cpus": 2}))
     groups = {0: 1, 1: 1}
     waiting = [ready("x", 1, 1)]

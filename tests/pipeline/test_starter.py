@@ -73,7 +73,7 @@ def test_relative_paths_start_at_the_file_that_names_them(
     assert card.source.path == str(here.parent / "zoo")
 
 
-def test_a_card_may_stand_beside_the_data_and_an_entry_may_be_a_path(here: Path) -> None:
+def test_card_next_to_data_and_path_entries_work(here: Path) -> None:
     class_folders(here / "zoo" / "train", NAMES)
     class_folders(here / "zoo" / "test", NAMES)
     (here / "zoo" / "card.yaml").write_text(

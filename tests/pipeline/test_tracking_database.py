@@ -186,6 +186,7 @@ def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path: Path) ->
     assert (storage / "mlflow.db").stat().st_size
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("statement", "where"),
     [
@@ -197,7 +198,7 @@ def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path: Path) ->
         pytest.param(150, "at its place", marks=pytest.mark.slow),
     ],
 )
-def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
+def test_killed_database_creation_is_recovered(
     statement: Any, where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []

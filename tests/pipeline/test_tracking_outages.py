@@ -84,7 +84,7 @@ class Server:
         self.outbox.put(action)
 
 
-def test_calls_missed_in_an_outage_are_made_in_order_when_the_server_is_back() -> None:
+def test_missed_calls_are_sent_in_order_after_outage() -> None:
     server = Server()
     server.tell(1)
     server.up = False
@@ -208,6 +208,7 @@ def test_pauses_grow_to_half_a_minute_and_closing_ends_them(
 
 
 # ---- the record of a run -------------------------------------------------------------------------
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "stride"),
     [
@@ -298,6 +299,7 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     assert {r.status for r in fake.runs.values()} == {"FINISHED"}
 
 
+@pytest.mark.slow
 def test_two_modules_write_runs_two_make_models_and_one_reads_them() -> None:
     import ast
 

@@ -55,7 +55,7 @@ def test_every_method_accepts_its_own_defaults(name: str, weights: str) -> None:
         assert train.max_epochs == 100
 
 
-def test_what_the_config_leaves_out_is_the_methods_and_what_it_sets_is_obeyed() -> None:
+def test_method_defaults_fill_gaps_of_config() -> None:
     silent = config().merge_train("meat")
     declared = METHODS["meat"].train_defaults
     assert (silent.lr, silent.epochs, silent.min_steps) == (declared.lr, 5, 300)
@@ -76,7 +76,7 @@ def test_a_network_from_random_weights_has_another_rate_where_the_method_says_so
     assert run_config.backbone_train().lr == 1e-3
 
 
-def test_a_step_has_defaults_of_its_own_which_any_setting_of_the_config_overrides() -> None:
+def test_config_overrides_defaults_of_step() -> None:
     stream = {"scenario": "class", "tasks": [{"card": "digits", "split": 2}]}
     silent = config(methods={"der": {}}, stream=stream)
     assert silent.merge_train("der", "finetune").epochs == 10
@@ -110,13 +110,13 @@ def test_a_length_that_is_set_is_not_changed(settings: dict[str, int], left: set
         assert train.max_epochs == settings["epochs"], "smaller batches, but no more epochs"
 
 
-def test_a_config_that_sets_all_of_it_keeps_the_key_that_it_had_without_defaults() -> None:
+def test_complete_config_keeps_its_key() -> None:
     settings = {"epochs": 12, "batch_size": 32, "lr": 1e-3}
     train = config(train=settings).merge_train("meat")
     assert key_inputs(train) == key_inputs(TrainSettings(**settings))
 
 
-def test_what_is_left_to_the_methods_is_not_written_down_as_set_by_the_config() -> None:
+def test_method_defaults_are_not_recorded_as_config() -> None:
     run_config = config(train={"clip": 1.0})
     assert dump(run_config)["train"] == {"clip": 1.0}
     again = check(dump(run_config), "dumped")

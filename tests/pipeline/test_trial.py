@@ -316,6 +316,7 @@ def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Pla
     assert record(plan)["ended"]
 
 
+@pytest.mark.few(1)
 def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
     plan: trial.Plan,
 ) -> None:

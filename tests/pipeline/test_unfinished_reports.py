@@ -64,6 +64,7 @@ def test_a_report_that_fails_does_not_hide_why_a_stage_failed(
     assert "Traceback" not in output.out + output.err
 
 
+@pytest.mark.slow
 def test_a_run_names_images_that_were_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +103,7 @@ def test_warnings_name_the_seeds_that_have_them() -> None:
     assert html_parts.render_macro("warnings", []).strip() == ""
 
 
-def test_a_stage_prints_its_warnings_and_one_that_fails_those_of_the_stages_it_needs() -> None:
+def test_failed_stage_prints_warnings_of_its_parents() -> None:
     graph = Graph.of(
         "g",
         [

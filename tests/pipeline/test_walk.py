@@ -64,7 +64,7 @@ def reaction(walk: Walk, event: Event) -> DecisionKind:
     return decision.kind
 
 
-def test_tasks_of_a_star_run_in_parallel_and_tasks_of_a_chain_in_order() -> None:
+def test_star_runs_in_parallel_and_chain_in_order() -> None:
     star = Walk.over(graph(STAR), ["data", "base"], 0)
     assert sorted(launches(star)) == ["a", "b", "c"]
     chain = Walk.over(graph(CHAIN), ["data", "base"], 0)
@@ -82,7 +82,7 @@ def test_a_running_stage_is_not_launched_again() -> None:
     assert launch_all(walk) == []
 
 
-def test_a_lost_stage_is_retried_as_often_as_allowed_and_then_fails_with_its_message() -> None:
+def test_lost_stage_fails_after_allowed_retries() -> None:
     walk = Walk.over(graph(STAR), ["data"], 2)
     for attempt in range(3):
         assert launch_all(walk) == ["base"]
@@ -96,7 +96,7 @@ def test_a_lost_stage_is_retried_as_often_as_allowed_and_then_fails_with_its_mes
     assert walk.messages["base"] == "its workers died"
 
 
-def test_a_stage_on_a_lost_node_is_moved_without_using_a_retry_until_it_moved_too_often() -> None:
+def test_stage_on_lost_node_moves_until_limit() -> None:
     walk = Walk.over(graph(STAR), ["data"], 0)
     for _ in range(MAX_MOVES):
         assert launch_all(walk) == ["base"]

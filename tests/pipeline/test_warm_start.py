@@ -83,7 +83,7 @@ def test_a_setting_that_the_earlier_search_does_not_know_is_drawn() -> None:
     assert points[0] != points[1] == points[2], "it depends on the trial and the seed alone"
 
 
-def test_a_trial_of_another_method_is_a_point_where_the_space_has_that_method() -> None:
+def test_trial_of_other_method_is_point_if_in_space() -> None:
     body = {"methods": {"hat": {"s_max": 400.0}, "meat": {}}, "train": {"epochs": 2}}
     params = {"method": "hat"}
     space = space_of(DIMENSIONS)
@@ -206,6 +206,7 @@ def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: P
     assert record["results"] == ranked[0]["results"]
 
 
+@pytest.mark.slow
 def test_tpe_learns_from_the_other_trials_where_they_were_judged_alike(folder: Path) -> None:
     pytest.importorskip("optuna")
     search = prepared(folder, warm_start="first", warm_points=1, algorithm="tpe")

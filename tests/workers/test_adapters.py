@@ -111,6 +111,7 @@ def test_a_copy_of_the_backbone_has_no_adapters_of_the_original() -> None:
     assert not torch.equal(original_features, twin_features)
 
 
+@pytest.mark.slow
 def test_a_compiled_backbone_turns_too() -> None:
     """It does not look at which hooks there are, only at what those it has found read."""
     model, tasks = vit(depth=1), {0: {}, 1: stacked(1, 2), 2: stacked(2, 2)}
@@ -127,6 +128,7 @@ def test_a_compiled_backbone_turns_too() -> None:
         assert torch.equal(answer(task), expected[task])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "sites", [(houlsby, HOULSBY, None), (parallel, ("",), "norm2")], ids=["behind", "beside"]
 )

@@ -169,7 +169,7 @@ def test_wide_open_scales_and_no_tau_give_sigma_itself() -> None:
     )
 
 
-def test_the_sites_are_the_linear_layers_of_the_blocks_and_the_rest_is_copied_or_stays() -> None:
+def test_apd_masks_linear_layers_of_blocks() -> None:
     method = begun()
     assert len(method.sites) == 8
     assert "patch_embed.proj" not in method.sites
@@ -410,9 +410,7 @@ def test_what_is_stored_has_no_entry_up_to_the_threshold(
     assert size_of(method.finish()[1], "tau/") > size_of(carried, "tau/")
 
 
-def test_a_proximal_step_keeps_zeros_until_the_gradient_outweighs_lambda1_and_stops_at_zero() -> (
-    None
-):
+def test_proximal_step_keeps_and_reaches_zeros() -> None:
     method = begun(zeros="proximal", lambda1=1.0)
     tau = method.own_tau[SITE]
     rows = tau.detach().flatten()
@@ -497,7 +495,7 @@ def size_of(carried: Carried, prefix: str) -> int:
     )
 
 
-def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries() -> None:
+def test_apd_task_size_counts_row_masks_and_sparse_tau() -> None:
     torch.manual_seed(0)
     width, depth = 192, 12
     method = Apd(build(BackboneSettings()), ApdSettings(), seed=1)

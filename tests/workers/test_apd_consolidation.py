@@ -224,7 +224,7 @@ def test_later_tasks_keep_shared_values_and_stay_within_the_bound() -> None:
     )
 
 
-def test_a_consolidation_leaves_the_state_that_training_left_and_is_told_it_only_then() -> None:
+def test_consolidation_keeps_state_of_training() -> None:
     first = left_by(1)
     base = Task("zero", "card", "", ("x", "y"), role="base")
     alone = trained(begun(consolidate_every=2), steps=1)

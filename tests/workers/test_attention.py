@@ -183,7 +183,7 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) ->
         assert task_maps[0] > 0
 
 
-@pytest.mark.few("der-2", "icarl-1")
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)]
 )
@@ -302,6 +302,7 @@ def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None
     assert [*attention_maps.looks] == ["block 0, first look", "block 0, second look", "block 1"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "looks"),
     [

@@ -200,6 +200,7 @@ def keys_of(memory: dict[str, dict[str, list[str]]], *tasks: str) -> set[str]:
     return {key for name in tasks for keys in memory[name].values() for key in keys}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"memory": 60}, {"per_class": 20, "val_share": 0.3}], ids=str
 )
@@ -253,7 +254,7 @@ def test_exemplars_and_held_out_images_share_the_memory(lab: Lab) -> None:
         ), "shortened, not chosen anew"
 
 
-def test_of_few_images_at_least_one_is_held_out_and_one_is_trained_on() -> None:
+def test_small_memory_holds_out_and_trains_one_image() -> None:
     method = Bic(build(SMALL), BicSettings(), 0)
     method.stream = (A, B)
     held_out = method.held_out(

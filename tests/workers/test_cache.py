@@ -57,9 +57,7 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     assert names(cache) == {"f"}
 
 
-def test_where_room_is_made_a_tenth_is_left_free_so_that_the_folder_is_seldom_looked_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eviction_frees_a_tenth_of_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, looks, look = Cache(str(tmp_path), 10_000), list[int](), Cache._files
 
     def counted(cache: Cache) -> Any:
@@ -96,7 +94,7 @@ def test_what_is_in_use_is_not_deleted(tmp_path: Path) -> None:
     assert names(cache) == {"d"}
 
 
-def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(
+def test_truncated_cache_file_is_made_again(
     tmp_path: Path,
 ) -> None:
     cache = Cache(str(tmp_path), 1000)
@@ -176,7 +174,7 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
 
 
 # ---- between processes, and what is promised of the folder ---------------------------------------
-def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(
+def test_unfinished_cache_file_reserves_room(
     tmp_path: Path,
 ) -> None:
     cache = Cache(str(tmp_path), 250)
@@ -194,7 +192,7 @@ def test_what_is_being_made_takes_its_room_from_the_start_and_is_not_deleted(
 
 
 @pytest.mark.parametrize("end", ["done", "killed"])
-def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_that_is_killed(
+def test_waiting_process_takes_over_after_kill(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, waiting = Cache(str(tmp_path), 1000), threading.Event()

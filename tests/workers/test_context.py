@@ -108,7 +108,7 @@ def test_t22_t23_the_mean_stays_and_deviations_are_halved_each_time() -> None:
     assert torch.allclose(cb(once) - mean, (x - mean) / 4, rtol=0, atol=1e-14)
 
 
-def test_t24_it_commutes_with_affine_maps_so_that_the_middle_of_the_mlp_is_its_end() -> None:
+def test_t24_context_commutes_with_affine_maps() -> None:
     model = built(None).double()
     mlp, cb, x = model.blocks[1].mlp, Context("mean"), tokens(2, 5, 32)
     hidden = mlp.act(mlp.fc1(x))
@@ -177,7 +177,7 @@ def test_it_stands_at_the_end_of_the_mlp_before_layer_scale_and_residual(
 @pytest.mark.parametrize(
     ("settings", "side"), [(SMALL, 16), (T2T, 32), (LOCAL, 16)], ids=["vit", "t2t", "convit"]
 )
-def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
+def test_context_without_blocks_or_scale_is_plain_backbone(
     settings: BackboneSettings, side: int
 ) -> None:
     plain, x = built(None, settings), images(side)
@@ -318,7 +318,7 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
     assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(affine_names(model))
 
 
-@pytest.mark.few("cb", "parallel")
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
@@ -481,7 +481,7 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
 
 
 # ---- methods on such a backbone ------------------------------------------------------------------
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["finetune", "meat", "hat", "packnet", "dytox"])
 @pytest.mark.parametrize("kind", ["cb", "cbs"])
 def test_methods_learn_and_are_stored_with_it(

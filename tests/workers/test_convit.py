@@ -221,9 +221,7 @@ def test_the_order_of_patches_is_nothing_to_it() -> None:
     assert torch.allclose(block(tokens, patches.flip(1)), block(tokens, patches), atol=1e-12)
 
 
-def test_each_token_of_an_image_is_dropped_on_its_own_and_the_same_for_any_share_of_the_batch() -> (
-    None
-):
+def test_token_drop_is_independent_of_batch_share() -> None:
     block = TaskAttention(48, 6, drop_path=0.5)
     block.train()
     block.expect(3)

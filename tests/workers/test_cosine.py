@@ -126,9 +126,7 @@ def test_similarities_are_in_full_precision_under_autocast() -> None:
 
 
 # ---- imprinting ----------------------------------------------------------------------------------
-def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_length_asked_for() -> (
-    None
-):
+def test_imprinted_vector_is_scaled_mean_of_unit_vectors() -> None:
     h, labels = features(12) * torch.arange(1.0, 13)[:, None], torch.arange(12) % 3
     vectors = imprint(h, labels, 3, 1, 0.7, 0)
     assert vectors.shape == (3, 1, D)

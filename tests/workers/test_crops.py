@@ -71,7 +71,7 @@ def test_a_mirrored_crop_is_the_mirror_of_the_crop() -> None:
     assert not np.array_equal(crops[0], crops[1])
 
 
-def test_boxes_keep_to_the_image_the_area_and_the_ratio_as_torchvision_draws_them() -> None:
+def test_crop_boxes_match_distribution_of_torchvision() -> None:
     height, width, scale = 100, 300, (0.1, 0.3)
     drawn = np.array([draws(2000, scale).box(i, height, width) for i in range(2000)])
     reference = v2.RandomResizedCrop(8, scale)
@@ -122,7 +122,7 @@ def test_draws_change_with_seed_epoch_step_and_position_and_with_nothing_else() 
         assert boxes != [draws(8, step=step).box(i, 50, 60) for i in range(8)]
 
 
-def test_a_box_of_the_original_is_cut_from_the_same_place_of_a_reduced_image() -> None:
+def test_reduced_image_gives_same_crop_region() -> None:
     buffer = io.BytesIO()
     Image.fromarray(photograph(300, 400)).save(buffer, "JPEG", quality=95)
     whole = read_picture(buffer.getvalue())

@@ -217,7 +217,7 @@ def test_masks_harden_in_every_epoch() -> None:
 
 
 @pytest.mark.parametrize("cls", [CtrTsm, CtrFull])
-def test_the_loss_is_cross_entropy_plus_c_times_what_the_task_in_training_takes_anew(
+def test_adapter_hat_loss_penalises_newly_used_units(
     cls: type[CtrTsm],
 ) -> None:
     """R of the first task is the mean of its masks; of a later one, that over units that are free.

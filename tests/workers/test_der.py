@@ -252,7 +252,7 @@ def test_an_extractor_starts_as_the_one_before_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
-def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_backbone(
+def test_extractor_after_pruned_one_has_all_units(
     name: str,
 ) -> None:
     method, expected = (
@@ -333,6 +333,7 @@ def test_training_sees_the_task_whole_and_all_exemplars() -> None:
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str) -> None:
     run = stream(lab, name, memory=20)
@@ -356,10 +357,9 @@ def test_an_extractor_is_stored_once_and_never_changes(lab: Lab, name: str) -> N
     assert finetune["images"] == 5 * 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EVERY)
-def test_a_base_task_is_answered_by_the_backbone_and_its_own_head_until_there_is_more(
-    lab: Lab, name: str
-) -> None:
+def test_base_task_uses_backbone_and_its_head_first(lab: Lab, name: str) -> None:
     run = stream(lab, name, base="two", memory=20)
     assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [
         ["herd"],
@@ -607,7 +607,7 @@ def test_old_outputs_are_held_to_those_before_the_task() -> None:
     assert begun("simple_der", A).loss(batch(A), START)[1].keys() == {"ce"}
 
 
-def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_good() -> None:
+def test_weakest_units_are_pruned_halfway() -> None:
     method, masks_by_step = begun("simple_der", A, keep=0.25, prune_after=0.5), []
     sizes = {}
     for step in range(4):

@@ -151,9 +151,7 @@ def test_the_loss_is_put_together_as_published(soft: bool) -> None:
     )
 
 
-def test_the_first_task_has_cross_entropy_alone_and_an_unmoved_network_teaches_nothing_new() -> (
-    None
-):
+def test_first_task_uses_only_cross_entropy() -> None:
     method = begun(ONE)
     loss, terms = method.loss(batch(ONE), START)
     assert {*terms} == {"bce"}

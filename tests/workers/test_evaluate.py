@@ -78,7 +78,7 @@ def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str) -
 
 
 @pytest.mark.parametrize("classes", [1, 3, 4, 5, 7])
-def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_or_fewer(
+def test_top5_counts_class_among_first_five(
     classes: int,
 ) -> None:
     """Of the later of two tasks, over all classes so far: two and then so many."""
@@ -215,7 +215,7 @@ def test_the_canary_tells_a_method_that_breaks_its_promise(
     )
 
 
-def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_is_told(
+def test_missing_test_data_skips_canary_only(
     lab: Lab,
 ) -> None:
     run = lab.run("linear")

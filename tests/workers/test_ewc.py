@@ -246,6 +246,7 @@ def test_without_a_weight_it_is_fine_tuning_bit_for_bit(lab: Lab, scenario: str)
         assert ewc.evaluated(task)["rows"] == plain.evaluated(task)["rows"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_a_large_weight_keeps_the_network_where_the_first_task_left_it(
     lab: Lab, scenario: str

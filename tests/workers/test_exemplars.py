@@ -155,7 +155,7 @@ def test_random_draws_without_replacement_and_by_its_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", SELECTIONS)
-def test_what_is_chosen_for_fewer_is_the_start_of_what_is_chosen_for_more(rule: str) -> None:
+def test_smaller_selection_is_prefix_of_larger(rule: str) -> None:
     most = chosen(rule, some_class(5), 40)
     assert len(set(most)) == 40
     for count in (1, 2, 7, 20, 39):

@@ -308,9 +308,7 @@ def test_where_images_are_kept_decoded_changes_no_bit(root: Any, data: Any) -> N
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)
-def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(
-    root: Any, storage_kind: Any
-) -> None:
+def test_epoch_order_ignores_position_in_stream(root: Any, storage_kind: Any) -> None:
     alone = feed_of(root, storage_kind)
     assert alone.seed == feed_of(root, storage_kind, tasks=(COLOURS,), batch=9).seed
     assert alone.seed != feed_of(root, storage_kind, tasks=(SHAPES,)).seed
@@ -525,7 +523,7 @@ def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
-def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_goes_on(
+def test_repeated_samples_are_equal_for_ranks_threads_and_resume(
     root: Any, storage_kind: Any, world: int, data: Any
 ) -> None:
     one = samples([feed_of(root, storage_kind, data={**data, "repeats": 3})], epoch=2)
@@ -720,7 +718,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
     assert not capfd.readouterr().err
 
 
-def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(
+def test_cached_image_is_checked_once_when_read(
     root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: Counter[Any] = Counter()

@@ -46,6 +46,7 @@ def patience_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "SILENT_S", 1.0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "kind", ["503", "500", "429", "cut download", "done, unsaid", "slow", "silent"]
 )
@@ -68,6 +69,7 @@ def test_a_write_outlives_what_passes(kind: str, bucket: Any, patience_of_ours: 
     assert bucket.counts("/storage/a")["PUT"] == 4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
@@ -130,7 +132,7 @@ def test_what_does_not_pass_is_said_at_once(moment: str, bucket: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["503", "refused"])
-def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(
+def test_unavailable_storage_ends_command_with_code_2(
     kind: str,
     bucket: Any,
     patience_of_ours: Any,
@@ -187,7 +189,7 @@ def fails(*errors: Exception, forever: bool = False) -> Any:
 PASSES = OSError("AWS Error SLOW_DOWN (HTTP status 503)")
 
 
-def test_a_storage_is_waited_for_two_minutes_with_growing_pauses_and_a_person_is_told_once(
+def test_storage_is_retried_with_growing_pauses(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[tuple[float, str]] = []
@@ -310,7 +312,7 @@ def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock: An
     assert len(str(caught.value)) < 500, "a sentence"
 
 
-def test_a_path_that_is_gone_after_a_failed_try_is_taken_as_deleted_by_it_only_when_deleting(
+def test_missing_path_after_retry_counts_only_for_delete(
     clock: Any,
 ) -> None:
     def call() -> Any:
@@ -706,7 +708,7 @@ CREDENTIALS = (
         ("gs://anonymous@mine/x", {}, ["bucket 'mine'", "anonymous@ in the URI"]),
     ],
 )
-def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_from(
+def test_bucket_error_names_region_and_credentials(
     uri: str, environment: Any, message: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in CREDENTIALS:

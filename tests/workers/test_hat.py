@@ -201,7 +201,7 @@ def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored() -> 
         assert torch.equal(method.eval().logits(images(), "one"), answers([done]))
 
 
-def test_a_dense_start_is_the_backbone_and_a_normal_one_switches_half_of_the_units_off() -> None:
+def test_dense_start_is_backbone_and_normal_halves_units() -> None:
     for start, share in (("dense", 1.0), ("normal", 0.5)):
         method = Hat(vit(), HatSettings(start=start), 1)
         method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
@@ -234,6 +234,7 @@ def test_embeddings_differ_between_tasks_and_not_between_runs() -> None:
 
 
 # ---- zero forgetting -----------------------------------------------------------------------------
+@pytest.mark.few(3)
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_answers_of_the_first_task_stay_bit_for_bit(optimizer: str, affine: bool) -> None:

@@ -49,7 +49,7 @@ def teaching(method: Icarl, images: Tensor, names: str) -> Tensor:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_the_loss_is_a_mean_over_entries_old_ones_held_to_the_teacher_and_new_ones_to_labels(
+def test_icarl_loss_distils_old_and_fits_new_outputs(
     soft: bool,
 ) -> None:
     method = begun("icarl", A, B, C)
@@ -108,7 +108,7 @@ def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str) -> None:
 
 
 # ---- answers -------------------------------------------------------------------------------------
-def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_them_now(
+def test_icarl_answers_by_nearest_current_exemplar_mean(
     lab: Lab,
 ) -> None:
     run = stream(lab, "icarl", memory=10)

@@ -90,6 +90,7 @@ def test_distance_is_relative_to_the_median_test_image() -> None:
     assert reference.far == pytest.approx(1.9)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_measures_its_own_test_images_as_near(runs: Any, name: str) -> None:
     run = runs(name)

@@ -132,7 +132,7 @@ def test_without_coefficients_and_groups_it_is_piggyback() -> None:
         assert torch.equal(weight, piggyback_weights[name])
 
 
-def test_a_mask_value_stands_for_a_group_of_columns_a_kernel_or_a_row() -> None:
+def test_kernel_mask_granularities() -> None:
     weight = torch.arange(1.0, 17.0).view(2, 8)
     assert masked(weight, torch.tensor([[1.0, 0.5], [0.0, 2.0]])).tolist() == [
         [1, 2, 3, 4, 2.5, 3, 3.5, 4],
@@ -312,7 +312,7 @@ def test_a_base_task_is_served_by_the_plain_backbone_between_masked_ones() -> No
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_the_stored_size_is_a_bit_per_kernel_and_a_float_for_each_that_is_off(share: float) -> None:
+def test_stored_size_counts_bits_and_soft_values(share: float) -> None:
     """(N / g) (1 + 32 rho) bits of masks and 9,600 floats of norms; 576 of the kernels are those of
     the patch embedding."""
     method = Ksm(build(BackboneSettings()), KsmSettings(), seed=1)

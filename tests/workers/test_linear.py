@@ -82,6 +82,7 @@ def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]) ->
     assert not torch.equal(cached_head["bias"], torch.zeros(2)), "it was trained"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "data",
     [

@@ -60,7 +60,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("kind", ["streamed", "kept", "cached"])
 def test_images_do_not_depend_on_number_of_loaders(
@@ -108,6 +108,7 @@ def test_cached_features_request_no_images(root: Path) -> None:
     assert len(list(feed.epoch(0))) == feed.steps_per_epoch
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_late_reads_of_abandoned_epoch_do_not_corrupt_images(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, when: str
@@ -138,6 +139,7 @@ def test_late_reads_of_abandoned_epoch_do_not_corrupt_images(
     assert samples([feed], 1) == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", ["blocks", "loaders"])
 def test_threads_replace_loaders_when_system_refuses_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -254,6 +256,7 @@ def test_blocks_are_reused(root: Path) -> None:
     assert made._num_pages <= 2 * num_pages
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 10))]
 )
@@ -308,6 +311,7 @@ while True:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "number",
     [

@@ -55,7 +55,7 @@ def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
     assert not any((tmp_path / "claims").iterdir())
 
 
-def test_who_waits_is_asked_to_say_so_at_once_and_from_time_to_time(
+def test_waiting_for_lock_is_reported_repeatedly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "ROUND_S", 0.05)

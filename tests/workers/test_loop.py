@@ -68,7 +68,7 @@ def interrupt(lab: Lab, job: StageJob, steps: int) -> None:
 
 
 # ---- threads -----------------------------------------------------------------------------------
-def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order_of_summation(
+def test_equal_thread_counts_give_equal_bytes(
     lab: Lab,
 ) -> None:
     """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what
@@ -99,7 +99,7 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
     ("steps", "position"),
     [(2, (0, 2)), (PER_EPOCH, (1, 0)), (PER_EPOCH + 3, (1, 3)), (2 * PER_EPOCH, (2, 0))],
 )
-def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes(
+def test_stage_resumes_at_its_step_with_equal_bytes(
     lab: Lab, method: str, steps: int, position: tuple[int, int]
 ) -> None:
     run = augmented(lab, method)
@@ -126,7 +126,7 @@ def test_a_stage_may_be_interrupted_again_and_again(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(("steps", "position"), [(2, (0, 2)), (PER_EPOCH, (1, 0))])
-def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_from_there(
+def test_preempted_stage_checkpoints_and_resumes(
     lab: Lab, steps: int, position: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though checkpoints are turned off: a notice is worth one."""
@@ -171,9 +171,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_bytes(
-    lab: Lab, damage: str
-) -> None:
+def test_damaged_checkpoint_restarts_stage_with_equal_bytes(lab: Lab, damage: str) -> None:
     run = augmented(lab, "linear")
     job = again(run.stages(0)[0], damage.replace(" ", "-"), checkpoint_s=1e-9)
     interrupt(lab, job, 6)
@@ -273,7 +271,7 @@ def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab) -> None:
     assert all(torch.equal(head[name], best_head[name]) for name in head)
 
 
-def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(lab: Lab) -> None:
+def test_non_finite_loss_stores_no_result(lab: Lab) -> None:
     with pytest.raises(
         UserError,
         match=r"^stage finetune/two/train: the loss became (nan|inf), .*lower methods\.\S+\.lr",
@@ -324,6 +322,7 @@ def ranked(lab: Lab) -> dict[str, tuple[Run, StageJob, list[Steps]]]:
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("label", RANKED)
 def test_two_ranks_equal_one(ranked: dict[str, Any], label: str) -> None:
     """Up to the order of summation: every augmentation, mix, dropped path and Gumbel draw is the
@@ -419,7 +418,7 @@ def test_a_rank_alone_needs_no_process_group() -> None:
 
 
 # ---- compiled blocks -----------------------------------------------------------------------------
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
 def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch

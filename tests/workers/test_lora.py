@@ -170,6 +170,7 @@ def test_a_backbone_without_a_fused_projection_is_refused() -> None:
         Lora.check_backbone(LoraSettings(), convit)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_turn_too() -> None:
     method = lora()
     begun(method)

@@ -66,7 +66,7 @@ def divergence(z: Tensor, y: Tensor, tau: float) -> Tensor:
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_one(
+def test_lwf_loss_distils_each_old_head(
     tau: float,
 ) -> None:
     settings: dict[str, Any] = {"lambda": 0.7, "tau": tau}
@@ -82,7 +82,7 @@ def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_
     assert torch.allclose(terms["kd"], torch.as_tensor(kd), atol=1e-5)
 
 
-def test_in_scenario_class_the_old_outputs_form_one_softmax_and_the_new_ones_another() -> None:
+def test_lwf_class_scenario_separates_old_and_new_softmax() -> None:
     method = lwf(A, B, C, scenario="class", **{"lambda": 3.0})
     taught = torch.cat(
         [method.heads[name](method.backbone(batch(2).images)) for name in "ab"], 1
@@ -217,7 +217,7 @@ def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps() -> None:
 
 
 # ---- what is handed on ---------------------------------------------------------------------------
-def test_carried_are_the_weights_and_the_older_heads_and_stored_is_the_own_one() -> None:
+def test_lwf_carries_weights_and_old_heads() -> None:
     method = lwf(A, B, C)
     state, carried = method.finish()
     assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * (32 + 1)}

@@ -312,7 +312,7 @@ def test_token_masks_are_sampled_per_image_and_ffn_masks_once() -> None:
     assert method.masks["blocks.0.fc1"].sample(batch().draw.shared("x", 256, 64)).shape == (256, 64)
 
 
-def test_auto_rate_lets_an_entry_travel_the_same_way_in_any_number_of_steps() -> None:
+def test_meat_auto_rate_is_independent_of_steps() -> None:
     method = meat(mask_travel=3.0, gamma=4.0)
     for steps in (10.0, 1000.0):
         assert math.isclose(method.rate(OptimPlan(1e-3, 0, 32, steps)) * steps, 3.0 * 8.0)
@@ -612,6 +612,7 @@ def test_each_mask_of_other_families_gets_a_gradient(form: dict[str, Any]) -> No
     assert torch.equal(method_steps.answers(method), logits)
 
 
+@pytest.mark.slow
 def test_other_families_are_masked_in_compiled_blocks_too() -> None:
     method = meat(other_vit("eva02_tiny_patch14_224"), ffn_masks="neuron")
     method_steps.begun(method)

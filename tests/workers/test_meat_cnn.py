@@ -74,7 +74,7 @@ def served(method: Meat, state: TaskState) -> Tensor:
 
 
 # ---- where the masks are -------------------------------------------------------------------------
-def test_the_masks_of_resnet18_and_resnet50_have_the_sizes_that_follow_from_their_widths() -> None:
+def test_resnet_mask_sizes_follow_from_widths() -> None:
     def bits(name: str, entries: Any) -> int:
         sites = find_sites(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
         return (
@@ -208,7 +208,7 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(
     )
 
 
-def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_mask() -> None:
+def test_dropped_channels_get_gradients_per_image() -> None:
     method = begun(meat(gamma=0.2))
     gates = method.sample_gates(batch().draw)
     assert {name: tuple(gate.shape) for name, gate in gates.items()} == {
@@ -294,7 +294,7 @@ def test_training_moves_masks_and_head_and_leaves_the_backbone_with_its_statisti
     )
 
 
-def test_an_old_task_is_answered_bit_for_bit_after_a_later_one_and_from_its_bytes() -> None:
+def test_old_cnn_task_is_served_bit_for_bit() -> None:
     method = meat(mask_travel=20)
     answers = {}
     for task in (TASK, OTHER):
@@ -474,11 +474,9 @@ def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
         method.load_task(state)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_works_on_a_cnn_or_says_before_anything_runs_that_it_needs_a_vit(
-    lab: Lab, name: str
-) -> None:
+def test_cnn_works_or_is_refused_before_run(lab: Lab, name: str) -> None:
     backbone = {
         "name": "resnet18",
         "img_size": 16,
@@ -511,6 +509,7 @@ CNN_PROMISES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("promise", CNN_PROMISES)
 def test_the_promises_of_every_method_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str

@@ -22,7 +22,7 @@ def path(probability: float) -> DrawnDropPath:
     return DrawnDropPath(probability).train()
 
 
-def test_a_share_of_samples_is_dropped_and_the_others_grow_so_that_the_mean_stays() -> None:
+def test_drop_path_keeps_the_mean() -> None:
     layer, x = path(0.25), torch.ones(20_000, 2, 3)
     draw_paths(layer, draw(torch.arange(len(x)), len(x)))
     out = layer(x)

@@ -36,6 +36,7 @@ def arguments(folder: Path, **values: Any) -> argparse.Namespace:
     )
 
 
+@pytest.mark.few(1)
 @needs_extra
 def test_onnxruntime_gives_the_logits_of_a_masked_task(packnet: Finished, tmp_path: Path) -> None:
     import onnxruntime

@@ -20,7 +20,7 @@ def factors(total: int, **settings: Any) -> list[float]:
     ]
 
 
-def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_floor() -> None:
+def test_learning_rate_warms_up_and_decays_as_cosine() -> None:
     rates = factors(100, warmup=0.1, floor=0.01)
     assert rates[:10] == pytest.approx([i / 11 for i in range(1, 11)])
     assert rates[10] == max(rates) == 1
@@ -57,7 +57,7 @@ def test_a_rise_starts_where_it_is_told_to() -> None:
     assert rates[:10] == pytest.approx([0.5 + i / 22 for i in range(1, 11)])
 
 
-def test_by_epochs_the_rates_are_those_of_timm_as_deit_and_dytox_step_it() -> None:
+def test_epoch_schedule_equals_timm() -> None:
     """500 epochs, 5 of warm-up from 1e-6, down to 1e-5: the first two at 1e-6 (DyTox's options)."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=2.5e-4)

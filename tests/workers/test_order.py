@@ -80,9 +80,7 @@ def block_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     ("batch", "expected"),
     [(2, 1), (4, 2), (64, 32), (100, 50), (96, 48), (128, 64), (1024, 512), (4096, 512), (63, 1)],
 )
-def test_streams_divide_half_a_batch_with_as_many_factors_of_two_as_they_can(
-    batch: int, expected: int
-) -> None:
+def test_number_of_streams_divides_half_batch(batch: int, expected: int) -> None:
     assert num_streams(batch) == expected
 
 
@@ -119,6 +117,7 @@ def test_copies_of_an_image_are_in_one_stream_and_are_never_partners(
 
 
 # ---- exactly once, a pure function ---------------------------------------------------------------
+@pytest.mark.few(8)
 @pytest.mark.parametrize("batch", [1, 4, 7, 64, 96, 1000, 4097, 20_000])
 def test_every_row_comes_once_in_every_epoch(batch: int, block_runs: int) -> None:
     deal = deal_of(batch=batch)
@@ -196,6 +195,7 @@ def by_the_book(deal: Deal, epoch: int) -> list[int]:
     return [streams[i % deal.num_streams][i // deal.num_streams] for i in range(n)]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("n", [1, 31, 33, 100, 1009, SMALL])
 @pytest.mark.parametrize(("batch", "repeats"), [(7, 1), (64, 1), (96, 3), (2000, 1)])
 def test_the_order_is_the_one_that_is_described(
@@ -206,6 +206,7 @@ def test_the_order_is_the_one_that_is_described(
         assert joined(line(deal, epoch)).tolist() == by_the_book(deal, epoch)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("batch", "repeats"), [(7, 1), (64, 1), (64, 3), (96, 1)])
 def test_steps_in_any_order_give_the_same_rows(
     batch: int, repeats: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
@@ -249,6 +250,7 @@ def test_a_rank_computes_its_blocks_alone_and_once(
         monkeypatch.setattr(order, "BLOCK_RUNS", block_runs)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("batch", [7, 64, 96, 130, 1001, 1026, 4096])
 def test_a_step_needs_two_blocks_of_a_stream_at_most(
     batch: int, block_runs: int, monkeypatch: pytest.MonkeyPatch

@@ -292,7 +292,7 @@ def test_a_step_leaves_what_it_was_handed_alone() -> None:
 
 
 # ---- where tasks start ---------------------------------------------------------------------------
-def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_owned() -> None:
+def test_later_packnet_tasks_start_from_zeros() -> None:
     method = packnet()
     begun(method, ONE, "train", None)
     assert compute_digest(method.backbone) == compute_digest(BACKBONE)
@@ -407,7 +407,7 @@ def test_the_last_step_hands_weights_and_owners_on_and_nothing_else(prune: Any) 
     assert state.masks == state.tokens == {}
 
 
-def test_a_task_that_keeps_all_has_one_step_and_the_next_one_is_told() -> None:
+def test_packnet_without_pruning_has_one_step() -> None:
     settings = PackNetSettings(prune=[0.5, "none", 0.5])
     assert [[step.name for step in PackNet.steps_for(settings, at)] for at in range(3)] == [
         ["train", "prune", "retrain"],

@@ -121,9 +121,7 @@ def resized_feed(root: Path, cache: Path, limit: float = 1.0) -> Feed:
     return feed
 
 
-def test_the_file_is_written_once_and_made_anew_when_it_is_cut_short_or_lies(
-    root: Path, tmp_path: Path
-) -> None:
+def test_damaged_picture_file_is_written_again(root: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = samples([resized_feed(root, cache)])
     file = kept_file(cache)
@@ -271,7 +269,7 @@ def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
 
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
-def test_every_sample_of_a_step_is_in_one_job_and_copies_in_the_same(threads: int) -> None:
+def test_samples_and_their_copies_share_a_job(threads: int) -> None:
     rows = np.random.default_rng(threads).integers(0, 40, 130)
     jobs = split_chunks(rows, threads)
     assert sorted(np.concatenate(jobs).tolist()) == list(range(130))

@@ -92,7 +92,7 @@ def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry() -> None:
 
 
 @pytest.mark.parametrize("ternary", [False, True])
-def test_the_gradient_of_every_layer_is_that_of_the_masked_weight_times_the_weight(
+def test_piggyback_gradient_is_masked_gradient_times_weight(
     ternary: bool,
 ) -> None:
     method = piggyback(ternary=ternary)
@@ -135,7 +135,7 @@ def test_real_values_start_where_the_settings_say() -> None:
 
 
 # ---- training ------------------------------------------------------------------------------------
-def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps() -> None:
+def test_piggyback_auto_rate_is_independent_of_steps() -> None:
     method = piggyback(mask_travel=3.0)
     for steps in (10.0, 1000.0):
         assert method.rate(
@@ -149,7 +149,7 @@ def test_auto_rate_lets_noise_carry_a_value_the_same_way_in_any_number_of_steps(
     )
 
 
-def test_the_automatic_rate_is_near_the_papers_for_a_training_as_long_as_the_papers() -> None:
+def test_piggyback_auto_rate_matches_paper() -> None:
     """1e-4 for 15 epochs of about 190 steps, a tenth of it for 15 more."""
     assert 2e-5 < piggyback().rate("blocks.0.attn.qkv", OptimPlan(1e-3, 0, 32, 16.5 * 190)) < 1e-4
 

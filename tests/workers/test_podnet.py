@@ -93,7 +93,7 @@ def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: Backbone
 
 
 # ---- the loss ------------------------------------------------------------------------------------
-def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks() -> None:
+def test_podnet_loss_is_nca_with_growing_distillation() -> None:
     method, b = (
         begun("podnet", A, B, C, lambda_c=2.0, lambda_f=0.5, scale=3.0, proxies=2),
         counted(batch(A, B, C), A, B, C),
@@ -201,7 +201,7 @@ def test_fine_tuning_is_nca_alone() -> None:
 
 
 # ---- in a stream ---------------------------------------------------------------------------------
-def test_every_class_has_its_proxies_and_the_classifier_is_tuned_from_the_second_task_on(
+def test_podnet_has_proxies_and_finetunes_from_second_task(
     lab: Lab,
 ) -> None:
     run = stream(lab, "podnet", proxies=3)
@@ -252,7 +252,7 @@ def test_soft_targets_are_refused(data: dict[str, float]) -> None:
         PodNet.validate(PodNetSettings(), TrainSettings(), DataSettings(**data), "class")
 
 
-def test_a_first_task_of_one_class_and_a_backbone_of_one_block_are_refused() -> None:
+def test_podnet_refuses_one_class_and_one_block() -> None:
     one = Task("one", "card", "", ("x",))
     with pytest.raises(UserError, match="the first task 'one' has one class"):
         PodNet.check_backbone(PodNetSettings(), build(SMALL), (one, A))

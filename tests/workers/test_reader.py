@@ -160,6 +160,7 @@ def test_records_lie_in_the_ranges_of_their_rows(
 
 
 # ---- how much is read ----------------------------------------------------------------------------
+@pytest.mark.few(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_node_of_several_reads_its_share_of_the_bytes(
@@ -247,7 +248,7 @@ def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
     assert made.ranges is runs
 
 
-def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
+def test_cache_room_is_per_node(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -421,7 +422,7 @@ def test_two_ranks_stream_the_same_through_failing_requests_and_go_on_when_stopp
 
 
 @pytest.mark.parametrize("source", ["resident", "streamed"])
-def test_a_storage_that_is_away_is_waited_for_once_and_not_by_every_image_in_turn(
+def test_unavailable_storage_is_awaited_once_per_reader(
     source: str, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)

@@ -72,7 +72,7 @@ def test_a_shard_that_is_no_file_any_more_is_damage(
 
 
 @pytest.mark.parametrize("refused", ["open", "read"])
-def test_a_shard_that_a_disk_does_not_give_is_a_sentence_and_no_damage(
+def test_unreadable_shard_is_an_error_not_damage(
     refused: str, on_disk: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To ingest anew would hide a wrong permission or a disk that fails."""
@@ -232,7 +232,7 @@ def test_a_cache_whose_disk_reads_nothing_is_a_sentence(
     assert "name another folder in cluster.cache" in str(caught.value)
 
 
-def test_a_range_that_made_room_for_others_is_fetched_once_more_for_all_its_records(
+def test_evicted_range_is_fetched_once_more(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
@@ -249,7 +249,7 @@ def test_a_range_that_made_room_for_others_is_fetched_once_more_for_all_its_reco
     assert counted_bucket.requests() == 1
 
 
-def test_a_cache_without_room_for_the_pieces_in_use_is_not_used_for_them(
+def test_too_small_cache_is_bypassed(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each piece would make room for the next before it is read, and be fetched again."""

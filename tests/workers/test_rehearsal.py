@@ -77,11 +77,9 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
     return run
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_every_method_keeps_within_its_memory_and_drops_the_last_exemplars_of_a_class(
-    lab: Lab, method: str
-) -> None:
+def test_memory_limit_drops_last_exemplars(lab: Lab, method: str) -> None:
     """Exemplars that are kept for validation, not for training, count too."""
     settings = {"memory": 17, "per_class": 0}
     if method == "ucir":
@@ -189,6 +187,7 @@ def ranked(
     return runs_by_method
 
 
+@pytest.mark.few(1)
 def test_any_number_of_ranks_keeps_the_same_exemplars(
     ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
 ) -> None:
@@ -253,6 +252,7 @@ def has_teacher(name: str) -> bool:
     return bool(cls.distills)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", [name for name in REHEARSAL if has_teacher(name)])
 def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
     lab: Lab, method: str

@@ -86,7 +86,7 @@ def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
     assert all(gradient[row].abs().max() > 0 for row in range(2))
 
 
-def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first() -> None:
+def test_copied_network_has_independent_paths() -> None:
     vit, new = method_steps.vit(), path((0, 1), (1, 1))
     network = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])
     before, other = network(IMAGES), copy.deepcopy(network)
@@ -97,7 +97,7 @@ def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first() ->
     assert torch.equal(network(IMAGES), by_hand(vit)), "one is not seen in the other"
 
 
-def test_a_path_takes_one_module_of_each_bank_and_every_one_of_them_can_be_drawn() -> None:
+def test_path_draws_one_module_per_bank() -> None:
     drawn = [random_path(6, 4, seed) for seed in range(40)]
     assert all([block for block, _ in each] == [*range(6)] for each in drawn)
     assert {module for each in drawn for _, module in each} == {*range(4)}
@@ -158,7 +158,7 @@ def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_trunk_learns_with_the_first_path_and_rests_afterwards_with_all_older_modules() -> None:
+def test_trunk_trains_only_with_first_path() -> None:
     first = begun(A, B, every=2)
     before = tensors(first.backbone)
     trained(first, A, B)
@@ -187,7 +187,7 @@ def test_the_trunk_learns_with_the_first_path_and_rests_afterwards_with_all_olde
     )
 
 
-def test_a_path_is_drawn_every_so_many_tasks_and_goes_on_learning_until_then() -> None:
+def test_path_trains_until_next_draw() -> None:
     left = begun(A, B, C, D, every=2).left
     assert [state.meta.get("path") for state, _ in left] == [None, left[0][1].meta["path"], None]
     assert ["path" in carried.meta for _, carried in left] == [True, False, True]
@@ -332,7 +332,7 @@ class Looked:
 @pytest.mark.parametrize(
     ("holds_out", "split", "tasks"), [(True, "val", (C,)), (False, "train", (A, B, C))]
 )
-def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
+def test_path_candidate_is_chosen_without_test_images(
     holds_out: bool, split: str, tasks: tuple[Task, ...]
 ) -> None:
     """Held-out images are of the task alone, and their labels count from its first class."""
@@ -397,7 +397,7 @@ def four(lab: Lab, **settings: Any) -> Run:
     return replace(run, order=tuple(tasks))
 
 
-def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: Lab) -> None:
+def test_old_paths_and_trunk_stay_unchanged(lab: Lab) -> None:
     run = four(lab, every=2)
     last = run.served(3)
     assert [bool(run.state(task).copies) for task in range(4)] == [False, True, False, True]

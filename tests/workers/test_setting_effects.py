@@ -159,6 +159,7 @@ def settings_without_effect(lab: Lab, method: str) -> dict[str, Any]:
     return without_effect
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS]
 )
@@ -244,7 +245,7 @@ KEEPS_RESULTS = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("section", "name"),
     [

@@ -99,7 +99,7 @@ def modes(storage: Path) -> dict[str, int]:
     }
 
 
-def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(shared: Any) -> None:
+def test_shared_storage_stays_group_writable_for_any_umask(shared: Any) -> None:
     write_bytes(join(str(shared), "runs", "r", "run.json"), b"1")
     attempt = Attempt(str(shared / "stages"), "k")
     attempt.write("deep/er/state", b"1")

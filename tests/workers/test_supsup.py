@@ -98,9 +98,7 @@ def test_the_worked_example_has_its_numbers() -> None:
     assert infer_at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
 
 
-def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha_is_uneven() -> (
-    None
-):
+def test_alpha_slopes_equal_gradients() -> None:
     torch.manual_seed(0)
     weights = {"a": torch.randn(6, 5), "b": torch.randn(5, 4)}
     masks = [{name: torch.rand(w.shape) < 0.6 for name, w in weights.items()} for _ in range(3)]
@@ -495,7 +493,7 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(
     assert torch.allclose(alone[1], sure[4:8], atol=1e-5)
 
 
-def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_against_it(
+def test_superfluous_outputs_lower_mask_score(
     states: list[TaskState],
 ) -> None:
     """By default: the log of the share that all outputs but those of the task's classes have of the

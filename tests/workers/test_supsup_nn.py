@@ -63,7 +63,7 @@ def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPat
 
 
 # ---- which mask is trained -----------------------------------------------------------------------
-def test_another_domain_gets_a_mask_of_its_own_and_one_that_returns_its_old_one(
+def test_returning_domain_reuses_its_mask(
     chain: Chain,
 ) -> None:
     assert [state.meta["mask"] for state, _ in chain] == [0, 1, 0]
@@ -126,7 +126,7 @@ def test_without_a_mask_left_the_best_known_one_goes_on(
     assert made(most=3).warnings() == []
 
 
-def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(
+def test_supsup_nn_decides_periodically_by_next_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -192,7 +192,7 @@ def test_an_untrained_mask_is_what_a_new_one_starts_from(
     assert not torch.equal(method.bits(2)[OUTPUTS], untrained[OUTPUTS])
 
 
-def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_the_word(
+def test_supsup_nn_decision_uses_global_batch(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Second(Group):
@@ -225,7 +225,7 @@ def test_what_decides_later_is_in_a_checkpoint() -> None:
 
 
 # ---- what is carried -----------------------------------------------------------------------------
-def test_a_bit_per_weight_and_mask_is_carried_and_a_state_holds_nothing_but_numbers(
+def test_supsup_nn_carries_one_bit_per_weight(
     chain: Chain,
 ) -> None:
     entries = sum(weight.numel() for weight in made().sites.values())

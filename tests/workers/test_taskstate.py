@@ -71,7 +71,7 @@ def test_a_state_comes_back_from_its_bytes_with_every_dtype_and_shape() -> None:
     assert two.to_bytes() == one.to_bytes()
 
 
-def test_the_bytes_do_not_depend_on_the_order_in_which_things_were_put_in() -> None:
+def test_state_bytes_ignore_insertion_order() -> None:
     one, two = state(), state()
     two.tokens = one.tokens
     two.head, two.copies, two.masks, two.meta = (

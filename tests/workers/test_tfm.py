@@ -111,6 +111,7 @@ def old_answers_stay(cls: type[Tfm], train: TrainSettings, **settings: Any) -> N
         ), task.name
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "settings", [GROWN, {"growth": 0.2}, {"growth": 0}, {**GROWN, "first": "trained"}], ids=str
 )
@@ -151,7 +152,7 @@ class KeepsLaterUnits(Tfm):
 
 
 @pytest.mark.parametrize("broken", [OneNormalisation, TrainsOldRows, KeepsLaterUnits])
-def test_a_method_that_lets_a_new_task_touch_an_old_one_is_found_out(broken: type[Tfm]) -> None:
+def test_tfm_interference_is_detected(broken: type[Tfm]) -> None:
     with pytest.raises(AssertionError):
         old_answers_stay(broken, TRAININGS["adamw"], **GROWN)
 
@@ -237,7 +238,7 @@ def test_a_unit_is_unused_then_normal_then_forward_only() -> None:
         assert states_of(results, site).tolist() == [old] * WIDTH + [one] * 16 + [three] * 16
 
 
-def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds_none() -> None:
+def test_tfm_first_task_uses_normal_units() -> None:
     backbone = vit()
     results = stream(backbone=backbone, **{**GROWN, "heads_every": 1}, first="trained")
     assert (

@@ -118,7 +118,7 @@ def test_the_golden_mask() -> None:
     )
 
 
-def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_sign() -> None:
+def test_toast_mask_depends_on_direction_of_prior() -> None:
     x, prior = (
         torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0)).double(),
         torch.linspace(-1, 2, 6).double(),
@@ -145,9 +145,7 @@ def test_a_mask_lies_in_0_1_whatever_the_length_of_the_prior_and_turns_with_its_
     ids=str,
 )
 @pytest.mark.parametrize("name", BOTH)
-def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(
-    name: str, settings: dict[str, Any]
-) -> None:
+def test_two_passes_with_feedback_match_reference(name: str, settings: dict[str, Any]) -> None:
     method, pictures = in_double(name, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
@@ -334,7 +332,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> N
     assert compute_digest(method.backbone) == method.backbone_digest
 
 
-def test_outside_the_second_pass_and_in_a_copy_the_backbone_is_the_plain_one() -> None:
+def test_backbone_is_plain_outside_second_pass() -> None:
     method, plain = method_of(), vit()(images())
     begun(method)
     moved(method)
@@ -583,9 +581,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str) -> No
 
 
 # ---- pretuning -----------------------------------------------------------------------------------
-def test_the_variational_loss_is_zero_where_a_layer_undoes_its_block_and_moves_nothing_else() -> (
-    None
-):
+def test_variational_loss_is_zero_for_inverse_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     undo = torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)
     stream = [torch.randn(3, 5, 6, generator=generator, dtype=torch.float64)]
@@ -699,6 +695,7 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
     assert carried.tensors.keys() == fresh.keys()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BOTH)
 def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str) -> None:
     stream = {
@@ -748,6 +745,7 @@ def base_first(lab: Lab, name: str, **method: Any) -> Any:
     return replace(run, order=("two", "three", "again"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BOTH)
 def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, name: str) -> None:
     run = base_first(lab, name, steps={"pretune": {"epochs": 2}})
@@ -780,7 +778,7 @@ def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, n
     )
 
 
-def test_without_a_base_task_or_where_it_is_not_asked_for_nothing_is_pretuned(lab: Lab) -> None:
+def test_nothing_is_pretuned_without_request(lab: Lab) -> None:
     run = base_first(lab, "toast", pretune=False)
     assert [[job.step for job in run.stages(i)] for i in range(3)] == [[], ["train"], ["train"]]
     assert run.evaluate_job(2).previous == run.stages(1)[0].previous == {}

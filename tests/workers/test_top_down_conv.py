@@ -126,7 +126,7 @@ def test_the_golden_mask() -> None:
     assert torch.allclose(last.top_down.selected(maps, prior)[1, :, 0, 1], maps[1, :, 0, 1])
 
 
-def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign() -> None:
+def test_conv_mask_depends_on_direction_of_prior() -> None:
     top_down, x = (
         method_of().top_down,
         torch.randn(4, 32, 2, 2, generator=torch.Generator().manual_seed(0)),
@@ -154,6 +154,7 @@ def test_a_feedback_layer_is_a_transposed_convolution(kernel: int) -> None:
     )
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("name", "settings", "options"),
     [
@@ -168,7 +169,7 @@ def test_a_feedback_layer_is_a_transposed_convolution(kernel: int) -> None:
     ],
     ids=str,
 )
-def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradients(
+def test_two_passes_with_feedback_match_reference(
     name: str, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
     method, pictures = in_double(name, options, **settings), images().double()
@@ -189,7 +190,7 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_given(
+def test_feedback_maps_have_input_shape_of_stage(
     options: dict[str, Any],
 ) -> None:
     method = in_double(options=options)
@@ -259,6 +260,7 @@ def test_an_early_first_pass_ends_early_and_a_late_second_one_starts_late() -> N
     assert ran == [0, 1, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_compiled_backbone_is_steered_too() -> None:
     method = method_of()
     begun(method)
@@ -429,7 +431,7 @@ def test_what_a_convnext_cannot_do_is_refused(
         METHODS[name].check_backbone(METHODS[name].Settings(**settings), convnext())
 
 
-@pytest.mark.few("0-4")
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("to", "top"), [(0, 4), (1, 3)])
 def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: int) -> None:
     with torch.device("meta"):
@@ -457,9 +459,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
 
 
 # ---- pretuning -----------------------------------------------------------------------------------
-def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_nothing_else() -> (
-    None
-):
+def test_variational_loss_is_zero_for_inverse_stage() -> None:
     method, generator = in_double(), torch.Generator().manual_seed(0)
     layers = {name: nn.Parameter(p.detach().clone()) for name, p in method.own.items()}
     left = [
@@ -564,6 +564,7 @@ def test_the_promises_of_every_method_hold_on_it(
     PROMISES[promise].check(lab, name, PROMISES[promise].optimizers[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str) -> None:
     tasks = [

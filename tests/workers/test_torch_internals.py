@@ -29,9 +29,7 @@ def test_every_batch_norm_of_pytorch_and_no_other_norm_has_the_common_base() -> 
         assert not isinstance(norm, torch_internals.BatchNormBase), norm
 
 
-def test_in_the_context_of_shapes_alone_nothing_is_computed_and_real_parameters_may_be_used() -> (
-    None
-):
+def test_shape_inference_computes_nothing() -> None:
     linear = nn.Linear(8, 3)
     with torch_internals.shapes_only():
         images = torch.empty(1 << 40, 8)  # 32 TiB, if it were real
@@ -58,7 +56,7 @@ def test_the_compiler_knows_the_options_that_are_set() -> None:
         assert config.recompile_limit == 3
 
 
-def test_the_code_of_a_block_without_hooks_does_not_serve_a_block_with_a_hook() -> None:
+def test_compiled_code_depends_on_hooks() -> None:
     from torch._dynamo import config
 
     plain_block = Block()

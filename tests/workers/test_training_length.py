@@ -21,7 +21,7 @@ RULE = TrainSettings(epochs=5, batch_size=64, min_steps=300, min_batch_size=16, 
         (40, 16, 100),  # 3 steps an epoch: at most 100 epochs
     ],
 )
-def test_a_small_task_gets_its_steps_by_smaller_batches_and_then_by_more_epochs(
+def test_small_task_halves_batches_then_adds_epochs(
     num_images: int, batch_size: int, epochs: int
 ) -> None:
     fitted = fit_to_images(RULE, num_images)

@@ -28,7 +28,7 @@ from workers.storage.taskstate import Carried
 
 # ---- the loss ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("base", [0.0, 5.0])
-def test_the_loss_is_cross_entropy_the_turn_of_features_and_a_margin_of_old_classes(
+def test_ucir_loss_has_three_terms(
     base: float,
 ) -> None:
     method, b = (

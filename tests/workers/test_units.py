@@ -240,7 +240,7 @@ def test_a_fused_block_is_refused_before_anything_runs() -> None:
 
 
 # ---- the annealed sigmoid ------------------------------------------------------------------------
-def test_the_mask_becomes_a_step_as_the_scale_grows_and_is_a_half_at_scale_zero() -> None:
+def test_unit_mask_approaches_step_with_scale() -> None:
     e = torch.tensor([-2.0, -0.1, 0.1, 3.0])
     mask = AnnealedSigmoid(e, s_max=400)
     assert mask.sample(0.0).tolist() == [0.5] * 4
@@ -358,7 +358,7 @@ def test_r_of_the_worked_example() -> None:
     assert newly_used([torch.rand(4)], [torch.ones(4, dtype=torch.bool)]) == 0
 
 
-def test_r_is_one_ratio_over_all_sites_and_the_mean_of_the_masks_at_first() -> None:
+def test_sparsity_term_is_ratio_over_all_sites() -> None:
     one, two = torch.rand(3, requires_grad=True), torch.rand(9)
     share = newly_used(
         [one, two], [torch.zeros(3, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)]

@@ -330,6 +330,7 @@ def publish_for_ever(uri: str, seed: int) -> None:
         publish(uri, make_bundle(a=f"{seed} {number}", b=str(number % 3)))
 
 
+@pytest.mark.few(1)
 def test_sigkill_at_random_moments_leaves_a_whole_folder(folder: str) -> None:
     draw = random.Random(7)
     source = FolderModel(folder)

@@ -150,6 +150,7 @@ def test_no_bias_of_relative_positions_reaches_prompts() -> None:
     assert not wide[..., 1:4].any()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
 def test_every_prompt_of_another_family_learns(form: dict[str, Any]) -> None:
     method = Vpt(other_vit(**form), VptSettings(depth="deep"), seed=1)

@@ -91,7 +91,7 @@ def test_training_starts_from_the_largest_weights() -> None:
         assert weight[~mask].abs().max() <= weight[mask].abs().min()
 
 
-def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed() -> None:
+def test_wsn_scores_are_redrawn_per_task_and_seeded() -> None:
     scores_by_seed = []
     for task in (ONE, ONE, TWO):
         method = wsn(start="random")
@@ -190,7 +190,7 @@ def test_what_an_earlier_task_uses_has_no_gradient(monkeypatch: pytest.MonkeyPat
 
 
 @OF_ANY
-def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_others(
+def test_wsn_locked_weights_keep_their_bits(
     optimizer: str,
 ) -> None:
     (one,), (first,) = stream([ONE], optimizer)

@@ -30,10 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import dytox, stream
 from benchmarks.meat_inference import meat
 from benchmarks.methods import CLASSES, Conditions, Training
+from pipeline.config.text import table_text
 from pipeline.graph.run import look_up_all, run_graph
 from pipeline.launch.local import LocalExecutor
 from pipeline.results.bundles import read_run_bundle
-from pipeline.shell.console import table_text
 from workers.data import accelerator, loaders
 from workers.data.feed import Feed
 from workers.dist import Group

@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config.settings import load
+from pipeline.config.text import table_text
 from pipeline.config.yaml_files import METHODS as METHOD_FILES
 from pipeline.results.tables import Row
-from pipeline.shell.console import table_text
 from workers.errors import UserError, did_you_mean
 from workers.job import TrainSettings
 

@@ -98,8 +98,8 @@ def list_cards(args: argparse.Namespace) -> int:
     Raises:
         UserError: If a card cannot be read, after printing the others.
     """
+    from pipeline.config.text import table_text
     from pipeline.data import catalogue
-    from pipeline.shell.console import table_text  # imports pyarrow
 
     if args.cards:
         program = invocation.this_command()

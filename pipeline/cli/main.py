@@ -1032,7 +1032,7 @@ def staying_sentence(count: int, reason: str) -> str:
 
 def garbage_text(garbage: Sequence[Garbage]) -> str:
     """Return a line for each folder: its path, when it was written, its size."""
-    from pipeline.shell.console import table_text
+    from pipeline.config.text import table_text
 
     rows = []
     for folder in garbage:

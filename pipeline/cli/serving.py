@@ -156,8 +156,8 @@ def find_record_folder(args: argparse.Namespace) -> str:
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
     """Print a table with the answer to each image. Return the exit code."""
+    from pipeline.config.text import table_text
     from pipeline.results.model import make_answer_rows
-    from pipeline.shell.console import table_text
     from workers.serving.recorder import recording
     from workers.serving.server import Predictor
 
@@ -249,7 +249,7 @@ def tasks(args: argparse.Namespace) -> int:
     from pipeline.config.yaml_files import absolute
 
     if args.action == "list":
-        from pipeline.shell.console import table_text
+        from pipeline.config.text import table_text
         from workers.serving.model_file import read_model, task_rows
 
         body = read_model(absolute(args.model))
@@ -271,7 +271,7 @@ def tasks(args: argparse.Namespace) -> int:
 
 def format_versions(versions: Sequence[Version]) -> str:
     """Format the versions of a model folder as a table."""
-    from pipeline.shell.console import table_text
+    from pipeline.config.text import table_text
 
     rows: list[list[str]] = []
     for version in versions:

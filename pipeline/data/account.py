@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline.config.text import format_count
 from pipeline.data.cards import Card
 from pipeline.data.file_kinds import IMAGE_FILES, describe_kind
 from pipeline.data.formats import csv, get_format, webdataset
 from pipeline.data.formats.base import source_uri
 from pipeline.data.formats.folder import labelled_entries
 from pipeline.data.listing import HIDDEN, Entry
-from pipeline.data.names import counted, get_suffix, printable
+from pipeline.data.names import get_suffix, printable
 from pipeline.data.packs import LEFT_OUT
 from pipeline.data.splits import IGNORE, SPLITS
 from workers.data.in_place import urls_by_name
@@ -87,7 +88,7 @@ class Account:
         if self.files:
             numbers = [sum(part.values()) for part in (self.used, self.rejected, self.not_read)]
             lines.append(
-                f"{counted(self.files, 'file')} = {numbers[0]} used + {numbers[1]} rejected + "
+                f"{format_count(self.files, 'file')} = {numbers[0]} used + {numbers[1]} rejected + "
                 f"{numbers[2]} not read"
             )
             lines += _format_rows("used", self.used, {})

@@ -57,13 +57,6 @@ def listed(names: Iterable[str], most: int = MAX_NAMED) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-def counted(number: int, noun: str, is_exact: bool = True) -> str:
-    """Return a number with its noun: `1 image`, `2 images`, `more than 1000 images`."""
-    plural = noun if number == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
-    prefix = "" if is_exact else "more than "
-    return f"{prefix}{number} {plural}"
-
-
 def get_suffix(name: str) -> str:
     """Return the extension of a file name in lower case, with its dot; empty if it has none."""
     base = name.rpartition("/")[2]

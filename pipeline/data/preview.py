@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from pipeline.config.text import format_count
 from pipeline.data.account import Account
 from pipeline.data.cards import Card
 from pipeline.data.image_checks import open_any
-from pipeline.data.names import counted, printable
+from pipeline.data.names import printable
 from pipeline.data.splits import SPLITS
 from workers.data.decoding import MAX_PIXELS, to_rgb
 
@@ -159,12 +160,13 @@ def _render_sheet(sheet: Sheet, has_title: bool) -> str:
         groups = {label: n for (of, label), n in sheet.counts.items() if of == split}
         if not groups:
             continue
-        total = counted(sum(groups.values()), "image")
-        parts.append(f"<h2>{escape(split)}: {total} of {counted(len(groups), 'class')}</h2>")
+        total = format_count(sum(groups.values()), "image")
+        parts.append(f"<h2>{escape(split)}: {total} of {format_count(len(groups), 'class')}</h2>")
         for label, number in sorted(groups.items()):
             figures = "".join(map(_render_figure, by_group.get((split, label), [])))
             parts.append(
-                f"<h3>{escape(printable(label))} <small>{counted(number, 'image')}</small></h3>"
+                f"<h3>{escape(printable(label))} "
+                f"<small>{format_count(number, 'image')}</small></h3>"
                 f'<div class="row">{figures}</div>'
             )
     return "".join(parts)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.config.text import format_count
 from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet
-from pipeline.data.names import counted, printable
+from pipeline.data.names import printable
 
 MAX_BAD = 0.05  # tolerated share of corrupt images; they are listed
 MAX_TASKS = 5  # that one data set is divided into
@@ -65,7 +66,7 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
         held_out += _line("hold_out", "threshold", "an image keeps its side when data grow")
     bad = min(round(MAX_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
-        f"# {_comment(data_set.layout)}: {counted(len(data_set.classes), 'class')}, "
+        f"# {_comment(data_set.layout)}: {format_count(len(data_set.classes), 'class')}, "
         f"{_counts_text(data_set)}. Written by `{_comment(command)}`.\n"
         "# Edit it: all keys are in datasets/README.md. Paths start at the folder of this file.\n"
     )
@@ -85,11 +86,11 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
 
 def _counts_text(data_set: DataSet) -> str:
     parts = [
-        f"{counted(number, f'{split} image', data_set.is_exact)}"
+        f"{format_count(number, f'{split} image', data_set.is_exact)}"
         for split, number in data_set.counts.items()
     ]
     if not data_set.has_test:
-        parts = [counted(data_set.counts["train"], "image", data_set.is_exact)]
+        parts = [format_count(data_set.counts["train"], "image", data_set.is_exact)]
     return ", ".join(parts)
 
 
@@ -172,7 +173,7 @@ def config_text(
     if any("val" in data_set.counts for data_set in data_sets):
         held_out += ", if a card has no validation images"
     text = (
-        f"# {counted(num_classes, 'class')} in {counted(len(tasks), 'task')}. "
+        f"# {format_count(num_classes, 'class')} in {format_count(len(tasks), 'task')}. "
         f"Written by `{_comment(command)}`; edit it.\n"
         f"# Run it with  {_comment(run_command)}\n"
         "# After a change only what it touches runs again; a task that is added runs alone.\n"

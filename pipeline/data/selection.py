@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.config.text import format_count
 from pipeline.data.cards import Card
 from pipeline.data.digests import compute_key_digests, sort_by_digest
 from pipeline.data.listing import describe_left_out
-from pipeline.data.names import counted, listed, nfc
+from pipeline.data.names import listed, nfc
 from pipeline.data.packs import LEFT_OUT, read_raw_digest
 from pipeline.data.splits import SPLITS, Split
 from workers.data.held_out import find_held_out
@@ -342,7 +343,7 @@ def check_pixels(card: Card, rows: pa.Table) -> list[str]:
     blank_sizes = Counter(rows["label"].filter(is_blank).to_pylist())
     mostly = [label for label, number in blank_sizes.items() if number * 2 > sizes[label]]
     classes = f", most of those of {listed(sorted(mostly))}" if mostly else ""
-    return [f"{counted(num_blank, 'image')} of one colour{classes}"]
+    return [f"{format_count(num_blank, 'image')} of one colour{classes}"]
 
 
 def _in_two_classes(rows: pa.Table) -> list[str]:
@@ -357,7 +358,7 @@ def _in_two_classes(rows: pa.Table) -> list[str]:
         return []
     example = rows["name"].filter(pa.array(is_twice[contents])).slice(0, 2).to_pylist()
     return [
-        f"{counted(int(is_twice.sum()), 'image')} with copies in another class, such as "
+        f"{format_count(int(is_twice.sum()), 'image')} with copies in another class, such as "
         f"{' and '.join(example)}"
     ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import settings as configs
+from pipeline.config.text import format_count
 from pipeline.config.yaml_files import format_override, parse_override, parse_yaml
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet, Request, read_card
@@ -21,7 +22,7 @@ from pipeline.data.detection.detect import detect
 from pipeline.data.detection.libraries import TORCHVISION_PATH
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
 from pipeline.data.formats.folder import LABEL, split_folders
-from pipeline.data.names import counted, get_file_name, get_suffix, listed, printable
+from pipeline.data.names import get_file_name, get_suffix, listed, printable
 from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, render_sheets
 from pipeline.data.proposal import TaskPlan, card_text, config_text, plan_tasks, relative_to_here
 from pipeline.data.splits import find_role
@@ -297,8 +298,9 @@ def _check_count(data_set: DataSet) -> None:
     num_images = data_set.counts["train"]
     if not data_set.has_test and data_set.is_exact and num_images <= len(data_set.classes):
         raise UserError(
-            f"{data_set.name}: {counted(num_images, 'image')} of "
-            f"{counted(len(data_set.classes), 'class')} leave none to test on; add images, two of "
+            f"{data_set.name}: {format_count(num_images, 'image')} of "
+            f"{format_count(len(data_set.classes), 'class')} leave none to test on; add "
+            "images, two of "
             "a class at least, or a folder test"
         )
 
@@ -449,23 +451,24 @@ def describe(data_set: DataSet) -> str:
         class_names += ", ..."
     lines = [
         f"{data_set.name}: {data_set.layout}",
-        f"  {counted(len(data_set.classes), 'class')}: {class_names}",
+        f"  {format_count(len(data_set.classes), 'class')}: {class_names}",
     ]
     is_exact = data_set.is_exact
     counts = data_set.counts
-    numbers = [counted(n, f"{split} image", is_exact) for split, n in counts.items()]
+    numbers = [format_count(n, f"{split} image", is_exact) for split, n in counts.items()]
     if data_set.has_test:
         lines.append(f"  {', '.join(numbers)}")
     else:
         lines.append(
-            f"  {counted(counts['train'], 'image', is_exact)}; {TEST_FRACTION:.0%} of each class "
+            f"  {format_count(counts['train'], 'image', is_exact)}; "
+            f"{TEST_FRACTION:.0%} of each class "
             "are held out as test, by hash of their names"
         )
     if "val" in counts:
         lines.append("  validation images are those of the data, and none are held out of train")
         without = sorted(name for name in data_set.classes if ("val", name) not in data_set.images)
         if without:
-            named = counted(len(without), "class")
+            named = format_count(len(without), "class")
             lines.append(f"  note: {named} without validation images: {listed(without)}")
     elif _is_val_the_test(data_set):
         lines.append("  the validation images of the data are the test images")
@@ -483,8 +486,8 @@ def _stream_text(tasks: Sequence[TaskPlan]) -> str:
     parts: list[str] = []
     for task in tasks[:SHOWN_CLASSES]:
         role = ", the base" if task.is_base else ""
-        parts.append(f"{task.name} ({counted(task.num_classes, 'class')}{role})")
+        parts.append(f"{task.name} ({format_count(task.num_classes, 'class')}{role})")
     more = len(tasks) - SHOWN_CLASSES
     if more > 0:
         parts.append(f"{more} more")
-    return f"{counted(len(tasks), 'task')}: {', '.join(parts)}"
+    return f"{format_count(len(tasks), 'task')}: {', '.join(parts)}"

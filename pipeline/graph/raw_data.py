@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from pipeline.config.settings import Config
+from pipeline.config.text import format_count
 from pipeline.data import card_files, ingest
 from pipeline.data.cards import Card
 from pipeline.data.digests import ClassDigests, digest_classes
 from pipeline.data.formats import get_format, is_local_source, list_source, source_state
 from pipeline.data.listing import Entry, describe_left_out
-from pipeline.data.names import counted, printable
+from pipeline.data.names import printable
 from pipeline.data.packs import ImageChecker
 from pipeline.graph import run_record
 from pipeline.graph.store import Store, compute_key
@@ -271,9 +272,9 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
         if new is None:
             parts.append(f"{printable(label)} (gone)")
         elif old is None:
-            parts.append(f"{printable(label)} (new, {counted(new[0], 'file')})")
+            parts.append(f"{printable(label)} (new, {format_count(new[0], 'file')})")
         elif old != new:
-            parts.append(f"{printable(label)} ({counted(new[0], 'file')}, {old[0]} before)")
+            parts.append(f"{printable(label)} ({format_count(new[0], 'file')}, {old[0]} before)")
     more = f" and {len(parts) - MAX_CLASSES} more" if len(parts) > MAX_CLASSES else ""
     return f"other files than before: {', '.join(parts[:MAX_CLASSES])}{more}" if parts else ""
 

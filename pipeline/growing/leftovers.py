@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.app import runs as app
 from pipeline.app.runs import PreparedRun
-from pipeline.data.names import counted
+from pipeline.config.text import format_count
 from pipeline.data.starter import preview_path
 from pipeline.graph import graph_cache
 from pipeline.graph.builder import cache_folder
@@ -61,14 +61,14 @@ class Leftovers:
         lines: list[str] = []
         if self.garbage:
             megabytes = sum(folder.size_bytes for folder in self.garbage) / 1e6
-            number = counted(len(self.garbage), "result")
+            number = format_count(len(self.garbage), "result")
             lines.append(f"{number} of the storage, {megabytes:.1f} MB, which no run needs")
         if self.has_records:
             lines.append(f"records of earlier states of run {self.run.config.name}")
         lines += self.files
         if self.tracked is not None and self._num_tracked():
-            models = counted(len(self.tracked.models), "model")
-            runs = counted(len(self.tracked.runs), "earlier run")
+            models = format_count(len(self.tracked.models), "model")
+            runs = format_count(len(self.tracked.runs), "earlier run")
             lines.append(f"MLflow: the files of {runs}, {models}")
         lines.append(CACHED)
         return lines
@@ -82,7 +82,9 @@ class Leftovers:
         folder = cache_folder(self.run.config.cluster.cache, store.storage)
         num_written = Cache(folder, 0).clear()
         if num_written:
-            left.append(f"{counted(num_written, 'file')} of {folder}, which a process writes now")
+            left.append(
+                f"{format_count(num_written, 'file')} of {folder}, which a process writes now"
+            )
         delete_dir(join(store.storage, graph_cache.FOLDER))
         for file in self.files:
             system, path = resolve(file)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.config.settings import Config
+from pipeline.config.text import format_count
 from pipeline.data import card_files
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request
@@ -16,7 +17,7 @@ from pipeline.data.detection.detect import detect
 from pipeline.data.formats import count_labels, list_source
 from pipeline.data.formats.folder import class_folders, labelled_entries
 from pipeline.data.listing import Entry
-from pipeline.data.names import counted, listed, nfc, printable
+from pipeline.data.names import listed, nfc, printable
 from pipeline.data.source_classes import labels_of_counts
 from pipeline.data.splits import IGNORE, SPLITS
 from pipeline.graph import raw_data
@@ -64,10 +65,10 @@ class NewData:
         """Describe the new data as a part of a sentence."""
         parts: list[str] = []
         if self.classes:
-            parts.append(f"{counted(len(self.classes), 'new class')} ({listed(self.classes)})")
+            parts.append(f"{format_count(len(self.classes), 'new class')} ({listed(self.classes)})")
         if self.images:
             number = sum(self.images.values())
-            parts.append(f"{counted(number, 'new image')} of {listed(sorted(self.images))}")
+            parts.append(f"{format_count(number, 'new image')} of {listed(sorted(self.images))}")
         text = " and ".join(parts) or "no new class, and no new file of a class"
         if not self.passed_over:
             return text

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from pipeline.app.runs import PreparedRun
 from pipeline.config.settings import Config
+from pipeline.config.text import format_count
 from pipeline.config.yaml_files import absolute
-from pipeline.data.names import counted
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.growing.stream_edits import list_task_classes
@@ -150,7 +150,7 @@ def publish_removal(
     forgotten = forget(uri)
     if forgotten:
         sentence = sentence or f"{model} serves {_list_tasks(new)}"
-        sentence += f"; {counted(len(forgotten), 'earlier version')} deleted"
+        sentence += f"; {format_count(len(forgotten), 'earlier version')} deleted"
     return sentence
 
 

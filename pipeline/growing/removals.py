@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config.settings import Config
+from pipeline.config.text import format_count
 from pipeline.data import card_files
 from pipeline.data.cards import Card
-from pipeline.data.names import counted, nfc
+from pipeline.data.names import nfc
 from pipeline.graph.store import Store
 from pipeline.growing.named_images import DIGEST, find_named_images
 from pipeline.growing.new_data import UsedCard, list_cards
@@ -190,4 +191,4 @@ def _sources(used: UsedCard) -> list[str]:
 def _paths(card: Card, names: Sequence[str]) -> list[str]:
     paths = [join(card.source.path, name) if card.source.path else name for name in names]
     rest = len(paths) - MAX_PATHS
-    return paths[:MAX_PATHS] + ([f"and {counted(rest, 'image')} more"] if rest > 0 else [])
+    return paths[:MAX_PATHS] + ([f"and {format_count(rest, 'image')} more"] if rest > 0 else [])

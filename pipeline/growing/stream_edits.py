@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.settings import Config, TaskEntry
+from pipeline.config.text import format_count
 from pipeline.config.yaml_files import CARDS
 from pipeline.data import card_files
 from pipeline.data.cards import Card, permuted
 from pipeline.data.formats.folder import class_folders
-from pipeline.data.names import counted, listed, nfc, printable
+from pipeline.data.names import listed, nfc, printable
 from pipeline.data.proposal import card_text, relative_to_here
 from pipeline.graph.run_record import RunRecord
 from pipeline.growing.new_data import NewData, UsedCard
@@ -355,7 +356,7 @@ class StreamEditor:
         name = name or self._free_name(used)
         body = {"name": name, "card": self._card_in_file(used), "classes": list(classes)}
         self.text.append(TASKS, body)
-        self.lines.append(f"{self.path}: new task {name} of {counted(len(classes), 'class')}")
+        self.lines.append(f"{self.path}: new task {name} of {format_count(len(classes), 'class')}")
 
     def _position(self, task: str) -> int:
         """Return the position in the file of a task with written-out classes."""
@@ -403,7 +404,8 @@ class StreamEditor:
             scenario = self.config.stream.scenario
             if len(rest) < MIN_CLASSES[scenario]:
                 raise UserError(
-                    f"task {task!r} would keep {counted(len(rest), 'class')} without {name!r}, and "
+                    f"task {task!r} would keep {format_count(len(rest), 'class')} without "
+                    f"{name!r}, and "
                     f"a task of scenario `{scenario}` has at least {MIN_CLASSES[scenario]}; remove "
                     f"the task (--task {task})"
                 )
@@ -477,7 +479,7 @@ class StreamEditor:
         self.new_files[file] = body
         if not name:
             text.set(["without_images"], os.path.basename(file))
-        self.lines.append(f"{text.where}: leaves out {counted(len(lines), 'line')} of {file}")
+        self.lines.append(f"{text.where}: leaves out {format_count(len(lines), 'line')} of {file}")
 
     def _card_text(self, used: UsedCard, remedy: str = OWN_CARD) -> YamlText:
         path = card_files.card_path(used.path)
@@ -568,7 +570,7 @@ class StreamEditor:
         body: dict[str, Any] = {"name": card_name, "card": os.path.basename(file)}
         self.text.append(TASKS, body | {"classes": list(data_set.classes)})
         self.lines.append(f"{file}: a card for {printable(data)}")
-        number_of = counted(len(data_set.classes), "class")
+        number_of = format_count(len(data_set.classes), "class")
         self.lines.append(f"{self.path}: new task {card_name} of {number_of}")
         return self.changes()
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from pipeline.config.settings import Config
+from pipeline.config.text import format_count, format_seconds, table_text
 from pipeline.data.cards import Card
 from pipeline.data.formats import count_labels, is_local_source, list_source
 from pipeline.graph.run_record import recorded_config
@@ -42,7 +43,6 @@ from pipeline.launch.sharing import (
 )
 from pipeline.launch.wall_time import wall_time
 from pipeline.results.tables import Row
-from pipeline.shell.console import format_seconds, table_text
 from workers.data.augment import Augment
 from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task, TrainSettings, with_neutral
@@ -690,13 +690,13 @@ def notes(prediction: Forecast) -> list[str]:
     """Return the sentences below the table: assumptions, and missing information."""
     groups = "as many groups as are asked for"
     if prediction.groups:
-        groups = counted(prediction.groups, "group")
+        groups = format_count(prediction.groups, "group")
     unknown = [cost for cost in prediction.costs.values() if cost.device_s is None]
     without = ""
     if unknown:
-        without = f", without {counted(len(unknown), 'stage')} of unknown cost"
+        without = f", without {format_count(len(unknown), 'stage')} of unknown cost"
     lines = [
-        f"wall time: with {groups} of {counted(prediction.workers, 'worker')}{without}; "
+        f"wall time: with {groups} of {format_count(prediction.workers, 'worker')}{without}; "
         "without ingest, report and the start of Ray"
     ]
     if prediction.sharing.stages:
@@ -738,15 +738,3 @@ def describe_sharing(sharing: Sharing) -> str:
         f"{text}one rank keeps a GPU {sharing.busy.share:.0%} busy (measured by run "
         f"{sharing.busy.run}), and above 100% together each takes an equal part of its time"
     )
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> counted(1, "group"), counted(2, "group")
-        ('1 group', '2 groups')
-    """
-    if count == 1:
-        return f"{count} {noun}"
-    return f"{count} {noun}s"

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from pipeline.config.settings import ClusterSettings, Config
-from pipeline.launch.cost import Estimate, Forecast, counted, total_seconds
+from pipeline.config.text import format_count
+from pipeline.launch.cost import Estimate, Forecast, total_seconds
 from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError
 
@@ -42,10 +43,11 @@ class Size:
     reserved_gb: float = 0.0
 
     def __str__(self) -> str:
-        parts = [counted(self.cpus, "CPU"), f"{self.memory_gb} GB of memory"]
+        parts = [format_count(self.cpus, "CPU"), f"{self.memory_gb} GB of memory"]
         if self.gpus:
-            parts.insert(1, counted(self.gpus, "GPU"))
-        return f"{counted(self.nodes, 'node')} with {', '.join(parts)}; {self.hours} h ({self.why})"
+            parts.insert(1, format_count(self.gpus, "GPU"))
+        nodes = format_count(self.nodes, "node")
+        return f"{nodes} with {', '.join(parts)}; {self.hours} h ({self.why})"
 
 
 def choose_size(
@@ -106,7 +108,10 @@ def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
         return HOURS, "not forecast"
     unknown = [cost for cost in forecast.costs.values() if cost.device_s is None]
     if unknown:
-        return HOURS, f"the cost of {counted(len(unknown), 'stage')} is unknown: see `plan --cost`"
+        return (
+            HOURS,
+            f"the cost of {format_count(len(unknown), 'stage')} is unknown: see `plan --cost`",
+        )
     if not forecast.costs:
         return MIN_HOURS, "nothing is to run"
     wall = forecast.walls["together"]

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.config.settings import Config
+from pipeline.config.text import table_text
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -24,7 +25,6 @@ from pipeline.report.figures import Picture
 from pipeline.report.files import Row
 from pipeline.report.maps import draw_maps
 from pipeline.results.tables import RunTables
-from pipeline.shell.console import table_text
 from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError

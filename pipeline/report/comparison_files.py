@@ -179,8 +179,8 @@ def folder_name(names: Sequence[str]) -> str:
 
 def format_comparison(comparison: Comparison) -> str:
     """Return the tables for the terminal: means, difference of accuracy, differing settings."""
+    from pipeline.config.text import table_text
     from pipeline.results.metrics import metrics_for
-    from pipeline.shell.console import table_text
 
     metrics = metrics_for("comparison_text")
     body = []

@@ -12,10 +12,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from pipeline import templates
+from pipeline.config.text import format_bytes, format_count, format_seconds
 from pipeline.config.yaml_files import dump_yaml
 from pipeline.report.comparison import Spread
 from pipeline.report.parameters import format_setting
-from pipeline.report.plots import format_bytes
 from pipeline.results.intervals import Interval
 
 NO_VALUE = Markup("<span class=soft>-</span>")
@@ -109,34 +109,14 @@ def format_interval(interval: Interval) -> Markup:
     return Markup("<br><span class=soft>{}</span>").format(text)
 
 
-def format_seconds(value: float) -> str:
-    """75 -> `1 min 15 s`."""
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, seconds = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {seconds:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def format_yaml(value: Any) -> str:
     """Return plain values as YAML."""
     return dump_yaml(_to_plain(value), default_flow_style=None, width=110)
 
 
-def format_count(count: float, noun: str) -> str:
-    """(2, `trial`) -> `2 trials`."""
-    return f"{count:,} {noun}{plural(count)}"
-
-
 def format_lines(text: str) -> Markup:
     """Return text with its line breaks as HTML."""
     return Markup("<br>").join(text.split("\n"))
-
-
-def plural(count: float) -> str:
-    """Return the `s` of a noun that follows `count`; empty for one."""
-    return "" if count == 1 else "s"
 
 
 def _to_plain(value: Any) -> Any:

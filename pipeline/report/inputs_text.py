@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.config.text import table_text
 from pipeline.results.input_days import InputReport, InputRow
-from pipeline.shell.console import table_text
 
 HEADING = ["day", "model", "task", "inputs", "share", "picked", "confidence", "unsure"]
 HEADING += ["distance", "far"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.config.invocation import logs_command
+from pipeline.config.text import format_seconds
 from pipeline.graph.event_log import MAX_TEXT
 from pipeline.graph.live_status import is_amount
 from pipeline.graph.run_record import RunRecord, StageRecord
@@ -13,7 +14,6 @@ from pipeline.graph.store import Store
 from pipeline.report.run_text import in_one_line, progress_line
 from pipeline.results.runs import find_record
 from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
-from pipeline.shell.console import format_seconds
 from workers.errors import UserError, did_you_mean
 from workers.storage.secrets import printable
 

@@ -12,13 +12,13 @@ from urllib.parse import quote
 from markupsafe import Markup, escape
 
 from pipeline.config.settings import check
+from pipeline.config.text import format_bytes, format_seconds
 from pipeline.graph import diagram
 from pipeline.graph.run_record import RunRecord, graph_of_record
 from pipeline.report import figures, files, paper
 from pipeline.report.comparison import Comparison
 from pipeline.report.figures import Picture
-from pipeline.report.html_parts import format_seconds, format_value, render
-from pipeline.report.plots import format_bytes
+from pipeline.report.html_parts import format_value, render
 from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows

@@ -21,6 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from pipeline.config.text import format_bytes
 from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import Matrix, Row
 
@@ -427,22 +428,6 @@ def method_label(row: Row) -> str:
     if row["tasks_finished"] == row["tasks"]:
         return label
     return f"{label}\n({row['tasks_finished']} of {row['tasks']} tasks)"
-
-
-def format_bytes(count: float | None) -> str:
-    """1234567 -> `1.23 MB`; powers of 1000."""
-    if count is None or math.isnan(count):
-        return "-"
-    if abs(count) < 999.5:
-        return f"{count:.0f} B"
-    power = 1
-    while power < 3 and abs(count) / 1000**power >= 999.5:
-        power += 1
-    value = count / 1000**power
-    unit = ("B", "kB", "MB", "GB")[power]
-    if abs(value) >= 100:
-        return f"{value:.0f} {unit}"
-    return f"{value:.3g} {unit}"
 
 
 class LabelledPoint(NamedTuple):

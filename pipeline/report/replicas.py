@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipeline.config.text import table_text
 from pipeline.report.comparison import Comparison, Entry, Group, unfinished_notes
 from pipeline.report.comparison_files import format_plain
 from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import RunTables, merge_warnings
-from pipeline.shell.console import table_text, warning_lines
+from pipeline.shell.console import warning_lines
 
 
 def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:

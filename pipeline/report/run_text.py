@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+from pipeline.config.text import format_percent, format_seconds, table_text
 from pipeline.graph import diagram
 from pipeline.graph.gpu_use import gpu_sentences
 from pipeline.graph.run_record import graph_of_record
@@ -20,13 +21,7 @@ from pipeline.results.runs import (
     find_record,
     run_status,
 )
-from pipeline.shell.console import (
-    columns_of_output,
-    format_percent,
-    format_seconds,
-    progress_text,
-    table_text,
-)
+from pipeline.shell.console import columns_of_output, progress_text
 from workers.storage.artifact import join
 from workers.storage.secrets import printable
 

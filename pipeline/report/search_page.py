@@ -14,16 +14,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from pipeline.report import files, plots, search_pictures, search_plots
+from pipeline.config.text import format_bytes, format_count, format_seconds
+from pipeline.report import files, search_pictures, search_plots
 from pipeline.report.figures import Picture
-from pipeline.report.html_parts import (
-    NO_VALUE,
-    format_count,
-    format_rate,
-    format_seconds,
-    format_value,
-    render,
-)
+from pipeline.report.html_parts import NO_VALUE, format_rate, format_value, render
 from pipeline.report.parameters import (
     Parameter,
     format_setting,
@@ -335,7 +329,7 @@ def explain_choice(search: Search, trial: Trial) -> str:
     sizes = [size(candidate) for candidate in near]
     if math.isnan(size(trial)) or sizes.count(size(trial)) > 1:
         return f"{text}comes first among those that store the fewest bytes per task."
-    return f"{text}stores the fewest bytes per task: {plots.format_bytes(size(trial))}."
+    return f"{text}stores the fewest bytes per task: {format_bytes(size(trial))}."
 
 
 def _has_finished(trial: Trial) -> bool:
@@ -421,7 +415,7 @@ def choice_cells(search: Search, varied: Sequence[Parameter]) -> list[list[objec
                 settings.append(f"{parameter.name} {value}")
         accuracy = format_value(score(trial), "rate")
         cells: list[object] = [phase, ", ".join(settings), trial["number"], progress, accuracy]
-        cells.append(plots.format_bytes(size(trial)))
+        cells.append(format_bytes(size(trial)))
         rows.append(cells)
     return rows
 
@@ -517,7 +511,7 @@ def _trial_cells(
         state,
         format_value(score(trial), "rate"),
         format_value(forgetting(trial["results"]), "rate"),
-        plots.format_bytes(size(trial)),
+        format_bytes(size(trial)),
         str(completed(trial)),
         *(format_setting(params[p.key]) if p.key in params else NO_VALUE for p in varied),
         f"{trial['stages']['run']} / {trial['stages']['reused']}",

@@ -24,6 +24,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
+from pipeline.config.text import format_bytes
 from pipeline.report.parameters import Parameter
 from pipeline.report.plots import (
     COLOURS,
@@ -31,7 +32,6 @@ from pipeline.report.plots import (
     INK,
     SEQUENTIAL,
     add_legend,
-    format_bytes,
     label_tasks,
     mark_spans,
     new_figure,

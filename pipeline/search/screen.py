@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
+from pipeline.config.text import format_seconds
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.results.trials import SeedTest, Trial, gpu_hours
 from pipeline.search.spec import Search
-from pipeline.shell.console import Console, Heartbeat, format_seconds
+from pipeline.shell.console import Console, Heartbeat
 from workers.storage.secrets import printable
 
 MAX_TRIALS = 4  # named in a line about running trials

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TextIO
 
+from pipeline.config.text import format_bytes, format_percent, format_seconds, table_text
 from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
@@ -308,7 +309,7 @@ def _result_text(manifest: dict[str, Any]) -> str:
             return _accuracies_text(rows)
         case "train":
             task_bytes = sum(manifest["sizes"].values())
-            return f"trained, {_format_bytes(task_bytes)} for the task"
+            return f"trained, {format_bytes(task_bytes)} for the task"
         case "ingest":
             counts = manifest["counts"].items()
             return ", ".join(f"{images} {split}" for split, images in counts)
@@ -419,57 +420,12 @@ def _cell_text(rate: float) -> str:
     return "." if math.isnan(rate) else f"{100 * rate:.1f}"
 
 
-def table_text(heading: list[str], rows: list[list[str]], left: Sequence[str] | None = None) -> str:
-    """Format a table in columns of equal width.
-
-    Args:
-        heading: Headings of the columns.
-        rows: Cells.
-        left: Headings of left-aligned columns. Default: the first one.
-    """
-    if left is None:
-        left = heading[:1]
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    lines = []
-    for row in (heading, *rows):
-        cells = []
-        for name, cell, width in zip(heading, row, widths, strict=True):
-            cells.append(cell.ljust(width) if name in left else cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def format_percent(value: float | None) -> str:
-    """Return a rate in per cent; `-` for none."""
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{100 * value:z.2f} %"
-
-
 def _format_metric(value: float | None, unit: str) -> str:
     """Return a metric in the unit of its `Metric`; `-` for none."""
     if unit == "rate":
         return format_percent(value)
     if unit == "bytes":
-        return _format_bytes(value)
+        return format_bytes(value)
     if value is None or math.isnan(value):
         return "-"
     return format(value, ".2f" if unit == "times" else ",")
-
-
-def _format_bytes(count: float | None) -> str:
-    if count is None or math.isnan(count):
-        return "-"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration for people."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"

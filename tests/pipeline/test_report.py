@@ -21,6 +21,7 @@ from PIL import Image
 
 from pipeline import cli
 from pipeline.app.runs import REPORT_FILES, export
+from pipeline.config.text import format_bytes, format_percent
 from pipeline.graph.run import Outcome
 from pipeline.graph.store import Store
 from pipeline.report import (
@@ -485,7 +486,7 @@ def test_the_same_store_gives_the_same_report(storage: Any, report: Any, tmp_pat
     ],
 )
 def test_bytes_are_written_with_three_digits(value: Any, text: str) -> None:
-    assert plots.format_bytes(value) == text
+    assert format_bytes(value) == text
 
 
 def test_nothing_is_written_as_less_than_nothing() -> None:
@@ -494,7 +495,7 @@ def test_nothing_is_written_as_less_than_nothing() -> None:
         "0.0 %",
         "-1.6 %",
     ]
-    assert [console.format_percent(value) for value in (-1e-6, 0.0, -0.0155)] == [
+    assert [format_percent(value) for value in (-1e-6, 0.0, -0.0155)] == [
         "0.00 %",
         "0.00 %",
         "-1.55 %",

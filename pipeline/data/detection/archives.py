@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.config.text import format_count
 from pipeline.data.column_files import (
     ARROW_SUFFIX,
     Schema,
@@ -33,7 +34,7 @@ from pipeline.data.detection.columns import (
 )
 from pipeline.data.detection.data_set import DataSet, Request, format_splits, read_labelled
 from pipeline.data.detection.words import IMAGE_COLUMNS, is_part
-from pipeline.data.names import counted, get_suffix, listed, printable, quoted
+from pipeline.data.names import get_suffix, listed, printable, quoted
 from pipeline.data.splits import (
     IGNORE,
     SplitUnclear,
@@ -204,7 +205,7 @@ def note_unused(names: Sequence[str]) -> list[str]:
     """Return a note on unread files, or [] if all files are read."""
     if not names:
         return []
-    return [f"{counted(len(names), 'file')} not read, not called by a split: {listed(names)}"]
+    return [f"{format_count(len(names), 'file')} not read, not called by a split: {listed(names)}"]
 
 
 def _find_split_word(files: Files, name: str) -> str:
@@ -314,7 +315,8 @@ def read_columns(files: Files) -> DataSet:
     num_files = sum(len(names) for names in splits.values())
     kind = "Arrow file" if get_suffix(first) == ".arrow" else "Parquet file"
     layout = (
-        f"{counted(num_files, kind)}, images in column {quoted(image)}, labels in {quoted(label)}"
+        f"{format_count(num_files, kind)}, images in column {quoted(image)}, labels in "
+        f"{quoted(label)}"
         f"{f', splits in {listed(split)}' if split else ''}"
     )
     return read_labelled(request, files.name, layout, source, notes)

@@ -18,6 +18,7 @@ from typing import Any
 from PIL import Image
 
 from pipeline.config.settings import checked
+from pipeline.config.text import format_count
 from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.account import Account, build_account, collect_problems
 from pipeline.data.cards import LIST_MARK, Card, Source
@@ -26,7 +27,7 @@ from pipeline.data.formats.base import LIBRARIES, Item, LabelCounts, read_items
 from pipeline.data.formats.folder import LABEL, class_folders
 from pipeline.data.labels import check_meaning, check_spelling
 from pipeline.data.listing import Entry
-from pipeline.data.names import counted, listed, nfc, printable, quoted
+from pipeline.data.names import listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import Picture, limit_per_group
 from pipeline.data.source_classes import MIN_CLASSES, labels_of_counts
@@ -298,7 +299,7 @@ def _assemble(
                 f"leave the {split} images out{_format_ignore_command(request, card, split)}"
             )
         if others or without:
-            lost = counted(sum(others.values()) + without, f"{split} image")
+            lost = format_count(sum(others.values()) + without, f"{split} image")
             named = f" ({_format_classes(sorted(others))})" if others else ""
             all_notes.append(
                 f"{lost} without a label, or with one that train lacks{named} are left out"
@@ -310,7 +311,7 @@ def _assemble(
         all_notes.append(f"train images of {named}, which the card does not list, are left out")
     without = counts.get(("train", None), 0)
     if without:
-        all_notes.append(f"{counted(without, 'train image')} without a label are left out")
+        all_notes.append(f"{format_count(without, 'train image')} without a label are left out")
     folders = _list_class_folders(card)
     empty = [name for name in folders if name not in card.classes and ("train", name) not in counts]
     if empty:

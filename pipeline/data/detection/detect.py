@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.config.text import format_count
 from pipeline.data.detection.archives import Files, holds_images, read_columns
 from pipeline.data.detection.columns import LabelUnclear
 from pipeline.data.detection.data_set import (
@@ -60,16 +61,7 @@ from pipeline.data.listing import (
     is_folder,
     list_entries,
 )
-from pipeline.data.names import (
-    counted,
-    get_file_name,
-    get_suffix,
-    is_utf8,
-    listed,
-    nfc,
-    printable,
-    quoted,
-)
+from pipeline.data.names import get_file_name, get_suffix, is_utf8, listed, nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SplitUnclear, tokenize_name
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
@@ -293,7 +285,8 @@ class SourceFolder:
         used = sum(len(data_set.entries) for data_set in data_sets)
         others = [e.name for e in self.entries if not _is_inside(e.name, folders)]
         if others and used:
-            note = f"{counted(len(others), 'file')} beside the data sets not read: {listed(others)}"
+            num_others = format_count(len(others), "file")
+            note = f"{num_others} beside the data sets not read: {listed(others)}"
             data_sets[0] = replace(data_sets[0], notes=(*data_sets[0].notes, note))
         return data_sets
 
@@ -426,7 +419,7 @@ class SourceFolder:
         if covers and (not differ or are_names or all(map(is_part, classes))):
             return [table.data_set]
         if shared and not differ:
-            problem = f"names {len(shared)} of {counted(len(labels), 'image')}"
+            problem = f"names {len(shared)} of {format_count(len(labels), 'image')}"
         elif differ:
             problem = f"gives {quoted(differ[0])} the label {quoted(table.files[differ[0]])}"
         else:
@@ -577,16 +570,16 @@ def describe_contents(entries: Sequence[Entry]) -> str:
     files = [e.name for e in top if not _is_image(e) and e.name not in links]
     parts: list[str] = []
     if loose:
-        parts.append(f"{counted(loose, 'image')} in no folder of a class")
+        parts.append(f"{format_count(loose, 'image')} in no folder of a class")
     if folders:
-        parts.append(f"{counted(len(folders), 'folder')} ({listed(folders)})")
+        parts.append(f"{format_count(len(folders), 'folder')} ({listed(folders)})")
     if below:
-        parts.append(f"{counted(below, 'image')} below")
+        parts.append(f"{format_count(below, 'image')} below")
     if links:
         parts.append(f"links to folders, which are not followed ({listed(links)})")
     others = sorted({get_suffix(e.name) for e in seen if "/" in e.name and not _is_image(e)} - {""})
     if not below and others:
         parts.append(f"files {', '.join(map(printable, others[:4]))} in them, which are not read")
     if files:
-        parts.append(f"{counted(len(files), 'other file')} ({listed(files)})")
+        parts.append(f"{format_count(len(files), 'other file')} ({listed(files)})")
     return f"holds {', '.join(parts)}" if parts else "is empty"

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from pipeline.config.text import format_count
 from pipeline.data.detection.data_set import DataSet, Request, format_splits
 from pipeline.data.detection.words import (
     NO_CLASS_TOKENS,
@@ -30,7 +31,7 @@ from pipeline.data.file_kinds import IMAGE_FILES
 from pipeline.data.formats import get_format
 from pipeline.data.formats.folder import LABEL
 from pipeline.data.listing import HIDDEN, Entry, Folder
-from pipeline.data.names import counted, get_suffix, listed, nfc, printable, quoted
+from pipeline.data.names import get_suffix, listed, nfc, printable, quoted
 from pipeline.data.splits import (
     IGNORE,
     Role,
@@ -296,7 +297,8 @@ class Checks:
             splits = {"train": [f"{LABEL}/*train*"], "test": [f"{LABEL}/*test*"]}
             remedy = f"say which are which, as in {self._format_command(splits)}"
         return SplitUnclear(
-            f"{self.where}: the names of {counted(number, 'image')} say {role}, but they would not "
+            f"{self.where}: the names of {format_count(number, 'image')} say {role}, but they "
+            "would not "
             f"be {role} images; {remedy}, or that it is no split: {as_it_is}"
         )
 
@@ -341,7 +343,8 @@ class Checks:
                 ignore = [posixpath.join(p, LABEL, part) for p in prefixes]
                 remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
-                f"{self.where}: {counted(number, 'image')} lie in folders {quoted(part)}, which "
+                f"{self.where}: {format_count(number, 'image')} lie in folders {quoted(part)}, "
+                "which "
                 f"may hold something other than training photos; {remedy}, or name all "
                 "classes with --set 'classes=[...]'"
             )
@@ -365,7 +368,7 @@ class Checks:
                 ignore = [f"{LABEL}/*{word}*"]
                 remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
-                f"{self.where}: {counted(number, 'image')} are named like another image plus "
+                f"{self.where}: {format_count(number, 'image')} are named like another image plus "
                 f"{quoted(word)}, and may be something other than training photos; {remedy}, "
                 "or name all classes with --set 'classes=[...]'"
             )

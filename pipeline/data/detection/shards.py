@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.config.text import format_count
 from pipeline.data.braces import with_braces
 from pipeline.data.detection.archives import Files, assign_files, build_patterns, note_unused
 from pipeline.data.detection.columns import MAX_SPLIT_VALUES, LabelUnclear, classify_split_column
@@ -29,7 +30,7 @@ from pipeline.data.formats.tar import (
     read_samples,
 )
 from pipeline.data.labels import MAX_LABEL_BYTES, Label, normalize_label, sort_labels
-from pipeline.data.names import counted, listed, printable, quoted
+from pipeline.data.names import listed, printable, quoted
 from pipeline.data.source_classes import FEW_CLASSES, MAX_CLASSES
 from pipeline.data.splits import (
     SPLIT_COLUMNS,
@@ -150,7 +151,8 @@ def read_shards(files: Files) -> DataSet:
     train = surveys["train"]
     if not train.images:
         raise UserError(
-            f"{files.where} holds {counted(len(files.names), 'tar')} with {train.samples} samples "
+            f"{files.where} holds {format_count(len(files.names), 'tar')} with "
+            f"{train.samples} samples "
             f"and no images, only members {listed(train.endings)}; give WebDataset shards (key.jpg "
             "and key.cls), or unpack them"
         )
@@ -178,7 +180,7 @@ def read_shards(files: Files) -> DataSet:
             source["splits"] = parse_split_words(values).splits
     num_tars = sum(len(names) for names in splits.values())
     note = ", used where they lie" if is_in_place else ""
-    layout = f"{counted(num_tars, 'WebDataset tar')} with labels in .{label}{note}"
+    layout = f"{format_count(num_tars, 'WebDataset tar')} with labels in .{label}{note}"
     return read_labelled(files.request, files.name, layout, source, note_unused(unused), classes)
 
 
@@ -366,14 +368,16 @@ def _no_label_error(files: Files, survey: Survey) -> UserError:
             command = build_unpack_command(paths, "", files.request.program)
         advice = f"unpack it: `{command}`" if command else "unpack them and give the folder"
         return UserError(
-            f"{files.where}: its {counted(num_images, 'image')} have no label beside them and lie "
+            f"{files.where}: its {format_count(num_images, 'image')} have no label beside them "
+            "and lie "
             f"in {listed(sorted(survey.folders))}; {advice}"
         )
     known = ", ".join(f".{name}" for name in LABEL_MEMBERS)
     others = listed(sorted(ending for ending in survey.endings if ending not in survey.images))
     note = f"; there are members {others}, which are no labels or do not follow their images"
     return UserError(
-        f"{files.where}: its {counted(num_images, 'image')} have no label beside them ({known}, "
+        f"{files.where}: its {format_count(num_images, 'image')} have no label beside them "
+        f"({known}, "
         f"with a field such as label or class in .json){note if others else ''}; write key.cls "
         "with the name of the class behind key.jpg"
     )

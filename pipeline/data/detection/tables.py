@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from pipeline.config.text import format_count
 from pipeline.data.detection.columns import (
     MAX_SPLIT_VALUES,
     Columns,
@@ -39,7 +40,7 @@ from pipeline.data.file_index import (
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TEXT_TABLES
 from pipeline.data.formats.csv import list_images, list_tables
 from pipeline.data.labels import WHOLE, normalize_label
-from pipeline.data.names import counted, get_suffix, listed, printable, quoted
+from pipeline.data.names import get_suffix, listed, printable, quoted
 from pipeline.data.source_classes import TooManyLabels
 from pipeline.data.splits import (
     SPLITS,
@@ -626,7 +627,8 @@ def _check_labels(tables: Tables, rows: Sequence[NamedRow]) -> None:
         return
     text, both = next(iter(twice.items()))
     raise LabelUnclear(
-        f"{printable(tables.uri(tables.first))}: {counted(len(twice), 'image')} have two labels, "
+        f"{printable(tables.uri(tables.first))}: {format_count(len(twice), 'image')} have two "
+        "labels, "
         f"such as {quoted(text)} with {listed(both)}; an image needs one class, so name another "
         "label column, or correct the table"
     )

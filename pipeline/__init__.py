@@ -163,7 +163,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
 
     Args:
         path: Path of the search file.
-        **overrides: Settings of the search file, or else of its base, like `--set`.
+        **overrides: Settings of the search file, or else of the base, like `--set`.
 
     Raises:
         UserError: If one of the files is invalid.
@@ -276,7 +276,7 @@ def remove_data(
 
 # ---- runs and models -----------------------------------------------------------------------------
 def runs(storage: AnyPath = "storage") -> pd.DataFrame:
-    """Return a row for each run of a storage and each of its methods, latest first.
+    """Return a row for each run of a storage and each method, latest first.
 
     `done` of `total` stages have a result. `average_accuracy` is that after the last finished task,
     averaged over seeds.
@@ -413,7 +413,7 @@ def rollback_model(folder: AnyPath) -> int:
         The number of the version that is now current.
 
     Raises:
-        UserError: If no earlier version is kept, or one of its files is missing.
+        UserError: If no earlier version is kept, or one of the files is missing.
     """
     from pipeline.config.yaml_files import absolute
     from workers.serving import versions

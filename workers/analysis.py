@@ -193,7 +193,7 @@ def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
     """Measure the accuracy for each occluded share of the image and each strength of the attack.
 
-    The competing outputs are those of the scenario. A method without gradients of its logits in the
+    The competing outputs are those of the scenario. A method without gradients of the logits in the
     images is not attacked.
 
     Args:

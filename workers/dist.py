@@ -33,7 +33,7 @@ class Group:
     rank does not arrive within the time limit of gloo, on which the host waits.
 
     Attributes:
-        cores: Cores of its node that the rank can use. None: all.
+        cores: Cores of the node that the rank can use. None: all.
     """
 
     rank: int = 0

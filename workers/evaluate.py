@@ -95,7 +95,7 @@ def evaluate_task(
     """Measure one row of the accuracy matrix.
 
     If a method can change its outputs on earlier tasks, all tasks so far are measured. Otherwise
-    only this task is measured, and the previous task again as a canary: the digest of its logits
+    only this task is measured, and the previous task again as a canary: the digest of the logits
     must be the same as in its own row.
 
     Returns:

@@ -233,7 +233,7 @@ class Training(NamedTuple):
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
 ) -> Training:
-    """Run a step of a task and return the metrics of its epochs.
+    """Run a step of a task and return the metrics of the epochs.
 
     Training resumes from the stage's checkpoint if there is one. For a step without training
     (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row without

@@ -119,7 +119,7 @@ def ascend(parameters: list[Tensor], rho: float) -> Iterator[None]:
     The norm is over all weights. This is the ascent step of ASAM (Kwon et al., ICML 2021), which is
     invariant to rescaling of weights. On exit all weights are restored to the last bit.
     """
-    originals: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter and a copy of its values
+    originals: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter and a copy of the values
     with torch.no_grad():
         norms = []
         for parameter in parameters:

@@ -1,6 +1,6 @@
 """Random numbers per sample: a pure function of (seed, epoch, step, position in the global batch).
 
-Every rank draws for the whole global batch and takes the rows of its samples. Therefore a sample
+Every rank draws for the whole global batch and takes the rows of the samples. Therefore a sample
 gets the same augmentation and the same Gumbel noise for any number of ranks. A resumed run draws
 the same numbers as an uninterrupted one, without saved state.
 """

@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     """A setting of a method.
 
     Attributes:
-        kind: Kind of its values, in words.
+        kind: Kind of the values, in words.
         default: Default value. None if it is required.
         bounds: Range of a number, for example `> 0, <= 1`.
         paper: Value of the method's paper if it differs, else None.

@@ -180,7 +180,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A written report, and the messages of its recording in MLflow.
+    """A written report, and the messages of the recording in MLflow.
 
     Attributes:
         page: Path or URI of the page.
@@ -199,10 +199,10 @@ class WrittenReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run: its tables, the outcome of its stages, and its report.
+    """A finished run: its tables, the outcome of the stages, and its report.
 
     Attributes:
-        run: The run with the keys of its data, which may have been ingested during the run.
+        run: The run with the keys of the data, which may have been ingested during the run.
         replicas: Tables of each replica of a run with several seeds or class orders. `tables` are
             then those of the first.
     """
@@ -423,7 +423,7 @@ def provenance() -> dict[str, Any]:
 
 
 def version() -> versions.Version:
-    """Return the version of Accrete, the commit of its checkout, and its location."""
+    """Return the version of Accrete, the commit of the checkout, and its location."""
     return versions.get_version()
 
 
@@ -438,7 +438,7 @@ def command_text(
 
 
 def plan(run: PreparedRun) -> RunPlan:
-    """Look up every stage, compare the sizes of its files, and return the plan of a run."""
+    """Look up every stage, compare the sizes of the files, and return the plan of a run."""
     previous = previous_record(run.store, run.config)
     lookups = look_up_all(run.graph, run.store, previous, "sizes")
     return RunPlan(
@@ -450,7 +450,7 @@ def plan(run: PreparedRun) -> RunPlan:
 
 
 def previous_record(store: Store, config: Config) -> RunRecord | None:
-    """Return the record that explains misses: of this run, or of its config without `--set`."""
+    """Return the record that explains misses: of this run, or of the config without `--set`."""
     return store.record(config.name) or store.record(config.base_name)
 
 
@@ -634,7 +634,7 @@ def _look_up_again(
         graph: Graph with the current keys.
         store: Store of the run.
         before: Graph before the ingest.
-        lookups: Results of its stages.
+        lookups: Results of the stages.
         ingested: Outcome of the ingest stages; their results need not be read again.
     """
     known: dict[str, Lookup] = {}

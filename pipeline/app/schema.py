@@ -143,7 +143,7 @@ def model_schema(model: type[BaseModel]) -> Schema:
 
 
 def define(definitions: Schema, model: type[BaseModel]) -> None:
-    """Add the schema of a model, and of its nested models, to the definitions."""
+    """Add the schema of a model, and of the nested models, to the definitions."""
     body = model_schema(model)
     definitions.update(body.pop(DEFINITIONS))
     definitions[model.__name__] = body

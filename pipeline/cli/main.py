@@ -180,7 +180,7 @@ CONFIG_OR_DATA = {
     "help": "a config, e.g. configs/demo.yaml, or images, for which one is written: " + DATA_HELP,
 }  # the argument of a command that takes either
 
-# adds one command: (name, function, help text, config=True, ...) -> parser of its options
+# adds one command: (name, function, help text, config=True, ...) -> parser of the options
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 

@@ -763,7 +763,7 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
 
 
 def name_of_source(source: ConfigSource) -> str:
-    """Return the name of a config in errors: the path of its file if it has one."""
+    """Return the name of a config in errors: the path of the file if it has one."""
     return source if isinstance(source, str) else MAPPING
 
 

@@ -1,4 +1,4 @@
-"""The version of Accrete, the commit of its checkout, and its location."""
+"""The version of Accrete, the commit of the checkout, and its location."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ STREAMS = CONFIGS / "streams"
 METHODS = CONFIGS / "methods"
 # Keys of METHODS/NAME.yaml in addition to those of a config.
 RECOMMENDED = "recommended"  # stream -> settings of the method for it
-SEARCH = "search"  # a search of its settings, by their keys in `methods.NAME`
+SEARCH = "search"  # a search of the settings, by their keys in `methods.NAME`
 TAG = "tag:yaml.org,2002:"
 UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
@@ -213,7 +213,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
     Args:
         text: The text.
-        where: Name of its source, for errors.
+        where: Name of the source, for errors.
 
     Raises:
         UserError: If it is not valid YAML.
@@ -450,7 +450,7 @@ def _read_method_file(method: str) -> dict[str, Any]:
 
 
 def _find_cards(body: dict[str, Any], folder: Path) -> None:
-    """Resolve the cards in a config's stream relative to `folder`, the folder of its file.
+    """Resolve the cards in a config's stream relative to `folder`, the folder of the file.
 
     A path that leads to no card from there stays unchanged.
     """
@@ -474,12 +474,12 @@ def _find_cards(body: dict[str, Any], folder: Path) -> None:
 
 
 def is_path_of_card(card: str) -> bool:
-    """Return whether a stream names a card by the path of its file or folder, not by its name."""
+    """Return whether a stream names a card by the path of the file or folder, not by its name."""
     return "/" in card or card.endswith((".yaml", ".yml"))
 
 
 def merge_files(base: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values of a config over those of its base; `seeds` replaces `seed`."""
+    """Merge the values of a config over those of the base; `seeds` replaces `seed`."""
     replaced = {other for key, other in ALTERNATIVES.items() if key in body}
     remaining = {key: value for key, value in base.items() if key not in replaced}
     return merge(remaining, body)

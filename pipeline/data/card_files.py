@@ -28,7 +28,7 @@ FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
 
 
 def load(name: str, memory: Memory | None = None) -> Card:
-    """Load a card by name, or by the path of its file, or of the folder with its card.yaml.
+    """Load a card by name, or by the path of the file, or of the folder with its card.yaml.
 
     Args:
         name: Name or path.

@@ -19,7 +19,7 @@ MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group 
 MAX_UNFOLDING = 100  # or this multiple of the file size, if that is more
 MAX_ROWS = 1_000_000  # rows of a file
 MAX_ROWS_PER_BYTE = 2  # or this number of rows per byte of the file, if that is more
-PREFIX = 8  # bytes before an Arrow message: a marker and the length of its header
+PREFIX = 8  # bytes before an Arrow message: a marker and the length of the header
 CONTINUES = 0xFFFFFFFF  # the marker
 DICTIONARY_BATCH = 2  # message kinds
 RECORD_BATCH = 3
@@ -232,7 +232,7 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
 
 
 def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int, int, int]:
-    """Parse a message, and return its rows, its decompressed bytes and the bytes of its body."""
+    """Parse a message, and return its rows, its decompressed bytes and the bytes of the body."""
     message = _Table(head, struct.unpack_from("<I", head)[0])
     body = message.read_number(3, "<q")
     batch = message.read_table_field(2)

@@ -78,9 +78,9 @@ class IndexJob(NamedTuple):
         unit: The shard as a unit.
         card: Card of the source.
         name: Name of the shard in the index.
-        target: Path of its table.
-        is_shown: Whether some of its images are for the preview.
-        stamp: Stamp of its samples. Empty if the time of the shard is unknown.
+        target: Path of the table.
+        is_shown: Whether some of the images are for the preview.
+        stamp: Stamp of the samples. Empty if the time of the shard is unknown.
     """
 
     unit: Unit

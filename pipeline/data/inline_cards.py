@@ -41,7 +41,7 @@ def write_inline_cards(body: dict[str, Any]) -> None:
 
 
 def _write_card(card: dict[str, Any], where: str) -> str:
-    """Write one card and return the path of its file; `where` is its path in the config."""
+    """Write one card and return the path of the file; `where` is its path in the config."""
     refuse_secrets(card, f"{where}: ")
     checked_card = card
     if card.get("classes") == FROM_SOURCE:

@@ -1,7 +1,7 @@
 """Images that an earlier ingest has read, and their location in the store.
 
-An image is identified by its stamp: the name, size and modification time of its file, and the
-position of its bytes in the file. Rows of a table have one stamp for all rows that are read
+An image is identified by its stamp: the name, size and modification time of the file, and the
+position of the bytes in the file. Rows of a table have one stamp for all rows that are read
 together. Known images are neither read nor decoded again; their bytes are copied from the earlier
 shards. Unchanged shards are linked. Images with the bytes of an earlier one, for example in a
 renamed file, are read but not decoded.
@@ -120,7 +120,7 @@ class DividedUnit(NamedTuple):
     is_known: NDArray[np.bool_]
 
     def merge(self, read: pa.Table) -> pa.Table:
-        """Return the rows of the whole unit in the order of its items; `read`: those of `rest`."""
+        """Return the rows of the whole unit in the order of the items; `read`: those of `rest`."""
         if not len(self.known):
             return read
         if self.is_known.all():
@@ -137,8 +137,8 @@ class KnownImages:
 
     Attributes:
         artifact: Result of the stage.
-        rows: Rows of its source, as `packs.ROWS`; `pack` is the URI of a shard.
-        index: Index of its shards.
+        rows: Rows of the source, as `packs.ROWS`; `pack` is the URI of a shard.
+        index: Index of the shards.
         num_rows: Number of rows by stamp, see `read_num_rows`.
     """
 
@@ -324,7 +324,7 @@ def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
 
 
 def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
-    """Return the rows with the name of an item, or with the size of its file and its position."""
+    """Return the rows with the name of an item, or with the size of the file and its position."""
     if not items or not len(rows):
         return rows.slice(0, 0)
     names = pa.array([printable(item.name) for item in items], pa.large_string())
@@ -434,7 +434,7 @@ class Changes(NamedTuple):
 
 
 def _paths(rows: pa.Table) -> list[str]:
-    """Return the path of each image: the name of its file from its stamp, and its own name."""
+    """Return the path of each image: the name of the file from its stamp, and its own name."""
     files = [stamp.partition("\t")[0] for stamp in rows["stamp"].to_pylist()]
     return [f"{file}\t{name}" for file, name in zip(files, rows["name"].to_pylist(), strict=True)]
 

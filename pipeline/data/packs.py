@@ -345,7 +345,7 @@ class _PackWriter:
 
 
 def raw_row(item: Item, label: str | None, digest: str) -> bytes:
-    """Return an image as in the source: split, name, label and digest of its bytes."""
+    """Return an image as in the source: split, name, label and digest of the bytes."""
     row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(label))}\t{digest}"
     return row.encode("utf-8", "surrogateescape")
 

@@ -28,7 +28,7 @@ COMMENT_COLUMN = 30
 
 
 class TaskPlan(NamedTuple):
-    """A task of the proposed stream, with the file of its card, and its classes (None: all)."""
+    """A task of the proposed stream, with the file of the card, and its classes (None: all)."""
 
     name: str
     card: str

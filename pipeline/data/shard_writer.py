@@ -22,7 +22,7 @@ from workers.storage.parquet import read_table
 MIN_GROUP_BYTES = 32 << 20
 MAX_GROUP_BYTES = 512 << 20  # of images that one task reads before it writes them
 GROUPS = 32  # approximate number of groups for a data set of medium size
-CLASS_DIGITS = 16  # digits of the sha256 of a class's name in the names of its shards
+CLASS_DIGITS = 16  # digits of the sha256 of a class's name in the names of the shards
 MARK_SUFFIX = ".written"
 
 
@@ -109,7 +109,7 @@ def write_shards(job: ShardJob) -> list[WrittenShard]:
 
 
 def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenShard:
-    """Write one tar with `key.ext` and `key.txt` of each image; the text is the name of its class.
+    """Write one tar with `key.ext` and `key.txt` of each image; the text is the name of the class.
 
     The number of a class (`.cls`) is not written, because it would depend on the other classes.
     """
@@ -147,7 +147,7 @@ def _build_index(shard: Shard, offsets: list[int]) -> pa.Table:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a member without time or owner, and return the offset of its data.
+    """Add a member without time or owner, and return the offset of the data.
 
     Therefore equal images give equal bytes.
     """

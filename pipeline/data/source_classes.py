@@ -36,7 +36,7 @@ class Memory(Protocol):
 
 
 class Labels(NamedTuple):
-    """The classes of a source in order, and the meaning of its numbers (see `Source.numbers`)."""
+    """The classes of a source in order, and the meaning of the numbers (see `Source.numbers`)."""
 
     classes: tuple[str, ...]
     numbers: Numbers | None
@@ -156,7 +156,7 @@ def labels_of_counts(
 
     Args:
         card: Card with numbers that are names.
-        entries: Files of its source.
+        entries: Files of the source.
         counts: Number of images by split and label.
         split: Split that defines the classes.
         min_classes: Smallest accepted number.

@@ -170,7 +170,7 @@ def parse_split_words(names: Iterable[str], exact: bool = True) -> SplitWords:
 
     Args:
         names: Values of a column, names of folders, or beginnings of file names.
-        exact: Whether the whole name must be a split word. Otherwise one of its words is enough.
+        exact: Whether the whole name must be a split word. Otherwise one of the words is enough.
 
     Raises:
         SplitUnclear: If a held-out word can mean validation or test, or if `trainval` and `train`

@@ -445,7 +445,7 @@ def _are_there(starter: Starter) -> bool:
 
 # ---- what is said --------------------------------------------------------------------------------
 def describe(data_set: DataSet) -> str:
-    """Describe a data set in a few lines: the detected layout, and the account of its files."""
+    """Describe a data set in a few lines: the detected layout, and the account of the files."""
     class_names = ", ".join(data_set.classes[:SHOWN_CLASSES])
     if len(data_set.classes) > SHOWN_CLASSES:
         class_names += ", ..."

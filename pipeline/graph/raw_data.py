@@ -53,7 +53,7 @@ class Source:
     Attributes:
         fingerprint: Digest of paths and sizes.
         modified: Digest of the modification times; "" if unknown.
-        edition: "" for the content ingested first, else the start of its digest.
+        edition: "" for the content ingested first, else the start of the digest.
         contents: Edition -> digest of the raw content.
         present: Whether the files exist.
         note: Text for people.

@@ -272,7 +272,7 @@ class Walk:
     def _set_state(self, stage_id: str, state: State, message: str | None = None) -> None:
         """Change the state of a stage. This is the only way to change it.
 
-        It also updates the counts, and the conditions that its children and the stages of its key
+        It also updates the counts, and the conditions that its children and the stages of the key
         wait for.
         """
         before = self.states[stage_id]

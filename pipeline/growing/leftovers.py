@@ -107,7 +107,7 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
 
     Args:
         run: The current run.
-        config_path: Path of its config.
+        config_path: Path of the config.
         record: Record of the current run.
 
     Raises:
@@ -163,7 +163,7 @@ def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[s
 
 
 def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the identity of each card of a run, and the key of its ingest stage."""
+    """Yield the identity of each card of a run, and the key of the ingest stage."""
     for stage in record["stages"]:
         card = (stage.get("inputs") or {}).get("card")
         if stage["step"] == "ingest" and isinstance(card, str) and card:

@@ -33,8 +33,8 @@ class SourceImage(NamedTuple):
     Attributes:
         name: Path below the source, as in `rejected.csv`.
         group: Split and class.
-        digest: sha256 of its bytes in the source. Empty if they were not read.
-        stored: sha256 of its bytes in the shards. Empty if it is in no shard.
+        digest: sha256 of the bytes in the source. Empty if they were not read.
+        stored: sha256 of the bytes in the shards. Empty if it is in no shard.
     """
 
     name: str

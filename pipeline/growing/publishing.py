@@ -124,7 +124,7 @@ def publish_removal(
         label: Label of the method.
         model: The folder. It is created if it does not exist.
         removed: Removed task. Empty: none.
-        is_pending: Whether data are being removed. Then the folder's measurements of its images
+        is_pending: Whether data are being removed. Then the folder's measurements of the images
             (`REFERENCE`) are compared too, because they change with the test images although states
             do not.
 
@@ -164,7 +164,7 @@ def _list_tasks(bundle: Bundle) -> str:
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
-    """Return the contents of a model folder without the time and place of its creation."""
+    """Return the contents of a model folder without the time and place of the creation."""
     body = without_places(bundle.body)
     files = {name: info for name, info in body["files"].items() if name != REFERENCE}
     rest = {name: value for name, value in body.items() if name not in ("provenance", "sha256")}

@@ -174,7 +174,7 @@ def edit_stream(
     Args:
         config_path: File of the config.
         config: The config.
-        cards: Cards of its stream.
+        cards: Cards of the stream.
         task_classes: Classes of each task.
         new: The new data.
         kind: Interpretation of the data. None if it is unambiguous.
@@ -263,12 +263,12 @@ def _check_number(
 
 
 class StreamEditor:
-    """Edits the stream of a config file, and the files of its cards.
+    """Edits the stream of a config file, and the files of the cards.
 
     Args:
         config_path: File of the config.
         config: The config.
-        cards: Cards of its stream.
+        cards: Cards of the stream.
         task_classes: Classes of each task.
 
     Raises:

@@ -98,7 +98,7 @@ def describe_origin(group: dist.Group | None) -> dict[str, Any]:
 
 
 def progress_event(stage_id: str, body: dict[str, Any]) -> Event:
-    """Return the event for a report of a worker: progress of its stage, or a checkpoint."""
+    """Return the event for a report of a worker: progress of the stage, or a checkpoint."""
     if "checkpoint" in body:
         return Event(EventKind.CHECKPOINT, stage_id, body=body["checkpoint"])
     return Event(EventKind.PROGRESS, stage_id, body=body)

@@ -180,7 +180,7 @@ class RayExecutor(Executor):
         self.checked_pools: set[int] = set()  # a group of these pools fits into the cluster
         self.outstanding: dict[str, ReadyStage] = {}  # stages of groups that have not ended, by id
         self.groups: dict[int, WorkerGroup] = {}
-        self.rank_nodes: dict[int, list[str]] = {}  # running group -> nodes of its ranks
+        self.rank_nodes: dict[int, list[str]] = {}  # running group -> nodes of the ranks
         self.used_nodes: set[str] = set()  # nodes that have run a group
         self.stages: dict[str, Stage] = {}  # submitted to groups, by id
         self.outbox: list[ReadyStage] = []

@@ -271,7 +271,7 @@ def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
 
 
 def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
-    """Return one row per method: the number of its attention heads, and its accuracy.
+    """Return one row per method: the number of the attention heads, and its accuracy.
 
     Methods of one `family` have the same label and the same kind of context.
     """

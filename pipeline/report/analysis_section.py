@@ -40,7 +40,7 @@ class Part:
 
 
 def evaluation_keys(record: RunRecord) -> dict[str, Any]:
-    """Return the identity of the analysed results: the run name and the keys of its evaluations."""
+    """Return the identity of the analysed results: the run name and the keys of the evaluations."""
     keys = {}
     for stage in record["stages"]:
         if stage["step"] == "evaluate":
@@ -51,7 +51,7 @@ def evaluation_keys(record: RunRecord) -> dict[str, Any]:
 def analysis_files(
     parts: Mapping[str, Part], records: Sequence[RunRecord], store: Store
 ) -> dict[str, bytes]:
-    """Return the files of an analysis for the folder of the first run, with a list of its parts.
+    """Return the files of an analysis for the folder of the first run, with a list of the parts.
 
     records: of the analysed runs. Earlier parts stay listed while their results are current.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.results.tables import RunTables
 
 MAX_CHARACTERS = 120  # of a folder's name
-# a run by its name or the path of its config, a file of results, or results that were loaded
+# a run by its name or the path of the config, a file of results, or results that were loaded
 RunSource = str | Sequence["RunTables"]
 
 
@@ -117,9 +117,9 @@ def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
 
 
 def load_runs(run: str, storage: str) -> list[RunTables]:
-    """Return the tables of a run, or of its replicas if it has several seeds or class orders.
+    """Return the tables of a run, or of the replicas if it has several seeds or class orders.
 
-    run: its name in `storage`, the path of its config, whose storage replaces `storage`, or a file
+    run: its name in `storage`, the path of the config, whose storage replaces `storage`, or a file
     of results. Raise UserError when the run has no record, or the file cannot be used.
     """
     from pipeline.results.results_file import is_results_file, read_results

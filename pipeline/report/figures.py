@@ -266,7 +266,7 @@ METHOD_FIGURES: dict[str, MethodFigure] = {  # in the order of the report
 
 
 def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
-    """Return the pictures of one method. views: the masks of its finished tasks."""
+    """Return the pictures of one method. views: the masks of the finished tasks."""
     pictures = []
     for name, make_figure in METHOD_FIGURES.items():
         captioned = make_figure(tables, label, views)

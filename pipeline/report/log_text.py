@@ -26,7 +26,7 @@ ROUTINE = ("progress", "decision_launch")  # events that the log of a whole run 
 
 
 def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False) -> str:
-    """Return the log of a run, or of one of its stages.
+    """Return the log of a run, or of one of the stages.
 
     with_all: every event and failure, however old. Raise `UserError` when there is no such run or
     stage.
@@ -78,7 +78,7 @@ def run_text(
 def stage_text(
     storage: str, stage: StageRecord, events: Sequence[RunEvent], with_all: bool = False
 ) -> str:
-    """Return the events of a stage, and the files of its failed tries with their tracebacks."""
+    """Return the events of a stage, and the files of the failed tries with their tracebacks."""
     of_stage = [event for event in events if event.stage == stage["id"]]
     lines = [
         f"stage {stage['id']}, key {stage['key']}",

@@ -246,7 +246,7 @@ def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
 def draw_graph(tables: RunTables, page: str) -> str:
     """Return the picture of the graph as SVG, with the state and the time of each stage.
 
-    Each box links to the row of its stage.
+    Each box links to the row of the stage.
 
     Args:
         tables: Results of the run.

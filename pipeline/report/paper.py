@@ -47,7 +47,7 @@ class Column(NamedTuple):
 class Cell(NamedTuple):
     """A number of a table.
 
-    spread: mean and deviation over replicas. is_best: best of its column beyond the noise.
+    spread: mean and deviation over replicas. is_best: best of the column beyond the noise.
     """
 
     spread: Spread

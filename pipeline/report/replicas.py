@@ -13,7 +13,7 @@ from pipeline.shell.console import warning_lines
 
 
 def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
-    """Return the methods of a run on all of its tasks, each over all replicas.
+    """Return the methods of a run on all of the tasks, each over all replicas.
 
     name: of the run. tables: of each replica. With several class orders a task is a position in the
     stream, whose classes differ between replicas.

@@ -47,7 +47,7 @@ ORDER = (
 def run_picture(storage: str, name: str) -> str:
     """Return the graph of a run as SVG, with the state and the time of each stage.
 
-    Each box links to the row of its stage in the report.
+    Each box links to the row of the stage in the report.
     """
     run = run_status(storage, name)
     record = find_record(Store(storage), name)

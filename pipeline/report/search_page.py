@@ -1,4 +1,4 @@
-"""The report of a search: one self-contained HTML page, the table of its trials, and its plots.
+"""The report of a search: one self-contained HTML page, the table of the trials, and its plots.
 
 Everything is read from the records of the search, finished or not.
 """
@@ -131,7 +131,7 @@ def trial_columns(search: Search) -> list[str]:
 def trial_rows(search: Search) -> list[files.Row]:
     """Return one row per trial with a column per setting.
 
-    A setting is a text column if one of its values is not a number.
+    A setting is a text column if one of the values is not a number.
     """
     text_keys = set()
     for parameter in search_parameters(search):

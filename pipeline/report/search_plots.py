@@ -605,7 +605,7 @@ def _fit_front(axes: Axes, trials: Sequence[Trial]) -> None:
 
 
 def _write_number(axes: Axes, trial: Trial) -> None:
-    """Write a trial's number top left of its point: the front passes below and to the right."""
+    """Write a trial's number top left of the point: the front passes below and to the right."""
     axes.annotate(
         str(trial["number"]),
         (size(trial), score(trial)),

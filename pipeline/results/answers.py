@@ -1,4 +1,4 @@
-"""The correct predictions of each method, and draws of its metrics over images and replicas.
+"""The correct predictions of each method, and draws of the metrics over images and replicas.
 
 `intervals` explains the draws.
 """

@@ -90,7 +90,7 @@ def open_folder(folder: str) -> Bundle:
 
 
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
-    """Write a bundle and the reference of its tasks into a folder or a URI.
+    """Write a bundle and the reference of the tasks into a folder or a URI.
 
     Args:
         bundle: Bundle to write.

@@ -44,7 +44,7 @@ class LearnedTask:
     """The test of a task right after it was learned.
 
     num_classes: classes that an answer is chosen from. has_rate: whether the config sets the
-    learning rate. steps: optimizer steps of its training; 0 where they are not known.
+    learning rate. steps: optimizer steps of the training; 0 where they are not known.
     """
 
     label: str

@@ -107,7 +107,7 @@ class Model:
 
     @property
     def sizes(self) -> pd.DataFrame:
-        """A row for each task: its number of classes, and the bytes of its state."""
+        """A row for each task: its number of classes, and the bytes of the state."""
         return data_frame(task_rows(self.bundle.body))
 
     def save(self, folder: AnyPath) -> None:

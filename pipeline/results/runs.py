@@ -334,7 +334,7 @@ def _stage_status(
 
 
 def named_run(run: str, storage: str) -> tuple[str, str]:
-    """Return name and storage of a run, given by its name or by the path of its config.
+    """Return name and storage of a run, given by its name or by the path of the config.
 
     The storage of a config replaces `storage`.
     """

@@ -63,7 +63,7 @@ def _list_events(data: bytes) -> Iterator[RunEvent]:
 
 
 def failed_keys(storage: str) -> dict[str, list[str]]:
-    """Return key of a stage -> names of the files of its failed tries, the oldest first."""
+    """Return key of a stage -> names of the files of the failed tries, the oldest first."""
     files: dict[str, list[str]] = {}
     for path in sorted(list_files(join(storage, failures.FOLDER))):
         key, _, file = path.partition("/")

@@ -662,7 +662,7 @@ class RunTables:
         return rows
 
     def training(self) -> list[StepTraining]:
-        """Return the training settings of each step, and the lengths of its finished stages."""
+        """Return the training settings of each step, and the lengths of the finished stages."""
         steps = []
         for stage in self.record["stages"]:
             artifact = self.artifacts.get(stage["id"])

@@ -70,7 +70,7 @@ class Budget(NamedTuple):
 def sum_budget(
     stages: Iterable[Mapping[str, Any] | None], tasks: int, stored_bytes: float
 ) -> Budget:
-    """Return the budget of a method. stages: manifests of its training stages; tasks: trained."""
+    """Return the budget of a method. stages: manifests of the training stages; tasks: trained."""
     epochs = 0.0
     images = 0.0
     device_s = 0.0
@@ -93,7 +93,7 @@ def _range(numbers: Iterable[int]) -> str:
 
 
 class TrainedStage(NamedTuple):
-    """A stage of a run. inputs: of its key. length: of its training, where it is known."""
+    """A stage of a run. inputs: of the key. length: of the training, where it is known."""
 
     label: str
     step: str

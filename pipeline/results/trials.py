@@ -76,7 +76,7 @@ class Trial(TypedDict):
 
     phase: the task that is searched; "" in a search of one phase. params: by dotted key of the
     config. device_s: seconds of stages times their workers. gpu_s: the same times the GPUs that a
-    worker took, absent from early records. graph: the run record of its graph.
+    worker took, absent from early records. graph: the run record of the graph.
     history: task -> parameters that it was trained with, where they differ from task to task.
     """
 

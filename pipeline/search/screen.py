@@ -25,7 +25,7 @@ class SearchScreen:
     Within `activity`, a line shows the progress if no trial has ended for a while.
 
     Args:
-        stream: Output stream of the search and of its runs. Default: standard output.
+        stream: Output stream of the search and of the runs. Default: standard output.
     """
 
     def __init__(self, search: Search, stream: TextIO | None = None):
@@ -125,7 +125,7 @@ class SearchScreen:
 
         Args:
             trial: Number of the winner.
-            path: Path of its config.
+            path: Path of the config.
         """
         records = self.search.records()
         run = sum(record["stages"]["run"] for record in records)

@@ -254,7 +254,7 @@ class Space:
         return params
 
     def to_optuna(self, params: Mapping[str, Any]) -> Params:
-        """Return a point in Optuna's form, with the index of a choice instead of its value."""
+        """Return a point in Optuna's form, with the index of a choice instead of the value."""
         stored: Params = {}
         for key, value in params.items():
             dimension = self.dimensions[key]

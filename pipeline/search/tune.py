@@ -1,6 +1,6 @@
 """Run the trials of a search with Ray Tune.
 
-A killed search resumes from the records of its trials, never from the state of Tune.
+A killed search resumes from the records of the trials, never from the state of Tune.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class AskingSearcher(Searcher):
         self.optuna.tell(number, last, is_finished)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: a search resumes from the records of its trials."""
+        """Save nothing: a search resumes from the records of the trials."""
 
     def restore(self, checkpoint_path: str) -> None:
         """Restore nothing, for the same reason."""

@@ -157,7 +157,7 @@ def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int
     Args:
         space: Space of the new search.
         trial: The earlier trial.
-        body: Base config of its search.
+        body: Base config of the search.
         seed: Seed for settings that neither the trial nor its base names.
     """
     known = configs.flatten(with_params(body, trial["params"])) | trial["params"]

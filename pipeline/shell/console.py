@@ -421,7 +421,7 @@ def _cell_text(rate: float) -> str:
 
 
 def _format_metric(value: float | None, unit: str) -> str:
-    """Return a metric in the unit of its `Metric`; `-` for none."""
+    """Return a metric in the unit of the `Metric`; `-` for none."""
     if unit == "rate":
         return format_percent(value)
     if unit == "bytes":

@@ -81,7 +81,7 @@ def write(state: RecordState, links: Iterable[str], database: str, runs: Iterabl
         state: State of the record.
         links: Lines with its location.
         database: Path of MLflow's SQLite file. Empty for a server.
-        runs: Ids of its runs in MLflow.
+        runs: Ids of the runs in MLflow.
     """
     body = {
         "digest": state.digest,

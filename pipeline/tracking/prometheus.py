@@ -135,11 +135,11 @@ def _machine_metrics(status: LiveStatus) -> Iterator[Metric]:
 def search_metrics(
     name: str, trials: Sequence[Trial], budget_used: Mapping[str, float]
 ) -> Iterator[Metric]:
-    """Yield the metrics of a search from the records of its trials.
+    """Yield the metrics of a search from the records of the trials.
 
     Args:
         name: Name of the search.
-        trials: Records of its trials.
+        trials: Records of the trials.
         budget_used: Used share of each limit of the budget.
     """
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily

@@ -122,7 +122,7 @@ class Recorder:
 
         Args:
             files: Files for the run of the graph, in the folder `analysis/`.
-            points: Points for the runs of its methods, by label.
+            points: Points for the runs of the methods, by label.
         """
         if self.writer.record:
             self._put(partial(self.writer.record_analysis, files, points))
@@ -212,7 +212,7 @@ class Recorder:
 
     @property
     def run_ids(self) -> list[str]:
-        """Ids in MLflow of the run and of its methods; empty before they exist."""
+        """Ids in MLflow of the run and of the methods; empty before they exist."""
         location = self.writer.location
         return [] if location is None else [location.run, *location.methods]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedRecorder(Recorder):
-    """Records a run and the given records of its replicas, with one thread.
+    """Records a run and the given records of the replicas, with one thread.
 
     The parent run has the config, the report, and mean and deviation of each method. A replica has
     the same record as when it is run alone, and is found again then.

@@ -68,7 +68,7 @@ class RecordLocation(NamedTuple):
 
     Attributes:
         run: Id of the graph's run.
-        methods: Ids of the runs of its methods.
+        methods: Ids of the runs of the methods.
     """
 
     uri: str
@@ -89,7 +89,7 @@ class RunIdentity:
         tags: Further tags of all runs.
         params: Parameters of the graph's run. Default: `main_params`.
         note: Description of the graph's run. Default: `note_of`.
-        data: Data of its evaluations, `test` or `validation`.
+        data: Data of the evaluations, `test` or `validation`.
         pictures: Also write pictures, tables, task states and report files.
     """
 
@@ -362,7 +362,7 @@ class RunWriter:
     def _record_task_files(
         self, run: Run, stage: Mapping[str, Any], artifact: Artifact, tables: RunTables
     ) -> list[Point]:
-        """Upload pictures, tables and the state of a task; return points of its masks."""
+        """Upload pictures, tables and the state of a task; return points of the masks."""
         from pipeline.tracking.points import mask_points, task_files  # torch and matplotlib
 
         label = stage["label"] or ""
@@ -465,7 +465,7 @@ class RunWriter:
 
         Args:
             files: Files for the run of the graph, in the folder `analysis/`.
-            points: Points for the runs of its methods, by label.
+            points: Points for the runs of the methods, by label.
         """
         client = self.ready()
         client.log_files(self.parent, {f"analysis/{name}": data for name, data in files.items()})

@@ -59,7 +59,7 @@ METHODS_VIEW = {
 
 
 class RecordedRun(NamedTuple):
-    """A run in MLflow and the ids of its child runs: methods of a run, trials of a search."""
+    """A run in MLflow and the ids of the child runs: methods of a run, trials of a search."""
 
     name: str
     run: str
@@ -315,7 +315,7 @@ def print_links(client: MlflowClient, base: str, experiment: str) -> None:
 
 
 def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, port: int) -> str:
-    """Explain from the end of its log why a server ended before it answered."""
+    """Explain from the end of the log why a server ended before it answered."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "it said nothing"
     remedy = "mend what it says and try again"

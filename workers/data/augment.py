@@ -2,7 +2,7 @@
 
 The order is crop, flip, RandAugment, normalise, erase, mix. Every decision (crop, operation,
 partner) is drawn on the CPU for the whole global batch from (seed, epoch, step), and a rank takes
-the rows of its samples. Therefore a sample gets the same augmentation for any number of ranks and
+the rows of the samples. Therefore a sample gets the same augmentation for any number of ranks and
 on any device, and the host never waits for the accelerator to make a decision.
 
 Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K
@@ -241,7 +241,7 @@ class Plan:
         windows: Top and left of the crop, and whether it is mirrored, (k, 3). None if the crop is
             central, or cut by the source.
         schedule: Schedule of RandAugment, or None.
-        erased: Corners of the erased box, and start of its noise, (k, 5), or None.
+        erased: Corners of the erased box, and start of the noise, (k, 5), or None.
         partners: Index among the k samples of each sample's partner, (b,), or None without mixing.
         mix: Mixing of the b samples, or None.
     """

@@ -11,7 +11,7 @@ from workers.rng import StepRng
 
 @dataclass
 class Batch:
-    """One rank's samples of a global batch, or of one of its micro-batches.
+    """One rank's samples of a global batch, or of one of the micro-batches.
 
     Attributes:
         images: Float (b, 3, H, W), augmented and normalised; or (b, ...), cached by the feed in

@@ -36,7 +36,7 @@ class View:
     Attributes:
         side: Side of the sample's square in pixels.
         longest_side: Longest side of the image that crops are cut from. None: a sample is the
-            central square of its image.
+            central square of the image.
         interpolation: Interpolation of the square.
     """
 

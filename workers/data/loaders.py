@@ -321,7 +321,7 @@ def _end(requests: int, server: subprocess.Popen[bytes]) -> None:
 
 def give_back(block: OwnedBlock) -> None:
     """Return the memory of a block to the system. Its address range is not reused."""
-    if block.owner == os.getpid():  # a forked child must not free memory of its parent
+    if block.owner == os.getpid():  # a forked child must not free memory of the parent
         block.memory.madvise(mmap.MADV_REMOVE)
 
 

@@ -133,7 +133,7 @@ class Deal:
 
 
 class EpochOrder:
-    """The order of one epoch. A block of a stream is computed when one of its rows is requested.
+    """The order of one epoch. A block of a stream is computed when one of the rows is requested.
 
     Sample i = step * B + p of the epoch is sample i // C of stream i mod C.
     """

@@ -262,7 +262,7 @@ def _factor(level: Tensor) -> Tensor:
 
 
 def _make_blend(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
-    """Return an operation that blends an image with a function of its pixels."""
+    """Return an operation that blends an image with a function of the pixels."""
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
         image = pixels.float()

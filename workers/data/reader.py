@@ -98,7 +98,7 @@ class Ranges:
 
         Args:
             samples: n rows.
-            rows_per_run: See `Deal`. Default: a run has RUN_BYTES and the rest of its last row.
+            rows_per_run: See `Deal`. Default: a run has RUN_BYTES and the rest of the last row.
         """
         locations = samples.locations
         borders = cut_ranges(locations, rows_per_run)

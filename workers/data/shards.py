@@ -157,7 +157,7 @@ class Shards:
         return table.filter(pc.and_(in_split, in_classes))
 
     def uri(self, shard: str) -> str:
-        """Return the URI of a file of the stage, or of its folder for an empty name.
+        """Return the URI of a file of the stage, or of the folder for an empty name.
 
         Raises:
             UserError: If the shard is used in place and no card gives its location.

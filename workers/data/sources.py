@@ -65,7 +65,7 @@ class StepSamples(NamedTuple):
         positions: Positions in the global batch, ascending, (k,).
         rows: Rows of the sample table, (k,). Copies of an image have the same row.
         crops: Random numbers of crops from the original images. None: a sample is the central
-            square of its image.
+            square of the image.
     """
 
     positions: Ints
@@ -77,7 +77,7 @@ class Source(Protocol):
     """Source of pixels for a feed."""
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
-        """Yield, for each step, a function that returns the pixels of its positions.
+        """Yield, for each step, a function that returns the pixels of the positions.
 
         When the generator ends or is closed, waiting threads get a `CancelledError`.
 

@@ -251,7 +251,7 @@ class Apd(Method[ApdSettings]):
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
         # Weights of a vision transformer's blocks, or all weights of another backbone. A kernel's
-        # entries are in the row of its output channel: (o, i h w).
+        # entries are in the row of the output channel: (o, i h w).
         self.sites: dict[str, Tensor] = {}
         for site, weight in weight_sites(backbone).items():
             if site.startswith("blocks.") or not isinstance(backbone, VisionTransformer):
@@ -521,7 +521,7 @@ class Apd(Method[ApdSettings]):
         return state, carried
 
     def own_parts(self) -> dict[str, Tensor]:
-        """Return v and the copies of the current task, with the names of its state."""
+        """Return v and the copies of the current task, with the names of the state."""
         parts = {f"{site}.v": v for site, v in self.own_v.items()} | self.own_copies.tensors()
         return {name: t.detach() for name, t in parts.items()}
 

@@ -165,7 +165,7 @@ class StepData:
     Attributes:
         make_feed: Maps (split, training) to a feed over the step's tasks; with split `train` also
             over the requested exemplars.
-        task_keys: Maps a task to the keys of its train split, by class.
+        task_keys: Maps a task to the keys of the train split, by class.
         has_validation: Whether a `val` split was held out of train.
     """
 
@@ -245,7 +245,7 @@ class MethodPlan(Generic[S]):
     train_defaults: ClassVar[TrainDefaults] = TrainDefaults(lr=1e-3, source="none: set `train.lr`")
     # Terms of the loss, besides the cross-entropy, that protect earlier tasks -> their setting
     penalty_terms: ClassVar[Mapping[str, str]] = {}
-    # Raise it if the method's results change: it is part of the keys of its stages.
+    # Raise it if the method's results change: it is part of the keys of the stages.
     revision: ClassVar[int] = 1
 
     # The steps of a task, in order.

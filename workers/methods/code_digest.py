@@ -146,7 +146,7 @@ class _CodeDigest:
                 self.add(f"{name}.{attribute}", vars(value)[attribute])
 
     def _add_code(self, code: CodeType, docstring: str | None = None) -> None:
-        """Add compiled code without the docstring of its function."""
+        """Add compiled code without the docstring of the function."""
         self._note(code.co_code.hex(), str(code.co_flags), code.co_exceptiontable.hex())
         self._note(*code.co_names, "", *code.co_varnames, "", *code.co_freevars, *code.co_cellvars)
         constants = list(code.co_consts)

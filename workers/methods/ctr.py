@@ -193,7 +193,7 @@ class CtrTsm(Method[S]):
         return self.adapters.groups(optim.weight_decay)
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Return the shared parameters by name, each with a mask of its locked entries.
+        """Return the shared parameters by name, each with a mask of the locked entries.
 
         By HAT's rule an entry is locked if earlier tasks use both its output and its input. Inputs
         of fc1 are always used.

@@ -26,7 +26,7 @@ from workers.model.heads import JointHeads, sum_old_targets
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-# Tensors of a stored extractor: `copies` of its parameters, and `masks` if it was pruned.
+# Tensors of a stored extractor: `copies` of the parameters, and `masks` if it was pruned.
 Parts = dict[str, dict[str, Tensor]]
 
 

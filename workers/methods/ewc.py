@@ -61,7 +61,7 @@ class Ewc(ClassIncremental[EwcSettings]):
     """L = CE + lambda/2 * sum over earlier tasks k and weights i of F_k,i (theta_i - theta_k,i)^2.
 
     This is equation 3 of the paper. theta_k are the weights after task k, its anchor. F_k is the
-    diagonal of its Fisher information: the mean over images of E_c[(d log p_c / d theta_i)^2], with
+    diagonal of the Fisher information: the mean over images of E_c[(d log p_c / d theta_i)^2], with
     c drawn from the network's own softmax. The step `importance` computes it image by image, with
     the evaluation transform, in fp32. `exact` takes the expectation over c, with one backward pass
     per image and class. `sampled` draws one c. `empirical` takes the true class, which gives

@@ -1,4 +1,4 @@
-"""LwF: the whole network is trained, and distillation keeps the outputs of its old heads.
+"""LwF: the whole network is trained, and distillation keeps the outputs of the old heads.
 
 The distillation uses images of the new task.
 

@@ -57,7 +57,7 @@ def register(method: MethodClass) -> MethodClass:
 def get_code_digest(name: str) -> str:
     """Return the digest of the code of a registered method; empty for a method of this project.
 
-    It is in the keys of its stages together with `revision`, so that a changed class reuses no
+    It is in the keys of the stages together with `revision`, so that a changed class reuses no
     result.
     """
     if name not in REGISTERED:

@@ -79,7 +79,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     mask has the largest one.
 
     Labels are positions in the task's class list, so that all tasks share the outputs. At test time
-    each image gets the mask with the largest nu. Only the number of classes of its task is used.
+    each image gets the mask with the largest nu. Only the number of classes of the task is used.
 
     Differences from the released code:
     - A mask that is trained again starts from its bits, with magnitudes drawn like those of a new

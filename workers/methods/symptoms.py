@@ -33,8 +33,8 @@ def symptoms_of_training(
     Args:
         job: The stage.
         method: The method.
-        history: Metrics of its epochs.
-        length: Length of its training.
+        history: Metrics of the epochs.
+        length: Length of the training.
     """
     if not length or not history or job.task is None:
         return []

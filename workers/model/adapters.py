@@ -94,7 +94,7 @@ class SwitchedForm:
     """A function `form(x, **tensors)` in a backbone that does nothing without tensors.
 
     It stays for the life of the backbone and only its tensors change, because a compiled backbone
-    checks the attributes of its hooks, but not the list of hooks. A copy of the backbone gets forms
+    checks the attributes of the hooks, but not the list of hooks. A copy of the backbone gets forms
     without tensors, so it is the plain backbone.
     """
 

@@ -162,7 +162,7 @@ def record_class_attention(model: nn.Module) -> AbstractContextManager[list[Clas
 def _listening(
     model: nn.Module, record_of: Callable[[str, int, Any], L | None]
 ) -> Iterator[list[L]]:
-    """Context manager that passes each attention of each ViT to the record of its layer.
+    """Context manager that passes each attention of each ViT to the record of the layer.
 
     It yields the records. `record_of(network, block, vit)` creates one, or returns None to skip the
     layer.

@@ -1,6 +1,6 @@
 """Information of timm and the hub about a pretrained model.
 
-It is the architecture, the inputs of its training, and its weights with the names of the backbone.
+It is the architecture, the inputs of the training, and its weights with the names of the backbone.
 """
 
 from __future__ import annotations

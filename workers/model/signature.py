@@ -1,4 +1,4 @@
-"""Check options of a backbone against the signature of its model.
+"""Check options of a backbone against the signature of the model.
 
 Names must be known, values must have the right types, and layers must be known to timm by name.
 """

@@ -405,7 +405,7 @@ class Predictor:
 
         Args:
             images: (n, 3, H, W).
-            rows: Task -> the positions of its images.
+            rows: Task -> the positions of the images.
 
         Returns:
             Task -> logits (b, classes of the task).

@@ -230,7 +230,7 @@ def is_shared(folder: str) -> bool:
 
 
 def share_file(path: str) -> None:
-    """Make a new file accessible to the group of its folder if the folder is shared."""
+    """Make a new file accessible to the group of the folder if the folder is shared."""
     if is_shared(os.path.dirname(path)):
         mode = stat.S_IMODE(os.stat(path).st_mode)
         os.chmod(path, mode | stat.S_IRGRP | stat.S_IWGRP)
@@ -457,7 +457,7 @@ def compute_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of the content of a result, without time and speed of its computation.
+    """Return the digest of the content of a result, without time and speed of the computation.
 
     It covers the images of an ingest, the numbers of an evaluation, or the states of training. It
     is empty for other results. It is equal for all results of one key, unless their inputs or the
@@ -496,7 +496,7 @@ def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]
 
 
 def names_own_files_only(manifest: Mapping[str, Any]) -> bool:
-    """Return whether all files of a manifest are in the folder of its attempt.
+    """Return whether all files of a manifest are in the folder of the attempt.
 
     The digest proves that nothing changed, not who wrote the manifest.
     """

@@ -92,7 +92,7 @@ def pinned(weights: str, commit: str) -> str:
 
 
 def model_file(weights: str, name: str, may_connect: bool = True) -> str:
-    """Return the path of a file of a model on the hub, in the cache of its client.
+    """Return the path of a file of a model on the hub, in the cache of the client.
 
     If the hub cannot be reached or must not be asked, the file must be in the cache.
 

@@ -85,8 +85,8 @@ class Survey:
 
         Args:
             key: Key of the sample, for example `train/0001`.
-            images: Extensions of its images.
-            texts: Values of its members and JSON fields, by source.
+            images: Extensions of the images.
+            texts: Values of the members and JSON fields, by source.
         """
         self.images[images[0].rpartition(".")[2]] += 1
         if len(images) > 1:

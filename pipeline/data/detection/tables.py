@@ -444,7 +444,7 @@ def _missing_images_error(tables: Tables, text: str) -> NoTable:
 
 
 def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[str]) -> str:
-    """Return the image column as the label column if the folders of its paths are the labels.
+    """Return the image column as the label column if the folders of the paths are the labels.
 
     Raises:
         LabelUnclear: If another column can be the label.

@@ -101,7 +101,7 @@ class SourceState(NamedTuple):
     """State of a source from outside.
 
     Attributes:
-        fingerprint: Changes if the paths or sizes of its files change.
+        fingerprint: Changes if the paths or sizes of the files change.
         modified: Digest of their modification times, which hints at files edited in place.
     """
 

@@ -42,7 +42,7 @@ READERS = 8  # reads from a bucket at the same time
 # of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
 MAX_IMAGE_BYTES = 512 << 20
 # A table can store one value once and repeat it in a million rows: the images of a source can have
-# this multiple of the bytes of its files, and always this number of bytes.
+# this multiple of the bytes of the files, and always this number of bytes.
 MAX_UNFOLDING = 100
 MAX_UNFOLDED_BYTES = 4 << 30
 
@@ -60,8 +60,8 @@ class Item:
         label: Label in the words of the source, or None.
         problem: Reason why it cannot be used, if that is known without its pixels.
         uri: File from which its bytes can be read again. Empty if that is impossible.
-        offset: Offset of its bytes in the file.
-        size: Number of its bytes. None: the whole file.
+        offset: Offset of the bytes in the file.
+        size: Number of the bytes. None: the whole file.
         stamp: Name, size and time of the file, and the position in it, of the image or of the rows
             that are read with it. Equal stamps mean equal bytes. Empty if the time is unknown.
     """
@@ -77,7 +77,7 @@ class Item:
     stamp: str = ""
 
 
-ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of its image, None with a problem
+ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of the image, None with a problem
 LabelCounts = Counter[tuple[str, Label]]  # number of images by split and label
 
 
@@ -217,7 +217,7 @@ def archives_of_split(
 
 
 class SplitValues:
-    """Finds the split of a row by the values of its split column or columns.
+    """Finds the split of a row by the values of the split column or columns.
 
     Args:
         card: Card with `source.split`.
@@ -266,7 +266,7 @@ class SplitValues:
         return split
 
     def find_in_path(self, path: str, row: int) -> str:
-        """Return the split of an image by a folder of its path, or the beginning of its name."""
+        """Return the split of an image by a folder of the path, or the beginning of the name."""
         *folders, name = path.split("/")
         for folder in folders:
             if folder in self.splits:

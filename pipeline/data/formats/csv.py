@@ -1,6 +1,6 @@
 """Tables of paths and labels (CSV, JSON lines or Parquet) next to the named images.
 
-A path starts at the folder of its table and must stay inside the source: a table may come from a
+A path starts at the folder of the table and must stay inside the source: a table may come from a
 stranger, and the named files are copied into shards.
 """
 
@@ -54,7 +54,7 @@ class TableImage(NamedTuple):
 
     Attributes:
         split: Split, or IGNORE.
-        row: Number of its first row.
+        row: Number of the first row.
         text: Path in that row.
         label: Label.
         name: Name of the file below the source. Empty if there is a problem.
@@ -98,7 +98,7 @@ class TableRow(NamedTuple):
 
     Attributes:
         number: Number of the row, from 1.
-        text: Path of its image.
+        text: Path of the image.
         label: Unchanged label.
         split: Split from its table or column. None if the path of the image gives it.
         word: Value of the split column.

@@ -37,7 +37,7 @@ LABEL = "{label}"
 
 
 class SplitFolder(NamedTuple):
-    """A folder of a split, by parts of its path.
+    """A folder of a split, by parts of the path.
 
     Attributes:
         split: Split, or IGNORE.
@@ -109,7 +109,7 @@ class Root(NamedTuple):
     """A folder that a card reads: its source, or a further one.
 
     Attributes:
-        prefix: Prefix of the names of its files: `../more/`. Empty for the source.
+        prefix: Prefix of the names of the files: `../more/`. Empty for the source.
         card: The card with this folder as its source.
     """
 

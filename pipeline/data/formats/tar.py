@@ -97,7 +97,7 @@ def is_passed_over(member: tarfile.TarInfo) -> bool:
 
 
 def keys_have_dots(names: Sequence[str]) -> bool:
-    """Return whether the keys of a tar have dots, from the names of its first members.
+    """Return whether the keys of a tar have dots, from the names of the first members.
 
     They have if an image and a label differ only in their last extension, and the part before it
     has a dot: `img.0001.jpg` and `img.0001.cls`, but not `0001.image.jpg` and `0001.cls`.
@@ -147,7 +147,7 @@ def member_suffix(source: str) -> str:
 
 
 def read_field(source: str, data: bytes) -> Any:
-    """Return the value of a member: a field of its JSON, or its text. None if it cannot be read."""
+    """Return the value of a member: a field of the JSON, or its text. None if it cannot be read."""
     if not source.startswith(JSON_PREFIX):
         return data.decode("utf-8", "replace")
     try:

@@ -25,7 +25,7 @@ from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 
 IMAGES_PER_UNIT = 1024  # they are small
-LABEL_LISTS = ("targets", "labels", "_labels")  # attributes of its data sets
+LABEL_LISTS = ("targets", "labels", "_labels")  # attributes of the data sets
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -57,7 +57,7 @@ def check(card: Card, entries: list[Entry]) -> None:
 
 @lru_cache(maxsize=2)
 def torchvision_set(path: str, name: str, words: str, download: bool) -> Any:
-    """Return a data set of torchvision, or several of its splits in sequence.
+    """Return a data set of torchvision, or several of the splits in sequence.
 
     Args:
         path: Folder of the data.

@@ -124,7 +124,7 @@ def parse_box(numbers: Sequence[str], where: str) -> Box:
 
 
 def finite(box: Box, where: str) -> Box:
-    """Return a box; raise `UserError` if one of its sides is not a finite number of pixels."""
+    """Return a box; raise `UserError` if one of the sides is not a finite number of pixels."""
     if not all(map(math.isfinite, box)):
         raise UserError(f"{where}: {tuple(box)} is no box; fetch the official files again")
     return box

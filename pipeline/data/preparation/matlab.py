@@ -4,7 +4,7 @@ The files may come from a stranger, and other readers crash on damaged files. He
 checked and limited, and no code is run.
 
 Source: MAT-File Format, MathWorks: a header of 128 bytes, then elements of a type and a size. A
-matrix is an element that consists of elements: flags, sides, name, and the data of its class.
+matrix is an element that consists of elements: flags, sides, name, and the data of the class.
 """
 
 from __future__ import annotations

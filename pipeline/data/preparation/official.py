@@ -51,7 +51,7 @@ class OfficialFolder:
     def rows(
         self, name: str, columns: int, separator: str | None = None
     ) -> Iterator[tuple[str, ...]]:
-        """Yield the lines of a list, divided into columns; the last one has the rest of its line.
+        """Yield the lines of a list, divided into columns; the last one has the rest of the line.
 
         Args:
             name: Name of the list.

@@ -97,7 +97,7 @@ class CosineRehearsal(Rehearsal[S]):
 
     @torch.no_grad()
     def imprint(self, task: Task) -> None:
-        """Set the task's class vectors from the features of its images.
+        """Set the task's class vectors from the features of the images.
 
         The images have the evaluation transform, and each rank computes a share of the features.
         """

@@ -166,7 +166,7 @@ def read_in_place(path: str, label: str = "cls") -> str:
     """Read a shard; return the samples that have no problem."""
     card = card_of("webdataset", label)
     checker = ImageChecker(card)
-    job = webdataset_format.ShardJob(card, "train", path, ("png",), label)
+    job = webdataset_format.ReadJob(card, "train", path, ("png",), label)
     good = []
     for item, _ in webdataset_format.read_shard(job):
         if item.problem is None:

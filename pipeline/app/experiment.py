@@ -207,11 +207,11 @@ class Experiment:
             >>> results.summary
         """
         from pipeline.app import runs as app
-        from pipeline.graph.selection import Selection
+        from pipeline.graph.selection import StageSelection
         from pipeline.shell.console import ending
 
         stream = choose_stream(quiet)
-        selection = Selection(*map(list_names, (only, start, until, force)))
+        selection = StageSelection(*map(list_names, (only, start, until, force)))
         with self._in_folder() as change_folder:
             run = self._prepare(to_run=True, say=printer(stream))
             result = app.execute(

@@ -32,7 +32,7 @@ from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.gpu_use import GpuUse, gpu_sentences, read_gpu_use
 from pipeline.graph.journal import Journal, keep_journal
 from pipeline.graph.live_status import read_status
-from pipeline.graph.raw_data import Source
+from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.replica_configs import refuse_replicas, replica_configs
 from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.retries import RetryPolicy
@@ -50,7 +50,7 @@ from pipeline.graph.run_log import ON_SCREEN, RunLog, driver_log
 from pipeline.graph.run_record import RunRecord, make_record
 from pipeline.graph.selection import (
     EVERYTHING,
-    Selection,
+    StageSelection,
     find_stages,
     force,
     selected_to_run,
@@ -395,7 +395,7 @@ def rebuild(run: PreparedRun) -> PreparedRun:
 
 
 def _build(
-    config: Config, store: Store, ask_sources: bool, sources: Mapping[str, Source]
+    config: Config, store: Store, ask_sources: bool, sources: Mapping[str, KnownSource]
 ) -> tuple[Graph, list[Task]]:
     from pipeline.graph import build  # start-up time: imports torch and timm
 
@@ -422,7 +422,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def version() -> versions.Version:
+def version() -> versions.AccreteVersion:
     """Return the version of Accrete, the commit of the checkout, and its location."""
     return versions.get_version()
 
@@ -460,7 +460,7 @@ def execute(
     open_screen: OpenScreen,
     resume_command: str,
     report_command: str,
-    selection: Selection = EVERYTHING,
+    selection: StageSelection = EVERYTHING,
 ) -> RunResult:
     """Run the missing stages, write the report, and record the run in MLflow.
 
@@ -487,7 +487,7 @@ def _execute(
     open_screen: OpenScreen,
     resume_command: str,
     report_command: str,
-    selection: Selection,
+    selection: StageSelection,
 ) -> RunResult:
     config = run.config
     store = run.store
@@ -544,7 +544,7 @@ def _run_and_record(
     record: RunRecord,
     lookups: dict[str, Lookup],
     todo: set[str],
-    selection: Selection,
+    selection: StageSelection,
     screen: Screen,
     resume_command: str,
     report_command: str,

@@ -12,7 +12,7 @@ EXAMPLE = "e.g."  # how an example begins
 HELP_POSITION = 16  # column at which the text of a command begins
 
 
-class Group(NamedTuple):
+class CommandGroup(NamedTuple):
     """Commands that serve one purpose. example: the one that the help of all commands shows."""
 
     title: str
@@ -21,15 +21,15 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group(
+    CommandGroup(
         "compute", ("run", "plan", "add", "remove", "launch", "search", "ingest", "shards"), "run"
     ),
-    Group("write configs", ("init", "data", "methods", "schema"), "init"),
-    Group(
+    CommandGroup("write configs", ("init", "data", "methods", "schema"), "init"),
+    CommandGroup(
         "look at runs", ("runs", "status", "logs", "report", "compare", "analyse", "ui"), "status"
     ),
-    Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
-    Group("keep house", ("gc", "completion"), "gc"),
+    CommandGroup("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
+    CommandGroup("keep house", ("gc", "completion"), "gc"),
 )
 # command -> arguments that show how it is used
 EXAMPLES: Mapping[str, str] = {

@@ -679,7 +679,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the missing stages of a config's graph, and print the results."""
     _take_config(args)
     from pipeline.app import runs as app  # imports torch
-    from pipeline.graph.selection import Selection
+    from pipeline.graph.selection import StageSelection
     from pipeline.shell import console
 
     prepared = app.prepare(
@@ -691,7 +691,9 @@ def run(args: argparse.Namespace) -> int:
             f"run {config.name}: "
             f"--set changes what {config.base_name} computes, so this is a run of its own"
         )
-    selection = Selection(args.only_stages, args.from_stages, args.until_stages, args.force_stages)
+    selection = StageSelection(
+        args.only_stages, args.from_stages, args.until_stages, args.force_stages
+    )
     resume_command = app.command_text("run", args.config, args.overrides, selection.resume_options)
     report_command = app.command_text("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)

@@ -15,7 +15,7 @@ CODE = ("pipeline", "workers", "pyproject.toml", "constraints.txt")  # files tha
 COMMIT = "ACCRETE_COMMIT"  # variable that names the commit of a copy without git
 
 
-class Version(NamedTuple):
+class AccreteVersion(NamedTuple):
     """The version in pyproject.toml, and the commit as returned by `git_commit`."""
 
     number: str
@@ -27,12 +27,12 @@ class Version(NamedTuple):
         return f"accrete {self.number}{commit} from {self.checkout}"
 
 
-def get_version(checkout: Path = CHECKOUT) -> Version:
+def get_version(checkout: Path = CHECKOUT) -> AccreteVersion:
     """Return the version of a checkout, of a copy of one without git, or of an installed wheel."""
     if not (checkout / "pyproject.toml").exists():
-        return Version(metadata.version("accrete"), "", str(checkout))
+        return AccreteVersion(metadata.version("accrete"), "", str(checkout))
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return Version(project["version"], git_commit(checkout), str(checkout))
+    return AccreteVersion(project["version"], git_commit(checkout), str(checkout))
 
 
 def git_commit(checkout: Path = CHECKOUT) -> str:

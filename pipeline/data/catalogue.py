@@ -18,7 +18,7 @@ PREPARED = "by hand, then prepared"
 LEFT = ("card", "how it is obtained", "verified", "licence")
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A card of `datasets`. None: a number that it does not state."""
 
     card: str
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 class Catalogue(NamedTuple):
     """The cards that can be read, and a sentence for each that cannot."""
 
-    entries: list[Entry]
+    entries: list[CatalogueEntry]
     problems: list[str]
 
 
@@ -67,7 +67,7 @@ def note(program: str) -> str:
     )
 
 
-def make_entry(card: Card) -> Entry:
+def make_entry(card: Card) -> CatalogueEntry:
     """Return the catalogue entry of a card."""
     train = None
     test = None
@@ -75,7 +75,9 @@ def make_entry(card: Card) -> Entry:
         train = card.counts.train
         test = card.counts.test
     is_verified = bool(card.verified)
-    return Entry(card.name, num_classes(card), train, test, how(card), is_verified, card.licence)
+    return CatalogueEntry(
+        card.name, num_classes(card), train, test, how(card), is_verified, card.licence
+    )
 
 
 def num_classes(card: Card) -> int:

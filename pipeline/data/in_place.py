@@ -37,7 +37,7 @@ from pipeline.data.known_images import (
 )
 from pipeline.data.listing import Entry, list_entries
 from pipeline.data.packs import ROWS, ImageChecker, collect_notes, hash_unit, raw_row
-from pipeline.data.preview import MAX_PER_GROUP, Picture, limit_per_group
+from pipeline.data.preview import MAX_PER_GROUP, PreviewImage, limit_per_group
 from workers.data.decoding import open_image
 from workers.data.in_place import (
     SHARDS,
@@ -96,7 +96,7 @@ class IndexedShard(NamedTuple):
 
     rows: pa.Table
     info: FileInfo
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[PreviewImage, ...] = ()
 
 
 def get_shard_urls(card: Card) -> ShardUrls | None:
@@ -174,13 +174,13 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
 
 def _pictures(
     selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
-) -> list[Picture]:
+) -> list[PreviewImage]:
     """Return the pictures of used images with their split, up to the number in the preview."""
     of_shards = dict(zip(names, (shard.pictures for shard in shards), strict=True))
     known = {picture.name for pictures in of_shards.values() for picture in pictures}
     rows = selected.filter(pc.is_in(selected["name"], pa.array(known, pa.large_string())))
     splits = {(row["pack"], row["name"]): row["split"] for row in rows.to_pylist()}
-    by_group: dict[tuple[str, str], list[Picture]] = {}
+    by_group: dict[tuple[str, str], list[PreviewImage]] = {}
     for shard, pictures in of_shards.items():
         for picture in pictures:
             split = splits.get((shard, picture.name))
@@ -352,15 +352,16 @@ def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
     return IndexedShard(rows, info, pictures)
 
 
-def _encode_pictures(pictures: Sequence[Picture]) -> list[list[str]]:
+def _encode_pictures(pictures: Sequence[PreviewImage]) -> list[list[str]]:
     """Return pictures as JSON can have them."""
     return [[*texts, base64.b64encode(data).decode()] for *texts, data in pictures]
 
 
-def _decode_pictures(body: Any) -> tuple[Picture, ...]:
+def _decode_pictures(body: Any) -> tuple[PreviewImage, ...]:
     """Decode the pictures of `_encode_pictures`. Raise ValueError or TypeError for other data."""
     return tuple(
-        Picture(split, label, name, base64.b64decode(data)) for split, label, name, data in body
+        PreviewImage(split, label, name, base64.b64decode(data))
+        for split, label, name, data in body
     )
 
 
@@ -369,7 +370,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
     checker = ImageChecker(job.card)
     summary = webdataset.ShardSummary()
     rows: list[dict[str, Any]] = []
-    pictures: list[Picture] = []
+    pictures: list[PreviewImage] = []
     num_shown: Counter[str] = Counter()
     for item, data in job.unit.read(*job.unit.args, summary):
         row = checker.row(item)
@@ -388,7 +389,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
                 is_shown = job.is_shown and num_shown[row["label"]] <= MAX_PER_GROUP
                 if is_shown and len(pictures) < MAX_PICTURES:
                     split, label, name = row["split"], row["label"], row["name"]
-                    pictures.append(Picture.from_image(job.card, split, label, name, data))
+                    pictures.append(PreviewImage.from_image(job.card, split, label, name, data))
         rows.append(row)
     info: FileInfo = {"bytes": summary.size, "sha256": summary.sha256}
     table = pa.Table.from_pylist(rows, ROWS)

@@ -56,7 +56,7 @@ from pipeline.data.packs import (
     read_table,
     write_unit,
 )
-from pipeline.data.preview import PREVIEW, Picture, render_preview, sample_rows
+from pipeline.data.preview import PREVIEW, PreviewImage, render_preview, sample_rows
 from pipeline.data.selection import (
     REJECTED,
     REJECTED_CSV,
@@ -100,7 +100,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass
-class Progress:
+class IngestProgress:
     """Number of finished images, and remaining time, of one of the two passes.
 
     Args:
@@ -233,14 +233,14 @@ def _write_artifact(
     publish(attempt, index, contents, pictures, fields)
 
 
-def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[Picture]:
+def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[PreviewImage]:
     """Yield the images of some rows for the preview, with few bytes in memory at a time."""
     sizes = rows["bytes"].to_pylist()
     for part in unit_slices(sizes):
         images = PackedImages(packs, rows[part])
         for row in rows[part].to_pylist():
             data = images.image(row["pack"], row["offset"], row["bytes"])
-            yield Picture.from_image(card, row["split"], row["label"], row["name"], data)
+            yield PreviewImage.from_image(card, row["split"], row["label"], row["name"], data)
 
 
 class Contents(NamedTuple):
@@ -335,7 +335,7 @@ def publish(
     attempt: Attempt,
     index: pa.Table,
     contents: Contents,
-    pictures: list[Picture],
+    pictures: list[PreviewImage],
     extra: dict[str, Any],
 ) -> None:
     """Write the index and the files for people, and commit the attempt.
@@ -464,7 +464,7 @@ def read_source(
         else:
             num_before += unit.num_items
     total = sum(unit.num_items for unit in units)
-    progress = Progress(report, "checking images", total, num_before)
+    progress = IngestProgress(report, "checking images", total, num_before)
     progress.add(0)
     image_bytes = 0
     for job, table in zip(jobs, map_fn(write_unit, jobs), strict=True):
@@ -511,7 +511,7 @@ def _write_all(
         for group in group_shards(pending)
     ]
     num_before = len(rows) - sum(len(shard.rows) for shard in pending)
-    progress = Progress(report, "writing shards", len(rows), num_before)
+    progress = IngestProgress(report, "writing shards", len(rows), num_before)
     progress.add(0)
     try:
         for results in map_fn(write_shards, jobs):

@@ -46,7 +46,7 @@ figcaption { font-size: 11px; opacity: .75; overflow-wrap: anywhere; max-height:
 """
 
 
-class Picture(NamedTuple):
+class PreviewImage(NamedTuple):
     """An image on the page.
 
     Attributes:
@@ -62,7 +62,7 @@ class Picture(NamedTuple):
     thumbnail: bytes
 
     @classmethod
-    def from_image(cls, card: Card, split: str, label: str, name: str, data: bytes) -> Picture:
+    def from_image(cls, card: Card, split: str, label: str, name: str, data: bytes) -> PreviewImage:
         """Make a picture of an image.
 
         Args:
@@ -75,7 +75,7 @@ class Picture(NamedTuple):
         return cls(split, label, name, _make_thumbnail(data, card.source.range))
 
 
-class Sheet(NamedTuple):
+class PreviewSheet(NamedTuple):
     """One data set on the page.
 
     Attributes:
@@ -91,7 +91,7 @@ class Sheet(NamedTuple):
     layout: str
     account: Account
     counts: Mapping[tuple[str, str], int]
-    pictures: Sequence[Picture]
+    pictures: Sequence[PreviewImage]
     notes: Sequence[str] = ()
 
 
@@ -120,7 +120,7 @@ def render_preview(
     card: Card,
     account: Account,
     counts: Mapping[tuple[str, str], int],
-    pictures: Sequence[Picture],
+    pictures: Sequence[PreviewImage],
 ) -> str:
     """Render the page of one ingested data set.
 
@@ -130,10 +130,12 @@ def render_preview(
         counts: (split, class) -> number of images.
         pictures: Some images per split and class.
     """
-    return render_sheets([Sheet(card, f"format {card.source.format}", account, counts, pictures)])
+    return render_sheets(
+        [PreviewSheet(card, f"format {card.source.format}", account, counts, pictures)]
+    )
 
 
-def render_sheets(sheets: Sequence[Sheet]) -> str:
+def render_sheets(sheets: Sequence[PreviewSheet]) -> str:
     """Render a page of data sets. Names are escaped, and the page loads no other files."""
     title = escape(", ".join(sheet.card.name for sheet in sheets))
     body = "".join(_render_sheet(sheet, len(sheets) > 1) for sheet in sheets)
@@ -146,14 +148,14 @@ def render_sheets(sheets: Sequence[Sheet]) -> str:
     )
 
 
-def _render_sheet(sheet: Sheet, has_title: bool) -> str:
+def _render_sheet(sheet: PreviewSheet, has_title: bool) -> str:
     title = f"<h2>{escape(sheet.card.name)}</h2>" if has_title else ""
     parts = [f"{title}<p>{escape(printable(sheet.layout))}</p>"]
     notes = map(printable, (*sheet.notes, *sheet.account.notes))
     parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
     lines = [line for line in sheet.account.lines() if not line.startswith("note: ")]
     parts.append(f"<pre>{escape(chr(10).join(map(printable, lines)))}</pre>")
-    by_group: dict[tuple[str, str], list[Picture]] = {}
+    by_group: dict[tuple[str, str], list[PreviewImage]] = {}
     for picture in sheet.pictures:
         by_group.setdefault((picture.split, picture.label), []).append(picture)
     for split in SPLITS:
@@ -172,7 +174,7 @@ def _render_sheet(sheet: Sheet, has_title: bool) -> str:
     return "".join(parts)
 
 
-def _render_figure(picture: Picture) -> str:
+def _render_figure(picture: PreviewImage) -> str:
     name = printable(picture.name)
     short = name if len(name) <= MAX_CAPTION_LENGTH else f"...{name[-MAX_CAPTION_LENGTH:]}"
     tag = "(cannot be drawn)"

@@ -37,7 +37,7 @@ class TaskPlan(NamedTuple):
     is_base: bool
 
 
-class Backbone(NamedTuple):
+class ProposedBackbone(NamedTuple):
     """A small vision transformer. img_size, patch_size: in pixels."""
 
     img_size: int
@@ -136,13 +136,13 @@ def task_sizes(num_classes: int) -> list[int]:
     return [num_classes - size * num_parts, *[size] * num_parts]
 
 
-def choose_backbone(data_sets: Sequence[DataSet]) -> Backbone:
+def choose_backbone(data_sets: Sequence[DataSet]) -> ProposedBackbone:
     """Return a backbone that suits the size of the images: as small as they are, at most 64 px."""
     sides = [min(size) for data_set in data_sets for size in data_set.sizes]
     side = statistics.median(sides) if sides else 64
     if side <= 20:
-        return Backbone(16, 4)
-    return Backbone(32, 4) if side <= 40 else Backbone(64, 8)
+        return ProposedBackbone(16, 4)
+    return ProposedBackbone(32, 4) if side <= 40 else ProposedBackbone(64, 8)
 
 
 def config_text(

@@ -23,7 +23,7 @@ from pipeline.data.detection.libraries import TORCHVISION_PATH
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
 from pipeline.data.formats.folder import LABEL, split_folders
 from pipeline.data.names import get_file_name, get_suffix, listed, printable
-from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, render_sheets
+from pipeline.data.preview import PAGE_START, PREVIEW, PreviewSheet, render_sheets
 from pipeline.data.proposal import TaskPlan, card_text, config_text, plan_tasks, relative_to_here
 from pipeline.data.splits import find_role
 from workers.errors import UserError
@@ -58,7 +58,7 @@ class Starter:
     init_command: str
 
 
-class Source(NamedTuple):
+class GivenSource(NamedTuple):
     """A data set, and the path that the person gave."""
 
     data_set: DataSet
@@ -117,10 +117,10 @@ def start(
         UserError: If the data do not fit or a file with another content exists. Nothing is written.
     """
     given = given_settings(settings)
-    sources: list[Source] = []
+    sources: list[GivenSource] = []
     for path in paths:
         request = Request(path, program, *given)
-        sources += [Source(data_set, path) for data_set in detect(request)]
+        sources += [GivenSource(data_set, path) for data_set in detect(request)]
     sources = _with_own_names(sources)
     starter = propose(sources, name, paths, program, settings)
     for source in sources:
@@ -169,14 +169,14 @@ def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, 
     return source, classes
 
 
-def write_preview(starter: Starter, sources: Sequence[Source]) -> str:
+def write_preview(starter: Starter, sources: Sequence[GivenSource]) -> str:
     """Write the page with the detected layout, and return its path."""
-    sheets: list[Sheet] = []
+    sheets: list[PreviewSheet] = []
     for source in sources:
         data_set = source.data_set
         pictures = data_set.pictures()
         sheets.append(
-            Sheet(
+            PreviewSheet(
                 data_set.card,
                 data_set.layout,
                 data_set.account,
@@ -210,7 +210,7 @@ def preview_card(card: Card) -> str:
     """Write the page that shows how a card reads its source, and return its path."""
     data_set = read_card(card)
     path = preview_path(card.name)
-    sheet = Sheet(
+    sheet = PreviewSheet(
         card,
         data_set.layout,
         data_set.account,
@@ -223,7 +223,7 @@ def preview_card(card: Card) -> str:
 
 # ---- the files -----------------------------------------------------------------------------------
 def propose(
-    sources: Sequence[Source],
+    sources: Sequence[GivenSource],
     name: str,
     paths: Sequence[str],
     program: str,
@@ -278,10 +278,10 @@ def propose(
     )
 
 
-def _with_own_names(sources: Sequence[Source]) -> list[Source]:
+def _with_own_names(sources: Sequence[GivenSource]) -> list[GivenSource]:
     """Return the sources with unique names, by appending numbers."""
     taken: set[str] = set()
-    renamed: list[Source] = []
+    renamed: list[GivenSource] = []
     for source in sources:
         name = source.data_set.name
         number = 2
@@ -289,7 +289,7 @@ def _with_own_names(sources: Sequence[Source]) -> list[Source]:
             name = f"{source.data_set.name}-{number}"
             number += 1
         taken.add(name.lower())
-        renamed.append(Source(replace(source.data_set, name=name), source.path))
+        renamed.append(GivenSource(replace(source.data_set, name=name), source.path))
     return renamed
 
 
@@ -305,7 +305,7 @@ def _check_count(data_set: DataSet) -> None:
         )
 
 
-def _check_folder(source: Source, program: str) -> None:
+def _check_folder(source: GivenSource, program: str) -> None:
     """Raise `UserError` if results in the current folder would become part of the data."""
     card = source.data_set.card
     path = card.source.path
@@ -408,7 +408,7 @@ def suggest(path: str, program: str) -> str | None:
         program: Command that starts Accrete.
     """
     try:
-        sources = [Source(data_set, path) for data_set in detect(Request(path, program))]
+        sources = [GivenSource(data_set, path) for data_set in detect(Request(path, program))]
         return with_free_name(propose(_with_own_names(sources), "", [path], program))
     except UserError:
         return None

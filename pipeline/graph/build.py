@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from pipeline.config.settings import Config, settings_path
 from pipeline.graph.backbone import resolve
 from pipeline.graph.builder import Builder
-from pipeline.graph.raw_data import Source
+from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.tasks import add_tasks
@@ -40,7 +40,7 @@ def build_graph(
     provenance: dict[str, Any] | None = None,
     split: Literal["test", "val"] = "test",
     ask_sources: bool = True,
-    sources: Mapping[str, Source] | None = None,
+    sources: Mapping[str, KnownSource] | None = None,
 ) -> tuple[Graph, list[Task]]:
     """Return the stages of a run in topological order, and its tasks, the base task first.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipeline.config.settings import Config
 from pipeline.data.digests import ClassDigests
-from pipeline.graph.raw_data import Source
+from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import UNKNOWN, Stage
 from pipeline.graph.store import Store, compute_key
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
@@ -44,7 +44,7 @@ class Builder:
     provenance: dict[str, Any]
     split: Literal["test", "val"] = "test"
     ask_sources: bool = True
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, KnownSource] = field(default_factory=dict)
     backbone: BackboneSettings = field(default_factory=BackboneSettings)
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from pipeline.data import card_files
 from pipeline.data.cards import Card
 from pipeline.data.digests import ClassDigests
 from pipeline.graph import raw_data, run_record
-from pipeline.graph.raw_data import Source
+from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.weights import weights_state
@@ -53,7 +53,7 @@ class BuildInputs:
     """
 
     digest: str
-    sources: dict[str, Source]
+    sources: dict[str, KnownSource]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         reports it; or raw data is gone, and the graph also depends on the existing results.
     """
     loaded: dict[str, Card] = {}
-    sources: dict[str, Source] = {}
+    sources: dict[str, KnownSource] = {}
     images: dict[str, ClassDigests | None] = {}
     class_orders: list[Sequence[str]] = []
     try:

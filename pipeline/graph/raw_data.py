@@ -47,7 +47,7 @@ REWRITTEN = (
 
 
 @dataclass(frozen=True)
-class Source:
+class KnownSource:
     """The raw data of a card as the storage knows it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Source:
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
-def describe_source(store: Store, card: Card, ask: bool = True) -> Source:
+def describe_source(store: Store, card: Card, ask: bool = True) -> KnownSource:
     """Return the source of a card.
 
     If the files are gone or unreachable, the last known source is returned, so that results stay
@@ -89,7 +89,7 @@ def describe_source(store: Store, card: Card, ask: bool = True) -> Source:
         UserError: If the files are gone and were never known.
     """
     last = store.remembered(card.identity())
-    known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
+    known_last = KnownSource(**_recall(store, card, last)) if isinstance(last, str) else None
     if known_last and not ask and not is_local_source(card) and _stands(store, card, known_last):
         return known_last
     try:
@@ -110,7 +110,7 @@ def describe_source(store: Store, card: Card, ask: bool = True) -> Source:
         )
     known = _recall(store, card, fingerprint)
     if listed is None:
-        return Source(**known, present=False, note=GONE)
+        return KnownSource(**known, present=False, note=GONE)
     if store.remembered(card.identity()) != fingerprint:
         store.remember(card.identity(), fingerprint)
     if not known["modified"]:
@@ -119,7 +119,7 @@ def describe_source(store: Store, card: Card, ask: bool = True) -> Source:
     note = ""
     if known["modified"] != listed[1]:
         note = REWRITTEN
-    return Source(**known, note=note, entries=entries)
+    return KnownSource(**known, note=note, entries=entries)
 
 
 def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
@@ -162,7 +162,7 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
         return
     known["modified"] = listed[1]
     before = known["contents"].get(known["edition"])
-    inputs = stage_inputs(card, Source(**known))
+    inputs = stage_inputs(card, KnownSource(**known))
     if before is None and Artifact.open(store.root, compute_key(inputs, ())) is None:
         pass  # listed before, but not ingested yet
     elif before is None:
@@ -190,11 +190,11 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     _remember(store, card, known)
 
 
-def _stands(store: Store, card: Card, source: Source) -> bool:
+def _stands(store: Store, card: Card, source: KnownSource) -> bool:
     return Artifact.open(store.root, compute_key(stage_inputs(card, source), ())) is not None
 
 
-def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
+def stage_inputs(card: Card, source: KnownSource) -> dict[str, Any]:
     """Return the inputs for the key of the card's ingest stage."""
     return {
         "step": "ingest",
@@ -299,7 +299,7 @@ def ingested(
     store.remember(_name_of_files(card), {"key": artifact.key, "files": files or {}})
 
 
-def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | None:
+def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests | None:
     """Return the digests of the images of each class at their ingest; None before that.
 
     They are known even if raw files and shards are gone.

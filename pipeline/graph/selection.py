@@ -20,7 +20,7 @@ MAX_NAMES = 8  # stages that an error names
 
 
 @dataclass(frozen=True)
-class Selection:
+class StageSelection:
     """The part of a graph to run. Without any names, all missing stages run.
 
     Attributes:
@@ -62,10 +62,12 @@ class Selection:
         return bool(self.only or self.start or self.until)
 
 
-EVERYTHING = Selection()
+EVERYTHING = StageSelection()
 
 
-def force(graph: Graph, lookups: Mapping[str, Lookup], selection: Selection) -> dict[str, Lookup]:
+def force(
+    graph: Graph, lookups: Mapping[str, Lookup], selection: StageSelection
+) -> dict[str, Lookup]:
     """Return look-ups in which the results of the forced stages no longer count.
 
     Args:
@@ -80,7 +82,9 @@ def force(graph: Graph, lookups: Mapping[str, Lookup], selection: Selection) -> 
     return forced
 
 
-def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selection) -> set[str]:
+def selected_to_run(
+    graph: Graph, lookups: dict[str, Lookup], selection: StageSelection
+) -> set[str]:
     """Return the ids of the stages to run: the missing stages that are selected.
 
     Args:
@@ -119,7 +123,7 @@ def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selecti
     return chosen
 
 
-def _check_forced(graph: Graph, selection: Selection, selected: set[str]) -> None:
+def _check_forced(graph: Graph, selection: StageSelection, selected: set[str]) -> None:
     for stage_id in find_stages(graph, selection.force, "--force"):
         if stage_id not in selected:
             raise UserError(

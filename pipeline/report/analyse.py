@@ -19,9 +19,9 @@ from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.report import files, plots
-from pipeline.report.analysis_section import Part
+from pipeline.report.analysis_section import AnalysisPart
 from pipeline.report.attention import draw_attention, draw_heads, draw_robustness, level_text
-from pipeline.report.figures import Picture
+from pipeline.report.figures import FigureFile
 from pipeline.report.files import Row
 from pipeline.report.maps import draw_maps
 from pipeline.results.tables import RunTables
@@ -74,7 +74,7 @@ class FinishedRun:
 class Analysis:
     """Parts of the page, rows of the record, and notes on failed measurements."""
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, AnalysisPart] = field(default_factory=dict)
     attention: list[Row] = field(default_factory=list)
     robustness: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ def analyse_runs(
     if drawn:
         pictures, names_without_maps = map_pictures(runs, drawn)
         if pictures:
-            analysis.parts["maps"] = Part(pictures)
+            analysis.parts["maps"] = AnalysisPart(pictures)
         for name in names_without_maps:
             analysis.notes.append(
                 f"maps: none of {name}, whose backbone has no class token that looks at patches"
@@ -225,7 +225,7 @@ def method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
 
 
 # ---- attention -----------------------------------------------------------------------------------
-def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
+def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart:
     """Return one line per method: means over tasks, heads and images, and its accuracy."""
     body = []
     for run, label, name in named_methods(runs):
@@ -259,7 +259,7 @@ def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
         "last block",
         "scale",
     ]
-    picture = Picture(
+    picture = FigureFile(
         "analysis.png",
         "Attention by depth",
         "How evenly heads attend (entropy, at most that of uniform attention) and how far "
@@ -267,7 +267,7 @@ def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
         "Faint lines are tasks.",
         plots.to_png(draw_attention(rows)),
     )
-    return Part([picture], files.csv_and_parquet({"analysis": rows}), [(heading, body)])
+    return AnalysisPart([picture], files.csv_and_parquet({"analysis": rows}), [(heading, body)])
 
 
 def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
@@ -297,27 +297,27 @@ def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
     return heads
 
 
-def heads_part(rows: list[Row]) -> Part:
+def heads_part(rows: list[Row]) -> AnalysisPart:
     """Return a table and a picture of accuracy against the number of heads."""
     body = []
     for row in sorted(rows, key=lambda r: (r["family"], r["heads"])):
         accuracy = _percent(row["accuracy"])
         body.append([row["family"], str(row["heads"]), accuracy, row["name"]])
-    picture = Picture(
+    picture = FigureFile(
         "heads.png",
         "Heads against accuracy",
         "Accuracy, an average over tasks, of networks that differ in the number of heads; "
         "a line joins the same method with the same kind of context.",
         plots.to_png(draw_heads(rows)),
     )
-    return Part(
+    return AnalysisPart(
         [picture],
         files.csv_and_parquet({"heads": rows}),
         [(["family", "heads", "accuracy", "run"], body)],
     )
 
 
-def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[Picture], list[str]]:
+def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[FigureFile], list[str]]:
     """Return a picture per method, and the names of the methods without maps."""
     pictures = []
     names_without_maps = []
@@ -340,7 +340,7 @@ def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[Picture]
                 "fed back from the top, they steer the second look."
             )
         pictures.append(
-            Picture(
+            FigureFile(
                 f"maps-{name.replace(': ', '~')}.png",
                 f"Maps of {name}",
                 caption,
@@ -351,7 +351,7 @@ def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[Picture]
 
 
 # ---- robustness ----------------------------------------------------------------------------------
-def robustness_part(part: str, rows: list[Row]) -> Part:
+def robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
     """Return one table per kind: a line per method, its accuracy in per cent at each level.
 
     part: the name of the picture and of the files.
@@ -382,8 +382,8 @@ def robustness_part(part: str, rows: list[Row]) -> Part:
     if part == "shifted":
         title = "Images of another card"
     caption = " ".join(captions[kind] for kind in kinds)
-    picture = Picture(f"{part}.png", title, caption, plots.to_png(draw_robustness(rows)))
-    return Part([picture], files.csv_and_parquet({part: rows}), tables)
+    picture = FigureFile(f"{part}.png", title, caption, plots.to_png(draw_robustness(rows)))
+    return AnalysisPart([picture], files.csv_and_parquet({part: rows}), tables)
 
 
 def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> None:

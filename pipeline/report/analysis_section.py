@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.store import Store
-from pipeline.report.figures import Picture
+from pipeline.report.figures import FigureFile
 from pipeline.report.html_parts import render
 from workers.storage.artifact import join, read_bytes, read_json
 
@@ -27,10 +27,10 @@ Table = tuple[list[str], list[list[str]]]  # heading, rows
 
 
 @dataclass(frozen=True)
-class Part:
+class AnalysisPart:
     """A part of an analysis: pictures, other files by name, and small tables."""
 
-    pictures: Sequence[Picture]
+    pictures: Sequence[FigureFile]
     files: Mapping[str, bytes] = field(default_factory=dict)
     tables: Sequence[Table] = ()
 
@@ -49,7 +49,7 @@ def evaluation_keys(record: RunRecord) -> dict[str, Any]:
 
 
 def analysis_files(
-    parts: Mapping[str, Part], records: Sequence[RunRecord], store: Store
+    parts: Mapping[str, AnalysisPart], records: Sequence[RunRecord], store: Store
 ) -> dict[str, bytes]:
     """Return the files of an analysis for the folder of the first run, with a list of the parts.
 
@@ -136,6 +136,6 @@ def _part_values(part: Mapping[str, Any], folder: str) -> dict[str, Any]:
     for entry in part["pictures"]:
         with contextlib.suppress(OSError):
             png = read_bytes(join(folder, entry["name"]))
-            pictures.append(Picture(entry["name"], entry["title"], entry["says"], png))
+            pictures.append(FigureFile(entry["name"], entry["title"], entry["says"], png))
     names = [name for name in part["files"] if not name.endswith(".png")]
     return {"pictures": pictures, "tables": part["tables"], "files": names}

@@ -57,7 +57,7 @@ class Spread:
 
 
 @dataclass
-class Group:
+class RunGroup:
     """Runs by seed that differ in nothing but seed and name."""
 
     name: str
@@ -79,11 +79,11 @@ class Group:
 
 
 @dataclass
-class Entry:
+class ComparedMethod:
     """A method of a group, on the tasks that all entries share."""
 
     name: str
-    group: Group
+    group: RunGroup
     label: str
     tasks: Sequence[str]
 
@@ -149,7 +149,7 @@ class Entry:
         """Return the spread of a metric over the seeds. metric: as `values` takes it."""
         return Spread.of(list(self.values(metric).values()))
 
-    def difference(self, base: Entry, metric: str) -> Spread:
+    def difference(self, base: ComparedMethod, metric: str) -> Spread:
         """Return a metric minus that of `base`.
 
         Runs with the same seed are subtracted in pairs. Without common seeds the means are
@@ -184,8 +184,8 @@ class Comparison:
     notes: sentences to read before the numbers.
     """
 
-    groups: list[Group]
-    entries: list[Entry]
+    groups: list[RunGroup]
+    entries: list[ComparedMethod]
     tasks: list[str]
     notes: list[str]
 
@@ -227,7 +227,7 @@ class Comparison:
             methods[entry.name] = by_replica
         return answers.draw_metrics(methods)
 
-    def interval(self, entry: Entry, metric: str) -> Interval:
+    def interval(self, entry: ComparedMethod, metric: str) -> Interval:
         """Return the 95 % interval of the mean of a metric; none for a metric without draws.
 
         metric: name of a metric, or a name that `answers` gives to its draws.
@@ -235,14 +235,16 @@ class Comparison:
         draws = self.draws.get(entry.name, {})
         return percentile_interval(draws[metric]) if metric in draws else NO_INTERVAL
 
-    def difference_interval(self, entry: Entry, other: Entry, metric: str) -> Interval:
+    def difference_interval(
+        self, entry: ComparedMethod, other: ComparedMethod, metric: str
+    ) -> Interval:
         """Return the 95 % interval of the mean difference of a metric, of paired draws."""
         draws = self.draws
         if metric not in draws.get(entry.name, {}):
             return NO_INTERVAL
         return percentile_interval(draws[entry.name][metric] - draws[other.name][metric])
 
-    def winner(self, metric: str, pick_best: Callable[..., float] | None) -> Entry | None:
+    def winner(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
         """Return the entry with the best mean of a metric, if it differs from all others.
 
         None if its lead over another entry is within the noise. metric: as `interval` takes it.
@@ -258,7 +260,7 @@ class Comparison:
             return best
         return None
 
-    def differ(self, entry: Entry, other: Entry, metric: str) -> bool:
+    def differ(self, entry: ComparedMethod, other: ComparedMethod, metric: str) -> bool:
         """Return whether the means of two entries differ by more than the noise."""
         values = entry.values(metric)
         base = other.values(metric)
@@ -273,13 +275,15 @@ class Comparison:
             return differences[0] != 0 and not is_rate
         return t_interval(differences).excludes_zero
 
-    def t_interval(self, entry: Entry, other: Entry, metric: str = "average_accuracy") -> Interval:
+    def t_interval(
+        self, entry: ComparedMethod, other: ComparedMethod, metric: str = "average_accuracy"
+    ) -> Interval:
         """Return Student's t interval of the mean difference over common seeds; none for one."""
         values = entry.values(metric)
         base = other.values(metric)
         return t_interval([values[seed] - base[seed] for seed in values if seed in base])
 
-    def base(self, entry: Entry) -> Entry | None:
+    def base(self, entry: ComparedMethod) -> ComparedMethod | None:
         """Return the entry that `entry` is compared with.
 
         It is the same method of the first group, or the first group's only method. None for
@@ -437,7 +441,7 @@ def compare_runs(runs: Sequence[RunTables]) -> Comparison:
         labels = group.first.labels
         for label in labels:
             name = f"{group.name}: {label}" if len(labels) > 1 else group.name
-            entries.append(Entry(name, group, label, tasks))
+            entries.append(ComparedMethod(name, group, label, tasks))
     notes += unfinished_notes(entries)
     notes += image_notes(runs, tasks)
     for run in runs:
@@ -445,7 +449,7 @@ def compare_runs(runs: Sequence[RunTables]) -> Comparison:
     return Comparison(groups, entries, tasks, notes)
 
 
-def unfinished_notes(entries: Sequence[Entry]) -> list[str]:
+def unfinished_notes(entries: Sequence[ComparedMethod]) -> list[str]:
     """Return a sentence on each method of a run that has not finished all tasks."""
     notes = []
     for entry in entries:
@@ -472,15 +476,15 @@ def image_notes(runs: Sequence[RunTables], tasks: Sequence[str]) -> list[str]:
     return [f"The images of {', '.join(differing)} are not the same in all runs."]
 
 
-def group_runs(runs: Sequence[RunTables]) -> list[Group]:
+def group_runs(runs: Sequence[RunTables]) -> list[RunGroup]:
     """Group runs with the same settings and different seeds, those of a file among themselves.
 
     Runs with the same settings and the same seed differ in something else, and stay apart.
     """
-    groups: list[Group] = []
+    groups: list[RunGroup] = []
     for run in runs:
         seed = run.record["config"].get("seed", 0)
-        new_group = Group(run.record["name"], {seed: run})
+        new_group = RunGroup(run.record["name"], {seed: run})
         for group in groups:
             is_same = group.settings == new_group.settings
             if is_same and group.first.source == run.source and seed not in group.runs:
@@ -495,7 +499,7 @@ def group_runs(runs: Sequence[RunTables]) -> list[Group]:
     return groups
 
 
-def _distinguish(groups: Sequence[Group]) -> None:
+def _distinguish(groups: Sequence[RunGroup]) -> None:
     """Add to names that several groups have where each comes from, or else its number."""
     counts = Counter(group.name for group in groups)
     names: set[str] = set()
@@ -507,7 +511,7 @@ def _distinguish(groups: Sequence[Group]) -> None:
         names.add(group.name)
 
 
-def _common_name(group: Group) -> str:
+def _common_name(group: RunGroup) -> str:
     """Return `table` for the runs table-seed-0, table-seed-1, ...; else the name of the first."""
     stems = set()
     for seed, run in group.runs.items():
@@ -578,7 +582,7 @@ def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
     )
 
 
-def environment(group: Group) -> dict[str, Any]:
+def environment(group: RunGroup) -> dict[str, Any]:
     """Return commit, packages, device, Python and platform of a group; all values of each."""
     values: dict[str, dict[str, None]] = {}
     for run in group.runs.values():

@@ -15,8 +15,8 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.comparison import Comparison, Entry, environment
-from pipeline.report.figures import Picture
+from pipeline.report.comparison import ComparedMethod, Comparison, environment
+from pipeline.report.figures import FigureFile
 from pipeline.report.html_parts import render
 from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
 from pipeline.results.metrics import Metric, metrics_for
@@ -53,7 +53,7 @@ def render_page(comparison: Comparison) -> Markup:
     )
 
 
-def known_metrics(entries: Sequence[Entry]) -> list[Metric]:
+def known_metrics(entries: Sequence[ComparedMethod]) -> list[Metric]:
     """Return the metrics that at least one entry has."""
 
     def is_known(metric: Metric) -> bool:
@@ -84,7 +84,7 @@ def summary_values(comparison: Comparison) -> dict[str, Any]:
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def curves_picture(comparison: Comparison) -> Picture:
+def curves_picture(comparison: Comparison) -> FigureFile:
     """Return the averages after each task, one line per entry."""
     bands = "from the lowest to the highest run"
     if comparison.draws:
@@ -95,7 +95,7 @@ def curves_picture(comparison: Comparison) -> Picture:
         "On the right, a rising line means forgetting."
     )
     figure = draw_curves(comparison)
-    return Picture("curves.png", "Averages after each task", caption, plots.to_png(figure))
+    return FigureFile("curves.png", "Averages after each task", caption, plots.to_png(figure))
 
 
 def draw_curves(comparison: Comparison) -> Figure:
@@ -126,7 +126,12 @@ def draw_curves(comparison: Comparison) -> Figure:
 
 
 def draw_curve(
-    axes: Axes, comparison: Comparison, entry: Entry, metric: str, index: int, scale: float = 1.0
+    axes: Axes,
+    comparison: Comparison,
+    entry: ComparedMethod,
+    metric: str,
+    index: int,
+    scale: float = 1.0,
 ) -> None:
     """Draw the mean of a metric over the seeds after each task, and its band.
 
@@ -156,13 +161,13 @@ def draw_curve(
     axes.fill_between(steps, lows, highs, **band)
 
 
-def matrix_pictures(comparison: Comparison) -> list[Picture]:
+def matrix_pictures(comparison: Comparison) -> list[FigureFile]:
     """Return heat maps of entries with the same base, and below them the differences from it."""
-    families: dict[str, list[Entry]] = {}
+    families: dict[str, list[ComparedMethod]] = {}
     for entry in comparison.entries:
         base = comparison.base(entry) or entry
         families.setdefault(base.name, []).append(entry)
-    pictures: list[Picture] = []
+    pictures: list[FigureFile] = []
     for base, *compared in families.values():
         for start in range(0, max(len(compared), 1), SIDE_BY_SIDE - 1):
             entries = [base, *compared[start : start + SIDE_BY_SIDE - 1]]
@@ -177,7 +182,7 @@ def matrix_pictures(comparison: Comparison) -> list[Picture]:
                 )
             title = " beside ".join(entry.name for entry in entries)
             png = plots.to_png(draw_matrices(entries, comparison.tasks))
-            pictures.append(Picture(f"matrices-{len(pictures)}.png", title, caption, png))
+            pictures.append(FigureFile(f"matrices-{len(pictures)}.png", title, caption, png))
     return pictures
 
 
@@ -193,7 +198,7 @@ class HeatScale(NamedTuple):
 ACCURACY_SCALE = HeatScale(plots.SEQUENTIAL, 0.0, 1.0, "{:.0f}")
 
 
-def draw_matrices(entries: Sequence[Entry], tasks: Sequence[str]) -> Figure:
+def draw_matrices(entries: Sequence[ComparedMethod], tasks: Sequence[str]) -> Figure:
     """Draw the matrices of all entries, and below them their differences from the first."""
     columns = len(entries)
     rows = 1 if columns == 1 else 2

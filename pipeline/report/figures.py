@@ -23,7 +23,7 @@ MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Picture:
+class FigureFile:
     """A PNG with file name, title and caption."""
 
     name: str
@@ -91,7 +91,7 @@ RUN_FIGURES: dict[str, RunFigure] = {
 }
 
 
-def run_pictures(tables: RunTables) -> list[Picture]:
+def run_pictures(tables: RunTables) -> list[FigureFile]:
     """Return the pictures of all methods together; empty until a row of a matrix is complete."""
     if not any(tables.matrix(label).finished for label in tables.labels):
         return []
@@ -103,8 +103,8 @@ def run_pictures(tables: RunTables) -> list[Picture]:
     return pictures
 
 
-def _to_picture(name: str, captioned: CaptionedFigure) -> Picture:
-    return Picture(name, captioned.title, captioned.caption, plots.to_png(captioned.figure))
+def _to_picture(name: str, captioned: CaptionedFigure) -> FigureFile:
+    return FigureFile(name, captioned.title, captioned.caption, plots.to_png(captioned.figure))
 
 
 # ---- figures of one method -----------------------------------------------------------------------
@@ -265,7 +265,7 @@ METHOD_FIGURES: dict[str, MethodFigure] = {  # in the order of the report
 }
 
 
-def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
+def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[FigureFile]:
     """Return the pictures of one method. views: the masks of the finished tasks."""
     pictures = []
     for name, make_figure in METHOD_FIGURES.items():

@@ -17,7 +17,7 @@ from pipeline.graph import diagram
 from pipeline.graph.run_record import RunRecord, graph_of_record
 from pipeline.report import figures, files, paper
 from pipeline.report.comparison import Comparison
-from pipeline.report.figures import Picture
+from pipeline.report.figures import FigureFile
 from pipeline.report.html_parts import format_value, render
 from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
@@ -85,8 +85,8 @@ def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row
 
 def render_page(
     tables: RunTables,
-    run_pictures: Sequence[Picture],
-    method_pictures: Mapping[str, Sequence[Picture]],
+    run_pictures: Sequence[FigureFile],
+    method_pictures: Mapping[str, Sequence[FigureFile]],
     graph_svg: str,
     failures: Mapping[str, str],
     gpu_use: Sequence[str] = (),

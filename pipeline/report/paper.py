@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from pipeline.report import comparison_page, files, plots
-from pipeline.report.comparison import Comparison, Entry, Spread
+from pipeline.report.comparison import ComparedMethod, Comparison, Spread
 from pipeline.report.files import Row
 from pipeline.report.html_parts import NO_VALUE, format_interval, format_spread, format_value
 from pipeline.results.answers import ACCURACY_ON
 from pipeline.results.intervals import Interval
-from pipeline.results.training import Budget
+from pipeline.results.training import TrainingBudget
 
 HtmlRows = list[list[tuple[str, str]]]  # rows of cells: content, class of the cell
 COLUMN_INCHES = 3.3  # width of a column of a paper in two columns
@@ -222,12 +222,12 @@ BUDGET_COLUMNS = {
 }
 
 
-def budgets(comparison: Comparison) -> dict[str, Budget]:
+def budgets(comparison: Comparison) -> dict[str, TrainingBudget]:
     """Return the budget of each entry, the mean over its replicas."""
     means = {}
     for entry in comparison.entries:
         parts = [run.budget(entry.label) for run in entry.group.runs.values()]
-        means[entry.name] = Budget(*map(statistics.fmean, zip(*parts, strict=True)))
+        means[entry.name] = TrainingBudget(*map(statistics.fmean, zip(*parts, strict=True)))
     return means
 
 
@@ -332,10 +332,10 @@ def _points(interval: Interval) -> str:
     return f"{100 * interval.low:+z.1f} to {100 * interval.high:+z.1f} pp"
 
 
-def rank_by_accuracy(entries: Sequence[Entry]) -> list[Entry]:
+def rank_by_accuracy(entries: Sequence[ComparedMethod]) -> list[ComparedMethod]:
     """Return entries, the highest average accuracy first; those without one last."""
 
-    def accuracy(entry: Entry) -> float:
+    def accuracy(entry: ComparedMethod) -> float:
         mean = entry.spread("average_accuracy").mean
         return -math.inf if math.isnan(mean) else mean
 

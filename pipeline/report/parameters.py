@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.results.trials import Search, Trial, as_number
+from pipeline.results.trials import SearchRecord, Trial, as_number
 
 FEWEST = 4  # finished trials for which importance is measured
 MAX_TRIALS = 1000  # finished trials that importance is measured on: seconds, not minutes
@@ -73,7 +73,7 @@ def format_setting(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def search_parameters(search: Search) -> list[Parameter]:
+def search_parameters(search: SearchRecord) -> list[Parameter]:
     """Return all parameters: those of the space in its order, then those that only trials have."""
     space = search.record["space"]
     keys = dict.fromkeys(space)
@@ -168,7 +168,9 @@ def _describe_range(dimension: Mapping[str, Any]) -> str:
     return text
 
 
-def measure_importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, float], str]:
+def measure_importance(
+    search: SearchRecord, varied: Sequence[Parameter]
+) -> tuple[dict[str, float], str]:
     """Return the importance of parameters by key, largest first; or nothing and a reason.
 
     Importance is the share of the variance of accuracy between finished trials, at most the last

@@ -478,7 +478,7 @@ def draw_size_accuracy(summary: Sequence[Row]) -> Figure:
     return figure
 
 
-class Box(NamedTuple):
+class AxesBox(NamedTuple):
     """A rectangle in shares of the axes."""
 
     left: float
@@ -486,7 +486,7 @@ class Box(NamedTuple):
     bottom: float
     top: float
 
-    def overlaps(self, other: Box) -> bool:
+    def overlaps(self, other: AxesBox) -> bool:
         """Return whether the two rectangles have a common point inside."""
         overlaps_in_x = self.left < other.right and other.left < self.right
         return overlaps_in_x and self.bottom < other.top and other.bottom < self.top
@@ -504,7 +504,7 @@ def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
     for point in highest_first:
         x = (math.log10(point.x) - left) / (right - left)
         positions.append((x, (point.y - low) / (high - low)))
-    taken = [Box(x - 0.014, x + 0.014, y - 0.02, y + 0.02) for x, y in positions]
+    taken = [AxesBox(x - 0.014, x + 0.014, y - 0.02, y + 0.02) for x, y in positions]
     for (x, y), point in zip(positions, highest_first, strict=True):
         box = _free_box(x, y, point.label, taken)
         taken.append(box)
@@ -516,17 +516,17 @@ def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
         axes.text(box.left, middle, point.label, transform=axes.transAxes, **text_style)
 
 
-def _free_box(x: float, y: float, label: str, taken: Sequence[Box]) -> Box:
+def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesBox:
     """Return the nearest free rectangle for the name of a point at (x, y), in shares of the axes.
 
     If no rectangle is free, it is at the height of the point.
     """
     width = 0.0115 * len(label)
-    candidates = [Box(x + 0.02, x + 0.022 + width, y - 0.022, y + 0.022)]
+    candidates = [AxesBox(x + 0.02, x + 0.022 + width, y - 0.022, y + 0.022)]
     for distance in range(1, 12):
         for shift in (-0.045 * distance, 0.045 * distance):
             bottom = y + shift - 0.022
-            candidates.append(Box(x + 0.05, x + 0.052 + width, bottom, bottom + 0.044))
+            candidates.append(AxesBox(x + 0.05, x + 0.052 + width, bottom, bottom + 0.044))
     for box in candidates:
         is_inside = box.bottom >= 0 and box.top <= 1
         if is_inside and not any(box.overlaps(other) for other in taken):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.config.text import table_text
-from pipeline.report.comparison import Comparison, Entry, Group, unfinished_notes
+from pipeline.report.comparison import ComparedMethod, Comparison, RunGroup, unfinished_notes
 from pipeline.report.comparison_files import format_plain
 from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import RunTables, merge_warnings
@@ -18,12 +18,12 @@ def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
     name: of the run. tables: of each replica. With several class orders a task is a position in the
     stream, whose classes differ between replicas.
     """
-    group = Group(name, dict(tables))
+    group = RunGroup(name, dict(tables))
     labels = group.first.labels
     tasks = group.first.tasks(labels[0])
     for label in labels:
         tasks = [task for task in tasks if task in group.first.tasks(label)]
-    entries = [Entry(label, group, label, tasks) for label in labels]
+    entries = [ComparedMethod(label, group, label, tasks) for label in labels]
     notes = unfinished_notes(entries)
     if len({_classes(run) for run in tables.values()}) > 1:
         notes.insert(

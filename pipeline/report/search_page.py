@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from pipeline.config.text import format_bytes, format_count, format_seconds
 from pipeline.report import files, search_pictures, search_plots
-from pipeline.report.figures import Picture
+from pipeline.report.figures import FigureFile
 from pipeline.report.html_parts import NO_VALUE, format_rate, format_value, render
 from pipeline.report.parameters import (
     Parameter,
@@ -27,7 +27,7 @@ from pipeline.report.parameters import (
 from pipeline.results.metrics import metrics_for
 from pipeline.results.trials import (
     SLACK,
-    Search,
+    SearchRecord,
     Trial,
     as_number,
     best,
@@ -122,13 +122,13 @@ def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, 
     return report_files | {picture.name: picture.png for picture in pictures}
 
 
-def trial_columns(search: Search) -> list[str]:
+def trial_columns(search: SearchRecord) -> list[str]:
     """Return the columns of the table of trials, in order."""
     keys = [parameter.key for parameter in search_parameters(search)]
     return [*COLUMNS[:3], *keys, *COLUMNS[3:]]
 
 
-def trial_rows(search: Search) -> list[files.Row]:
+def trial_rows(search: SearchRecord) -> list[files.Row]:
     """Return one row per trial with a column per setting.
 
     A setting is a text column if one of the values is not a number.
@@ -167,7 +167,7 @@ def trial_rows(search: Search) -> list[files.Row]:
 
 # ---- the page ------------------------------------------------------------------------------------
 def render_page(
-    search: Search, varied: Sequence[Parameter], pictures: Sequence[Picture], reason: str
+    search: SearchRecord, varied: Sequence[Parameter], pictures: Sequence[FigureFile], reason: str
 ) -> Markup:
     """Render the page.
 
@@ -212,13 +212,13 @@ def render_page(
     )
 
 
-def _has_failed(search: Search) -> bool:
+def _has_failed(search: SearchRecord) -> bool:
     """Whether all trials of the last phase failed, so that it has no winner."""
     trials = search.of(search.phases[-1]) if search.trials else []
     return bool(trials) and all(trial["status"] == "failed" for trial in trials)
 
 
-def _head_values(search: Search) -> dict[str, Any]:
+def _head_values(search: SearchRecord) -> dict[str, Any]:
     protocol = str(search.settings.get("protocol", "end_of_stream"))
     trials = format_count(len(search.trials), "trial")
     budget = (search.settings.get("budget") or {}).get("trials")
@@ -244,14 +244,14 @@ def _head_values(search: Search) -> dict[str, Any]:
     }
 
 
-def status_text(search: Search, status: str) -> str:
+def status_text(search: SearchRecord, status: str) -> str:
     """Return the text for a status: without a process, no trial is running."""
     if status != "running" or search.is_running is None:
         return STATUS_TEXTS[status]
     return "running" if search.is_running else "interrupted"
 
 
-def _links(search: Search) -> list[tuple[str, str]]:
+def _links(search: SearchRecord) -> list[tuple[str, str]]:
     links = [("winner", "Winner")]
     if len(search.phases) > 1:
         links.append(("choices", "Task by task"))
@@ -262,7 +262,7 @@ def _links(search: Search) -> list[tuple[str, str]]:
     return links
 
 
-def _describe_algorithm(search: Search) -> str:
+def _describe_algorithm(search: SearchRecord) -> str:
     """Return how settings were drawn and trials were stopped, without the last full stop."""
     algorithm = ALGORITHMS.get(str(search.settings.get("algorithm")), "Settings were drawn")
     scheduler = SCHEDULERS.get(str(search.settings.get("scheduler")))
@@ -279,7 +279,7 @@ def _describe_algorithm(search: Search) -> str:
 
 
 # ---- the winner ----------------------------------------------------------------------------------
-def _winner_trial(search: Search) -> Trial | None:
+def _winner_trial(search: SearchRecord) -> Trial | None:
     """Return the winner, or the leading trial of the last phase that has one."""
     if search.winner:
         trial = search.trial(search.winner["trial"])
@@ -292,7 +292,7 @@ def _winner_trial(search: Search) -> Trial | None:
     return None
 
 
-def explain_choice(search: Search, trial: Trial) -> str:
+def explain_choice(search: SearchRecord, trial: Trial) -> str:
     """Explain the choice of this trial by the rule of tolerance."""
     finished = [candidate for candidate in search.of(trial["phase"]) if _has_finished(candidate)]
     ruled = best(finished, search.tolerance)
@@ -336,7 +336,7 @@ def _has_finished(trial: Trial) -> bool:
     return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
-def _test_values(search: Search, trial: Trial) -> dict[str, Any] | None:
+def _test_values(search: SearchRecord, trial: Trial) -> dict[str, Any] | None:
     """Return the accuracy of the winner on test images; None before a test."""
     records = search.winner["tests"] if search.winner else []
     tests = [t for t in records if not math.isnan(as_number(t.get("average_accuracy")))]
@@ -378,7 +378,7 @@ def _format_mean(tests: Sequence[Mapping[str, Any]], key: str) -> float:
     return statistics.mean(known) if known else math.nan
 
 
-def _compare_with_validation(search: Search, trial: Trial, mean: float) -> str:
+def _compare_with_validation(search: SearchRecord, trial: Trial, mean: float) -> str:
     """Return a sentence that compares the winner's validation accuracy with its test accuracy."""
     accuracy = score(trial)
     if search.settings.get("protocol") in ("two_streams", "first_k_tasks"):
@@ -394,7 +394,7 @@ def _compare_with_validation(search: Search, trial: Trial, mean: float) -> str:
     )
 
 
-def choice_cells(search: Search, varied: Sequence[Parameter]) -> list[list[object]]:
+def choice_cells(search: SearchRecord, varied: Sequence[Parameter]) -> list[list[object]]:
     """Return the choice for each task, in stream order; empty without several phases."""
     if len(search.phases) < 2:
         return []
@@ -421,7 +421,7 @@ def choice_cells(search: Search, varied: Sequence[Parameter]) -> list[list[objec
 
 
 # ---- space and cost ------------------------------------------------------------------------------
-def _cost_values(search: Search) -> dict[str, Any]:
+def _cost_values(search: SearchRecord) -> dict[str, Any]:
     """Return device time, budget, and the time that was saved because trials share stages."""
     num_run = sum(trial["stages"]["run"] for trial in search.trials)
     num_reused = sum(trial["stages"]["reused"] for trial in search.trials)
@@ -449,7 +449,7 @@ def _cost_values(search: Search) -> dict[str, Any]:
     return {"rows": rows, "share": share, "saved_s": device_s / num_run * num_reused}
 
 
-def _budget_cells(search: Search, used: Mapping[str, float]) -> list[list[str]]:
+def _budget_cells(search: SearchRecord, used: Mapping[str, float]) -> list[list[str]]:
     """Return one row for each limit of the budget. used: all but the number of trials."""
     trials_name = "trials"
     num_trials = len(search.trials)
@@ -466,7 +466,7 @@ def _budget_cells(search: Search, used: Mapping[str, float]) -> list[list[str]]:
 
 
 # ---- trials --------------------------------------------------------------------------------------
-def rank_trials(search: Search) -> list[Trial]:
+def rank_trials(search: SearchRecord) -> list[Trial]:
     """Sort trials by phase and status; finished ones by accuracy, stopped ones by progress."""
     phases = {phase: index for index, phase in enumerate(search.phases)}
     statuses = list(STATUS_STYLES)
@@ -486,7 +486,7 @@ def rank_trials(search: Search) -> list[Trial]:
     return sorted(search.trials, key=rank)
 
 
-def _trial_heading(search: Search, varied: Sequence[Parameter]) -> list[str]:
+def _trial_heading(search: SearchRecord, varied: Sequence[Parameter]) -> list[str]:
     heading = ["trial", "", "status", "accuracy", "forgetting", "bytes", "tasks"]
     if len(search.phases) > 1:
         heading.insert(1, "for task")
@@ -495,7 +495,7 @@ def _trial_heading(search: Search, varied: Sequence[Parameter]) -> list[str]:
 
 
 def _trial_cells(
-    search: Search, trial: Trial, varied: Sequence[Parameter], marks: Mapping[int, str]
+    search: SearchRecord, trial: Trial, varied: Sequence[Parameter], marks: Mapping[int, str]
 ) -> list[str]:
     status = trial["status"]
     state = Markup('<span class="{}">{}</span>').format(
@@ -519,7 +519,7 @@ def _trial_cells(
     ]
 
 
-def _trial_marks(search: Search) -> dict[int, Markup]:
+def _trial_marks(search: SearchRecord) -> dict[int, Markup]:
     """Return trial number -> marks: chosen, on the front, from a point of an earlier search."""
     soft = Markup('<span class="soft">{}</span>')
     marks: dict[int, Markup] = {}
@@ -534,7 +534,7 @@ def _trial_marks(search: Search) -> dict[int, Markup]:
     return marks
 
 
-def _numbers_by_message(search: Search) -> dict[str, list[int]]:
+def _numbers_by_message(search: SearchRecord) -> dict[str, list[int]]:
     """Return the messages of failed trials, each once, with the numbers of the trials."""
     numbers: dict[str, list[int]] = {}
     for trial in search.trials:

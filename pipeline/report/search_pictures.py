@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.report import plots, search_plots
-from pipeline.report.figures import CaptionedFigure, Picture
+from pipeline.report.figures import CaptionedFigure, FigureFile
 from pipeline.report.parameters import MAX_TRIALS, Parameter
-from pipeline.results.trials import Search
+from pipeline.results.trials import SearchRecord
 
 MAX_DRAWN = 12  # parameters in one picture; of more, the most important ones
 MAX_LINES = 500  # trials in a picture with a line for each; of more, the most accurate ones
@@ -25,7 +25,7 @@ class Drawn:
     largest first.
     """
 
-    search: Search
+    search: SearchRecord
     parameters: list[Parameter]
     num_varied: int
     shares: Mapping[str, float]
@@ -193,8 +193,8 @@ SEARCH_FIGURES: dict[str, SearchFigure] = {  # in the order of the page
 
 
 def search_pictures(
-    search: Search, varied: Sequence[Parameter], shares: Mapping[str, float]
-) -> list[Picture]:
+    search: SearchRecord, varied: Sequence[Parameter], shares: Mapping[str, float]
+) -> list[FigureFile]:
     """Return the figures that the trials so far allow. shares: importance by key."""
     parameters = list(varied)
     if len(parameters) > MAX_DRAWN:
@@ -206,5 +206,5 @@ def search_pictures(
         captioned = make_figure(drawn)
         if captioned is not None:
             png = plots.to_png(captioned.figure)
-            pictures.append(Picture(name, captioned.title, captioned.caption, png))
+            pictures.append(FigureFile(name, captioned.title, captioned.caption, png))
     return pictures

@@ -38,7 +38,7 @@ from pipeline.report.plots import (
     style_axes,
     task_colours,
 )
-from pipeline.results.trials import Search, Trial, as_number, pareto, score, size
+from pipeline.results.trials import SearchRecord, Trial, as_number, pareto, score, size
 
 trial_number = itemgetter("number")
 WINNER = COLOURS[1]
@@ -116,7 +116,7 @@ def draw_points(axes: Axes, x: Any, y: Any, style: Mapping[str, Any]) -> None:
     axes.plot(x, y, linestyle="none", clip_on=False, **point_style)
 
 
-def chosen_label(search: Search) -> str:
+def chosen_label(search: SearchRecord) -> str:
     """Return what the highlighted trials are called."""
     if len(search.phases) > 1:
         return "chosen"
@@ -125,7 +125,7 @@ def chosen_label(search: Search) -> str:
     return "leading"
 
 
-def legend_entries(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
+def legend_entries(search: SearchRecord, trials: Sequence[Trial]) -> list[Line2D]:
     """Return one entry per status of the trials, and one for the chosen trials."""
     statuses = {trial["status"] for trial in trials}
     entries = []
@@ -137,7 +137,7 @@ def legend_entries(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
     return entries
 
 
-def format_accuracy_axis(axes: Axes, search: Search) -> str:
+def format_accuracy_axis(axes: Axes, search: SearchRecord) -> str:
     """Format the y axis in per cent, or in points when trials belong to phases.
 
     Return what the axis shows.
@@ -199,7 +199,7 @@ def wrap_name(name: str, width: int) -> str:
     return "\n".join(line.replace(". ", ".").replace("_ ", "_") for line in lines)
 
 
-def draw_parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
+def draw_parallel(search: SearchRecord, varied: Sequence[Parameter]) -> Figure:
     """Draw one line per trial through its settings to its accuracy; chosen ones on top."""
     standing = search.standing()
     chosen = set(search.chosen().values())
@@ -310,7 +310,7 @@ def _line_style(
     return style
 
 
-def _line_legend(search: Search, standing: Mapping[int, float]) -> list[Line2D]:
+def _line_legend(search: SearchRecord, standing: Mapping[int, float]) -> list[Line2D]:
     """Return the legend of lines."""
     statuses = {trial["status"] for trial in search.trials if trial["number"] in standing}
     dark = DARK(0.7)
@@ -363,7 +363,7 @@ def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Fi
     return figure
 
 
-def draw_slices(search: Search, varied: Sequence[Parameter]) -> Figure:
+def draw_slices(search: SearchRecord, varied: Sequence[Parameter]) -> Figure:
     """Draw accuracy against each parameter, one panel per parameter."""
     standing = search.standing()
     trials = [trial for trial in search.trials if trial["number"] in standing]
@@ -387,7 +387,9 @@ def draw_slices(search: Search, varied: Sequence[Parameter]) -> Figure:
     return figure
 
 
-def _draw_slice(axes: Axes, parameter: Parameter, search: Search, trials: Sequence[Trial]) -> None:
+def _draw_slice(
+    axes: Axes, parameter: Parameter, search: SearchRecord, trials: Sequence[Trial]
+) -> None:
     """Draw the points of trials that have the parameter."""
     standing = search.standing()
     positions = {}
@@ -423,7 +425,7 @@ def _scale_slice(axes: Axes, parameter: Parameter) -> None:
 
 
 # ---- progress ------------------------------------------------------------------------------------
-def draw_history(search: Search) -> Figure:
+def draw_history(search: SearchRecord) -> Figure:
     """Draw accuracy by trial number, and the highest so far among finished trials.
 
     Failed trials and those without an accuracy are at the bottom.
@@ -476,7 +478,7 @@ def _has_finished(trial: Trial) -> bool:
     return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
-def draw_curves(search: Search) -> Figure:
+def draw_curves(search: SearchRecord) -> Figure:
     """Draw average validation accuracy after each task, one line per trial."""
     chosen = set(search.chosen().values())
     names: dict[int, str] = {}
@@ -516,7 +518,7 @@ def draw_curves(search: Search) -> Figure:
 
 
 # ---- size ----------------------------------------------------------------------------------------
-def sizes_differ(search: Search) -> bool:
+def sizes_differ(search: SearchRecord) -> bool:
     """Return whether finished trials store different numbers of bytes."""
     sizes = set()
     for trial in search.trials:
@@ -525,7 +527,7 @@ def sizes_differ(search: Search) -> bool:
     return len(sizes) > 1
 
 
-def draw_front(search: Search) -> Figure:
+def draw_front(search: SearchRecord) -> Figure:
     """Draw accuracy against bytes of finished trials (log scale), with the Pareto front.
 
     Each phase has its own front.

@@ -55,7 +55,7 @@ class Strict(Frozen):
     model_config = ConfigDict(strict=True)
 
 
-class TaskBody(Strict):
+class ResultTaskBody(Strict):
     """A task of the stream. chance, test_images: for readers; they follow from the rest."""
 
     name: Text
@@ -100,12 +100,12 @@ class RunBody(Strict):
     scenario: Literal["task", "class"] = "task"
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[Text, list[Text]] = Field(default_factory=dict, max_length=100)
-    tasks: Annotated[list[TaskBody], Field(min_length=1, max_length=MAX_TASKS)]
+    tasks: Annotated[list[ResultTaskBody], Field(min_length=1, max_length=MAX_TASKS)]
     methods: Annotated[list[MethodBody], Field(min_length=1, max_length=MAX_METHODS)]
     stages: Any = None
 
 
-class FileBody(Strict):
+class ResultFileBody(Strict):
     """The file. sha256: of the rest, by `compute_sha256`; may be left out."""
 
     format: str
@@ -277,7 +277,7 @@ def _list_runs(path: str, body: Any) -> list[ImportedTables]:
             f"{WRITE}"
         )
     _check_settings(path, body.get("runs"))
-    file = checked(FileBody, body, "", path)
+    file = checked(ResultFileBody, body, "", path)
     if file.sha256 is not None and file.sha256 != compute_sha256(body):
         raise UserError(
             f"{path}: it was changed after it was written (its sha256 differs); ask for it again, "

@@ -24,9 +24,9 @@ from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
 from pipeline.results.chance import LearnedTask
 from pipeline.results.training import (
-    Budget,
     StepTraining,
     TrainedStage,
+    TrainingBudget,
     group_steps,
     sum_budget,
 )
@@ -446,7 +446,7 @@ class RunTables:
             sizes, carried_bytes, serving.manifest.get("flops_share"), trained_parameters or None
         )
 
-    def budget(self, label: str) -> Budget:
+    def budget(self, label: str) -> TrainingBudget:
         """Return the training budget of a method, without the backbone that all methods share."""
         manifests: list[Manifest | None] = []
         trained: dict[str, None] = {}

@@ -53,7 +53,7 @@ class StepTraining:
         )
 
 
-class Budget(NamedTuple):
+class TrainingBudget(NamedTuple):
     """The training budget of a method, and the bytes that it stores.
 
     epochs: of a task, on average. images: that training steps read, over all tasks and epochs.
@@ -69,19 +69,19 @@ class Budget(NamedTuple):
 
 def sum_budget(
     stages: Iterable[Mapping[str, Any] | None], tasks: int, stored_bytes: float
-) -> Budget:
+) -> TrainingBudget:
     """Return the budget of a method. stages: manifests of the training stages; tasks: trained."""
     epochs = 0.0
     images = 0.0
     device_s = 0.0
     for manifest in stages:
         if manifest is None:
-            return Budget(math.nan, math.nan, math.nan, math.nan)
+            return TrainingBudget(math.nan, math.nan, math.nan, math.nan)
         length = manifest.get("length") or {}
         epochs += length.get("epochs", 0)
         images += length.get("epochs", 0) * length.get("images", 0)
         device_s += (manifest.get("wall_s") or 0.0) * (manifest.get("workers") or 1)
-    return Budget(epochs / tasks if tasks else 0.0, images, device_s, stored_bytes)
+    return TrainingBudget(epochs / tasks if tasks else 0.0, images, device_s, stored_bytes)
 
 
 def _range(numbers: Iterable[int]) -> str:

@@ -57,7 +57,7 @@ class TrialResult(TypedDict):
     per_task: dict[str, float]
 
 
-class Round(TypedDict):
+class TrialRound(TypedDict):
     """One round of population-based training: the parameters of a task and the accuracy after."""
 
     params: dict[str, Any]
@@ -88,7 +88,7 @@ class Trial(TypedDict):
     results: list[TrialResult]
     stages: StageCounts
     device_s: float
-    rounds: list[Round]
+    rounds: list[TrialRound]
     gpu_s: NotRequired[float]
     wall_s: NotRequired[float]
     started: NotRequired[str]
@@ -124,7 +124,7 @@ class Winner(TypedDict):
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchRecord:
     """The records of a search.
 
     record: its search.json. trials: sorted by number. winner: its winner.json, None before there is
@@ -307,7 +307,7 @@ def _scored(trials: Iterable[Trial]) -> list[_Scored]:
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def load(storage: str, name: str) -> Search:
+def load(storage: str, name: str) -> SearchRecord:
     """Read `<storage>/searches/NAME`.
 
     Files that are damaged or do not belong there are named in `problems` and left out. Raises
@@ -330,7 +330,7 @@ def load(storage: str, name: str) -> Search:
     trials.sort(key=lambda trial: trial["number"])
     winner = _read_winner(join(folder, "winner.json"), problems)
     is_running = is_locked(join(storage, "searches"), lock_key(name))
-    return Search(name, record, trials, winner, problems, is_running)
+    return SearchRecord(name, record, trials, winner, problems, is_running)
 
 
 def lock_key(name: str) -> str:

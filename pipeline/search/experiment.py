@@ -37,7 +37,7 @@ class SearchResults:
     """
 
     name: str
-    records: trials.Search = field(repr=False)
+    records: trials.SearchRecord = field(repr=False)
     storage: str
     report: str
 

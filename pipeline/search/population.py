@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from pipeline.results.trials import SLACK, Round, Trial, TrialResult
+from pipeline.results.trials import SLACK, Trial, TrialResult, TrialRound
 from pipeline.search.space import Params, Space
 from workers.rng import derive_seed
 
@@ -42,7 +42,7 @@ def choose_start(
         space: The space of the search.
         seed: Seed of the search.
     """
-    last_rounds: dict[int, Round] = {}
+    last_rounds: dict[int, TrialRound] = {}
     for record in records:
         if len(record["rounds"]) >= position:
             last_rounds[record["number"]] = record["rounds"][position - 1]

@@ -30,7 +30,7 @@ from pipeline.search.live_page import LivePage
 from pipeline.search.screen import SearchScreen
 from pipeline.search.space import Params
 from pipeline.search.spec import Search, build_state, write_state
-from pipeline.search.trial import Plan, folder, now, with_history
+from pipeline.search.trial import PhasePlan, folder, now, with_history
 from pipeline.shell.console import summary
 from pipeline.tracking.search_recorder import SearchRecorder
 from workers.errors import UserError
@@ -50,7 +50,7 @@ TUNE_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """Number and config of the winning trial."""
 
     trial: int
@@ -60,7 +60,7 @@ class Outcome:
 # ---- the search ----------------------------------------------------------------------------------
 def run_search(
     search: Search, resume_command: str, notify: TrialObserver, screen: SearchScreen
-) -> Outcome:
+) -> SearchOutcome:
     """Run all phases.
 
     Trials of earlier sessions do not run again, but `notify` is called for them too.
@@ -112,16 +112,16 @@ def run_search(
         save_time()
         ray.shutdown()
     assert chosen is not None  # there is at least one phase
-    return Outcome(chosen, winner_config(search, chosen, chosen_so_far))
+    return SearchOutcome(chosen, winner_config(search, chosen, chosen_so_far))
 
 
-def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
+def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, PhasePlan]]:
     """Yield (number of the first trial, plan): one phase for all tasks, or one phase per task.
 
     `chosen_so_far` is read at the start of each phase.
     """
     settings = search.settings
-    plan = Plan(
+    plan = PhasePlan(
         search.name,
         search.storage,
         search.body,
@@ -215,7 +215,7 @@ def winner_config(
     }
 
 
-def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) -> str:
+def write_winner(search: Search, outcome: SearchOutcome, tests: Sequence[SeedTest]) -> str:
     """Write winner.yaml, a config for `run`, and winner.json; return the path of winner.yaml."""
     record = read_trial(search, outcome.trial)
     last = record["results"][-1]
@@ -371,7 +371,7 @@ def get_page_path(search: Search) -> str:
 
 
 def evaluate_winner(
-    search: Search, outcome: Outcome, seed: int, resume_command: str, screen: SearchScreen
+    search: Search, outcome: SearchOutcome, seed: int, resume_command: str, screen: SearchScreen
 ) -> SeedTest:
     """Train the winner with one seed, unless the result is stored, and measure it on test data."""
     name = f"{search.name}-winner-seed{seed}"

@@ -257,7 +257,7 @@ class SearchSettings(Frozen):
         return self.protocol == "per_task" or self.scheduler == "pbt"
 
 
-class Cost(NamedTuple):
+class TrialCost(NamedTuple):
     """Cost of a trial.
 
     Attributes:
@@ -269,7 +269,7 @@ class Cost(NamedTuple):
     gpu_s: float
 
     @classmethod
-    def of(cls, record: Trial) -> Cost:
+    def of(cls, record: Trial) -> TrialCost:
         """Return the cost of a trial by its record."""
         return cls(record["stages"]["run"], record.get("gpu_s", 0.0))
 
@@ -303,7 +303,7 @@ class Search:
     digest: str = ""
     sessions: list[dict[str, Any]] = field(default_factory=list)
     warm_start: WarmStart | None = None
-    costs: dict[int, Cost] | None = None
+    costs: dict[int, TrialCost] | None = None
 
     @property
     def name(self) -> str:
@@ -348,15 +348,15 @@ class Search:
             shares["gpu_hours"] = sum(cost.gpu_s for cost in costs) / 3600 / budget.gpu_hours
         return shares
 
-    def _costs_of_trials(self) -> dict[int, Cost]:
+    def _costs_of_trials(self) -> dict[int, TrialCost]:
         """Return the cost of each trial by number. The records are read once."""
         if self.costs is None:
-            self.costs = {record["number"]: Cost.of(record) for record in self.records()}
+            self.costs = {record["number"]: TrialCost.of(record) for record in self.records()}
         return self.costs
 
     def add_cost(self, record: Trial) -> None:
         """Update the cost of a trial from its new record."""
-        self._costs_of_trials()[record["number"]] = Cost.of(record)
+        self._costs_of_trials()[record["number"]] = TrialCost.of(record)
 
     @property
     def is_budget_used(self) -> bool:

@@ -24,7 +24,7 @@ from pipeline.graph.store import Lookup, Store
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
-from pipeline.results.trials import Round, Trial, TrialResult, forgetting
+from pipeline.results.trials import Trial, TrialResult, TrialRound, forgetting
 from pipeline.search import space
 from pipeline.search.population import lineage
 from pipeline.search.space import Params
@@ -42,7 +42,7 @@ class TrialFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PhasePlan:
     """Common data of the trials of a phase; plain and picklable.
 
     Attributes:
@@ -217,7 +217,11 @@ class Count:
 
 
 def run_trial(
-    plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None
+    plan: PhasePlan,
+    number: int,
+    params: Mapping[str, Any],
+    report: Report,
+    parent: int | None = None,
 ) -> None:
     """Run a trial as far as the plan goes, or report its results again if it has come that far.
 
@@ -272,14 +276,14 @@ def comparable_results(record: Trial) -> list[TrialResult]:
     return record["results"]
 
 
-def _is_complete(record: Trial, plan: Plan) -> bool:
+def _is_complete(record: Trial, plan: PhasePlan) -> bool:
     """Return whether a trial has ended, or has learned all tasks of this round."""
     if record["status"] in ENDED:
         return True
     return plan.until is not None and len(record.get("rounds", ())) >= plan.until
 
 
-def _new_record(plan: Plan, number: int, params: Mapping[str, Any]) -> Trial:
+def _new_record(plan: PhasePlan, number: int, params: Mapping[str, Any]) -> Trial:
     return {
         "number": number,
         "phase": plan.phase,
@@ -299,7 +303,7 @@ def _new_record(plan: Plan, number: int, params: Mapping[str, Any]) -> Trial:
     }
 
 
-def _take_over(record: Trial, plan: Plan, parent: int) -> None:
+def _take_over(record: Trial, plan: PhasePlan, parent: int) -> None:
     """Set the start of a trial in a round: the results of `parent` and the trial's own rounds.
 
     `parent` can be the trial itself.
@@ -325,7 +329,7 @@ def _take_over(record: Trial, plan: Plan, parent: int) -> None:
 
 
 def _learn(
-    plan: Plan, record: Trial, report: Report, started: float, previous: Trial | None
+    plan: PhasePlan, record: Trial, report: Report, started: float, previous: Trial | None
 ) -> None:
     """Learn the tasks without a result in `record`, one after the other.
 
@@ -386,7 +390,10 @@ def _learn(
             if plan.each:
                 names = [name for name in plan.tasks[: position + 1] if name in history]
                 record["history"] = {name: history[name] for name in names}
-                finished_round: Round = {"params": dict(params), "accuracy": result["accuracy"]}
+                finished_round: TrialRound = {
+                    "params": dict(params),
+                    "accuracy": result["accuracy"],
+                }
                 record["rounds"] = [*record["rounds"], finished_round]
             if position == len(plan.tasks) - 1:
                 # Together with the last result, so that a trial with all tasks is not stopped.
@@ -405,7 +412,7 @@ def _learn(
         runner.close()
 
 
-def _forgets_too_much(plan: Plan, record: Trial) -> str:
+def _forgets_too_much(plan: PhasePlan, record: Trial) -> str:
     """Return a message if a trial forgets more than the search allows, else ""."""
     average = forgetting(record["results"])
     if plan.max_forgetting is None or not average > plan.max_forgetting:
@@ -417,7 +424,9 @@ def _forgets_too_much(plan: Plan, record: Trial) -> str:
     )
 
 
-def _graph_of_trial(plan: Plan, settings: config.Config, store: Store) -> tuple[Graph, list[Task]]:
+def _graph_of_trial(
+    plan: PhasePlan, settings: config.Config, store: Store
+) -> tuple[Graph, list[Task]]:
     """Return the graph up to the evaluations of the plan's tasks, and these tasks."""
     graph, tasks = build.build_graph(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))

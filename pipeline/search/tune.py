@@ -32,7 +32,7 @@ from pipeline.results.trials import Trial, TrialResult
 from pipeline.search.population import choose_start
 from pipeline.search.space import Params
 from pipeline.search.spec import Search
-from pipeline.search.trial import Plan, TrialFailed, now, read_record, run_trial, write_record
+from pipeline.search.trial import PhasePlan, TrialFailed, now, read_record, run_trial, write_record
 from workers.rng import derive_seed
 from workers.storage.artifact import delete_dir, join
 
@@ -121,7 +121,7 @@ class Optuna:
 
 
 # ---- Ray Tune ------------------------------------------------------------------------------------
-def run_population(search: Search, plan: Plan, first: int, notify: TrialObserver) -> None:
+def run_population(search: Search, plan: PhasePlan, first: int, notify: TrialObserver) -> None:
     """Run population-based training: one round per task.
 
     A round starts when every trial has learned the previous task.
@@ -138,7 +138,7 @@ def run_population(search: Search, plan: Plan, first: int, notify: TrialObserver
             return  # the budget is used up
 
 
-def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> None:
+def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver) -> None:
     """Run the trials of one phase.
 
     Args:
@@ -181,7 +181,7 @@ def tune_name(search: Search) -> str:
 
 def build_tuner(
     search: Search,
-    plan: Plan,
+    plan: PhasePlan,
     searcher: AskingSearcher,
     callback: RecordCallback,
     side_by_side: int,
@@ -228,7 +228,7 @@ class AskingSearcher(Searcher):
     Trials of earlier sessions come first; they report their results again.
     """
 
-    def __init__(self, search: Search, plan: Plan, first: int):
+    def __init__(self, search: Search, plan: PhasePlan, first: int):
         super().__init__(metric="accuracy", mode="max")
         settings = search.settings
         self.search = search
@@ -318,7 +318,7 @@ class AskingSearcher(Searcher):
         """Restore nothing, for the same reason."""
 
 
-def _is_in_later_round(record: Trial, plan: Plan) -> bool:
+def _is_in_later_round(record: Trial, plan: PhasePlan) -> bool:
     """Return whether a trial has learned the task before the one of this round."""
     if plan.until is None or plan.until == 1:
         return False
@@ -347,7 +347,7 @@ class RecordCallback(TrialProgressCallback):
         end: End of the budget of hours, on the monotonic clock.
     """
 
-    def __init__(self, search: Search, plan: Plan, notify: TrialObserver, end: float):
+    def __init__(self, search: Search, plan: PhasePlan, notify: TrialObserver, end: float):
         super().__init__()
         self.search = search
         self.plan = plan
@@ -409,7 +409,7 @@ class Unsaved:
         return Unsaved, (None,)
 
 
-def trainable(tuned: dict[str, Any], plan: Plan) -> None:
+def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
     """Run a trial in its own process, and report its results to Tune."""
     number = tuned["number"]
 

@@ -85,7 +85,7 @@ class WarmStart:
 
 
 def choose_warm_start(
-    earlier: trials.Search,
+    earlier: trials.SearchRecord,
     space: Space,
     settings: WarmStartSettings,
     evaluate_key: EvaluateKey | None,

@@ -32,7 +32,7 @@ from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget
 from workers.serving.input_counts import find_obstacle
-from workers.serving.recorder import Recorder
+from workers.serving.recorder import InputRecorder
 from workers.serving.server import Answer, Predictor, Rule
 
 MAX_ONGOING_REQUESTS = 64  # per replica
@@ -121,17 +121,17 @@ class Deployment:
         )
         self.budget = PixelBudget(total_pixels)
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
-        self.recorder: Recorder | None = None
+        self.recorder: InputRecorder | None = None
         if record_in:
             obstacle = find_obstacle(record_in)  # the replica may be on another node
             if obstacle:
                 logger.warning("inputs are not counted: %s", obstacle)
             else:
-                self.recorder = Recorder(self.served, record_in)
+                self.recorder = InputRecorder(self.served, record_in)
 
     def __del__(self) -> None:
         """Write the last counts. Ray Serve calls this after a replica's last request."""
-        recorder: Recorder | None = getattr(self, "recorder", None)
+        recorder: InputRecorder | None = getattr(self, "recorder", None)
         if recorder is not None:
             recorder.close()
 

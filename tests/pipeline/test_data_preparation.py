@@ -14,7 +14,7 @@ from PIL import Image
 
 from pipeline.data import card_files
 from pipeline.data.ingest import ingest
-from pipeline.data.preparation.base import Box
+from pipeline.data.preparation.base import ImageBox
 from pipeline.data.preparation.target import crop_image
 from tests.official_files import labels_of, prepare, small_card, write_image, write_lists
 from workers.data.decoding import ORIENTATION
@@ -257,7 +257,9 @@ def test_box_is_cut_from_stored_pixels_and_turned_upright() -> None:
     exif[ORIENTATION] = 6  # turned by 90 degrees
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", exif=exif)
-    cut = np.asarray(Image.open(io.BytesIO(crop_image(buffer.getvalue(), Box(3, 2, 12.2, 8.5)))))
+    cut = np.asarray(
+        Image.open(io.BytesIO(crop_image(buffer.getvalue(), ImageBox(3, 2, 12.2, 8.5))))
+    )
     assert cut.shape == (10, 7, 3), "upright, the box rounded outwards"
     assert (cut == 255).all()
 

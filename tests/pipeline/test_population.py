@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeline.results.trials import Round, Trial, TrialResult
+from pipeline.results.trials import Trial, TrialResult, TrialRound
 from pipeline.search.population import choose_start, lineage
 from pipeline.search.space import Space, Uniform
 
@@ -17,7 +17,7 @@ SPACE = Space({"methods.meat.lambda": Uniform(dist="uniform", low=0.0, high=1.0)
 def record(number: int, *accuracies: float) -> Trial:
     """Return a running trial with one round per accuracy."""
     params = {"methods.meat.lambda": number / 10}
-    rounds: list[Round] = [{"params": params, "accuracy": accuracy} for accuracy in accuracies]
+    rounds: list[TrialRound] = [{"params": params, "accuracy": accuracy} for accuracy in accuracies]
     return {
         "number": number,
         "phase": "",

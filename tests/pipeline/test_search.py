@@ -267,7 +267,7 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
     records = search.records()
     winner_number = best(records)
     assert winner_number is not None
-    outcome = run.Outcome(winner_number, run.winner_config(search, winner_number, {}))
+    outcome = run.SearchOutcome(winner_number, run.winner_config(search, winner_number, {}))
     test: SeedTest = {
         "seed": 0,
         "run": "small-winner-seed0",
@@ -407,7 +407,7 @@ def on_gpus(tmp_path: Path, count: int, gpu_s: float, **more: Any) -> spec.Searc
 
 
 def asking(search: spec.Search, until: int | None = None) -> tune.AskingSearcher:
-    plan = trial.Plan(search.name, search.storage, search.body, {}, search.tasks, until=until)
+    plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks, until=until)
     return tune.AskingSearcher(search, plan, 0)
 
 
@@ -424,7 +424,7 @@ def test_a_population_ends_with_its_gpu_hours(
 ) -> None:
     rounds: list[int | None] = []
 
-    def run_round(search: spec.Search, plan: trial.Plan, *_: Any) -> None:
+    def run_round(search: spec.Search, plan: trial.PhasePlan, *_: Any) -> None:
         rounds.append(plan.until)
         for number in range(2):
             body = fake_search.trial(number, status="running", gpu_s=3600.0)
@@ -434,7 +434,7 @@ def test_a_population_ends_with_its_gpu_hours(
     monkeypatch.setattr(tune, "run_phase", run_round)
     budget = {"trials": 2, "gpu_hours": 2}
     search = on_gpus(tmp_path, 0, gpu_s=0.0, scheduler="pbt", budget=budget)
-    plan = trial.Plan(search.name, search.storage, search.body, {}, ("a", "b", "c"))
+    plan = trial.PhasePlan(search.name, search.storage, search.body, {}, ("a", "b", "c"))
     tune.run_population(search, plan, 0, lambda record: None)
     assert rounds == [1], "the first round has used all of it"
     assert asking(search, until=2).suggest("x") == Searcher.FINISHED
@@ -798,12 +798,12 @@ def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
         written.release()
         return {}
 
-    def one_trial(search: spec.Search, *_: Any) -> run.Outcome:
+    def one_trial(search: spec.Search, *_: Any) -> run.SearchOutcome:
         assert written.acquire(timeout=60), "the first page is there before a trial"
         trial.write_record(search.storage, search.name, cast(Trial, fake_search.trial(0)))
-        return run.Outcome(0, {})
+        return run.SearchOutcome(0, {})
 
-    def measure(search: spec.Search, outcome: run.Outcome, seed: int, *_: Any) -> SeedTest:
+    def measure(search: spec.Search, outcome: run.SearchOutcome, seed: int, *_: Any) -> SeedTest:
         assert written.acquire(timeout=60)
         return {
             "seed": seed,

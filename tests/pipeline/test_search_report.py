@@ -22,7 +22,7 @@ from PIL import Image
 
 from pipeline.report import plots, search_page, search_plots
 from pipeline.report.parameters import measure_importance, search_parameters, short_names
-from pipeline.results.trials import Search, Trial, best, load, lock_key, pareto, score
+from pipeline.results.trials import SearchRecord, Trial, best, load, lock_key, pareto, score
 from workers.errors import UserError
 from workers.storage.lock import stage_lock
 
@@ -626,7 +626,7 @@ def test_without_optuna_everything_else_is_there(
 
 # ---- pictures ------------------------------------------------------------------------------------
 def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any) -> None:
-    search_result: Search = forty[0]
+    search_result: SearchRecord = forty[0]
     axes = search_plots.draw_parallel(search_result, search_parameters(search_result)).axes[0]
     trials = [line for line in axes.lines if len(x_values(line)) >= len(fake.SPACE)]
     assert len(trials) == len(search_result.trials)

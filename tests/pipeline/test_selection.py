@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.graph.selection import EVERYTHING, Selection, force, selected_to_run
+from pipeline.graph.selection import EVERYTHING, StageSelection, force, selected_to_run
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.report import page
@@ -38,7 +38,7 @@ def make_graph() -> Graph:
 def todo(standing: str = "", **names: list[str]) -> set[str]:
     """Return what a selection runs. standing: ids of results, separated by spaces."""
     graph = make_graph()
-    selection = Selection(**names)
+    selection = StageSelection(**names)
     lookups = {stage.id: Lookup(stage.id in standing.split(), "", {}) for stage in graph}
     return selected_to_run(graph, force(graph, lookups, selection), selection)
 
@@ -72,7 +72,7 @@ def test_a_forced_stage_runs_though_it_has_a_result() -> None:
     assert todo(everything, only=["m/a"], force=["m/a/train"]) == {"m/a/train"}
     graph = make_graph()
     lookups = {stage.id: Lookup(True, "", {"a": 1}) for stage in graph}
-    forced = force(graph, lookups, Selection(force=["report"]))
+    forced = force(graph, lookups, StageSelection(force=["report"]))
     assert forced["report"].must_withdraw
     assert forced["report"].manifest == {"a": 1}
     assert force(graph, lookups, EVERYTHING) == lookups

@@ -32,18 +32,18 @@ PARAMS = {"methods.meat.lambda": 0.8}
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> trial.Plan:
+def plan(tmp_path: Path) -> trial.PhasePlan:
     body = small_run.make_body(
         tmp_path,
         small_run.make_cards(tmp_path, ["a", "b", "c"]),
         methods=["meat"],
         data={"val_fraction": 0.2},
     )
-    return trial.Plan("s", body["storage"], body, {}, ("a", "b", "c"))
+    return trial.PhasePlan("s", body["storage"], body, {}, ("a", "b", "c"))
 
 
 def run(
-    plan: trial.Plan,
+    plan: trial.PhasePlan,
     number: int = 0,
     params: dict[str, Any] = PARAMS,
     parent: int | None = None,
@@ -54,14 +54,14 @@ def run(
     return results
 
 
-def record(plan: trial.Plan, number: int = 0) -> Trial:
+def record(plan: trial.PhasePlan, number: int = 0) -> Trial:
     """Return the stored record of a trial."""
     body = trial.read_record(plan.storage, plan.name, number)
     assert body is not None
     return body
 
 
-def stage_keys(plan: trial.Plan, number: int = 0) -> dict[str, str]:
+def stage_keys(plan: trial.PhasePlan, number: int = 0) -> dict[str, str]:
     """Return stage id -> key of a trial's graph."""
     graph = record(plan, number)["graph"]
     assert graph is not None
@@ -73,7 +73,7 @@ def tasks_of(results: list[TrialResult]) -> list[str]:
 
 
 def test_a_trial_is_judged_on_validation_images_alone(
-    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
+    plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splits: list[tuple[str, str]] = []
 
@@ -95,14 +95,14 @@ def test_a_trial_is_judged_on_validation_images_alone(
         assert 2 <= row["total"] <= 16, "a fifth of 40 images, by hash"
 
 
-def small_manifest(plan: trial.Plan, stage_id: str) -> dict[str, Any]:
+def small_manifest(plan: trial.PhasePlan, stage_id: str) -> dict[str, Any]:
     """Return the manifest of a stage of trial 0."""
     path = Path(plan.storage, "stages", stage_keys(plan)[stage_id], "manifest.json")
     manifest: dict[str, Any] = json.loads(path.read_text())
     return manifest
 
 
-def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.Plan) -> None:
+def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.PhasePlan) -> None:
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "run"}, "run")
     graph, _ = build.build_graph(settings, Store(plan.storage))
@@ -114,7 +114,7 @@ def test_what_is_trained_is_what_a_run_of_the_same_settings_trains(plan: trial.P
             assert (keys[stage.id] == stage.key) == (stage.step != "evaluate"), stage.id
 
 
-def test_equal_prefixes_are_run_once(plan: trial.Plan) -> None:
+def test_equal_prefixes_are_run_once(plan: trial.PhasePlan) -> None:
     run(plan)
     assert record(plan)["stages"] == {"run": 3 + 1 + 3 + 3, "reused": 0}
     run(plan, 1, {"methods.meat.lambda": 0.9})
@@ -125,7 +125,9 @@ def test_equal_prefixes_are_run_once(plan: trial.Plan) -> None:
     assert record(plan, 2)["results"] == record(plan)["results"]
 
 
-def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: trial.Plan) -> None:
+def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(
+    plan: trial.PhasePlan,
+) -> None:
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "s-0000"}, "s")
     graph, _ = build.build_graph(settings, Store(plan.storage), {}, "val")
@@ -166,7 +168,7 @@ def test_time_of_a_try_that_failed_is_counted(monkeypatch: pytest.MonkeyPatch) -
     assert (count.run, count.seconds, count.gpu_seconds, changes) == (0, 14, 7, ["changed"])
 
 
-def forgetful(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> trial.Plan:
+def forgetful(plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch) -> trial.PhasePlan:
     """Make each task's accuracy fall by 0.2 with each later task; allow a fall of 0.3."""
 
     def fall(store: Store, graph_record: Any, label: str, task: str, position: int) -> TrialResult:
@@ -186,7 +188,7 @@ def forgetful(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> trial.Plan:
 
 
 def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
-    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
+    plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = forgetful(plan, monkeypatch)
     results = run(plan)
@@ -210,14 +212,16 @@ def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
 
 
 def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(
-    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
+    plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = run(plan)
     monkeypatch.setattr(trial.Runner, "run", lambda *_: pytest.fail("ran again"))
     assert run(plan) == results
 
 
-def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_was_killed_goes_on(
+    plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(result: TrialResult) -> None:
         if result["task"] == "b":
             raise KeyboardInterrupt
@@ -246,7 +250,7 @@ def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("the evaluation failed")])
 def test_stages_before_a_kill_or_a_failure_are_counted(
-    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    plan: trial.PhasePlan, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """The trial ends after the training of task b, before the result that has it."""
 
@@ -272,7 +276,7 @@ def test_stages_before_a_kill_or_a_failure_are_counted(
         assert record(plan).get("wall_s", 0.0) > cut.get("wall_s", 0.0) > 0
 
 
-def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:
+def test_a_trial_that_fails_says_why_each_time(plan: trial.PhasePlan) -> None:
     bad = {"methods.meat.train.lr": 1e30}
     for _ in range(2):
         with pytest.raises(trial.TrialFailed, match=r"lower methods\.\S+\.lr"):
@@ -284,7 +288,7 @@ def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:
     assert record(plan, 4)["graph"] is None
 
 
-def test_a_damaged_record_begins_anew(plan: trial.Plan) -> None:
+def test_a_damaged_record_begins_anew(plan: trial.PhasePlan) -> None:
     run(plan)
     path = Path(trial.record_path(plan.storage, plan.name, 0))
     path.write_text(path.read_text()[:100])
@@ -292,7 +296,7 @@ def test_a_damaged_record_begins_anew(plan: trial.Plan) -> None:
     assert record(plan)["stages"] == {"run": 0, "reused": 10}
 
 
-def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
+def test_fewer_tasks_leave_the_others_alone(plan: trial.PhasePlan) -> None:
     results = run(replace(plan, tasks=("a", "b")))
     assert tasks_of(results) == ["a", "b"]
     for stage_id, key in stage_keys(plan).items():
@@ -300,12 +304,12 @@ def test_fewer_tasks_leave_the_others_alone(plan: trial.Plan) -> None:
             assert not Path(plan.storage, "stages", key, "manifest.json").exists()
 
 
-def test_a_search_without_validation_images_cannot_be_judged(plan: trial.Plan) -> None:
+def test_a_search_without_validation_images_cannot_be_judged(plan: trial.PhasePlan) -> None:
     with pytest.raises(trial.TrialFailed, match="val"):
         run(plan, 5, {"data.val_fraction": 0})
 
 
-def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Plan) -> None:
+def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.PhasePlan) -> None:
     def interrupt(result: TrialResult) -> None:
         if result["task"] == "c":
             raise KeyboardInterrupt
@@ -318,7 +322,7 @@ def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Pla
 
 @pytest.mark.few(1)
 def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
-    plan: trial.Plan,
+    plan: trial.PhasePlan,
 ) -> None:
     plan = replace(plan, each=True, method_tasks=plan.tasks)
     points = [{"methods.meat.lambda": share} for share in (0.6, 0.9)]
@@ -346,7 +350,7 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
     assert record(plan, 1) == ended
 
 
-def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.Plan) -> None:
+def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.PhasePlan) -> None:
     plan = replace(plan, each=True, method_tasks=plan.tasks)
     for number in (0, 1):
         run(replace(plan, until=1), number, {"methods.meat.lambda": 0.6 + 0.3 * number})
@@ -363,7 +367,7 @@ def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.Plan) 
     assert len(record(plan, 1)["rounds"]) == len(record(plan, 1)["results"]) == 2
 
 
-def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: Path) -> None:
+def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.PhasePlan, tmp_path: Path) -> None:
     run(plan)
     keys = set(stage_keys(plan).values())
     store = Store(plan.storage)

@@ -113,7 +113,7 @@ def taken(
 ) -> WarmStart:
     """Return what a search over lambda takes from these trials."""
     record = fake_search.record("first") | {"config": {"methods": {"meat": {}}}}
-    earlier = trials.Search("first", record, some, None, [])
+    earlier = trials.SearchRecord("first", record, some, None, [])
     space = space_of({LAMBDA: DIMENSIONS[LAMBDA]})
     settings = WarmStartSettings(count, 0, max_forgetting)
     return choose_warm_start(earlier, space, settings, lambda params: key, "second.yaml")
@@ -180,14 +180,14 @@ def folder(tmp_path: Path) -> Path:
     """A folder with a search `first` of four trials that have ended."""
     search = prepared(tmp_path, name="first")
     spec.write_state(search)
-    plan = trial.Plan(search.name, search.storage, search.body, {}, search.tasks)
+    plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks)
     for number, share in enumerate((0.6, 0.7, 0.8, 0.95)):
         trial.run_trial(plan, number, {LAMBDA: share, ALPHA: 1}, lambda result: None)
     return tmp_path
 
 
 def asking(search: spec.Search) -> tune.AskingSearcher:
-    plan = trial.Plan(search.name, search.storage, search.body, {}, search.tasks)
+    plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks)
     return tune.AskingSearcher(search, plan, 0)
 
 
@@ -198,7 +198,7 @@ def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: P
     points = [asked.suggest(str(number))["params"] for number in range(3)]
     assert points[:2] == [record["params"] for record in ranked[:2]]
     assert points[2] == tune.draw_point(search, 2, 0), "then as without a warm start"
-    plan = trial.Plan(search.name, search.storage, search.body, {}, search.tasks)
+    plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks)
     trial.run_trial(plan, 0, points[0], lambda result: None)
     record = trial.read_record(search.storage, search.name, 0)
     assert record is not None
@@ -244,5 +244,5 @@ def test_what_was_taken_stays_when_the_search_goes_on(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [3, {}, {"search": "x", "points": [{"trial": 1}]}, None])
 def test_a_damaged_record_of_what_was_taken_is_none(damage: Any) -> None:
     assert WarmStart.of_record(damage) is None
-    search = trials.Search("x", {"warm_start": damage}, [], None, [])
+    search = trials.SearchRecord("x", {"warm_start": damage}, [], None, [])
     assert set(search.origins()) <= {0}

@@ -29,7 +29,7 @@ from workers.serving.input_counts import (
     write_counts,
 )
 from workers.serving.model_file import REFERENCE
-from workers.serving.recorder import Recorder, recording
+from workers.serving.recorder import InputRecorder, recording
 from workers.serving.reference import (
     CHANGED_TASK,
     OLD_FOLDER,
@@ -215,7 +215,7 @@ def test_values_at_the_ends_of_histograms() -> None:
 def test_a_server_measures_a_share_of_its_time(runs: Any, model: str) -> None:
     run = runs("meat")
     served = Predictor(Bundle.open(model))
-    counter = Recorder(served, model, share=0.001)
+    counter = InputRecorder(served, model, share=0.001)
     images = run.images("two")[0][:4]
     for _ in range(50):
         served.predict(images, "two")
@@ -342,7 +342,7 @@ def test_a_day_that_is_over_is_written_and_forgotten(
     monkeypatch.setattr(recorder, "WRITE_S", 0.01)
     days = [DAY]
     served = Predictor(Bundle.open(model))
-    counter = Recorder(served, model, share=1.0, today=lambda: days[0])
+    counter = InputRecorder(served, model, share=1.0, today=lambda: days[0])
     images = runs("meat").images("two")[0][:2]
     served.predict(images, "two")
     days[0] = DAY + timedelta(days=1)

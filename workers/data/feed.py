@@ -24,7 +24,7 @@ from workers.data.order import Deal, Ints, Order, TableOrder
 from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
 from workers.data.reader import sequential_reader, shuffled_reader
 from workers.data.rows import select
-from workers.data.sources import PictureSource, Pixels, Resident, Source, StepSamples
+from workers.data.sources import PictureSource, Pixels, PixelSource, Resident, StepSamples
 from workers.data.upload import Pending, SideStream, to_device
 from workers.dist import Group, interleave
 from workers.job import StageJob, Task
@@ -99,7 +99,7 @@ class Feed:
         self.source, self.resident = self._make_source(job, cache)
         self.side_stream = SideStream(group.device)
 
-    def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[Source, bool]:
+    def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[PixelSource, bool]:
         """Return the source of pixels, and whether they are kept decoded."""
         view = self.augment.view
         workers = count_loaders(job.loader_workers, self.group.cores)

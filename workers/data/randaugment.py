@@ -51,7 +51,7 @@ class Policy:
         return Policy(self.ops[rows], self.levels[rows])
 
 
-class Group(NamedTuple):
+class OperationGroup(NamedTuple):
     """Images start to stop of a sorted batch: under one operation, or several of one form."""
 
     apply: Apply
@@ -70,7 +70,7 @@ class Round:
 
     order: Tensor
     params: Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[OperationGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,17 @@ def _params(ops: Tensor, levels: Tensor) -> Tensor:
     return params
 
 
-def _groups(ops: Tensor) -> tuple[Group, ...]:
+def _groups(ops: Tensor) -> tuple[OperationGroup, ...]:
     """Return the groups of a sorted batch; neighbours with equal code form one group."""
     counts = (ops + 1).bincount(minlength=len(OPS) + 1).tolist()
     start = counts[0]  # those without an operation come first
-    groups: list[Group] = []
+    groups: list[OperationGroup] = []
     for operation, count in zip(OPERATIONS.values(), counts[1:], strict=True):
         stop = start + count
         if groups and groups[-1].apply is operation.apply:
             groups[-1] = groups[-1]._replace(stop=stop)
         elif count:
-            groups.append(Group(operation.apply, start, stop))
+            groups.append(OperationGroup(operation.apply, start, stop))
         start = stop
     return tuple(groups)
 

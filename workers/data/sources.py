@@ -73,7 +73,7 @@ class StepSamples(NamedTuple):
     crops: CropDraws | None = None
 
 
-class Source(Protocol):
+class PixelSource(Protocol):
     """Source of pixels for a feed."""
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:

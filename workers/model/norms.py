@@ -22,7 +22,7 @@ KINDS = (
 )
 
 
-class Frozen(nn.Module):
+class FrozenNorm(nn.Module):
     """Mix-in for a norm with running statistics: always in evaluation mode.
 
     Weight and bias can be trained.
@@ -38,7 +38,7 @@ _frozen_classes: dict[Any, Any] = {}  # class of norm -> the same, always in eva
 def _frozen(kind: Any) -> Any:
     """Return a class of norm that is always in evaluation mode."""
     if kind not in _frozen_classes:
-        _frozen_classes[kind] = type(f"Frozen{kind.__name__}", (Frozen, kind), {})
+        _frozen_classes[kind] = type(f"Frozen{kind.__name__}", (FrozenNorm, kind), {})
     return _frozen_classes[kind]
 
 
@@ -61,7 +61,7 @@ def freeze_statistics(model: nn.Module) -> None:
                 "batch norms have statistics, such as resnet18"
             )
     for module in layers_with_statistics(model).values():
-        if not isinstance(module, Frozen):
+        if not isinstance(module, FrozenNorm):
             module.__class__ = _frozen(type(module))
         module.eval()
 

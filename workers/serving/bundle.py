@@ -56,7 +56,7 @@ from workers.storage.artifact import (
 from workers.storage.taskstate import Carried, TaskState, check_values
 
 
-class StoredFile(NamedTuple):
+class BundleFile(NamedTuple):
     """A file of a stage in the store."""
 
     key: str
@@ -108,11 +108,11 @@ class Bundle:
             limits: Limits of the training images.
         """
         assert job.backbone is not None
-        sources = {BACKBONE: StoredFile(job.backbone, "state.safetensors")}
+        sources = {BACKBONE: BundleFile(job.backbone, "state.safetensors")}
         for task_name, key in job.states.items():
-            sources[state_file(task_name)] = StoredFile(key, "task.safetensors")
+            sources[state_file(task_name)] = BundleFile(key, "task.safetensors")
         for step, key in job.previous.items():
-            sources[carried_file(step)] = StoredFile(key, "carried.safetensors")
+            sources[carried_file(step)] = BundleFile(key, "carried.safetensors")
         artifacts: dict[str, Artifact] = {}
         for source in sources.values():
             artifacts.setdefault(source.key, Artifact.need(job.root, source.key))

@@ -42,13 +42,13 @@ Distances = Annotated[
 ]
 
 
-class Counts(BaseModel):
+class CountsBody(BaseModel):
     """Base of the models of a file, which refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class TaskCounts(Counts):
+class TaskCounts(CountsBody):
     """Counts of the inputs that one task answered.
 
     Attributes:
@@ -109,7 +109,7 @@ class TaskCounts(Counts):
         self.test_images = max(self.test_images, other.test_images)
 
 
-class DayCounts(Counts):
+class DayCounts(CountsBody):
     """The content of a file.
 
     Attributes:

@@ -51,7 +51,7 @@ class MeasuredBatch(NamedTuple):
     day: date
 
 
-class Recorder:
+class InputRecorder:
     """Counts the answers of a predictor; see `input_counts`.
 
     Args:
@@ -224,7 +224,7 @@ def recording(predictor: Predictor, model_uri: str) -> Iterator[None]:
     if not model_uri:
         yield
         return
-    recorder = Recorder(predictor, model_uri, share=1.0)
+    recorder = InputRecorder(predictor, model_uri, share=1.0)
     try:
         yield
     finally:

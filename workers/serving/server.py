@@ -119,7 +119,7 @@ class LruCache:
 
 
 @dataclass(frozen=True)
-class Group:
+class LogitGroup:
     """Logits of some images with a common output space.
 
     Attributes:
@@ -371,7 +371,9 @@ class Predictor:
         rng = StepRng(0, 0, 0, rows, len(batch), self.device)
         return self.augment(batch, rows, None, rng)[0]
 
-    def group_logits(self, images: Tensor, tasks: Sequence[str | None], rule: Rule) -> list[Group]:
+    def group_logits(
+        self, images: Tensor, tasks: Sequence[str | None], rule: Rule
+    ) -> list[LogitGroup]:
         """Compute the logits of a batch, in one group per output space.
 
         Args:
@@ -386,7 +388,7 @@ class Predictor:
                 unknown.append(row)
             else:
                 rows_by_task.setdefault(task, []).append(row)
-        groups: list[Group] = []
+        groups: list[LogitGroup] = []
         if unknown:
             rows = torch.tensor(unknown)
             (index,) = to_device([rows], self.device)
@@ -394,7 +396,7 @@ class Predictor:
         task_rows = {task: torch.tensor(rows) for task, rows in rows_by_task.items()}
         for task, logits in self.logits_with_task(images, task_rows).items():
             rows = task_rows[task]
-            groups.append(Group(rows, logits, self.classes[task], torch.ones(len(rows))))
+            groups.append(LogitGroup(rows, logits, self.classes[task], torch.ones(len(rows))))
         return groups
 
     def logits_with_task(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -422,7 +424,7 @@ class Predictor:
             logits[task] = network(images[index])
         return logits
 
-    def logits_without_task(self, rows: Tensor, images: Tensor, rule: Rule) -> list[Group]:
+    def logits_without_task(self, rows: Tensor, images: Tensor, rule: Rule) -> list[LogitGroup]:
         """Compute the logits of images with unknown tasks.
 
         Args:
@@ -437,10 +439,10 @@ class Predictor:
             classes: list[tuple[str, str]] = []
             for name in self.method.class_slices():
                 classes += self.classes[name]
-            return [Group(rows, self.method.logits(images, None), classes, is_by_task=True)]
+            return [LogitGroup(rows, self.method.logits(images, None), classes, is_by_task=True)]
         return self.take_most_confident(rows, images)
 
-    def take_most_confident(self, rows: Tensor, images: Tensor) -> list[Group]:
+    def take_most_confident(self, rows: Tensor, images: Tensor) -> list[LogitGroup]:
         """Assign each image to the task with the most probable class.
 
         Args:
@@ -458,12 +460,12 @@ class Predictor:
             name = names[index]
             is_winner = winners == index
             winning_logits = logits[name][is_winner.to(self.device)]
-            groups.append(Group(rows[is_winner], winning_logits, self.classes[name]))
+            groups.append(LogitGroup(rows[is_winner], winning_logits, self.classes[name]))
         return groups
 
     def infer_task(
         self, rows: Tensor, images: Tensor, candidate_tasks: list[tuple[str, ...]]
-    ) -> list[Group]:
+    ) -> list[LogitGroup]:
         """Compute the logits of images after the method inferred their tasks.
 
         Args:
@@ -488,7 +490,7 @@ class Predictor:
             if not classes:  # a mask of no task
                 classes = [("", f"output {i}") for i in range(num_outputs)]
             group_confidence = confidence[is_chosen].float()
-            groups.append(Group(rows[is_chosen], task_logits, classes, group_confidence))
+            groups.append(LogitGroup(rows[is_chosen], task_logits, classes, group_confidence))
         return groups
 
     def _columns(self, name: str) -> slice:
@@ -500,7 +502,7 @@ class Predictor:
             return slice(None)
         return slice(len(self.classes[name]))
 
-    def to_answers(self, group: Group, top: int) -> list[Answer]:
+    def to_answers(self, group: LogitGroup, top: int) -> list[Answer]:
         """Convert the logits of a group to an answer per row.
 
         Args:

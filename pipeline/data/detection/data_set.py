@@ -29,7 +29,7 @@ from pipeline.data.labels import check_meaning, check_spelling
 from pipeline.data.listing import Entry
 from pipeline.data.names import listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
-from pipeline.data.preview import Picture, limit_per_group
+from pipeline.data.preview import PreviewImage, limit_per_group
 from pipeline.data.source_classes import MIN_CLASSES, labels_of_counts
 from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
 from workers.errors import UserError
@@ -120,17 +120,17 @@ class DataSet:
         """The source of the card, without default settings."""
         return dump_source(self.card.source)
 
-    def pictures(self) -> list[Picture]:
+    def pictures(self) -> list[PreviewImage]:
         """Return some images of each split and class, for a preview."""
         limit = limit_per_group(len(self.images))
         missing = {group: min(number, limit) for group, number in self.images.items()}
         checker = ImageChecker(self.card)
-        pictures: list[Picture] = []
+        pictures: list[PreviewImage] = []
         for item, data in _sample_items(self.card, [*self.entries], missing):
             group = (item.split, checker.label(item) or "")
             if missing.get(group) and data is not None:
                 missing[group] -= 1
-                pictures.append(Picture.from_image(self.card, *group, item.name, data))
+                pictures.append(PreviewImage.from_image(self.card, *group, item.name, data))
         return pictures
 
 

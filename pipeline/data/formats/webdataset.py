@@ -178,7 +178,7 @@ def _base_name(url: str) -> str:
 
 
 # ---- one shard -----------------------------------------------------------------------------------
-class ShardJob(NamedTuple):
+class ReadJob(NamedTuple):
     """A shard to read.
 
     Attributes:
@@ -210,7 +210,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     endings = image_endings(card)
     label = label_suffix(card)
     jobs = [
-        ShardJob(card, split, urls[entry.name], tuple(sorted(endings)), label)
+        ReadJob(card, split, urls[entry.name], tuple(sorted(endings)), label)
         for split in SPLITS
         for entry in entries_of_split(card, split, entries)
     ]
@@ -222,7 +222,7 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
     return [entry for entry in entries if entry.name.startswith(f"{split}-")]
 
 
-def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[ItemBytes]:
+def read_shard(job: ReadJob, summary: ShardSummary | None = None) -> Iterator[ItemBytes]:
     """Yield the samples of a shard, and fill in the summary at its end.
 
     A key that comes again later is another sample, as for WebDataset. Raise UserError where the
@@ -338,7 +338,7 @@ class Sample:
         has_image = bool(self.found - {"label"})
         return suffix == next(iter(self.suffixes), "") and "label" in self.found and has_image
 
-    def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob) -> None:
+    def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ReadJob) -> None:
         """Add the needed part of a member: the image, the label, or the name of the class."""
         self.suffixes[suffix] = None
         if job.label is not None and suffix == member_suffix(job.label):
@@ -353,7 +353,7 @@ class Sample:
             self.text = _field(NAME_SUFFIX, member, stream)
 
     def _add_image(
-        self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob
+        self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ReadJob
     ) -> None:
         """Take an image; `jpg` counts before `seg.jpg`, and two of one kind are a problem."""
         known = self.found - {"label"}
@@ -383,7 +383,7 @@ class Sample:
         self.problem = self.problem or problem
         self.data = None
 
-    def item(self, job: ShardJob, archive: str, names: ClassNames) -> Item:
+    def item(self, job: ReadJob, archive: str, names: ClassNames) -> Item:
         """Return the sample as an item of the source."""
         has_image = bool(self.found - {"label"})
         if is_hidden(self.key) and has_image:

@@ -18,9 +18,9 @@ from pipeline.data.archives import Archive
 from pipeline.data.cards import Card
 from pipeline.data.listing import absolute_uri
 from pipeline.data.names import get_suffix, printable
-from pipeline.data.preparation.base import LabelledImage, Layout
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout
 from pipeline.data.preparation.official import OfficialFolder
-from pipeline.data.preparation.target import Target
+from pipeline.data.preparation.target import TargetFolder
 from pipeline.data.splits import Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local
@@ -52,7 +52,7 @@ def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared
     """
     archive = require_layout(card)
     folder = target_folder(card, folder)
-    target = Target(folder, split_folders(card))
+    target = TargetFolder(folder, split_folders(card))
     files, layout = find_files(card, archive, source)
     images = [*wanted_images(card, layout.read(files))]
     check_counts(card, files, images)
@@ -102,7 +102,7 @@ def target_folder(card: Card, folder: str | None) -> str:
 
 
 # ---- what lies there -----------------------------------------------------------------------------
-def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolder, Layout]:
+def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolder, OfficialLayout]:
     """Return the folder with the official files, at `source` or up to two folders below.
 
     Raises:
@@ -110,7 +110,7 @@ def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolde
     """
     if not os.path.isdir(source):
         raise _no_folder(source, archive)
-    layouts: tuple[Layout, ...] = import_module(f"{__name__}.{archive.layout}").LAYOUTS
+    layouts: tuple[OfficialLayout, ...] = import_module(f"{__name__}.{archive.layout}").LAYOUTS
     nearest = layouts[0].missing(OfficialFolder(source))
     for path in _folders(source):
         files = OfficialFolder(path)

@@ -13,7 +13,7 @@ from pipeline.data.splits import Split
 from workers.errors import UserError
 
 
-class Box(NamedTuple):
+class ImageBox(NamedTuple):
     """A part of an image in pixels from its upper left corner; right and bottom are beyond it."""
 
     left: float
@@ -28,11 +28,11 @@ class LabelledImage(NamedTuple):
     split: Split
     label: str
     path: str
-    box: Box | None = None
+    box: ImageBox | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
+class OfficialLayout:
     """One layout of official files.
 
     Attributes:
@@ -108,7 +108,7 @@ def look_up_value(table: dict[str, str], key: str, where: str) -> str:
     return value
 
 
-def parse_box(numbers: Sequence[str], where: str) -> Box:
+def parse_box(numbers: Sequence[str], where: str) -> ImageBox:
     """Parse a box from four numbers: left, top, width, height.
 
     Raises:
@@ -120,10 +120,10 @@ def parse_box(numbers: Sequence[str], where: str) -> Box:
         raise UserError(
             f"{where}: {' '.join(numbers)!r:.80} is no box; fetch the official files again"
         ) from None
-    return finite(Box(left, top, left + width, top + height), where)
+    return finite(ImageBox(left, top, left + width, top + height), where)
 
 
-def finite(box: Box, where: str) -> Box:
+def finite(box: ImageBox, where: str) -> ImageBox:
     """Return a box; raise `UserError` if one of the sides is not a finite number of pixels."""
     if not all(map(math.isfinite, box)):
         raise UserError(f"{where}: {tuple(box)} is no box; fetch the official files again")

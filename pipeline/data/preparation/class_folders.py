@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pipeline.data.preparation.base import LabelledImage, Layout, class_name
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_name
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 
@@ -31,4 +31,4 @@ def read_folders(files: OfficialFolder, folders: Mapping[Split, str]) -> Iterato
                 yield LabelledImage(split, label, path)
 
 
-LAYOUTS = (Layout((("train",), ("test",)), read),)
+LAYOUTS = (OfficialLayout((("train",), ("test",)), read),)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.data.preparation.base import (
-    Box,
+    ImageBox,
     LabelledImage,
-    Layout,
+    OfficialLayout,
     choose_split,
     class_names,
     look_up_value,
@@ -45,7 +45,7 @@ def read_lists(files: OfficialFolder, classes: dict[str, str]) -> Iterator[Label
         )
 
 
-def read_boxes(files: OfficialFolder) -> dict[str, Box]:
+def read_boxes(files: OfficialFolder) -> dict[str, ImageBox]:
     """Return the box of each image by its number; none where the list is missing."""
     if files.first((BOXES,)) is None:
         return {}
@@ -53,4 +53,4 @@ def read_boxes(files: OfficialFolder) -> dict[str, Box]:
     return {image: parse_box(numbers, where) for image, *numbers in files.rows(BOXES, 5)}
 
 
-LAYOUTS = (Layout(NEEDS, read),)
+LAYOUTS = (OfficialLayout(NEEDS, read),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, Layout, class_name
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_name
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 
@@ -23,4 +23,4 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
             yield LabelledImage(split, class_name(label, files.where(name)), path)
 
 
-LAYOUTS = (Layout((("images",), *((name,) for name in LISTS)), read),)
+LAYOUTS = (OfficialLayout((("images",), *((name,) for name in LISTS)), read),)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, Layout, class_names, look_up_value
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_names, look_up_value
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 
@@ -29,4 +29,4 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
 
 
 NEEDS = (("images",), (VARIANTS,), (LISTS["train"],), (LISTS["test"],))
-LAYOUTS = (Layout(NEEDS, read),)
+LAYOUTS = (OfficialLayout(NEEDS, read),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.data.preparation import matlab
-from pipeline.data.preparation.base import LabelledImage, Layout
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 from workers.errors import UserError
@@ -33,4 +33,4 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
             yield LabelledImage(split, f"{labels[number - 1]:03d}", f"jpg/image_{number:05d}.jpg")
 
 
-LAYOUTS = (Layout((("jpg",), (LABELS,), (SPLITS,)), read),)
+LAYOUTS = (OfficialLayout((("jpg",), (LABELS,), (SPLITS,)), read),)

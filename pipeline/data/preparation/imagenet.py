@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 
 from pipeline.data.preparation import matlab
-from pipeline.data.preparation.base import LabelledImage, Layout, look_up_value
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, look_up_value
 from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -87,7 +87,9 @@ def _wordnet_id(text: str, where: str) -> str:
 # where the validation images are sorted already; every part of ImageNet has this class
 SORTED = (("train/n01440764",), ("val/n01440764",))
 LAYOUTS = (
-    Layout(SORTED, read_with_val),
-    Layout((("train",), ("val",), TRUTH, META), read_with_kit),
-    Layout(((SOLUTION,), (f"{KAGGLE_IMAGES}/train",), (f"{KAGGLE_IMAGES}/val",)), read_kaggle),
+    OfficialLayout(SORTED, read_with_val),
+    OfficialLayout((("train",), ("val",), TRUTH, META), read_with_kit),
+    OfficialLayout(
+        ((SOLUTION,), (f"{KAGGLE_IMAGES}/train",), (f"{KAGGLE_IMAGES}/val",)), read_kaggle
+    ),
 )

@@ -83,7 +83,7 @@ def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, V
             "fetch that, or save it anew in MATLAB with save('-v7')"
         )
     try:
-        values = Reader(data).variables(names)
+        values = MatReader(data).variables(names)
     except (MatError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(
             f"{where} cannot be read as a .mat file of version 5 ({error}); fetch the official "
@@ -97,7 +97,7 @@ def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, V
     return values
 
 
-class Reader:
+class MatReader:
     """Reads the variables of a file. Methods raise MatError where it is damaged."""
 
     def __init__(self, data: bytes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.data.preparation import cub
-from pipeline.data.preparation.base import LabelledImage, Layout, class_names
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_names
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
 
@@ -25,4 +25,4 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     return cub.read_lists(files, class_names(numbered, where))
 
 
-LAYOUTS = (Layout(cub.NEEDS, read),)
+LAYOUTS = (OfficialLayout(cub.NEEDS, read),)

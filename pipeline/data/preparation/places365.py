@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, Layout, class_names, look_up_value
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_names, look_up_value
 from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -47,4 +47,4 @@ def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
 
 NEEDS = ((CLASSES,), (TRAIN,), (TEST,), TRAIN_IMAGES, TEST_IMAGES)
 SORTED = (("train/airfield",), ("val/airfield",))  # the archive "easyformat"
-LAYOUTS = (Layout(NEEDS, read), Layout(SORTED, read_with_val))
+LAYOUTS = (OfficialLayout(NEEDS, read), OfficialLayout(SORTED, read_with_val))

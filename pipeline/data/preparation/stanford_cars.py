@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import (
-    Box,
+    ImageBox,
     LabelledImage,
-    Layout,
+    OfficialLayout,
     choose_split,
     class_names,
     look_up_value,
@@ -70,12 +70,12 @@ def _label(row: dict[str, Value], classes: dict[str, str], where: str) -> str:
     return look_up_value(classes, str(matlab.whole_number(row["class"], where)), where)
 
 
-def _box(row: dict[str, Value], where: str) -> Box:
+def _box(row: dict[str, Value], where: str) -> ImageBox:
     left, top, right, bottom = (matlab.whole_number(row[side], where) for side in SIDES)
-    return Box(left - 1, top - 1, right, bottom)
+    return ImageBox(left - 1, top - 1, right, bottom)
 
 
 LAYOUTS = (
-    Layout((TRAIN_IMAGES, TEST_IMAGES, META, TRAIN, TEST), read_two_folders),
-    Layout((ALL_IMAGES, ALL), read_one_folder),
+    OfficialLayout((TRAIN_IMAGES, TEST_IMAGES, META, TRAIN, TEST), read_two_folders),
+    OfficialLayout((ALL_IMAGES, ALL), read_one_folder),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.data.preparation import matlab
-from pipeline.data.preparation.base import LabelledImage, Layout, class_name
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_name
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 
@@ -25,4 +25,4 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
             yield LabelledImage(split, label, f"Images/{path}")
 
 
-LAYOUTS = (Layout((("Images",), LISTS["train"], LISTS["test"]), read),)
+LAYOUTS = (OfficialLayout((("Images",), LISTS["train"], LISTS["test"]), read),)

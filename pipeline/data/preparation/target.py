@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pipeline.data.formats.base import MAX_IMAGE_BYTES
 from pipeline.data.names import printable
-from pipeline.data.preparation.base import Box, LabelledImage
+from pipeline.data.preparation.base import ImageBox, LabelledImage
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 from workers.data.decoding import open_image, to_rgb
@@ -26,7 +26,7 @@ THREADS = 4
 MAX_WAITING = 64  # images that are cut in parallel, or wait
 
 
-class Target:
+class TargetFolder:
     """A folder to be filled. splits: sub-folder of each split."""
 
     def __init__(self, path: str, splits: Mapping[Split, str]):
@@ -129,7 +129,7 @@ def write_crop(files: OfficialFolder, image: LabelledImage, path: str) -> None:
         stream.write(encoded)
 
 
-def crop_image(data: bytes, box: Box) -> bytes:
+def crop_image(data: bytes, box: ImageBox) -> bytes:
     """Return an encoded image cut to a box, which is rounded outwards and clipped at the borders.
 
     Boxes refer to the stored pixels; the result is upright.

@@ -167,8 +167,8 @@ def test_the_readme_is_short_and_says_first_what_this_is() -> None:
     ]
 
 
-def test_the_main_path_is_told_in_ten_lines_whose_names_exist() -> None:
-    section = text_of("README.md").split("## The main path, read aloud\n\n")[1].split("\n\n")[0]
+def test_main_path_has_ten_lines_with_existing_names() -> None:
+    section = text_of("README.md").split("## The main path in the code\n\n")[1].split("\n\n")[0]
     assert len(section.splitlines()) <= 10
     for step in re.split(r"\n(?=\d+\. )", section):
         paths = [REPOSITORY / path for path in PATH.findall(step) if not PLACEHOLDER.search(path)]

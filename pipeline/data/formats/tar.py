@@ -9,7 +9,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -170,6 +170,49 @@ def name_contradicts(names: ClassNames, label: Label, text: Any) -> str | None:
 
 
 # ---- reading headers -----------------------------------------------------------------------------
+class HeaderStream(Protocol):
+    """A file that `tarfile` reads headers from.
+
+    Attributes:
+        header_bytes: Bytes read since the last member.
+    """
+
+    header_bytes: int
+
+
+def check_header_size(header_bytes: int) -> None:
+    """Raise `tarfile.ReadError` if the headers of one member have more than MAX_HEADER_BYTES."""
+    if header_bytes > MAX_HEADER_BYTES:
+        raise tarfile.ReadError(f"headers of {header_bytes} bytes for one file")
+
+
+def iterate_members(
+    tar: tarfile.TarFile, stream: HeaderStream, size: int
+) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar, without those that `is_passed_over`, in bounded memory.
+
+    Args:
+        tar: The open tar. It forgets each member and all global headers.
+        stream: The file that `tar` reads from.
+        size: Bytes of the file.
+
+    Raises:
+        tarfile.ReadError: If a member is cut short.
+    """
+    state = vars(tar)
+    for member in tar:
+        stream.header_bytes = 0
+        member.pax_headers = {}
+        state["members"] = []  # a shard may have millions
+        state["pax_headers"] = {}  # of all later members; a hostile file can have gigabytes of them
+        if not 0 <= member.size <= size - member.offset_data:
+            raise tarfile.ReadError(
+                f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
+            )
+        if not is_passed_over(member):
+            yield member
+
+
 class HeaderReader:
     """A file that `tarfile` reads headers from; a header that claims to be huge is refused.
 
@@ -179,6 +222,7 @@ class HeaderReader:
     def __init__(self, file: pa.NativeFile, is_in_bucket: bool):
         self.file = file
         self.is_in_bucket = is_in_bucket
+        self.header_bytes = 0
         self.position = 0
         self.block = b""
         self.block_start = 0
@@ -192,6 +236,8 @@ class HeaderReader:
     def read(self, size: int) -> bytes:
         if size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
+        self.header_bytes += size
+        check_header_size(self.header_bytes)
         data = self.read_at(size, self.position)
         self.position += len(data)
         return data
@@ -257,16 +303,8 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
             tar = open_tar(headers.stream)
             current = ""
             members: Members = {}
-            for member in tar:
-                vars(tar)["members"] = []  # a shard may have millions
-                if is_passed_over(member):
-                    continue
+            for member in iterate_members(tar, headers.stream, file.size()):
                 key, suffix = split_name(uri, member, headers.has_dots)
-                if not 0 <= member.size <= file.size() - member.offset_data:
-                    raise tarfile.ReadError(
-                        f"member {member.name!r:.80} has {member.size} bytes, and so many do not "
-                        "follow"
-                    )
                 begins = suffix == next(iter(members), "") and _is_whole(members)
                 if suffix in members and key == current and not begins:
                     raise tarfile.ReadError(

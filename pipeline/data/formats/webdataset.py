@@ -46,10 +46,11 @@ from pipeline.data.formats.tar import (
     SUFFIXES,
     TWO_IMAGES,
     TarJob,
+    check_header_size,
     damaged_tar,
     image_endings,
     is_image_ending,
-    is_passed_over,
+    iterate_members,
     label_suffix,
     list_tar,
     member_suffix,
@@ -274,18 +275,8 @@ def read_shard(job: ReadJob, summary: ShardSummary | None = None) -> Iterator[It
 def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
     """Yield the complete members of a tar, and forget them afterwards."""
     source: Any = stream  # tarfile uses no more of a file
-    tar: Any
     with tarfile.open(fileobj=source, mode="r:") as tar:
-        for member in tar:
-            stream.header_bytes = 0
-            tar.members = []  # a shard may have millions
-            tar.pax_headers = {}  # of all later members, where a stranger may collect gigabytes
-            if not 0 <= member.size <= stream.size - member.offset_data:
-                raise tarfile.ReadError(
-                    f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
-                )
-            if not is_passed_over(member):
-                yield member
+        yield from iterate_members(tar, stream, stream.size)
         # tarfile treats an invalid header as the end
         if stream.last_header != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
@@ -449,8 +440,7 @@ class ShardStream:
         self.header_bytes += size
         if size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
-        if self.header_bytes > MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"headers of {self.header_bytes} bytes for one file")
+        check_header_size(self.header_bytes)
         self.last_header = self.take(min(size, self.size - self._position))
         return self.last_header
 

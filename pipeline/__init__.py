@@ -617,7 +617,7 @@ def preview_data(card: str) -> str:
     return starter.preview_card(card_files.load(card))
 
 
-# ---- what people give ----------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
     """Return a run as `comparison_files.compare` takes it."""
     from pipeline.app.experiment import Experiment

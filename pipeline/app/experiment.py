@@ -318,7 +318,7 @@ class Experiment:
         command = AGAIN.format("analyse")
         return app.analyse(prepared(), screen, command, images, maps, robustness, list_names(on))
 
-    # ---- how it is prepared ----------------------------------------------------------------------
+    # ---- preparation -----------------------------------------------------------------------------
     def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:
         from pipeline.app import runs as app
 
@@ -370,7 +370,7 @@ class Experiment:
         return in_folder(self.folder, self)
 
 
-# ---- what experiments and searches share ---------------------------------------------------------
+# ---- experiments and searches --------------------------------------------------------------------
 @contextlib.contextmanager
 def in_folder(folder: str, loaded: object) -> Iterator[str]:
     """Context manager that works in the folder of loading; yields the command to change to it.

@@ -540,7 +540,7 @@ def _written_before(names: Iterable[str], attempt: Attempt, packs: str) -> dict[
     return {shard.name: shard for shard in shards if shard is not None}
 
 
-# ---- what was written ----------------------------------------------------------------------------
+# ---- checks of the result ------------------------------------------------------------------------
 def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
     """Raise UserError where the card names other counts, or another digest of the content."""
     promised = card.counts.by_split() if card.counts else {}

@@ -391,7 +391,7 @@ def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.
     )
 
 
-# ---- what is listed ------------------------------------------------------------------------------
+# ---- listing -------------------------------------------------------------------------------------
 def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
     """Return rows of rejected.csv that are not kept; `reason` is the problem by default."""
     reasons = rows["problem"]

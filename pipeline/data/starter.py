@@ -443,7 +443,7 @@ def _are_there(starter: Starter) -> bool:
     return True
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 def describe(data_set: DataSet) -> str:
     """Describe a data set in a few lines: the detected layout, and the account of the files."""
     class_names = ", ".join(data_set.classes[:SHOWN_CLASSES])

@@ -157,7 +157,7 @@ def find_unlisted(
     return [n for n in dict.fromkeys(map(nfc, (*of_tasks, *classes))) if n not in known]
 
 
-# ---- what new data change ------------------------------------------------------------------------
+# ---- changes by new data -------------------------------------------------------------------------
 def edit_stream(
     config_path: str,
     config: Config,

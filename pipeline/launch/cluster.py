@@ -418,7 +418,7 @@ def where_ray_writes(uri: str) -> dict[str, Any]:
     return {"storage_path": path, "storage_filesystem": without_retries(system)}
 
 
-# ---- whether nodes can run this project ----------------------------------------------------------
+# ---- checks of the nodes -------------------------------------------------------------------------
 class NodeFacts(NamedTuple):
     """Facts about a node that decide whether it can run this project.
 

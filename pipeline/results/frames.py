@@ -133,7 +133,7 @@ class Results:
 
         write_results("path", os.fspath(path), [*self.tables.values()])
 
-    # ---- what a person chooses of a run ----------------------------------------------------------
+    # ---- selection -------------------------------------------------------------------------------
     @property
     def _first(self) -> RunTables:
         return next(iter(self.tables.values()))

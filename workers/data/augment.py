@@ -393,7 +393,7 @@ class Augment:
             self.normalisation = normalisation
         return normalisation
 
-    # ---- what is drawn, on the host --------------------------------------------------------------
+    # ---- random numbers, drawn on the host -------------------------------------------------------
     def positions(self, rng: StepRng, num_classes: int | None) -> Tensor:
         """Return the positions (k,) of a rank's samples, followed by those of further partners."""
         samples = rng.positions

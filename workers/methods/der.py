@@ -111,7 +111,7 @@ class Der(Rehearsal[S]):
         self.auxiliary: nn.Linear | None = None
         self.stored: Parts = {}  # the newest extractor as it was loaded or handed on
 
-    # ---- who is trained on what ------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         if context.step != "finetune":
             return super().memory(context)
@@ -244,7 +244,7 @@ class Der(Rehearsal[S]):
         ):
             self.start_classifier("again")
 
-    # ---- what is kept ----------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def parts(self) -> Parts:
         """Return copies of the tensors of the task's extractor, to be stored.
 

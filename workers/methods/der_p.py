@@ -89,7 +89,7 @@ class PrunedDer(Der[S]):
             return {}
         return {"density": float(self.hard().float().mean())}
 
-    # ---- what is stored --------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def inherit(self) -> None:
         if not self.stored.get("copies"):
             return

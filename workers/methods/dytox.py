@@ -242,7 +242,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         loss = (1 - a) * clf + a * kd + self.settings.divergence * div
         return loss, {"bce": clf.detach(), "kd": kd.detach(), "div": div.detach()}
 
-    # ---- what is stored --------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def state(self, **parts: Any) -> TaskState:
         state = super().state(**parts)
         state.tokens["token"] = state.head.pop("token")

@@ -133,7 +133,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
     def in_use(self, mask: Tensor) -> Tensor:
         return mask == 1
 
-    # ---- what is stored --------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         on = {site: self.in_use(mask) for site, mask in masks.items()}
         if not self.settings.soft:

@@ -131,7 +131,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
             if scores.grad is not None:
                 scores.grad.div_(divisor)
 
-    # ---- what is stored --------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if not self.settings.ternary:
             return masks, {}

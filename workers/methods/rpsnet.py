@@ -278,7 +278,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             f"{self.settings.modules}"
         ]
 
-    # ---- what is kept ----------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
         if len(self.rivals) > 1:
             self.choose()

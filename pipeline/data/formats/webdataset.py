@@ -79,7 +79,7 @@ MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
 
 
-# ---- where the shards lie ------------------------------------------------------------------------
+# ---- URLs of the shards --------------------------------------------------------------------------
 def shard_urls(card: Card) -> ShardUrls:
     """Return where a card's shards lie, with braces."""
     return ShardUrls(*(tuple(_absolute(card, split)) for split in ("train", "test", "val")))

@@ -101,7 +101,7 @@ def target_folder(card: Card, folder: str | None) -> str:
     return os.path.abspath(path)
 
 
-# ---- what lies there -----------------------------------------------------------------------------
+# ---- listing -------------------------------------------------------------------------------------
 def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolder, OfficialLayout]:
     """Return the folder with the official files, at `source` or up to two folders below.
 
@@ -157,7 +157,7 @@ def _subfolders(folder: str) -> list[str]:
     return sorted(path for path in paths if not os.path.basename(path).startswith("."))
 
 
-# ---- whether it is what the card describes -------------------------------------------------------
+# ---- checks against the card ---------------------------------------------------------------------
 def wanted_images(card: Card, images: Iterator[LabelledImage]) -> Iterator[LabelledImage]:
     """Yield the images with classes on the card, or all images if it lists no classes."""
     if card.classes == ("from_source",):

@@ -236,7 +236,7 @@ def unpacked(body: bytes) -> bytes:
     return data
 
 
-# ---- what a layout expects -----------------------------------------------------------------------
+# ---- expected values -----------------------------------------------------------------------------
 def whole_numbers(value: Value, where: str) -> list[int]:
     """Return numbers as whole ones. Raise UserError where the value is something else."""
     if not isinstance(value, np.ndarray):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from pipeline import templates
 from pipeline.config.text import format_count
 from pipeline.data.account import Account
 from pipeline.data.cards import Card
@@ -28,22 +28,6 @@ MAX_PICTURES = 800  # pictures per page
 SIDE = 72  # width and height of a picture in pixels
 MAX_CAPTION_LENGTH = 60  # characters of the file name under a picture
 PAGE_START = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: '
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem;
-  padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
-h3 small { font-weight: normal; opacity: .7; }
-pre { overflow-x: auto; font-size: 13px; }
-.note { border-left: 4px solid #d08700; padding: .3rem .8rem; margin: .4rem 0; }
-.row { display: flex; flex-wrap: wrap; gap: .5rem; }
-figure { margin: 0; width: 5.4rem; }
-figure img { width: 4.5rem; height: 4.5rem; object-fit: contain; background: #8882;
-  display: block; }
-figcaption { font-size: 11px; opacity: .75; overflow-wrap: anywhere; max-height: 2.9em;
-  overflow: hidden; }
-"""
 
 
 class PreviewImage(NamedTuple):
@@ -137,51 +121,47 @@ def render_preview(
 
 def render_sheets(sheets: Sequence[PreviewSheet]) -> str:
     """Render a page of data sets. Names are escaped, and the page loads no other files."""
-    title = escape(", ".join(sheet.card.name for sheet in sheets))
-    body = "".join(_render_sheet(sheet, len(sheets) > 1) for sheet in sheets)
-    return (
-        f"{PAGE_START}{title}</title>"
-        '<meta name="viewport" content="width=device-width">'
-        f"<style>{STYLE}</style><h1>What was understood: {title}</h1>"
-        "<p>Check that images stand under their class and in their split. Nothing is trained "
-        f"yet.</p>{body}</html>\n"
+    return templates.render(
+        "preview.html",
+        title=", ".join(sheet.card.name for sheet in sheets),
+        sheets=[_sheet_values(sheet) for sheet in sheets],
     )
 
 
-def _render_sheet(sheet: PreviewSheet, has_title: bool) -> str:
-    title = f"<h2>{escape(sheet.card.name)}</h2>" if has_title else ""
-    parts = [f"{title}<p>{escape(printable(sheet.layout))}</p>"]
-    notes = map(printable, (*sheet.notes, *sheet.account.notes))
-    parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
+def _sheet_values(sheet: PreviewSheet) -> dict[str, Any]:
+    """Return the values of one data set in `preview.html`."""
     lines = [line for line in sheet.account.lines() if not line.startswith("note: ")]
-    parts.append(f"<pre>{escape(chr(10).join(map(printable, lines)))}</pre>")
     by_group: dict[tuple[str, str], list[PreviewImage]] = {}
     for picture in sheet.pictures:
         by_group.setdefault((picture.split, picture.label), []).append(picture)
+    splits: list[dict[str, Any]] = []
     for split in SPLITS:
-        groups = {label: n for (of, label), n in sheet.counts.items() if of == split}
-        if not groups:
+        counts = {label: n for (of, label), n in sheet.counts.items() if of == split}
+        if not counts:
             continue
-        total = format_count(sum(groups.values()), "image")
-        parts.append(f"<h2>{escape(split)}: {total} of {format_count(len(groups), 'class')}</h2>")
-        for label, number in sorted(groups.items()):
-            figures = "".join(map(_render_figure, by_group.get((split, label), [])))
-            parts.append(
-                f"<h3>{escape(printable(label))} "
-                f"<small>{format_count(number, 'image')}</small></h3>"
-                f'<div class="row">{figures}</div>'
-            )
-    return "".join(parts)
+        groups: list[dict[str, Any]] = []
+        for label, number in sorted(counts.items()):
+            figures = [_figure_values(picture) for picture in by_group.get((split, label), [])]
+            count = format_count(number, "image")
+            groups.append({"label": printable(label), "count": count, "figures": figures})
+        total = format_count(sum(counts.values()), "image")
+        title = f"{split}: {total} of {format_count(len(counts), 'class')}"
+        splits.append({"title": title, "groups": groups})
+    return {
+        "name": sheet.card.name,
+        "layout": printable(sheet.layout),
+        "notes": [printable(note) for note in (*sheet.notes, *sheet.account.notes)],
+        "account": "\n".join(map(printable, lines)),
+        "splits": splits,
+    }
 
 
-def _render_figure(picture: PreviewImage) -> str:
+def _figure_values(picture: PreviewImage) -> dict[str, str]:
+    """Return the values of one image in `preview.html`."""
     name = printable(picture.name)
     short = name if len(name) <= MAX_CAPTION_LENGTH else f"...{name[-MAX_CAPTION_LENGTH:]}"
-    tag = "(cannot be drawn)"
-    if picture.thumbnail:
-        data = base64.b64encode(picture.thumbnail).decode()
-        tag = f'<img alt="" src="data:image/jpeg;base64,{data}">'
-    return f'<figure title="{escape(name)}">{tag}<figcaption>{escape(short)}</figcaption></figure>'
+    image = base64.b64encode(picture.thumbnail).decode()
+    return {"name": name, "caption": short, "image": image}
 
 
 def _make_thumbnail(data: bytes, value_range: tuple[float, float] | None) -> bytes:

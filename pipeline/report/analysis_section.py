@@ -110,7 +110,8 @@ def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> 
     if not parts or not all(marker in page for marker in BEFORE):
         return dict(files)
     link = '<a href="#attention">Attention</a>'
-    for marker, html in zip(BEFORE, (link, render_section(parts, record, store)), strict=True):
+    section = str(render_section(parts, record, store))  # Markup would escape the marker
+    for marker, html in zip(BEFORE, (link, section), strict=True):
         page = page.replace(marker, html + marker, 1)
     return {**files, "report.html": page.encode()}
 

@@ -874,7 +874,7 @@ def test_an_endless_file_is_refused_at_once(
         "base of a config": "longer than 16777216",
         "search": "longer than 16777216",
         "image": "takes more than",
-        "model.json": "no model folder",
+        "model.json": "is not a model folder",
     }
     assert says in message or (case == "terabyte" and other_kinds.get(kind, says) in message)
 

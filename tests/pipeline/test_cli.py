@@ -578,7 +578,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
             body={"kind": "train", "sizes": {"masks": 2000}, "wall_s": 61.0},
         ),
     )
-    assert stream.getvalue().endswith("meat/a/train: trained, 2.0 kB for the task in 1 min 01 s\n")
+    assert stream.getvalue().endswith("meat/a/train: trained, 2 kB for the task in 1 min 01 s\n")
 
 
 def screen_text(stream: io.StringIO) -> list[str]:

@@ -91,7 +91,7 @@ def test_a_forced_stage_runs_though_it_has_a_result() -> None:
         ({"force": ["m/*/herd"]}, r"--force 'm/\*/herd' is no stage"),
         (
             {"only": ["data/a"], "force": ["data/b"]},
-            "--force names data/b, which --only, --from",
+            "--force names data/b, but --only, --from or --until leaves it out",
         ),
     ],
 )

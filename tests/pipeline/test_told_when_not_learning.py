@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from fake_mlflow import FakeMlflow
+from markupsafe import escape
 from scipy.stats import binom
 
 from pipeline.app import runs as app
@@ -148,13 +149,11 @@ def test_a_method_that_learns_is_not_told_anything(finished: Finished) -> None:
 
 
 def test_each_sentence_is_in_the_terminal_and_in_the_report(finished: Finished) -> None:
-    from html import escape
-
     rows = finished.tables.warnings()
     assert len(rows) >= 5
     for row in rows:
         assert row["warning"] in finished.text
-        assert escape(row["warning"]) in finished.page
+        assert str(escape(row["warning"])) in finished.page
 
 
 def test_each_sentence_is_in_mlflow(

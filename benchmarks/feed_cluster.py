@@ -212,7 +212,7 @@ def measure_requests(report: Report, deal: Deal, ranges: ByteRanges) -> tuple[fl
 
 
 def measure_cache(report: Report, deal: Deal, ranges: ByteRanges) -> None:
-    """The share of ranges that a node has in its cache; streams are dealt anew each epoch."""
+    """The share of ranges that a node has in its cache; streams are dealt again each epoch."""
     node = SAMPLED_NODES[0]
     caches = {size: NodeCache(size << 30) for size in CACHES_GIB}
     shares: dict[int, list[float]] = {size: [] for size in CACHES_GIB}

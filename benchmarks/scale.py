@@ -115,7 +115,7 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
 
 
 class Observed(NamedTuple):
-    """What a run leaves behind. screen, log, events: lines on an output that is no terminal, in
+    """What a run leaves behind. screen, log, events: lines on an output that is not a terminal, in
     driver.log, and in events.jsonl. cpu_s: CPU time of the driver, with that of its threads."""
 
     screen: int

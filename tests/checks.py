@@ -461,7 +461,7 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
         lab.stage(resumed)
     with interrupted_after(1000) as steps:
         repeated = lab.stage(resumed)
-    # it did go on, and not start anew
+    # it did go on, and not start again
     assert len(steps) == len(history(stored)) * per_epoch - per_epoch - 2
     assert_same_results(job.id, repeated, stored)
     assert history(repeated) == history(stored)
@@ -520,7 +520,7 @@ class interrupted_after:
 )
 def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimizer: str) -> None:
     """The last step of the second task is handed each kind of tensor that the first task left, and
-    leaves something else where these are others. Class means are computed anew from exemplars."""
+    leaves something else where these are others. Class means are computed again from exemplars."""
     run = lab.run(method, optimizer, epochs=1)
     stored = run.trained(SECOND)
     job = run.stages(SECOND)[-1]

@@ -1,7 +1,7 @@
 """Small backbones of timm's families, without pretrained weights, and the table that
 docs/backbones.md shows: which method takes which family with its default settings.
 
-    .venv/bin/python -m tests.families      # writes the page anew
+    .venv/bin/python -m tests.families      # writes the page again
 """
 
 from __future__ import annotations

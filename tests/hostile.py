@@ -114,7 +114,7 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
             options(attn_layer="eval"),
             "backbone.options.attn_layer is 'eval': it must be a layer",
         ),
-        "hides in a name": (options(__class__=3), "'__class__' is no name of an option"),
+        "hides in a name": (options(__class__=3), "'__class__' is not a name of an option"),
         "hides in a mapping": (options(depth={"a": 1}), "'depth' holds a dict"),
         "hides in a list of lists": (options(patch_size=[[4], [4]]), "'patch_size' holds a list"),
         "fills a list": (options(patch_size=[4] * 10_000), "a list has at most 16"),

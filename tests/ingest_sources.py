@@ -43,7 +43,7 @@ def picture(seed: int, form: str = "PNG", mode: str = "RGB", side: int = 9) -> b
 def make_folder(root: Path, train: int = 12, test: int = 4) -> Path:
     """Write an image folder with what may go wrong in one, and return it.
 
-    There are copies, rare formats, equal stems, long and odd names, and files that are no image.
+    There are copies, rare formats, equal stems, long and odd names, and files that are not images.
     """
     for c, name in enumerate(CLASSES):
         for split, count in (("train", train), ("test", test)):

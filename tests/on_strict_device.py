@@ -198,7 +198,7 @@ def resumed(case: Case, device: str) -> None:
             run.lab.stage(repeated)
         with interrupted_after(1000) as steps:
             artifact = run.lab.stage(repeated)
-        assert steps[0].global_step == 1, f"{job.id}: it started anew after an interruption"
+        assert steps[0].global_step == 1, f"{job.id}: it started again after an interruption"
         for name in ("task.safetensors", "carried.safetensors"):
             assert artifact.read(name) == expected.read(name), (
                 f"{job.id}: {name} differs after an interruption"

@@ -57,7 +57,7 @@ class Nodes:
     def add(self, cpus: int) -> Any:
         """Start a node that unpacks our code into a folder of its own.
 
-        The first worker of a node makes it delete that folder and unpack the code anew. If all
+        The first worker of a node makes it delete that folder and unpack the code again. If all
         nodes shared one folder, that would take the code away from the workers of the others.
         """
         self.num_added += 1

@@ -117,7 +117,7 @@ def test_one_class_is_no_task(run: GrowingRun, capsys: pytest.CaptureFixture[str
     before = run.text
     assert add(run, "raw") == 2
     error = capsys.readouterr().err
-    assert "one new class, '8', is no task in scenario `task`" in error
+    assert "one new class, '8', is not a task in scenario `task`" in error
     assert "--into NAME, one of 'one', 'two'" in error
     assert "stream.scenario to class" in error
     assert run.text == before

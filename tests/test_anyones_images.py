@@ -1,5 +1,5 @@
 """From `run PATH` to a report in one command, for data that nobody prepared; and one sentence, with
-nothing written, for what is no data."""
+nothing written, for input that is not a data set."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_one_command_leads_to_a_report(case: str, here: Path, quick: None) -> No
     run_to_a_report(FORMS[case], here)
 
 
-# ---- what is no data -----------------------------------------------------------------------------
+# ---- input that is not a data set ----------------------------------------------------------------
 def table(text: str | bytes, name: str = "t.csv") -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -178,19 +178,19 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "test alone": (tree("test/a/x.png", "test/b/x.png"), "no train images"),
     "no class in train": (
         tree("train/x.png", "test/y.png"),
-        "2 folders ('test', 'train'), 2 images below, which is no data set of images with labels",
+        "2 folders ('test', 'train'), 2 images below, which is not a data set of images",
     ),
     "other classes": (
         tree("train/a/x.png", "train/b/x.png", "test/c/x.png"),
         "no test image has a label of train; test has labels such as 'c', and train 'a', 'b'",
     ),
     "two names of train": (tree("train/a/x.png", "Training/b/x.png"), "both train images"),
-    "class that nothing shows": (tree("a\x1b/x.png", "b/x.png"), "no name that can be shown"),
+    "class that nothing shows": (tree("a\x1b/x.png", "b/x.png"), "not a name that can be shown"),
     "two unicode forms": (tree("\u00e9/x.png", "e\u0301/x.png"), "two Unicode forms"),
     "one class below": (tree("farm/cow/x.png", "farm/dog/x.png", "wood/ant/x.png"), "one class"),
     "one image of each class": (tree("a/x.png", "b/x.png"), "leave none to test on"),
     "socket": (unix_socket, "'s'"),
-    "pipe": (fifo, "no config and no data set"),
+    "pipe": (fifo, "neither a config nor a data set"),
     "empty table": (table(""), "no rows"),
     "header alone": (table("image,label"), "no rows"),
     "latin-1": (table("image,label\n\u00fc.png,a".encode("latin-1")), "not text in UTF-8"),
@@ -238,8 +238,8 @@ def test_what_is_no_data_is_one_sentence_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("torchvision:Nothing", "no data set of torchvision"),
-        ("hf://models/x", "no data set on the hub"),
+        ("torchvision:Nothing", "not a data set of torchvision"),
+        ("hf://models/x", "not a data set on the hub"),
         ("${HOME}", "cannot be written on a card"),
         ("", "cannot be written on a card"),
         ("images.zip", "does not exist"),

@@ -347,9 +347,9 @@ def test_a_bad_setting_is_named_with_its_rule_and_remedy(
 
 FILES: dict[str, tuple[bytes | None, list[str]]] = {
     "no file": (None, ["does not exist", "did you mean", "confog.yaml"]),
-    "no yaml": (b"name: [1, 2\ntrain: {", ["not readable as YAML", "line 2", "mend"]),
-    "a tab": (b"train:\n\tepochs: 1\n", ["not readable as YAML", "mend"]),
-    "key twice": (b"name: r\nseed: 1\nseed: 2\n", ["line 3", "key 'seed' occurs twice", "mend"]),
+    "no yaml": (b"name: [1, 2\ntrain: {", ["not readable as YAML", "line 2", "fix"]),
+    "a tab": (b"train:\n\tepochs: 1\n", ["not readable as YAML", "fix"]),
+    "key twice": (b"name: r\nseed: 1\nseed: 2\n", ["line 3", "key 'seed' occurs twice", "fix"]),
     "nothing": (b"", ["mapping of keys to values", "this is None"]),
     "a list": (b"- name\n", ["mapping of keys to values", "['name']"]),
     "no text": (b"\x89PNG\r\n\xff\xfe", ["not readable as text", ".yaml"]),
@@ -373,7 +373,7 @@ def test_an_empty_folder_is_no_config_and_no_data(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(capfd, ["plan", str(site.test_folder)])
-    assert "is empty, which is no data set of images" in message
+    assert "is empty, which is not a data set of images" in message
     assert "CSV file of paths and labels" in message
 
 
@@ -433,12 +433,12 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
     "class twice": (card(classes=["2", "3", "2"]), ["class '2' is listed twice", "one place"]),
     "number of classes": (
         card(num_classes=3),
-        ["num_classes is 3, but there are 2 classes", "mend"],
+        ["num_classes is 3, but there are 2 classes", "fix"],
     ),
     "classes that are numbers": (card(classes=[2, 3]), ["classes.0 is 2", "write it in quotes"]),
     "no yaml": (
         lambda site: site.write_card("classes: ["),
-        ["not readable as YAML", "bad.yaml", "mend"],
+        ["not readable as YAML", "bad.yaml", "fix"],
     ),
     "key twice": (
         lambda site: site.write_card("name: x\nname: y\n"),
@@ -493,7 +493,7 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
         card(counts={"train": 41, "test": 20}),
         ["promises 41 train and 20 test images", "40 and 20"],
     ),
-    "content": (card(content="00ff"), ["promises content 00ff", "mend `content`"]),
+    "content": (card(content="00ff"), ["promises content 00ff", "fix `content`"]),
     "unknown data set of scikit-learn": (
         card(source={"format": "sklearn", "name": "iris"}),
         ["source.name is 'iris'", "`digits`"],
@@ -611,7 +611,7 @@ BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
         lambda site: {"weights": str(site.test_folder)},
         ["backbone.weights", "folder", ".safetensors file"],
     ),
-    "weights that are no weights": (
+    "weights that are not weights": (
         lambda site: {"weights": text_as_weights(site)},
         ["backbone.weights", "not readable as safetensors", "`hub` or `none`"],
     ),

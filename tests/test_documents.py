@@ -68,7 +68,7 @@ def broken_links(document: str) -> Iterator[str]:
 
 
 def missing_modules(document: str, commands: str) -> Iterator[str]:
-    """Yield what a document runs by `python -m` that is no module, and what is no command of ours.
+    """Yield the `python -m` modules and the commands in a document that do not exist.
 
     commands: what `accrete --help` prints.
     """

@@ -786,8 +786,8 @@ def terabyte(site: Site) -> str:
 
 
 ENDLESS: dict[str, tuple[Callable[[Site], str], str]] = {
-    "device": (zeros, "it is no regular file"),
-    "pipe": (pipe, "it is no regular file"),
+    "device": (zeros, "it is not a regular file"),
+    "pipe": (pipe, "it is not a regular file"),
     "terabyte": (terabyte, "1099511627776 bytes, more than"),
 }
 AS: dict[str, Callable[[Site, str], list[str]]] = {
@@ -1093,15 +1093,15 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str]] = {
     "pickle": (lambda: pickle.dumps(good().to_pylist()), "not readable as Parquet"),
     "label of a kind that is none": (
         lambda: parquet(good(label=[[1], [2], [3], [4]])),
-        "the values of column 'label' are no classes",
+        "the values of column 'label' are not classes",
     ),
-    "label that is no number": (
+    "label that is not a number": (
         lambda: parquet(good(label=[float("nan"), float("inf"), 0.5, -0.5])),
         "4 of 4 images are corrupt or unlabelled",
     ),
     "label of structs": (
         lambda: parquet(good(label=[{"a": 1}] * 4)),
-        "the values of column 'label' are no classes",
+        "the values of column 'label' are not classes",
     ),
     "label of thousands of digits": (
         lambda: parquet(good(label=["9" * 4000] * 4)),

@@ -51,7 +51,7 @@ from workers.storage.artifact import Artifact, compute_sha256, file_info
 
 # ---- shards and their index ----------------------------------------------------------------------
 def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
-    """It is read only where the index names it, and then it is no image."""
+    """It is read only where the index names it, and then it is not an image."""
     pickled = site.pickled()
     digest = hashlib.sha256(pickled).hexdigest()
     index = rows(offset=600, bytes=len(pickled), sha256=digest, key="train/a/1")
@@ -125,7 +125,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "file that climbs within": lambda m: m["files"].update({"a/../../../x": file_info(b"")}),
     "attempt that is absolute": lambda m: m.update(attempt="/etc"),
     "attempt that climbs": lambda m: m.update(attempt=".."),
-    "attempt that is no text": lambda m: m.update(attempt=3),
+    "attempt that is not a text": lambda m: m.update(attempt=3),
     "no attempt": lambda m: m.pop("attempt"),
     "files that are a list": lambda m: m.update(files=["x"]),
     "size that is text": lambda m: m["files"].update({"x": {"bytes": "1", "sha256": ""}}),

@@ -1,7 +1,7 @@
 """Random data sets with a known truth: `init` and `ingest` never get one wrong in silence.
 
 A wrong label, a wrong split, an image lost without a word, or an account that does not add up fails
-the test. A refusal is no failure, unless a usual layout is refused, or too many unusual ones.
+the test. A refusal is not a failure, unless a usual layout is refused, or too many unusual ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def problem_of_index(layout: Layout, store: str) -> str:
     for row in Shards.open(store, "key").index.to_pylist():
         picture = truth.get(row["sha256"])
         if picture is None:
-            return f"{row['key']} is no image of the data set"
+            return f"{row['key']} is not an image of the data set"
         seen[row["sha256"]] += 1
         if row["class"] != picture.label:
             return f"{row['key']} has class {row['class']}, not {picture.label}"

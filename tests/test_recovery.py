@@ -263,7 +263,7 @@ def test_a_damaged_checkpoint_is_not_believed(
     )
     with steps(monkeypatch) as second:
         assert cli.main(["run", config]) == 0
-    assert second.count(second[0]) == 6, "the stage starts anew"
+    assert second.count(second[0]) == 6, "the stage starts again"
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 

@@ -517,7 +517,7 @@ class DrawsOnTheHost(FineTune):
 
 
 class KeepsATensor(FineTune):
-    """What it makes in `__init__` is no buffer, and stays where it was."""
+    """What it makes in `__init__` is not a buffer, and stays where it was."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

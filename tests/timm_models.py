@@ -1,6 +1,6 @@
 """One small model of each module of timm, its smallest image, and why some are refused.
 
-.venv/bin/python -m tests.timm_models      # derives golden/timm_models.json anew, in minutes
+.venv/bin/python -m tests.timm_models      # derives golden/timm_models.json again, in minutes
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def check_option(name: str, value: Any) -> None:
             a word, or a short list of these).
     """
     if not OPTION_NAME.fullmatch(name):
-        raise ValueError(f"{name!r:.60} is no name of an option")
+        raise ValueError(f"{name!r:.60} is not a name of an option")
     if LOADER_OPTION.fullmatch(name):
         raise ValueError(
             f"{name!r} says how timm loads or makes a model, and not what it is; no settings "

@@ -35,7 +35,7 @@ def build(folder: Path) -> Path:
     doctrees = folder / "doctrees"
     if sphinx_build([*options, "-d", str(doctrees), str(source), str(html)]):
         raise UserError(
-            f"Sphinx warned of the pages in {source} (above); mend their sources in docs/"
+            f"Sphinx warned of the pages in {source} (above); fix their sources in docs/"
         )
     return html / "index.html"
 

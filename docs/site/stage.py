@@ -26,7 +26,7 @@ from docs.site.settings_page import settings_page
 from workers.errors import UserError
 from workers.methods import METHODS
 
-FILES = "files"  # folder of the files that pages link to and that are no pages
+FILES = "files"  # folder of the files that pages link to and that are not pages
 
 
 def stage(folder: Path) -> list[str]:
@@ -89,7 +89,7 @@ def _with_links(text: str, source: str, page: str, folder: Path) -> str:
 def _target_of(
     link: Link, source: str, committed: set[str], by_source: dict[str, list[str]]
 ) -> str:
-    """Return the page of the site that a link leads to; empty for a file that is no page."""
+    """Return the page of the site that a link leads to; empty for a file that is not a page."""
     if link.target in by_source:
         names = by_source[link.target]
         label = link.label.strip("`")
@@ -98,7 +98,7 @@ def _target_of(
         return page_of(link.target)
     if not (REPOSITORY / link.target).is_file():
         raise UserError(
-            f"{source} links to {link.target}, which is no file of this repository; "
+            f"{source} links to {link.target}, which is not a file of this repository; "
             "name a file, or drop the link"
         )
     return ""

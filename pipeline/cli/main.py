@@ -136,7 +136,7 @@ def file_sentence(error: OSError) -> str:
         bucket = match.group(1) if match else ""
         return f"the storage refuses ({text}); {access_remedy(f'{scheme}://{bucket}')}"
     return (
-        f"{file_name} cannot be used ({text}); mend its path or permissions "
+        f"{file_name} cannot be used ({text}); fix its path or permissions "
         "and run the same command again"
     )
 
@@ -1048,7 +1048,7 @@ def age_seconds(text: str) -> float:
     match = AGE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.40} is no age; give a number with d, h or m behind it, as in 30d"
+            f"{text!r:.40} is not an age; give a number with d, h or m behind it, as in 30d"
         )
     return float(match["number"]) * AGE_UNITS[match["unit"]]
 

@@ -870,7 +870,7 @@ def _check_kinds_of_stages(config: Config, where: str) -> None:
         if kind not in kinds:
             hint = did_you_mean(kind, kinds, f"there are: {', '.join(kinds)}")
             raise UserError(
-                f"{where}: cluster.stages.{kind} is no kind of stage (a step of a run); {hint}"
+                f"{where}: cluster.stages.{kind} is not a kind of stage (a step of a run); {hint}"
             )
 
 

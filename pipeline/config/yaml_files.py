@@ -185,7 +185,7 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     body = parse_yaml(_read_text(file, kind), str(file))
     if not isinstance(body, dict):
         raise UserError(
-            f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; mend the file"
+            f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; fix the file"
         )
     refuse_secrets(body, f"{file}: ")
     return body
@@ -203,7 +203,7 @@ def _read_text(file: Path, kind: str) -> str:
         ) from None
     if len(text) > MAX_TEXT:
         raise UserError(
-            f"{file}: longer than {MAX_TEXT} characters, too long for {kind}; mend the file"
+            f"{file}: longer than {MAX_TEXT} characters, too long for {kind}; fix the file"
         )
     return text
 
@@ -226,12 +226,12 @@ def parse_yaml(text: str, where: str) -> Any:
             where += f", line {mark.line + 1}, column {mark.column + 1}"
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         raise UserError(
-            f"{where}: not readable as YAML ({reason}); mend its brackets, quotes or indentation"
+            f"{where}: not readable as YAML ({reason}); fix its brackets, quotes or indentation"
         ) from None
     except (ValueError, TypeError) as error:
         # a date in month 13, a number of thousands of digits, `!!set` on a list
         raise UserError(
-            f"{where}: not readable as YAML ({error}); write the value in quotes, or mend it"
+            f"{where}: not readable as YAML ({error}); write the value in quotes, or fix it"
         ) from None
 
 
@@ -348,7 +348,7 @@ def _merged_over_bases(
         base_path = file.parent / base
         if not base_path.exists():
             raise UserError(
-                f"{file}: extends {base!r}, which does not exist beside it; mend the path"
+                f"{file}: extends {base!r}, which does not exist beside it; fix the path"
             )
         if base_path.resolve() in resolved_chain:
             raise UserError(

@@ -139,7 +139,7 @@ def _check_classes(path: Path, card: Card) -> None:
     for name in card.classes:
         if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
             raise UserError(
-                f"{path}: class {name!r:.60} is no name that can be shown and filed; "
+                f"{path}: class {name!r:.60} is not a name that can be shown and filed; "
                 f"give 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
     counts = Counter(map(nfc, card.classes))
@@ -160,10 +160,10 @@ def _check_classes(path: Path, card: Card) -> None:
             "the card out of the stream"
         )
     if card.num_classes not in (None, len(card.classes)):
-        remedy = "mend the one or the other, or the folders of the source"
+        remedy = "fix the one or the other, or the folders of the source"
         if card.num_classes < len(card.classes):
             remedy = (
-                "take new classes in with `accrete add CONFIG DATA`, or mend the one or the other"
+                "take new classes in with `accrete add CONFIG DATA`, or fix the one or the other"
             )
         raise UserError(
             f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} "

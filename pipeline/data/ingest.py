@@ -549,12 +549,12 @@ def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
         found = " and ".join(str(counts.get(split, 0)) for split in promised)
         raise UserError(
             f"card {card.name!r} promises {named} images, its source has {found}; fetch the data "
-            "again, or mend `counts` on the card"
+            "again, or fix `counts` on the card"
         )
     if card.content and card.content != content:
         raise UserError(
             f"card {card.name!r} promises content {card.content[:12]}..., its source has "
-            f"{content}; fetch the data again, or mend `content` on the card if the change is meant"
+            f"{content}; fetch the data again, or fix `content` on the card if the change is meant"
         )
 
 

@@ -391,7 +391,7 @@ def read_num_rows(table: pa.Table) -> dict[str, int]:
     """
     num_rows = json.loads((table.schema.metadata or {}).get(NUM_ROWS, b"{}"))
     if not isinstance(num_rows, dict):
-        raise ValueError("the numbers of rows are no mapping")
+        raise ValueError("the numbers of rows are not a mapping")
     return num_rows
 
 

@@ -447,7 +447,7 @@ class PackedImages:
         except FileNotFoundError:
             raise DamagedPack(
                 f"{uri} is missing, which ingest wrote for its own use; "
-                "run the same command again to make it anew"
+                "run the same command again to rebuild it"
             ) from None
 
 

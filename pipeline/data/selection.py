@@ -147,7 +147,7 @@ def _require_rows(card: Card, num_rows: int) -> None:
     if not num_rows:
         raise UserError(
             f"card {card.name!r}: its source holds no images below source.splits "
-            f"({dict(card.source.splits)}); mend the splits, or the path of the source"
+            f"({dict(card.source.splits)}); fix the splits, or the path of the source"
         )
 
 
@@ -386,7 +386,7 @@ def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.
     raise UserError(
         f"card {card.name!r}: {is_leak.sum()} of {is_test.sum()} {split} images are exact copies "
         f"of train images ({examples}), so that accuracy would be measured on images that were "
-        "trained on; remove the copies, mend source.splits, or say `leaks: allow` on the card if "
+        "trained on; remove the copies, fix source.splits, or say `leaks: allow` on the card if "
         "they are meant"
     )
 
@@ -452,7 +452,7 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
     more = "; ..." if num_bad > NAMED_IMAGES else ""
     raise UserError(
         f"card {card.name!r}: {num_bad} of {num_images} images are corrupt or unlabelled, "
-        f"and max_bad_fraction allows a share of {card.max_bad_fraction}: {examples}{more}; mend "
+        f"and max_bad_fraction allows a share of {card.max_bad_fraction}: {examples}{more}; fix "
         "or remove them, or raise max_bad_fraction on the card if they are meant to be left out"
     )
 
@@ -489,7 +489,7 @@ def _missing_images(card: Card, problems: pa.Table, split: Split, missing: list[
             left_out.append((name, row_problem))
     return UserError(
         f"card {card.name!r}: {problem} in {card.source.path or card.source.name}"
-        f"{describe_left_out(left_out)}; add them, mend `classes` and source.splits of the card, "
+        f"{describe_left_out(left_out)}; add them, fix `classes` and source.splits of the card, "
         "or set test_fraction to hold some out"
     )
 

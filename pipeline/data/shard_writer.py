@@ -123,7 +123,7 @@ def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenSh
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise DamagedPack(
                     f"{join(job.packs, pack)} does not hold what was put into it (image {key!r}); "
-                    "run the same command again to make it anew"
+                    "run the same command again to rebuild it"
                 )
             offsets.append(_add_member(tar, f"{key}.{extension}", data))
             _add_member(tar, f"{key}.txt", label.encode())

@@ -79,7 +79,7 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
         if remembered is None:
             raise UserError(
                 f"{where}: its classes come from {card.source.path}, and there are no images in "
-                f"its splits ({dict(card.source.splits)}); put the data there, or mend the card"
+                f"its splits ({dict(card.source.splits)}); put the data there, or fix the card"
             )
         return remembered
     if remembered is not None and state == list(current):
@@ -180,7 +180,7 @@ def labels_of_counts(
     is_many = len(names) > FEW_CLASSES and MIN_IMAGES * len(names) > sum(labels.values())
     if len(names) > MAX_CLASSES or is_many:
         raise TooManyLabels(
-            f"{where}: the values of column {quoted(card.source.label or '')} are no classes (too "
+            f"{where}: the values of column {quoted(card.source.label or '')} are not classes (too "
             "many, or neither names nor whole numbers); give a table with a class for each image"
         )
     check_spelling(where, names)
@@ -241,8 +241,8 @@ def check_classes(
     for name in names:
         if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
             raise UserError(
-                f"{where}: class {quoted(name)} is no name that can be shown and filed; rename it "
-                f"to 1 to {MAX_CLASS_CHARACTERS} printable characters"
+                f"{where}: class {quoted(name)} is not a name that can be shown and filed; rename "
+                f"it to 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
     check_unicode_forms(where, names)
     if len(names) < min_classes:

@@ -163,7 +163,7 @@ def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, 
             source.setdefault("splits", {})[parts[2]] = value
         else:
             raise UserError(
-                f"--set {text!r:.200}: {key!r} is no setting that `init` takes; give source."
+                f"--set {text!r:.200}: {key!r} is not a setting that `init` takes; give source."
                 f"{', source.'.join(GIVEN)}, or classes=[...]"
             )
     return source, classes
@@ -197,7 +197,7 @@ def preview_path(config: str) -> str:
     path = f"{config.removesuffix('.yaml')}-{PREVIEW}"
     is_ours = os.path.isfile(path) and Path(path).read_bytes().startswith(PAGE_START.encode())
     if os.path.islink(path) or (os.path.exists(path) and not is_ours):
-        raise UserError(f"{printable(path)} is there and is no preview; move it, or use --name")
+        raise UserError(f"{printable(path)} is there and is not a preview; move it, or use --name")
     return path
 
 

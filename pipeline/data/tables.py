@@ -225,8 +225,8 @@ def _lines(uri: str, text: io.TextIOWrapper) -> Iterator[str]:
     while line := text.readline(MAX_LINE):
         if len(line) == MAX_LINE:
             raise UserError(
-                f"{printable(uri)} has a line of more than {MAX_LINE} characters and is no table "
-                "of paths and labels; fetch or write it again"
+                f"{printable(uri)} has a line of more than {MAX_LINE} characters and is not a "
+                "table of paths and labels; fetch or write it again"
             )
         yield line
 
@@ -244,7 +244,7 @@ def _json_objects(uri: str, stream: pa.NativeFile) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 body = None
             if not isinstance(body, dict):
-                raise UserError(f"{printable(uri)}: line {number} is no JSON object; mend it")
+                raise UserError(f"{printable(uri)}: line {number} is not a JSON object; fix it")
             yield body
     finally:
         text.detach()
@@ -298,7 +298,7 @@ class _reading:
         if isinstance(error, UnicodeError):
             raise UserError(f"{where} is not text in UTF-8; save it as UTF-8") from None
         if isinstance(error, csv.Error):
-            raise UserError(f"{where} is not readable as CSV ({error}); mend or write it again")
+            raise UserError(f"{where} is not readable as CSV ({error}); fix or write it again")
         if isinstance(error, OSError):
             reason = printable(str(error.strerror or error).splitlines()[0])
             raise UserError(f"{where} cannot be read ({reason}); {remedy(self.uri)}") from None

@@ -142,7 +142,7 @@ def open_log(path: str) -> TextIO:
     stream = os.fdopen(os.open(path, flags, 0o644), "a", encoding="utf-8")
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
-        raise OSError(errno.EINVAL, "it is no regular file", path)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     with suppress(PermissionError):  # the file belongs to another user, who shared it
         share_file(path)
     return stream

@@ -207,7 +207,7 @@ def _from_json(content: Mapping[str, Any]) -> CachedGraph:
     stages = []
     for entry in content["stages"]:
         if not run_record.is_stage(entry):
-            raise ValueError("an entry is no stage")
+            raise ValueError("an entry is not a stage")
         stages.append(Stage(**{**entry, "parents": tuple(entry["parents"])}))
     tasks = []
     for entry in content["tasks"]:

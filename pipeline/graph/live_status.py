@@ -196,7 +196,7 @@ def read_status(storage: str, name: str) -> LiveStatus | None:
         status = read_json(status_uri(storage, name))
     except (FileNotFoundError, ValueError):
         return None
-    except OSError:  # on a disk: it is no file, or may not be read
+    except OSError:  # on a disk: it is not a file, or may not be read
         if not is_local(storage):
             raise
         return None
@@ -286,6 +286,6 @@ def check_readable(storage: str) -> None:
     if not os.path.exists(folder):
         raise UserError(f"storage {storage!r} does not exist; {remedy}")
     if not os.path.isdir(folder):
-        raise UserError(f"storage {storage!r} is no folder; {remedy}")
+        raise UserError(f"storage {storage!r} is not a folder; {remedy}")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"storage {storage!r} cannot be listed; {access_remedy(storage)}")

@@ -106,7 +106,7 @@ def describe_source(store: Store, card: Card, ask: bool = True) -> KnownSource:
         raise UserError(
             f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
             f"exist, or holds no images in its splits{reasons}, and was never ingested into this "
-            "storage; put the data there or mend `source.path` or `source.splits` on the card"
+            "storage; put the data there or fix `source.path` or `source.splits` on the card"
         )
     known = _recall(store, card, fingerprint)
     if listed is None:

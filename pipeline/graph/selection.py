@@ -167,7 +167,7 @@ def _unknown_stage(graph: Graph, name: str, option: str) -> UserError:
         f"a step ({', '.join(steps)}) names all its stages"
     )
     hint = did_you_mean(name, known, names)
-    return UserError(f"{option} {name!r:.80} is no stage of run {graph.name!r}; {hint}")
+    return UserError(f"{option} {name!r:.80} is not a stage of run {graph.name!r}; {hint}")
 
 
 def descendants(graph: Graph, stage_ids: set[str]) -> set[str]:

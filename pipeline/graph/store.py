@@ -174,7 +174,7 @@ class Store:
         except OSError as error:
             remedy = access_remedy(self.storage)
             if is_local(self.storage):
-                remedy = "choose another folder with --set storage=PATH or mend its permissions"
+                remedy = "choose another folder with --set storage=PATH or fix its permissions"
                 if (
                     error.errno == errno.EACCES
                     and os.path.isdir(self.storage)

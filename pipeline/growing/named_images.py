@@ -83,8 +83,8 @@ def find_named_images(
         owners = [named.used.card.name for named in by_card if line in named.found]
         if not owners:
             raise UserError(
-                f"{file}: {quoted(line)} is no image of this run; give a path below the source of "
-                "a card, as rejected.csv writes it, or the sha256 of an image (64 hexadecimal "
+                f"{file}: {quoted(line)} is not an image of this run; give a path below the source "
+                "of a card, as rejected.csv writes it, or the sha256 of an image (64 hexadecimal "
                 "digits), one a line"
             )
         if len(owners) > 1 and not DIGEST.fullmatch(line):

@@ -176,7 +176,7 @@ def _find_in_source(
     if not entries:
         raise UserError(
             f"card {card.name!r}: its source {printable(card.source.path)} does not exist, or "
-            "holds no files; put the data there, or mend source.path of the card"
+            "holds no files; put the data there, or fix source.path of the card"
         )
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}

@@ -185,7 +185,7 @@ def _write_new(bundle: Bundle, uri: str) -> None:
     except OSError:
         delete_dir(part)
         raise UserError(
-            f"{uri} is there and is no model folder; give a new or empty folder"
+            f"{uri} is there and is not a model folder; give a new or empty folder"
         ) from None
 
 

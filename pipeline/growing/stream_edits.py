@@ -256,9 +256,9 @@ def _check_number(
     if len(classes) > 1 or config.stream.scenario == "class":
         return
     raise UserError(
-        f"one new class, {classes[0]!r}, is no task in scenario `task`, where every answer would "
-        f"be right; join it to a task (--into NAME, one of {listed([*task_classes])}), or set "
-        "stream.scenario to class, where the classes of all tasks are told apart"
+        f"one new class, {classes[0]!r}, is not a task in scenario `task`, where every answer "
+        f"would be right; join it to a task (--into NAME, one of {listed([*task_classes])}), or "
+        "set stream.scenario to class, where the classes of all tasks are told apart"
     )
 
 

@@ -132,7 +132,7 @@ def join_cluster(ray: Any, address: str) -> None:
         ray.shutdown()
         raise UserError(
             f"the Ray cluster at {address!r} cannot be joined ({explain_refusal(error)}); "
-            "mend that, or set cluster.address=local"
+            "fix that, or set cluster.address=local"
         ) from None
 
 
@@ -225,14 +225,14 @@ def check_reachable(address: str) -> None:
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
         raise UserError(
             f"cluster address {address!r} is not of the form host:port; "
-            "mend cluster.address or RAY_ADDRESS, or set cluster.address=local"
+            "fix cluster.address or RAY_ADDRESS, or set cluster.address=local"
         )
     try:
         socket.create_connection((host, int(port)), timeout=CONNECTION_TIMEOUT_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         raise UserError(
             f"no Ray cluster answers at {address!r} ({error}); "
-            "start it, mend cluster.address or RAY_ADDRESS, or set cluster.address=local"
+            "start it, fix cluster.address or RAY_ADDRESS, or set cluster.address=local"
         ) from None
 
 

@@ -396,7 +396,7 @@ class RayExecutor(Executor):
         if group.starts > RetryPolicy.of(self.cluster).group and not moved:
             raise UserError(
                 f"worker {self.pools.describe_group(index)} could not be started in {group.starts} "
-                f"tries: {message}; mend what it says, or use fewer workers with "
+                f"tries: {message}; fix what it says, or use fewer workers with "
                 "--set cluster.workers=N"
             )
         self._answer(self.queue.abandon.remote(index, message, moved))

@@ -115,7 +115,7 @@ def analyse_runs(
     elif robustness or other_tasks:
         analysis.notes.append(
             "attention: none of these methods has any, "
-            "as their backbones are no vision transformers"
+            "as their backbones are not vision transformers"
         )
     else:
         raise UserError(
@@ -212,7 +212,7 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
             lost = next((stage.id for stage in run.graph if stage.key == error.key), error.key)
             raise UserError(
                 f"run {run.name!r}: the result of stage {lost} is missing or damaged; "
-                "`python -m pipeline run` computes it anew"
+                "`python -m pipeline run` computes it again"
             ) from None
         for task, last_job in job_by_task.items():
             if last_job is job:

@@ -94,7 +94,7 @@ def history_figure(drawn: Drawn) -> CaptionedFigure | None:
     if drawn.count("failed"):
         caption += " Crosses at the bottom are failed trials."
     if len(drawn.search.phases) > 1:
-        caption += " Each task starts anew, on its own band, in the order of the stream."
+        caption += " Each task starts again, on its own band, in the order of the stream."
     figure = search_plots.draw_history(drawn.search)
     return CaptionedFigure("Accuracy of all trials", caption, figure)
 

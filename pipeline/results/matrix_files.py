@@ -82,8 +82,8 @@ def _cell_value(path: str, number: int, cell: str) -> float | None:
         return float(cell)
     except ValueError:
         raise UserError(
-            f"{path}: row {number} holds {cell!r:.80}, which is no number; write accuracies from "
-            "0 to 1, and nothing where none was measured"
+            f"{path}: row {number} holds {cell!r:.80}, which is not a number; write accuracies "
+            "from 0 to 1, and nothing where none was measured"
         ) from None
 
 
@@ -167,7 +167,7 @@ def checked_rate(path: str, value: Any) -> float:
         )
     if not 0 <= value <= 1:
         raise UserError(
-            f"{path}: its matrix holds {value!r:.80}, which is no accuracy from 0 to 1; divide "
+            f"{path}: its matrix holds {value!r:.80}, which is not an accuracy from 0 to 1; divide "
             "per cent by 100"
         )
     return float(value)

@@ -97,7 +97,7 @@ class Metric:
 
     def _value(self, accuracies: Accuracies) -> float:
         if self.function is None:
-            raise TypeError(f"{self.name} is no function of an accuracy matrix")
+            raise TypeError(f"{self.name} is not a function of an accuracy matrix")
         return float(self.function(accuracies)) if accuracies.rates.size else NAN
 
 

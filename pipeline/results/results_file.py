@@ -268,7 +268,7 @@ def _parse(path: str, data: bytes) -> Any:
 def _list_runs(path: str, body: Any) -> list[ImportedTables]:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise UserError(
-            f"{path}: it holds no results (its `format` is not {FORMAT!r}), and is no list of "
+            f"{path}: it holds no results (its `format` is not {FORMAT!r}), and is not a list of "
             f"lists; {WRITE}"
         )
     if body.get("version") != VERSION:

@@ -341,7 +341,7 @@ def _check_when(dimensions: Mapping[str, Dimension], key: str) -> None:
         dimension = dimensions[other]
         if not isinstance(dimension, Choice):
             raise UserError(
-                f"space.{key}.when asks for a value of {other!r}, which is no choice; "
+                f"space.{key}.when asks for a value of {other!r}, which is not a choice; "
                 "make that a choice, or take it out"
             )
         for value in _as_list(condition):

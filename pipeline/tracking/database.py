@@ -68,7 +68,7 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
             path.rename(aside)
             filesystem.notify(
                 f"{path} was left half-made, with no run in it, by a process that was killed "
-                f"or by another version of MLflow; it is now {aside.name}, and made anew"
+                f"or by another version of MLflow; it is now {aside.name}, and made again"
             )
         else:
             path.unlink(missing_ok=True)
@@ -102,7 +102,8 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
         return True  # the database is read-only here, so nothing is repaired
     except sqlite3.DatabaseError as error:
         raise UserError(
-            f"{path} is no SQLite database ({error}); move it away and run the same command again"
+            f"{path} is not a SQLite database ({error}); move it away and run the same "
+            "command again"
         ) from None
 
 

@@ -247,7 +247,7 @@ def explain_missing_drivers(address: str) -> Iterator[None]:
         raise UserError(
             f"the tracking URI {redact(address)} "
             f"is not of the form {scheme}://user:password@host:port/database; "
-            "mend tracking.uri or MLFLOW_TRACKING_URI"
+            "fix tracking.uri or MLFLOW_TRACKING_URI"
         ) from None
 
 
@@ -265,7 +265,7 @@ def explain_refusals(storage: str, uri: str = "") -> Iterator[None]:
         reason = " ".join(redact(str(error)).split())[:300]
         raise UserError(
             f"MLflow at {redact(tracking_uri(storage, uri))} does not show its runs ({reason}); "
-            "start it, or mend MLFLOW_TRACKING_URI"
+            "start it, or fix MLFLOW_TRACKING_URI"
         ) from None
 
 

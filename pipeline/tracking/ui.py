@@ -318,7 +318,7 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
     """Explain from the end of the log why a server ended before it answered."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "it said nothing"
-    remedy = "mend what it says and try again"
+    remedy = "fix what it says and try again"
     if any("ddress already in use" in line for line in lines):
         remedy = (
             "another program took the port meanwhile: try another --port, or none for a free one"

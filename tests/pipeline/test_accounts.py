@@ -109,7 +109,7 @@ def test_preview_does_not_overwrite_other_files(
     else:
         path.write_text("<p>mine</p>")
     assert cli.main(["init", "../zoo"]) == 2
-    assert "is no preview" in capsys.readouterr().err
+    assert "is not a preview" in capsys.readouterr().err
     assert sorted(os.listdir(workdir)) == ["zoo-preview.html"]
 
 
@@ -138,7 +138,7 @@ def test_class_folder_without_images_is_noted(
 ) -> None:
     (workdir.parent / "zoo" / "dog").mkdir()
     assert cli.main(["init", "../zoo"]) == 0
-    assert "without train images are no classes: 'dog'" in capsys.readouterr().out
+    assert "without train images are not classes: 'dog'" in capsys.readouterr().out
 
 
 def test_image_in_two_classes_is_noted(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,7 +230,7 @@ def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
             assert code == 2
             assert (
                 "run 'one-head': the result of stage finetune/b/train is missing or damaged; "
-                "`python -m pipeline run` computes it anew" in output
+                "`python -m pipeline run` computes it again" in output
             )
     finally:
         files[0].write_bytes(original_bytes)
@@ -343,7 +343,7 @@ def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say) -> None:
     assert "<code>robustness.parquet</code>" in text
     assert say("analyse", "plain", "--images", "8", "--maps", "0")[0] == 0
     assert page_of(configs, "plain").count("data:image/png;base64,") == 4, (
-        "what was not made anew still stands"
+        "what was not made again still stands"
     )
     assert say("report", "plain")[0] == 0
     assert page_of(configs, "plain").count("data:image/png;base64,") == 4
@@ -389,7 +389,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     for path in out(configs, "scaled").iterdir():
         (out(configs, "scaled").parent / "moved" / path.name).write_bytes(path.read_bytes())
     assert b"data:image" in analysis_section.add_section(page, renamed, store)["report.html"], (
-        "a name is no result"
+        "a name is not a result"
     )
     grown: Any = {
         **record,

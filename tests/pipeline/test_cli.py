@@ -342,7 +342,7 @@ def test_gc_deletes_what_no_named_run_needs_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("nowhere", "does not exist"), ("run.json", "is no folder"), ("", "an empty text")],
+    [("nowhere", "does not exist"), ("run.json", "is not a folder"), ("", "an empty text")],
 )
 def test_gc_of_what_is_no_storage_says_so(
     name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -364,7 +364,7 @@ def test_gc_refuses_a_size_that_cannot_be_kept(
     command = ["gc", "--yes", "--storage", str(littered.storage), f"--keep-gb={size}"]
     assert cli.main(command) == 2
     error = capsys.readouterr().err
-    assert f"'{size}' is no number of gigabytes; give a finite number of at least 0" in error
+    assert f"'{size}' is not a number of gigabytes; give a finite number of at least 0" in error
     assert folders(littered) == before
 
 

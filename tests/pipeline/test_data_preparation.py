@@ -106,15 +106,15 @@ FIRST = f"1 {CUB_CLASSES[0]}/Bird_0001.jpg"
         ("images", FIRST, "1 /etc/secret.jpg", "is missing"),
         ("images", FIRST, f"1 {CUB_CLASSES[0]}/Bird_0009.jpg", "is missing"),
         ("images", FIRST, "1 ../bounding_boxes.txt", "leads out of the folder"),
-        ("images", FIRST, f"1 {CUB_CLASSES[0]}/notes.txt", "is no image"),
+        ("images", FIRST, f"1 {CUB_CLASSES[0]}/notes.txt", "is not an image"),
         ("images", FIRST, f"1 {CUB_CLASSES[0]}/Bird_0003.jpg", "two images of class"),
         ("images", FIRST, "1", "line 1: '1' has not the 2 columns"),
-        ("classes", "1 001.Black_footed_Albatross", "1 ..", "is no name of a class"),
+        ("classes", "1 001.Black_footed_Albatross", "1 ..", "is not a name of a class"),
         ("classes", "1 001.Black_footed_Albatross", "7 x", "classes.txt says nothing of '1'"),
         ("classes", CUB_CLASSES[0], CUB_CLASSES[1], "are both called"),
         ("train_test_split", "8 0\n", "", "train_test_split.txt says nothing of '8'"),
-        ("bounding_boxes", f"1 {BOX[0]}", "1 x", "is no box"),
-        ("bounding_boxes", f"1 {BOX[0]}", "1 inf", "is no box"),
+        ("bounding_boxes", f"1 {BOX[0]}", "1 x", "is not a box"),
+        ("bounding_boxes", f"1 {BOX[0]}", "1 inf", "is not a box"),
     ],
 )
 def test_a_damaged_list_is_one_sentence_and_nothing_is_written(
@@ -183,7 +183,7 @@ def test_what_is_there_and_what_is_needed_is_told(
     assert "holds CUB_200_2011, card.yaml" in text
     assert "needs also classes.txt; fetch" in text
     assert "https://www.vision.caltech.edu" in text
-    assert "is no folder; name the one" in prepare(capsys, cub_card, tmp_path / "x", code=2)
+    assert "is not a folder; name the one" in prepare(capsys, cub_card, tmp_path / "x", code=2)
     archive = tmp_path / "CUB_200_2011.tgz"
     archive.touch()
     text = prepare(capsys, cub_card, archive, code=2)

@@ -245,13 +245,13 @@ BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
     "images alone": ("1 image in no folder", lambda path: make_image(path / "a.png", 1)),
     "one class": ("one class, 'ant'", lambda path: class_folders(path, ("ant",))),
     "notes": ("'x.doc'", lambda path: write(path / "x.doc")),
-    "a file": ("no config and no data set", write),
+    "a file": ("neither a config nor a data set", write),
     "test alone": ("'test' and no train images", lambda path: class_folders(path / "test", NAMES)),
     "other classes in test": (
         "no test image has a label of train; test has labels such as 'x', and train 'ant', 'bee'",
         lambda path: (class_folders(path / "train", NAMES), class_folders(path / "test", ("x",))),
     ),
-    "socket": ("no config and no data set", make_socket),
+    "socket": ("neither a config nor a data set", make_socket),
     "links alone": ("not followed", links_alone),
 }
 

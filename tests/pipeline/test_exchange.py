@@ -294,7 +294,7 @@ def test_a_matrix_may_end_at_the_diagonal_or_hold_more(tmp_path: Path) -> None:
         ("after,a\x1b[2J\n", "give each task a name of its own"),
         ("after,a,b\nb,0.1,0.2\n", "row 2 begins with 'b' where 'a' is due"),
         ("after,a\na,0.1\na,0.1\n", "row 3 begins with 'a' where no further row is due"),
-        ("after,a\na,x\n", "row 2 holds 'x', which is no number"),
+        ("after,a\na,x\n", "row 2 holds 'x', which is not a number"),
         ("after,a\na,61.2\n", "divide per cent by 100"),
         ("after,a\na,inf\n", "write accuracies from 0 to 1"),
         ("after,a\na,0.1,0.2\n", "row 1 of its matrix has 2 values"),

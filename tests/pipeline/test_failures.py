@@ -131,10 +131,10 @@ def test_unavailable_storage_does_not_hide_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> dict[str, object]:
-        raise UserError("mend it")
+        raise UserError("fix it")
 
     event = attempt.attempt_stage(stage_of(), refused, str(tmp_path), dist.Group(2, 4))
-    assert event.message == "mend it"
+    assert event.message == "fix it"
     assert event.body["host"] == platform.node(), "as when the disk of this node is full"
     assert event.body["rank"] == 2
     assert not traceback_files(tmp_path)

@@ -337,7 +337,7 @@ def test_time_limit_ends_workers_and_counts_attempt(
     driver.end_group(0, ray.exceptions.WorkerCrashedError())
     driver.poll()
     assert driver.groups[0].task is not task
-    assert driver.groups[0].starts == 1, "the end of the group is no failed start"
+    assert driver.groups[0].starts == 1, "the end of the group is not a failed start"
     driver.queue.join(0, [Rank("0")])
     assert driver.queue.next_stage(0).id == stage.id
     driver.clock.now += 59

@@ -1,4 +1,4 @@
-"""Files of a run that are no files, or whose texts would look like lines of ours: one such run is
+"""Files of a run that are not files, or whose texts would look like lines of ours: one such run is
 told as damaged or in its line, and takes no other run with it."""
 
 from __future__ import annotations

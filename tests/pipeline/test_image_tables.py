@@ -239,7 +239,7 @@ def test_a_column_for_each_class_is_named(tmp_path: Path) -> None:
 
 
 def test_a_table_of_images_is_not_passed_over_for_their_folders(tmp_path: Path) -> None:
-    """Folders named otherwise than by a class are no classes where a table names their images."""
+    """Folders named otherwise than by a class are not classes where a table names their images."""
     lines = ["image_id,kind,sort"]
     for number in range(12):
         make_image(tmp_path / "data" / f"part{number % 2}" / f"im{number}.png", number)

@@ -292,7 +292,7 @@ def test_non_utf8_images_are_read_and_classes_listed(source: Any, tmp_path: Path
         f"folder, path: {source}}}\n"
     )
     (tmp_path / "card.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"class 'caf\\udce9' is no name that can be shown"):
+    with pytest.raises(UserError, match=r"class 'caf\\udce9' is not a name that can be shown"):
         load(str(tmp_path / "card.yaml"))
 
 
@@ -632,7 +632,7 @@ def test_the_fingerprint_follows_nothing_beside_the_images(
     assert fingerprint(card) == before
     for file in files:
         file.unlink()
-    assert fingerprint(card) is None, "a note alone is no source"
+    assert fingerprint(card) is None, "a note alone is not a source"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_number_is_a_place_if_the_card_says_so() -> None:
     assert names.find(1) == "bee"
     assert names.find("0") == "ant"
     assert names.find("bee") == "bee"
-    assert names.find(2) not in ("ant", "bee"), "a number beyond the list is no class"
+    assert names.find(2) not in ("ant", "bee"), "a number beyond the list is not a class"
 
 
 @pytest.mark.parametrize("label", [0, "0", 1])

@@ -1,4 +1,4 @@
-"""Images and classes that a card leaves out are neither read nor written, and are no bad images."""
+"""Images and classes that a card leaves out are neither read nor written nor bad images."""
 
 from __future__ import annotations
 

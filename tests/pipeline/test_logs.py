@@ -1,5 +1,5 @@
 """Promises of `logs`: one command tells what happened to a stage and prints its tracebacks, and
-what is no log of ours does no harm."""
+files that are not logs of ours do no harm."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_file_before_the_last_one_is_read_too(
 def test_what_is_no_log_does_no_harm(
     storage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The storage of a stranger: lines that are no events, huge files, devices, control codes."""
+    """The storage of a stranger: lines that are not events, huge files, devices, control codes."""
     folder = Path(storage, "runs", "r")
     good = {
         "time": "2026-01-02T03:04:05",

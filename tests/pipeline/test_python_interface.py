@@ -586,7 +586,7 @@ def test_a_run_goes_on_where_it_stopped_and_names_the_command(
     with pytest.raises(UserError, match="finish the run with `python -m pipeline run` first"):
         experiment.results().model()
     capsys.readouterr()
-    monkeypatch.setenv("TERM", "xterm-color")  # as in a notebook, whose output is no terminal
+    monkeypatch.setenv("TERM", "xterm-color")  # as in a notebook, whose output is not a terminal
     results = experiment.run()
     printed = capsys.readouterr().out
     assert "linear/a/evaluate: a " in printed

@@ -494,7 +494,7 @@ def test_a_storage_that_cannot_be_listed_is_one_sentence(
         text = output(capsys, command, "--storage", str(tmp_path), code=2)
         assert text == (
             f"accrete: storage '{tmp_path}' cannot be listed; "
-            "choose another folder or mend its permissions\n"
+            "choose another folder or fix its permissions\n"
         )
 
 

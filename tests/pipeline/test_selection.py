@@ -85,10 +85,10 @@ def test_a_forced_stage_runs_though_it_has_a_result() -> None:
         ({"start": ["m/b/train"]}, "--until m/b/train runs what it needs too"),
         (
             {"until": ["m/a/trian"]},
-            "'m/a/trian' is no stage of run 'r'; did you mean 'm/a/train'",
+            "'m/a/trian' is not a stage of run 'r'; did you mean 'm/a/train'",
         ),
         ({"start": ["xyz"]}, r"--from 'xyz' is no .* there are: data/a, .* a step \(ingest, train"),
-        ({"force": ["m/*/herd"]}, r"--force 'm/\*/herd' is no stage"),
+        ({"force": ["m/*/herd"]}, r"--force 'm/\*/herd' is not a stage"),
         (
             {"only": ["data/a"], "force": ["data/b"]},
             "--force names data/b, but --only, --from or --until leaves it out",
@@ -168,5 +168,7 @@ def test_an_unknown_stage_is_one_sentence_and_runs_nothing(
     tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = run(capsys, finished, tmp_path / "storage", "--force", "linear/a/trian", code=2)
-    assert re.search(r"^accrete: --force 'linear/a/trian' is no stage .*'linear/a/train'\?$", text)
+    assert re.search(
+        r"^accrete: --force 'linear/a/trian' is not a stage .*'linear/a/train'\?$", text
+    )
     assert not (tmp_path / "storage" / "runs").exists()

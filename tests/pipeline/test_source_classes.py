@@ -178,7 +178,7 @@ def test_values_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     columns = {"image": [png(0), png(1)], "label": [[1], [2]]}
     pq.write_table(pa.table(columns), tmp_path / "data" / "train.parquet")
-    with pytest.raises(UserError, match="are no classes"):
+    with pytest.raises(UserError, match="are not classes"):
         card_files.load(write_card(tmp_path, {"format": "parquet", "path": "data"}))
 
 

@@ -211,7 +211,7 @@ def test_when_must_name_a_key_and_not_go_round() -> None:
         space(abc=CHOICE, b={**CHOICE, "when": {"abd": 1}})
     with pytest.raises(UserError, match="which is not among its values"):
         space(a=CHOICE, b={**CHOICE, "when": {"a": 7}})
-    with pytest.raises(UserError, match="which is no choice"):
+    with pytest.raises(UserError, match="which is not a choice"):
         space(a={"dist": "uniform", "low": 0, "high": 1}, b={**CHOICE, "when": {"a": 0.5}})
     with pytest.raises(UserError, match="circle"):
         space(a={**CHOICE, "when": {"b": 1}}, b={**CHOICE, "when": {"a": 1}})

@@ -105,7 +105,7 @@ def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
     prepare_two_tables(path)
     assert path.read_bytes() == before
     (tmp_path / "no.db").write_bytes(b"no database at all" * 100)
-    with pytest.raises(UserError, match=r"no\.db is no SQLite database"):
+    with pytest.raises(UserError, match=r"no\.db is not a SQLite database"):
         prepare_two_tables(tmp_path / "no.db")
 
 
@@ -222,7 +222,7 @@ def test_killed_database_creation_is_recovered(
     assert left == ["mlflow.db"]
 
 
-# ---- what waiting does not mend ------------------------------------------------------------------
+# ---- what waiting does not fix ------------------------------------------------------------------
 def failures() -> list[Exception]:
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
@@ -259,7 +259,7 @@ def test_they_are_told_at_once_and_nobody_waits(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def asked() -> bool:
-        raise AssertionError("a full disk is no server that may come back")
+        raise AssertionError("a full disk is not a server that may come back")
 
     lines: list[str] = []
     outbox = Outbox("MLflow", asked, lambda: None, mlflow_client.transient, lines.append)

@@ -284,7 +284,7 @@ def test_a_run_does_not_wait_for_a_server_that_hangs(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, fake = threading.Event(), FakeMlflow()
-    fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is no fault
+    fake.fault = lambda n, name: str(go.wait() or "")[4:]  # waits, and then is not a fault
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     lines: list[str] = []
     recorder = Recorder(

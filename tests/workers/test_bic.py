@@ -251,7 +251,7 @@ def test_exemplars_and_held_out_images_share_the_memory(lab: Lab) -> None:
         assert all(
             second[kind]["two"][c] == keys[: len(second[kind]["two"][c])]
             for c, keys in first[kind]["two"].items()
-        ), "shortened, not chosen anew"
+        ), "shortened, not chosen again"
 
 
 def test_small_memory_holds_out_and_trains_one_image() -> None:

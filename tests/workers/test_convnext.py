@@ -70,7 +70,7 @@ def test_an_image_that_strides_do_not_divide_is_refused(
     settings = TINY.model_copy(update={"img_size": img_size, "options": SMALL | options})
     with pytest.raises(
         UserError,
-        match=f"backbone.img_size is {img_size}, which is no multiple of the total stride "
+        match=f"backbone.img_size is {img_size}, which is not a multiple of the total stride "
         f"{stride} of 'convnext_atto'",
     ):
         vit.build(settings)
@@ -83,7 +83,7 @@ def test_an_image_that_strides_do_not_divide_is_refused(
     [
         (
             {"drop_rate": 0.1},
-            r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped anew on each rank",
+            r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped again on each rank",
         ),
         (
             {"global_pool": ""},

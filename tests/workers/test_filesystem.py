@@ -588,7 +588,7 @@ def test_the_uri_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     for flag in flags:
         filesystem.s3({flag: "true"})
         assert [made[-1][name] for name in flags] == [name == flag for name in flags]
-    with pytest.raises(UserError, match=r"'regoin' is no option; there are .*region"):
+    with pytest.raises(UserError, match=r"'regoin' is not an option; there are .*region"):
         resolve("s3://bucket/x?regoin=a")
 
 

@@ -19,7 +19,7 @@ from workers.job import BackboneSettings
 from workers.model import pretrained, vit
 
 CLASSES = 7
-# In the module of crossvit it is no function of the module; its weights are taken as they are.
+# In the module of crossvit it is not a function of the module; its weights are taken as they are.
 WITHOUT_FILTER = ("crossvit",)
 
 

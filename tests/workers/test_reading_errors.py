@@ -68,14 +68,14 @@ def test_a_shard_that_is_no_file_any_more_is_damage(
     error = error_of_reading(on_disk)
     assert isinstance(error, DamagedArtifact)
     assert f"{path} is " in str(error)
-    assert str(error).endswith("run the same command again to ingest anew")
+    assert str(error).endswith("run the same command again to repeat the ingest")
 
 
 @pytest.mark.parametrize("refused", ["open", "read"])
 def test_unreadable_shard_is_an_error_not_damage(
     refused: str, on_disk: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To ingest anew would hide a wrong permission or a disk that fails."""
+    """To ingest again would hide a wrong permission or a disk that fails."""
 
     def refuse(*_: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -89,7 +89,7 @@ def test_unreadable_shard_is_an_error_not_damage(
     assert type(error) is UserError
     path = next(tmp_path.rglob(SHARD))
     assert str(error) == (
-        f"{path} cannot be read (Permission denied); mend its permissions or its disk, "
+        f"{path} cannot be read (Permission denied); fix its permissions or its disk, "
         "and run the same command again"
     )
 
@@ -97,7 +97,7 @@ def test_unreadable_shard_is_an_error_not_damage(
 def test_a_shard_that_a_network_disk_has_lost_is_opened_again(
     on_disk: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server of NFS does after it was started anew."""
+    """As a server of NFS does after it was restarted."""
     reader = DiskReader(on_disk)
     record = reader.read(IN_RED)
     file = on_disk.shards[0]._file(SHARD)

@@ -96,7 +96,7 @@ def test_a_class_that_no_config_can_name_is_refused(body: dict[str, Any], words:
 
 
 def test_what_is_no_method_is_refused() -> None:
-    with pytest.raises(UserError, match="is no method; decorate a class"):
+    with pytest.raises(UserError, match="is not a method; decorate a class"):
         register(dict)  # type: ignore[type-var]
 
 
@@ -207,5 +207,5 @@ def test_a_class_that_no_worker_can_import_is_known() -> None:
     assert why_not_importable("outside") == "its class is defined in a notebook or script"
     assert why_not_importable("local") == "its class is defined inside a function"
     register(class_from(module="never_imported"))
-    assert "never_imported is no module that Python imported" in why_not_importable("outside")
+    assert "never_imported is not a module that Python imported" in why_not_importable("outside")
     assert why_not_importable("meat") == ""

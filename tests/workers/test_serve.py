@@ -419,7 +419,7 @@ FORGERIES: dict[str, dict[str, Any]] = {
     "an unknown role": {"role": "evil"},
     "a list as name": {"task": ["two"]},
     "a name that leads out": {"task": "../two"},
-    "a card that is no text": {"card": ["x"]},
+    "a card that is not a text": {"card": ["x"]},
     "a head of three rows": {
         "tensors": {"head/weight": torch.zeros(3, 16), "head/bias": torch.zeros(3)}
     },

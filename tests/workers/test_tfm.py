@@ -158,7 +158,7 @@ def test_tfm_interference_is_detected(broken: type[Tfm]) -> None:
 
 
 def test_only_new_units_normalisation_and_the_head_get_gradients() -> None:
-    """Rows of units that an earlier task learned are no parameters at all."""
+    """Rows of units that an earlier task learned are not parameters at all."""
     carried = stream(tasks=TASKS[:1], **GROWN)[0][1]
     before, method = carried.to_bytes(), Tfm(vit(), TfmSettings(**{**GROWN, "heads_every": 1}), 0)
     groups = begun(method, TASKS[1], carried)

@@ -202,7 +202,7 @@ def test_every_prompt_learns_and_the_backbone_does_not(depth: Any) -> None:
 
 
 def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
-    """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn anew."""
+    """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn again."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings())
     prompts, reach = initial_prompts(12, 100, model), math.sqrt(6 / 960)

@@ -226,7 +226,7 @@ class Cache:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise UserError(
                     f"shards and decoded images cannot be kept in {self.folder!r} ({error}); "
-                    "mend its permissions or its disk, or name another folder in cluster.cache"
+                    "fix its permissions or its disk, or name another folder in cluster.cache"
                 ) from None
             remedies = (
                 f"free some there, lower cluster.cache_gb ({self.limit / 2**30:g} now) to what "

@@ -144,7 +144,7 @@ def _check_scans(data: bytes, pixels: int) -> None:
     if scans > MAX_SCANS or scans * pixels > MAX_SCANNED_PIXELS:
         raise ValueError(
             f"{scans} scans of {pixels} pixels, more than {MAX_SCANS} scans or "
-            f"{MAX_SCANNED_PIXELS} pixels in all scans; save it anew"
+            f"{MAX_SCANNED_PIXELS} pixels in all scans; save it again"
         )
 
 

@@ -119,7 +119,7 @@ def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
         raise DamagedArtifact(
             artifact.key,
             f"{artifact.uri(SHARDS)} is not readable as a list of shards "
-            f"({str(error).splitlines()[0]}); run the same command again to ingest anew",
+            f"({str(error).splitlines()[0]}); run the same command again to repeat the ingest",
         ) from None
     return files
 

@@ -218,7 +218,7 @@ class Shards:
         return DamagedArtifact(
             self.key,
             f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
-            "(sha256 differs from the index); run the same command again to ingest anew",
+            "(sha256 differs from the index); run the same command again to repeat the ingest",
         )
 
     def cut_short(self, shard: str) -> UserError:
@@ -226,7 +226,8 @@ class Shards:
         if self.is_in_place:
             return self._changed(shard, "it is cut short")
         return DamagedArtifact(
-            self.key, f"{self.uri(shard)} is cut short; run the same command again to ingest anew"
+            self.key,
+            f"{self.uri(shard)} is cut short; run the same command again to repeat the ingest",
         )
 
     def _changed(self, shard: str, difference: str) -> SourceGone:
@@ -269,18 +270,20 @@ class Shards:
         uri = self.uri(shard)
         again = "run the same command again"
         reason = " ".join(str(error.strerror or error).split())[:300]
-        remedy = f"mend its permissions or its disk, and {again}"
+        remedy = f"fix its permissions or its disk, and {again}"
         if not is_local(uri):
             remedy = access_remedy(uri)
         if self.is_in_place:
             if isinstance(error, FileNotFoundError):
                 reason = "it is missing"
-                remedy = f"put it back, or mend source.path of the card, and {again}"
+                remedy = f"put it back, or fix source.path of the card, and {again}"
             return SourceGone(f"{uri}, which is used in place, cannot be read ({reason}); {remedy}")
         if isinstance(error, FileNotFoundError):
-            return DamagedArtifact(self.key, f"{uri} is missing; {again} to ingest anew")
+            return DamagedArtifact(self.key, f"{uri} is missing; {again} to repeat the ingest")
         if error.errno in (errno.EISDIR, errno.EINVAL):
-            return DamagedArtifact(self.key, f"{uri} is no regular file; {again} to ingest anew")
+            return DamagedArtifact(
+                self.key, f"{uri} is not a regular file; {again} to repeat the ingest"
+            )
         return UserError(f"{uri} cannot be read ({reason}); {remedy}")
 
 
@@ -307,7 +310,7 @@ def get_limits(artifact: Artifact) -> ImageLimits:
         raise DamagedArtifact(
             artifact.key,
             f"the manifest of {artifact.uri(INDEX)} has no range of values in `range`; "
-            "run the same command again to ingest anew",
+            "run the same command again to repeat the ingest",
         )
     return limits._replace(value_range=(low, high))
 
@@ -329,7 +332,7 @@ def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
         raise DamagedArtifact(
             artifact.key,
             f"{artifact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); "
-            "run the same command again to ingest anew",
+            "run the same command again to repeat the ingest",
         ) from None
     return table
 

@@ -499,7 +499,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         if rows != len(state.classes):
             raise UserError(
                 f"task {state.task!r}: its head has {rows} outputs for {len(state.classes)} "
-                "classes; export it anew, or make the folder anew"
+                "classes; export it again, or make the folder again"
             )
         self.heads.restore(state.task, state.head)
         self.active_task = None

@@ -45,7 +45,7 @@ class CtrFullSettings(CtrSettings):
     max_tasks: PositiveInt = Field(
         10,
         description="largest number of tasks in the stream; each has its capsules from the "
-        "start, so that a change of this number trains the stream anew",
+        "start, so that a change of this number trains the stream again",
     )
     capsule: PositiveInt = Field(3, description="P, number of channels of a capsule")
     filters: PositiveInt = Field(
@@ -249,7 +249,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
         if position >= settings.max_tasks:
             raise UserError(
                 f"method {cls.name!r} has capsules for max_tasks={settings.max_tasks} tasks, "
-                "and the stream has more; raise max_tasks, which trains the stream anew"
+                "and the stream has more; raise max_tasks, which trains the stream again"
             )
         return super().steps_for(settings, position)
 

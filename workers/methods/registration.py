@@ -29,7 +29,7 @@ def register(method: MethodClass) -> MethodClass:
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(
-            f"register: {method!r:.80} is no method; decorate a class that has "
+            f"register: {method!r:.80} is not a method; decorate a class that has "
             "workers.methods.base.Method among its bases"
         )
     name = vars(method).get("name")
@@ -75,7 +75,7 @@ def why_not_importable(name: str) -> str:
     if "<locals>" in method.__qualname__:
         return "its class is defined inside a function"
     if getattr(sys.modules.get(method.__module__), "__spec__", None) is None:
-        return f"{method.__module__} is no module that Python imported"
+        return f"{method.__module__} is not a module that Python imported"
     return ""
 
 

@@ -49,7 +49,7 @@ def build(settings: BackboneSettings) -> nn.Module:
     if dropout:
         raise UserError(
             f"backbone.options.{dropout} is {settings.options[dropout]!r}; timm draws who is "
-            "dropped anew on each rank, so that results would "
+            "dropped separately on each rank, so that results would "
             "depend on the number of ranks: leave it out, or use backbone.drop_path, which does not"
         )
     if settings.options.get("in_chans", 3) != 3:
@@ -93,14 +93,14 @@ def _prepared(model: Any, settings: BackboneSettings) -> nn.Module:
     patch: Any = model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1,)
     if any(settings.img_size % side for side in patch):
         raise UserError(
-            f"backbone.img_size is {settings.img_size}, which is no multiple of the patch size "
+            f"backbone.img_size is {settings.img_size}, which is not a multiple of the patch size "
             f"{patch[0]} of {settings.name!r}; change it, "
             "or backbone.options.patch_size"
         )
     stride: Any = model.feature_info[-1]["reduction"] if isinstance(model, ConvNeXt) else 1
     if settings.img_size % stride:
         raise UserError(
-            f"backbone.img_size is {settings.img_size}, which is no multiple of the total "
+            f"backbone.img_size is {settings.img_size}, which is not a multiple of the total "
             f"stride {stride} of {settings.name!r}, whose maps would "
             "not fit into each other; change it, or backbone.options.patch_size or output_stride"
         )
@@ -389,7 +389,7 @@ def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
     except RuntimeError as error:  # other names or shapes
         raise UserError(
             f"{where}: its weights are of another model ({' '.join(str(error).split()):.300}); "
-            "make it anew"
+            "make it again"
         ) from None
 
 

@@ -567,7 +567,7 @@ class Artifact:
         if problem:
             raise DamagedArtifact(
                 self.key,
-                f"{self.uri(name)}: {problem}; run the same command again to compute it anew",
+                f"{self.uri(name)}: {problem}; run the same command again to recompute it",
             )
         return data
 

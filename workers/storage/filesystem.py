@@ -141,7 +141,7 @@ def access_remedy(uri: str) -> str:
             f"{google_credentials(uri)}, may list, read, write and delete there"
         )
     if parts.scheme in ("", "file"):
-        return "choose another folder or mend its permissions"
+        return "choose another folder or fix its permissions"
     return (
         f"check that {parts.scheme}://{bucket} is there, and that the credentials of this "
         "environment may list, read, write and delete there"
@@ -209,7 +209,7 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
     """
     unknown = next((name for name in options if name not in S3_OPTIONS), None)
     if unknown is not None:
-        raise ValueError(f"{unknown!r} is no option; there are {', '.join(S3_OPTIONS)}")
+        raise ValueError(f"{unknown!r} is not an option; there are {', '.join(S3_OPTIONS)}")
     scheme, host = "https", aws_endpoint(options)
     if "://" in host:
         scheme, _, host = host.partition("://")

@@ -57,7 +57,7 @@ def check_reachable() -> None:
 
     if reason := connection_problem():
         raise StorageUnavailable(
-            f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); mend "
+            f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); fix "
             "the network, "
             "HTTPS_PROXY or HF_ENDPOINT, or download the files and point source.path of the "
             "card (or the "
@@ -127,5 +127,5 @@ def model_file(weights: str, name: str, may_connect: bool = True) -> str:
         remedy = "choose a model that timm has stored there as safetensors"
     except Exception as error:  # of the HTTP client, of the hub, of the system
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        remedy = "correct its name, or mend the network, HF_TOKEN or HF_ENDPOINT"
+        remedy = "correct its name, or fix the network, HF_TOKEN or HF_ENDPOINT"
     raise UserError(f"backbone.weights is {weights!r}: {reason}; {remedy}")

@@ -49,7 +49,7 @@ def regular_descriptor(path: str | os.PathLike[str]) -> int:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "it is no regular file", name)
+            raise OSError(errno.EINVAL, "it is not a regular file", name)
     except BaseException:
         os.close(descriptor)
         raise

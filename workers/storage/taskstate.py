@@ -34,7 +34,7 @@ def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """
     count = math.prod(shape)
     if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
-        raise ValueError(f"{bits.numel()} bytes are no mask of shape {shape}")
+        raise ValueError(f"{bits.numel()} bytes are not a mask of shape {shape}")
     flat = np.unpackbits(bits.cpu().numpy(), count=count)
     return torch.from_numpy(flat.astype(bool).reshape(shape))
 
@@ -117,7 +117,7 @@ class TaskState:
                 *header["classes"],
             ]
             if not all(isinstance(text, str) for text in [*texts, *header["classes"]]):
-                raise ValueError("its task, method and classes are no texts")
+                raise ValueError("its task, method and classes are not strings")
             return cls(
                 header["task"],
                 tuple(header["classes"]),

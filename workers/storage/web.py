@@ -104,7 +104,7 @@ class WebFile:
         try:
             self.where = "://".join(urlsplit(url)[:2])
         except ValueError as error:
-            raise UserError(f"shard {url!r} is no address ({error}); mend it") from None
+            raise UserError(f"shard {url!r} is not an address ({error}); fix it") from None
         self.version = retry(lambda: self._fetch(0, 1), self.where, f"opening {url}").version
 
     @property
@@ -144,7 +144,9 @@ async def _request(system: Any, url: str, offset: int, count: int) -> Part:
         ) as response:
             return await _parse_part(response, url, offset, count)
     except aiohttp.InvalidURL as error:
-        raise UserError(f"{url} is no address of a web server ({error}); mend the card") from None
+        raise UserError(
+            f"{url} is not an address of a web server ({error}); fix the card"
+        ) from None
     except aiohttp.TooManyRedirects:
         raise OSError(f"{url} leads from one address to the next without an end") from None
     except (TimeoutError, aiohttp.ClientError) as error:

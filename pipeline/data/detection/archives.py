@@ -335,7 +335,7 @@ def _check_other_columns(files: Files, schema: Schema) -> None:
             if column not in schema.names and classify_split_column(column):
                 raise SplitUnclear(
                     f"{files.where}: {quoted(name)} has a column {quoted(column)}, which looks "
-                    "like a split, and other files do not; add it there, or say that it is no "
+                    "like a split, and other files do not; add it there, or say that it is not a "
                     f"split: `{files.request.command('source.split=null')}`"
                 )
 

@@ -350,7 +350,7 @@ def _parse_split_column(columns: Columns, column: str, values: Iterable[str] | N
         f"source.splits={{train: [{examples or '...'}], test: [...], ignore: [...]}}",
     )
     none = columns.request.command("source.split=null")
-    remedy = f"say what its values mean, as in `{example}`, or that it is no split: `{none}`"
+    remedy = f"say what its values mean, as in `{example}`, or that it is not a split: `{none}`"
     try:
         words = parse_split_words(known)
         if words.unknown and all(map(find_role, known)):
@@ -388,7 +388,7 @@ def _parse_single_flag(columns: Columns, flag: tuple[str, Role]) -> SplitWords:
     )
     raise SplitUnclear(
         f"{columns.where}: column {quoted(column)} looks like a split, and {problem}; say what its "
-        f"values mean, as in `{example}`, or that it is no split: "
+        f"values mean, as in `{example}`, or that it is not a split: "
         f"`{columns.request.command('source.split=null')}`"
     )
 

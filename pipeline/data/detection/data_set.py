@@ -315,7 +315,7 @@ def _assemble(
     folders = _list_class_folders(card)
     empty = [name for name in folders if name not in card.classes and ("train", name) not in counts]
     if empty:
-        all_notes.append(f"folders without train images are no classes: {listed(empty)}")
+        all_notes.append(f"folders without train images are not classes: {listed(empty)}")
     is_exact = len(entries) < MAX_FILES
     problems: dict[str, str | None] = {}
     source_format = get_format(card)

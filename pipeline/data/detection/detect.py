@@ -130,8 +130,8 @@ def _detect_file(uri: str, request: Request) -> DataSet:
         remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
         raise UserError(f"{printable(uri)} is a compressed archive, which is not read; {remedy}")
     raise UserError(
-        f"{printable(uri)} is no config and no data set; what would do: a .yaml config, a folder "
-        "of class folders, a CSV file of paths and labels, Parquet files, or WebDataset tars"
+        f"{printable(uri)} is neither a config nor a data set; what would do: a .yaml config, a "
+        "folder of class folders, a CSV file of paths and labels, Parquet files, or WebDataset tars"
     )
 
 
@@ -512,7 +512,7 @@ class SourceFolder:
         """Return the error that lists the contents of this folder and the accepted layouts."""
         holds = f"{printable(self.uri)} {describe_contents(self.entries)}"
         return NoClasses(
-            f"{holds}, which is no data set of images with labels; {self._suggest_remedy()}"
+            f"{holds}, which is not a data set of images with labels; {self._suggest_remedy()}"
         )
 
     def _suggest_remedy(self) -> str:

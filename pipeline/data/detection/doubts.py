@@ -154,7 +154,7 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
             continue
         raise SplitUnclear(
             f"{printable(source.path)}: {quoted(entry.name)} looks like a list of a split, and "
-            "cannot be read; give the splits as folders or as a column of a table; if it is no "
+            "cannot be read; give the splits as folders or as a column of a table; if it is not a "
             f"such list: `{request.command(f'source.format={source.format}')}`"
         )
 
@@ -275,10 +275,10 @@ class Checks:
     def _other_split_error(
         self, folder: str, image: ReadImage, roles: Mapping[str, Role]
     ) -> SplitUnclear:
-        remedy = f"if that is no split, say `{self.request.command('source.split=null')}`"
+        remedy = f"if that is not a split, say `{self.request.command('source.split=null')}`"
         if self.is_folder:
             as_it_is = self._format_command(self._current_splits())
-            remedy = f"if that is no split, say {as_it_is}"
+            remedy = f"if that is not a split, say {as_it_is}"
             by_split: dict[str, list[str]] = {}
             for name, role in roles.items():
                 by_split.setdefault("test" if role == "held out" else role, []).append(name)
@@ -299,7 +299,7 @@ class Checks:
         return SplitUnclear(
             f"{self.where}: the names of {format_count(number, 'image')} say {role}, but they "
             "would not "
-            f"be {role} images; {remedy}, or that it is no split: {as_it_is}"
+            f"be {role} images; {remedy}, or that it is not a split: {as_it_is}"
         )
 
     def check_unread(self, files: Sequence[Entry]) -> None:

@@ -456,12 +456,12 @@ def _read_inner_splits(top: str, children: Sequence[Folder]) -> Layout | None:
     if has_loose and any(parse_role(word) == "train" for word in words):
         raise SplitUnclear(
             f"the classes have images beside folders {listed(sorted(words))}; move the images, or "
-            f"say {format_option(train=f'{base}{LABEL}')} if the folders are no splits"
+            f"say {format_option(train=f'{base}{LABEL}')} if the folders are not splits"
         )
     if not has_loose and not any(parse_role(word) == "train" for word in words):
         raise SplitUnclear(
             f"the classes have folders {listed(sorted(words))} and no train images; say "
-            f"{format_option(train=f'{base}{LABEL}')} if they are no splits"
+            f"{format_option(train=f'{base}{LABEL}')} if they are not splits"
         )
     names = sorted(words) if not has_loose else [*sorted(words), "train"]
     for split, of_split in parse_split_words(names).splits.items():

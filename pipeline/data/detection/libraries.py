@@ -36,7 +36,7 @@ def resolve_hub_address(path: str) -> str:
     match = HUB_NAME.fullmatch(path)
     if match is None:
         raise UserError(
-            f"{printable(path)} is no data set on the hub; write hf://datasets/OWNER/NAME, or "
+            f"{printable(path)} is not a data set on the hub; write hf://datasets/OWNER/NAME, or "
             "hf://datasets/OWNER/NAME/FOLDER for a folder in it"
         )
     address = path.rstrip("/")

@@ -207,7 +207,7 @@ def _check_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
             if all(role is not None and _agrees(role, split, surveys) for role in roles.values()):
                 continue
             none = request.command("source.split=null")
-            remedy = f"write shards for each split, or say that it is no split: `{none}`"
+            remedy = f"write shards for each split, or say that it is not a split: `{none}`"
             if source.startswith(JSON_PREFIX):
                 known = sorted({v for s in surveys.values() for v in s.splits.get(source, ())})
                 words = parse_split_words(known).splits
@@ -374,7 +374,7 @@ def _no_label_error(files: Files, survey: Survey) -> UserError:
         )
     known = ", ".join(f".{name}" for name in LABEL_MEMBERS)
     others = listed(sorted(ending for ending in survey.endings if ending not in survey.images))
-    note = f"; there are members {others}, which are no labels or do not follow their images"
+    note = f"; there are members {others}, which are not labels or do not follow their images"
     return UserError(
         f"{files.where}: its {format_count(num_images, 'image')} have no label beside them "
         f"({known}, "

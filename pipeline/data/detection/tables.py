@@ -526,7 +526,7 @@ def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | N
             problem = f"{quoted(unread[0])} is in none of them" if unread else "none is train"
             raise SplitUnclear(
                 f"{where}: its images lie in {listed(sorted(words))}, which looks like a split, "
-                f"but {problem}; add a column `split`, or say that it is no split: `{none}`"
+                f"but {problem}; add a column `split`, or say that it is not a split: `{none}`"
             )
         return parse_split_words(words, exact=False)
     return None

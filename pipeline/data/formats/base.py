@@ -206,7 +206,7 @@ def archives_of_split(
         if entry.problem and not entry.problem.startswith("other file"):
             raise UserError(
                 f"card {card.name!r}: {printable(entry.name)} in its source {source_uri(card)} is "
-                f"left out ({entry.problem}), and it may hold many images; mend or remove it"
+                f"left out ({entry.problem}), and it may hold many images; fix or remove it"
             )
         if entry.problem or get_suffix(entry.name) not in suffixes:
             problem = entry.problem or other_file(entry.name)

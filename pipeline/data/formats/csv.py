@@ -232,7 +232,7 @@ def _contradiction(base: str, pairs: list[tuple[TableImage, TableImage]]) -> Use
     return UserError(
         f"{printable(base)}: {num_files} images have {kind}, such as {quoted(first.name)} with "
         f"{listed(str(value) for value in both)} (rows {first.row} and {second.row}); an image "
-        "needs one, so name another column or mend the table"
+        "needs one, so name another column or fix the table"
     )
 
 

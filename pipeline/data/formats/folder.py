@@ -142,7 +142,7 @@ def list_files(card: Card, most: int | None) -> list[Entry] | None:
                 return None
             raise UserError(
                 f"card {card.name!r}: the further folder {only.source.path} does not exist; put "
-                "the data there, or mend source.more of the card"
+                "the data there, or fix source.more of the card"
             )
         entries += (
             [entry._replace(name=prefix + entry.name) for entry in found] if prefix else found

@@ -305,7 +305,7 @@ def batch_counts(
 def no_classes(uri: str, label: str) -> UserError:
     """Return the error of a label column that has another value in most rows, or no names."""
     return UserError(
-        f"{printable(uri)}: the values of column {quoted(label)} are no classes (too many, or "
+        f"{printable(uri)}: the values of column {quoted(label)} are not classes (too many, or "
         "neither names nor whole numbers); give a table with a class for each image, or name "
         "another column in source.label"
     )

@@ -78,7 +78,7 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     if is_outside or not member.isreg() or member.issparse():
         raise UserError(
             f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside "
-            "the archive; shards hold plain files with relative names, write this one anew"
+            "the archive; shards hold plain files with relative names, write this one again"
         )
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.rpartition(".") if has_dots else name.partition(".")

@@ -108,7 +108,7 @@ def _get_kind(name: str) -> Any:
     has_splits = bool({"train", "split"} & options.keys())
     if kind is None or not can_download or not has_splits:
         raise UserError(
-            f"source.name is {name!r}, which is no data set of torchvision with train and test "
+            f"source.name is {name!r}, which is not a data set of torchvision with train and test "
             "splits that can be downloaded; some are CIFAR10, CIFAR100, MNIST, SVHN"
         )
     return kind

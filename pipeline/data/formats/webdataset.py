@@ -113,7 +113,7 @@ def list_shards(card: Card) -> list[Entry] | None:
     if missing and entries:
         raise UserError(
             f"card {card.name!r}: {len(missing)} of its {len(urls)} shards are missing, the first "
-            f"is {printable(missing[0])}; put them there, or mend source.splits of the card"
+            f"is {printable(missing[0])}; put them there, or fix source.splits of the card"
         )
     return entries or None
 

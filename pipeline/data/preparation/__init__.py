@@ -137,7 +137,7 @@ def _no_folder(source: str, archive: Archive) -> UserError:
             f"{command} {shlex.quote(source)}"
         )
     return UserError(
-        f"{printable(source)} is no folder; name the one that holds the unpacked files of "
+        f"{printable(source)} is not a folder; name the one that holds the unpacked files of "
         f"{archive.address}"
     )
 
@@ -183,7 +183,7 @@ def check_counts(card: Card, files: OfficialFolder, images: list[LabelledImage])
     if not is_same or not images:
         raise UserError(
             f"{printable(files.path)} has {named}, and card {card.name!r} says {expected}; fetch "
-            "the official files again, or mend `counts` and `num_classes` of the card"
+            "the official files again, or fix `counts` and `num_classes` of the card"
         )
 
 

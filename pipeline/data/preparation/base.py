@@ -62,7 +62,7 @@ def class_name(text: str, where: str) -> str:
     is_folder = name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS
     if not is_folder or name.startswith("."):
         raise UserError(
-            f"{where}: {text!r:.60} is no name of a class that a folder can have; fetch the "
+            f"{where}: {text!r:.60} is not a name of a class that a folder can have; fetch the "
             "official files again"
         )
     return name
@@ -118,7 +118,7 @@ def parse_box(numbers: Sequence[str], where: str) -> ImageBox:
         left, top, width, height = map(float, numbers)
     except ValueError:
         raise UserError(
-            f"{where}: {' '.join(numbers)!r:.80} is no box; fetch the official files again"
+            f"{where}: {' '.join(numbers)!r:.80} is not a box; fetch the official files again"
         ) from None
     return finite(ImageBox(left, top, left + width, top + height), where)
 
@@ -126,5 +126,5 @@ def parse_box(numbers: Sequence[str], where: str) -> ImageBox:
 def finite(box: ImageBox, where: str) -> ImageBox:
     """Return a box; raise `UserError` if one of the sides is not a finite number of pixels."""
     if not all(map(math.isfinite, box)):
-        raise UserError(f"{where}: {tuple(box)} is no box; fetch the official files again")
+        raise UserError(f"{where}: {tuple(box)} is not a box; fetch the official files again")
     return box

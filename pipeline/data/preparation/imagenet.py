@@ -78,8 +78,8 @@ def wordnet_ids(files: OfficialFolder) -> dict[str, str]:
 def _wordnet_id(text: str, where: str) -> str:
     if WORDNET_ID.fullmatch(text) is None:
         raise UserError(
-            f"{where}: {text!r:.60} is no WordNet id such as n01440764; fetch the official files "
-            "again"
+            f"{where}: {text!r:.60} is not a WordNet id such as n01440764; fetch the official "
+            "files again"
         )
     return text
 

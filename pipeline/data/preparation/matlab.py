@@ -80,7 +80,7 @@ def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, V
     if HDF5_START in data[:1024] or b"MATLAB 7.3" in data[:HEADER_BYTES]:
         raise UserError(
             f"{where} is of MATLAB 7.3, which is not read, and the official file is of version 5; "
-            "fetch that, or save it anew in MATLAB with save('-v7')"
+            "fetch that, or save it again in MATLAB with save('-v7')"
         )
     try:
         values = MatReader(data).variables(names)

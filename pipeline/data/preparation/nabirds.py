@@ -20,7 +20,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     numbered: list[tuple[str, str]] = []
     for number, name in names.items():
         if not number.isdecimal():
-            raise UserError(f"{where}: {number!r:.60} is no number of a class; fetch it again")
+            raise UserError(f"{where}: {number!r:.60} is not a number of a class; fetch it again")
         numbered.append((number, f"{number:0>4}.{name.replace(' ', '_')}"))
     return cub.read_lists(files, class_names(numbered, where))
 

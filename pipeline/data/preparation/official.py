@@ -80,7 +80,7 @@ class OfficialFolder:
                     if len(line) > LONGEST_LINE:
                         raise UserError(
                             f"{self.where(name)} has a line of more than {LONGEST_LINE} bytes and "
-                            "is no official list; fetch it again"
+                            "is not an official list; fetch it again"
                         )
                     yield line.decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +135,7 @@ class OfficialFolder:
         if not name or "\0" in name or posixpath.isabs(name) or ".." in name.split("/"):
             return "leads out of the folder"
         if get_suffix(name) not in IMAGE_SUFFIXES:
-            return "is no image"
+            return "is not an image"
         folder = posixpath.dirname(name)
         if folder not in self._is_inside:
             self._is_inside[folder] = self._holds(os.path.realpath(self._join(folder)))
@@ -149,7 +149,7 @@ class OfficialFolder:
             return "is missing"
         if not self._is_inside[folder]:
             return "lies behind a link out of the folder"
-        return None if stat.S_ISREG(info.st_mode) else "is no file"
+        return None if stat.S_ISREG(info.st_mode) else "is not a file"
 
     def absolute(self, name: str) -> str:
         """Return the absolute path of a file that `find_problem` has no objection to."""

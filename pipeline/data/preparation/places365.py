@@ -40,7 +40,7 @@ def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
         parts = path.strip("/").split("/")
         if len(parts) < 2:
             raise UserError(
-                f"{files.where(CLASSES)}: {path!r:.60} is no path of a category; fetch it again"
+                f"{files.where(CLASSES)}: {path!r:.60} is not a path of a category; fetch it again"
             )
         yield number, "/".join(parts[1:])
 

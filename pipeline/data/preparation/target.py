@@ -37,7 +37,7 @@ class TargetFolder:
             if os.path.lexists(split_path):
                 raise UserError(
                     f"{printable(split_path)} is there already and is not overwritten; use it, or "
-                    f"prepare it anew after `rm -r {shlex.quote(split_path)}`, or name another "
+                    f"prepare it again after `rm -r {shlex.quote(split_path)}`, or name another "
                     "folder with --to"
                 )
 

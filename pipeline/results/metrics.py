@@ -71,7 +71,6 @@ class Metric:
         also_called: Names of the same formula in papers and libraries.
         heading: Heading of a column of the report, if it is not the name; "\n" breaks the line.
         plain_heading: Heading in plain text, if it is not the name.
-        report_position: Position in the report, if it is not that of METRICS.
     """
 
     name: str
@@ -84,7 +83,6 @@ class Metric:
     also_called: str = ""
     heading: str = ""
     plain_heading: str = ""
-    report_position: int | None = None
 
     @property
     def title(self) -> str:
@@ -231,25 +229,26 @@ def _zero_if_measured(r: Array) -> Array:
 
 
 # ---- the registry --------------------------------------------------------------------------------
+# Places of the two metrics that are shown wherever a method has one line or one bar.
+_HEADLINE: tuple[Place, ...] = (
+    "draws",
+    "report",
+    "bars",
+    "console",
+    "comparison",
+    "comparison_text",
+    "replicas_text",
+    "mlflow",
+    "mlflow_replicas",
+    "search_tests",
+)
 _ENTRIES = (
     Metric(
         "average_accuracy",
         "mean accuracy over the tasks, after the last one",
         "rate",
         max,
-        (
-            "variants",
-            "draws",
-            "report",
-            "bars",
-            "console",
-            "comparison",
-            "comparison_text",
-            "replicas_text",
-            "mlflow",
-            "mlflow_replicas",
-            "search_tests",
-        ),
+        ("variants", *_HEADLINE),
         average_accuracy,
         "mean over i of R[T-1, i], every task counts the same",
         "ACC, AA",
@@ -272,6 +271,18 @@ _ENTRIES = (
         "the same, each task weighted by its number of test images",
     ),
     Metric(
+        "last_accuracy",
+        "accuracy on the test images of all tasks together, after the last task",
+        "rate",
+        max,
+        ("variants", "report", "mlflow"),
+        last_accuracy,
+        "accuracy over the pooled test images of all tasks after the last stage; equals "
+        "`micro_average_accuracy`",
+        '"Last" of CIL papers',
+        heading="last\naccuracy",
+    ),
+    Metric(
         "average_incremental_accuracy",
         "accuracy on all test images so far, averaged over the tasks of the stream",
         "rate",
@@ -290,19 +301,6 @@ _ENTRIES = (
         "mean over t of the pooled accuracy on tasks 0 to t after stage t, the first task included",
         '"Avg" of iCaRL, DyTox, PILOT',
         heading="average\nincremental",
-    ),
-    Metric(
-        "last_accuracy",
-        "accuracy on the test images of all tasks together, after the last task",
-        "rate",
-        max,
-        ("variants", "report", "mlflow"),
-        last_accuracy,
-        "accuracy over the pooled test images of all tasks after the last stage; equals "
-        "`micro_average_accuracy`",
-        '"Last" of CIL papers',
-        heading="last\naccuracy",
-        report_position=2,
     ),
     Metric(
         "top5_last_accuracy",
@@ -325,18 +323,7 @@ _ENTRIES = (
         "mean drop of accuracy on earlier tasks from their best to the end",
         "rate",
         min,
-        (
-            "draws",
-            "report",
-            "bars",
-            "console",
-            "comparison",
-            "comparison_text",
-            "replicas_text",
-            "mlflow",
-            "mlflow_replicas",
-            "search_tests",
-        ),
+        _HEADLINE,
         forgetting,
         "1/(T-1) sum over j < T-1 of (max over l = j..T-2 of R[l, j]) - R[T-1, j]",
         "FM of Chaudhry et al. 2018",
@@ -450,12 +437,7 @@ METRICS = {metric.name: metric for metric in _ENTRIES}
 
 def metrics_for(place: Place) -> list[Metric]:
     """Return the metrics that a place shows, in the order of METRICS."""
-    shown = [metric for metric in METRICS.values() if place in metric.shown_in]
-    if place == "report":
-        for metric in [metric for metric in shown if metric.report_position is not None]:
-            shown.remove(metric)
-            shown.insert(metric.report_position or 0, metric)
-    return shown
+    return [metric for metric in METRICS.values() if place in metric.shown_in]
 
 
 def matrix_metrics() -> list[Metric]:

@@ -422,7 +422,7 @@ def test_new_classes_without_test_images_are_named(
     run.put(run.raw, "4", test=0)
     run.put(run.raw, "5")
     assert add(run, "raw") == 0
-    text = "'4': no test images, so that the accuracy says nothing of them\n"
+    text = "'4': no test images, so that the accuracy says nothing about them\n"
     assert text in capsys.readouterr().out
 
 

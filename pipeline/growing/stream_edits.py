@@ -540,7 +540,7 @@ class StreamEditor:
         untested = [name for name in new.classes if nfc(name) not in tested]
         if tested and untested:
             self.lines.append(
-                f"{listed(untested)}: no test images, so that the accuracy says nothing of them"
+                f"{listed(untested)}: no test images, so that the accuracy says nothing about them"
             )
 
     def add_card(self, new: NewData, name: str, data: str) -> FileChanges:

@@ -52,7 +52,7 @@ def comparison_figure(tables: RunTables) -> CaptionedFigure:
         "Final average accuracy, average incremental accuracy "
         "(the mean over all tasks so far, after each task), "
         "and forgetting (the accuracy that earlier tasks have lost since their best). "
-        "The dotted line is what guessing gets."
+        "The dotted line is the chance level."
     )
     figure = plots.draw_comparison(tables.summary())
     return CaptionedFigure("Methods side by side", caption, figure)
@@ -63,7 +63,7 @@ def averages_figure(tables: RunTables) -> CaptionedFigure:
     caption = (
         "Average accuracy and forgetting over the tasks learned so far, "
         "after each task. On the left, a falling line means that new tasks are harder "
-        "or earlier ones are forgotten; the dotted line is what guessing gets. On the right, "
+        "or earlier ones are forgotten; the dotted line is the chance level. On the right, "
         "a rising line means forgetting."
     )
     matrices = [tables.matrix(label) for label in tables.labels]

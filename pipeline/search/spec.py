@@ -682,8 +682,8 @@ def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> 
     first = "the first task" if settings.grace == 1 else f"the first {settings.grace} tasks"
     return (
         f"{', '.join(independent)} {verb} every task by itself, "
-        f"so asha's first rung compares trials on {first} alone, which says nothing of the others; "
-        "a larger `grace` compares them on more"
+        f"so asha's first rung compares trials on {first} alone, which says nothing about the "
+        "others; a larger `grace` compares them on more"
     )
 
 

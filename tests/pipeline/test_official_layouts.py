@@ -114,7 +114,7 @@ def test_annotations_of_cars_without_labels_are_refused(tmp_path: Path, capsys: 
     assert "has no field 'class'" in prepare(capsys, card, tmp_path, code=2)
     rows = [{**CAR_BOX, "class": 3, "fname": "00001.jpg"}]
     write_mat(tmp_path / "cars_test_annos_withlabels.mat", annotations=structs(rows))
-    assert "says nothing of '3'" in prepare(capsys, card, tmp_path, code=2)
+    assert "says nothing about '3'" in prepare(capsys, card, tmp_path, code=2)
     (tmp_path / "cars_test_annos_withlabels.mat").unlink()
     text = prepare(capsys, card, tmp_path, code=2)
     assert "needs also cars_test_annos_withlabels.mat" in text

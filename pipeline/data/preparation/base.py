@@ -102,7 +102,7 @@ def look_up_value(table: dict[str, str], key: str, where: str) -> str:
     value = table.get(key)
     if value is None:
         raise UserError(
-            f"{where} says nothing of {key!r:.60}, which another list names; fetch the official "
+            f"{where} says nothing about {key!r:.60}, which another list names; fetch the official "
             "files again"
         )
     return value

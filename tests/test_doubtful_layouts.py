@@ -444,7 +444,7 @@ CASES: dict[str, Case] = {
     "splits of each class": (splits_of_each_class, RIGHT),
     "split in names of files": (split_in_file_names, "{label}/*test*"),
     "folders of the same names": (folders_of_the_same_names, "folders of the same names"),
-    "images in one wrapper": (images_in_one_wrapper, "no data set of images with labels"),
+    "images in one wrapper": (images_in_one_wrapper, "not a data set of images with labels"),
     "numbered classes": (numbered_classes_with_other_names, RIGHT),
     "many tables": (more_tables_than_are_compared, f"at most {MAX_TABLES} are compared"),
     "parts": (parts_of_images, "other than classes"),

@@ -22,6 +22,6 @@ def parse_amount(text: str, noun: str) -> float:
         number = math.nan
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.40} is no {noun}; give a finite number of at least 0, as in 20"
+            f"{text!r:.40} is not a {noun}; give a finite number of at least 0, as in 20"
         )
     return number

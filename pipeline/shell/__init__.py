@@ -1,1 +1,1 @@
-"""Terminal interface: the script `accrete`, its help, version and completion."""
+"""Progress of a run on the terminal."""

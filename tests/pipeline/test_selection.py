@@ -87,7 +87,10 @@ def test_a_forced_stage_runs_though_it_has_a_result() -> None:
             {"until": ["m/a/trian"]},
             "'m/a/trian' is not a stage of run 'r'; did you mean 'm/a/train'",
         ),
-        ({"start": ["xyz"]}, r"--from 'xyz' is no .* there are: data/a, .* a step \(ingest, train"),
+        (
+            {"start": ["xyz"]},
+            r"--from 'xyz' is not a stage .* there are: data/a, .* a step \(ingest, train",
+        ),
         ({"force": ["m/*/herd"]}, r"--force 'm/\*/herd' is not a stage"),
         (
             {"only": ["data/a"], "force": ["data/b"]},

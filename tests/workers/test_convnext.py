@@ -83,7 +83,7 @@ def test_an_image_that_strides_do_not_divide_is_refused(
     [
         (
             {"drop_rate": 0.1},
-            r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped again on each rank",
+            r"backbone\.options\.drop_rate is 0\.1; timm draws who is dropped separately",
         ),
         (
             {"global_pool": ""},

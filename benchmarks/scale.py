@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
-from pipeline.app import runs as app
+from pipeline.app.garbage import find_garbage
 from pipeline.config.settings import Config
 from pipeline.graph.build import build_graph
 from pipeline.graph.event_log import FILE as EVENTS_FILE
@@ -250,7 +250,7 @@ def main() -> None:
         demand_flat(report, "store on a disk, CPU of a look-up per stage", cost, STORE_DEMAND)
         measure(
             {
-                len(graph): {"listing": partial(app.find_garbage, store)}
+                len(graph): {"listing": partial(find_garbage, store)}
                 for store, graph, _ in runs.values()
             },
             report,

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pipeline.app.analysis import AnalysisResult
     from pipeline.app.experiment import Experiment
-    from pipeline.app.runs import AnalysisResult, WrittenReport
+    from pipeline.app.reports import WrittenReport
     from pipeline.config.settings import ConfigSource
     from pipeline.growing.stream_edits import Kind
     from pipeline.report.comparison_files import ComparisonResult, RunSource
@@ -91,7 +92,7 @@ AnyPath = str | os.PathLike[str]
 LoadSource = AnyPath | Sequence[AnyPath] | Mapping[str, Any]
 # public name -> its module, which is imported when the name is first used
 MODULES = {
-    "AnalysisResult": "pipeline.app.runs",
+    "AnalysisResult": "pipeline.app.analysis",
     "Batch": "workers.data.batch",
     "Carried": "workers.storage.taskstate",
     "ComparisonResult": "pipeline.report.comparison_files",
@@ -111,7 +112,7 @@ MODULES = {
     "TaskState": "workers.storage.taskstate",
     "TrainDefaults": "workers.methods.train_defaults",
     "UserError": "workers.errors",
-    "WrittenReport": "pipeline.app.runs",
+    "WrittenReport": "pipeline.app.reports",
     "register": "workers.methods.registration",
 }
 
@@ -444,18 +445,18 @@ def collect_garbage(
     Raises:
         UserError: If the storage does not exist.
     """
-    from pipeline.app import runs as app
+    from pipeline.app.garbage import delete_garbage, find_garbage
     from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
     from pipeline.results.data_frame import data_frame
 
     store = Store(absolute(os.fspath(storage)))
     changed = store.earlier_names() if earlier else []
-    garbage = app.find_garbage(store, changed, older_than_days * 86400, keep_gb * 1e9)
+    garbage = find_garbage(store, changed, older_than_days * 86400, keep_gb * 1e9)
     paths = [folder.path for folder in garbage]
     staying = {*paths}
     if not dry_run:
-        needed_again, busy = app.delete_garbage(store, paths, changed)
+        needed_again, busy = delete_garbage(store, paths, changed)
         staying = {*needed_again, *busy}
     rows = []
     for path, size_bytes, written in garbage:

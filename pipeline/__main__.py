@@ -10,7 +10,7 @@ PROCESS = os.getpid()
 def stop(number: int, frame: object) -> None:
     """End this process with a sentence, until a command listens to the signal itself."""
     if os.getpid() == PROCESS:
-        sys.stderr.write("accrete: told to stop before anything was begun\n")
+        sys.stderr.write("accrete: stopped before anything was started\n")
         sys.stderr.flush()
         os._exit(128 + number)
     signal.signal(number, signal.SIG_DFL)  # a process that this one forked

@@ -95,7 +95,7 @@ def check_recovered(
             assert num_run + num_reused == len(after), output
             assert num_reused >= len(before), output
         else:
-            assert f"nothing to do: all {len(after)} stage results stand" in output, output
+            assert f"nothing to do: all {len(after)} stage results are up to date" in output, output
     assert small_run.results(storage) == reference.expected
     for stage_id, manifest in small_run.manifests(storage).items():
         artifact = Artifact.need(str(storage / "stages"), manifest["key"])

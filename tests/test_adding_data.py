@@ -79,7 +79,7 @@ def test_new_classes_become_a_task(run: GrowingRun, capsys: pytest.CaptureFixtur
     output = capsys.readouterr().out
     assert "raw: 2 new classes ('4', '5')\n" in output
     assert "linear trains digits-2 (each by itself)\n" in output
-    assert "ewc trains digits-2 (a chain: each task goes on from the one before)\n" in output
+    assert "ewc trains digits-2 (a chain: each task continues from the previous one)\n" in output
     assert tasks_of(run)[2] == {"name": "digits-2", "card": "card.yaml", "classes": ["4", "5"]}
     lines = run.text.splitlines()
     assert [line for line in before.splitlines() if line not in lines] == []
@@ -472,7 +472,7 @@ def test_a_config_that_extends_another_is_named(
     for digit in "45":
         run.put(run.raw, digit)
     assert cli.main(["add", str(child), "raw"]) == 2
-    assert "stream.tasks does not stand in this file" in capsys.readouterr().err
+    assert "stream.tasks is not in this file" in capsys.readouterr().err
     for folder in run.raw.glob("*/[45]"):
         shutil.rmtree(folder)
     run.put(run.raw, "3", train=5, test=0, first=40)
@@ -573,6 +573,7 @@ def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.M
 
 def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     from pipeline.app import runs as app
+    from pipeline.app.prepared import read_tables
     from pipeline.growing import publishing
     from pipeline.results.bundles import read_run_bundle
 
@@ -581,7 +582,7 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     prepared = app.prepare(run.config)
     bundle = read_run_bundle(prepared.graph, prepared.store, "ewc")
     job = publishing.last_evaluation(prepared.graph, "ewc")
-    matrix = app.read_tables(prepared)[""].matrix("ewc")
+    matrix = read_tables(prepared)[""].matrix("ewc")
     accuracies = publishing.measure(bundle, job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()
     assert accuracies["one"] != 0.5

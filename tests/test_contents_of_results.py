@@ -103,7 +103,7 @@ def test_images_edited_in_place_are_noticed_and_their_results_stand_apart(
     )
     assert keys(site) == before
     output = say(capsys, "run", path)
-    assert "data/b: they are other images; results of them get keys of their own" in output
+    assert "data/b: the images changed; their results get new keys" in output
     after = keys(site)
     assert {i for i in after if after[i] != before[i]} == B
     assert small_run.results(site / "storage")["data/b"] != old["data/b"]

@@ -80,4 +80,4 @@ def test_a_signal_before_the_first_output_is_answered_with_a_sentence() -> None:
         process.send_signal(signal.SIGTERM)
         _, printed = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert printed == b"accrete: told to stop before anything was begun\n"
+    assert printed == b"accrete: stopped before anything was started\n"

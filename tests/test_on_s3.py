@@ -54,7 +54,7 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(
     stages = len(reference.expected) + 1
     for argv, expected in (
         (["run", config], "nothing to do"),
-        (["plan", config], f"{stages} stand, 0 to run"),
+        (["plan", config], f"{stages} up to date, 0 to run"),
         (["report", config], "report: s3://"),
         (["gc", "--storage", bucket.uri, "--yes"], "nothing to delete"),
     ):

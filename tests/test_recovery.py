@@ -144,8 +144,8 @@ def test_sigterm_saves_checkpoint_and_run_resumes(reference: Any, tmp_path: Path
     output = (tmp_path / "out.txt").read_text()
     assert (
         output.splitlines()[-1]
-        == "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
-        "run the same command again to go on"
+        == "accrete: stopped on request; running stages are saved at their last checkpoint; "
+        "run the same command again to resume"
     )
     assert "Traceback" not in output
     saved = [*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]
@@ -173,7 +173,8 @@ def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
     assert process.exitcode == 130
     last = (tmp_path / "out.txt").read_text().splitlines()[-1]
     assert (
-        last == "accrete: interrupted; what finished is kept, run the same command again to go on"
+        last
+        == "accrete: interrupted; finished stages are kept; run the same command again to resume"
     )
     check_recovered(
         reference,

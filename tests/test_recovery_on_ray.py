@@ -279,7 +279,7 @@ def test_a_run_that_is_told_to_stop_during_ingest_ends(tmp_path: Path) -> None:
         process.kill()
     output = out.read_text()
     assert code == 143, output
-    assert "accrete: told to stop; " in output
+    assert "accrete: stopped on request; " in output
     assert not ("data/a: " in output and "data/b: " in output), "no ingest was under way"
 
 

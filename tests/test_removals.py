@@ -265,7 +265,7 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
     run("remove", model, "--class", "ant", code=2)
     assert "name the config of its run, with --model" in capsys.readouterr().err
     run("remove", config, "--class", "ant", "--method", "linear", code=2)
-    assert "--method is of a model folder" in capsys.readouterr().err
+    assert "--method needs a model folder" in capsys.readouterr().err
 
 
 def test_a_list_in_another_folder_is_not_written(
@@ -280,7 +280,7 @@ def test_a_list_in_another_folder_is_not_written(
     run("ingest", config)
     file, _ = name_images(zoo, "names")
     run("remove", config, "--images", file, "--yes", code=2)
-    assert "is written into the folder of its card alone" in capsys.readouterr().err
+    assert "must be in the folder of its card" in capsys.readouterr().err
     assert elsewhere.joinpath("profile").read_text() == "export A=b\n"
 
 

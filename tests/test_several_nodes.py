@@ -103,7 +103,7 @@ def test_preempted_stage_moves_without_losing_a_step(
         assert process.exitcode == 0, output
     assert "will be taken away; its stages are saved and moved" in output
     assert (
-        "hat/a/train: its group was asked to leave, its state is saved; it goes on from there"
+        "hat/a/train: its group was asked to leave, its state is saved; it continues from there"
         in output
     )
     assert small_run.results(tmp_path / "storage") == reference.expected
@@ -287,7 +287,7 @@ def test_seven_tasks_survive_loss_of_a_node(
     lost = [
         line
         for line in output.splitlines()
-        if "it goes on from there" in line or "tried again" in line
+        if "it continues from there" in line or "tried again" in line
     ]
     again_s = (storage / "stages" / lost_key / "manifest.json").stat().st_mtime - killed
     with capsys.disabled():

@@ -91,7 +91,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_goes_on(
     before = published_attempts(tmp_path)
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     slurm.wait_for_restart(job)
-    assert "told to stop; what was under way is saved" in logs_of(slurm, job)
+    assert "stopped on request; running stages are saved" in logs_of(slurm, job)
     time.sleep(5)  # a node refuses the job for the second in which it was put back
     with contextlib.suppress(AssertionError):  # it may run again by now
         slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")

@@ -162,7 +162,7 @@ def test_the_same_command_again_runs_nothing_and_says_so(
     before = small_run.attempts(tmp_path / "storage")
     assert cli.main(["run", config]) == 0
     output = capsys.readouterr().out
-    assert f"nothing to do: all {len(before)} stage results stand, no stage was run" in output
+    assert f"nothing to do: all {len(before)} stage results are up to date" in output
     assert small_run.attempts(tmp_path / "storage") == before
 
 

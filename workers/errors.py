@@ -32,6 +32,17 @@ class SourceGone(UserError):
     """Shards that are used in place are missing, or differ from the indexed ones."""
 
 
+def describe_error(error: BaseException, only_first_line: bool = False) -> str:
+    """Return the text of an error in one line; the name of its type if it has none.
+
+    Args:
+        error: The error.
+        only_first_line: Leave out the lines after the first. Otherwise all lines are joined.
+    """
+    lines = str(error).strip().splitlines()[: 1 if only_first_line else None]
+    return " ".join(" ".join(lines).split()) or type(error).__name__
+
+
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str, folder: str = "", cutoff: float = 0.6
 ) -> str:

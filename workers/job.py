@@ -557,7 +557,7 @@ class TrainSettings(Frozen):
     )
     keep: Literal["last", "best"] = Field(
         "last",
-        description="epoch whose weights are the result: `last`, or `best`: the one of "
+        description="epoch whose weights are the result: `last`, or `best`: the one with the "
         "highest validation accuracy",
     )
 

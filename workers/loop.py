@@ -683,7 +683,7 @@ def check_finite(loss: float, job: StageJob, method: Method) -> None:
     """Raise `UserError` if a loss is NaN or infinite."""
     if not math.isfinite(loss):
         raise UserError(
-            f"stage {job.id}: the loss became {loss}, and training cannot go on from there; "
+            f"stage {job.id}: the loss became {loss}, and training cannot continue; "
             f"{divergence_remedy(job, method)}"
         )
 

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipeline.app.runs import AnalysisResult, OpenScreen, PreparedRun, WrittenReport
+    from pipeline.app.analysis import AnalysisResult
+    from pipeline.app.prepared import PreparedRun
+    from pipeline.app.reports import WrittenReport
+    from pipeline.app.screen import OpenScreen
     from pipeline.config.settings import Config, ConfigSource
     from pipeline.results.frames import Results
     from pipeline.results.model import Model
@@ -92,15 +95,10 @@ class Experiment:
         Both are texts, as `plan` prints them; tasks of equal settings are together.
         """
         from pipeline.app import runs as app
-        from pipeline.launch import training_plan
         from pipeline.results.data_frame import data_frame
 
         with self._in_folder():
-            plan = app.plan(self._prepare())
-            run = plan.run
-            steps = training_plan.plan_training(
-                run.graph, plan.lookups, plan.stages_to_run, run.store, run.tasks
-            )
+            steps = app.plan(self._prepare()).training()
         rows = []
         for step in steps:
             texts = {"optimizer": step.optimizer_text(), "length": step.length_text()}
@@ -125,11 +123,7 @@ class Experiment:
         from pipeline.results.data_frame import data_frame
 
         with self._in_folder():
-            run = self._prepare(with_jobs=True)
-            missing = app.plan(run).stages_to_run
-            forecast = cost.forecast(
-                run.graph, run.config, run.store, missing, run.tasks, calibrate
-            )
+            forecast = app.plan(self._prepare(with_jobs=True)).forecast(calibrate)
         return data_frame([cost.label_row(forecast, label) for label in forecast.walls])
 
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:
@@ -266,11 +260,11 @@ class Experiment:
         Raises:
             UserError: If the config or its storage cannot be used.
         """
-        from pipeline.app import runs as app
+        from pipeline.app.prepared import read_tables
 
         with self._in_folder():
             run = self._prepare()
-            tables = app.read_tables(run)
+            tables = read_tables(run)
         return self._results(run, tables)
 
     def report(self) -> WrittenReport:
@@ -279,11 +273,11 @@ class Experiment:
         Returns:
             The locations of the report and the record.
         """
-        from pipeline.app import runs as app
+        from pipeline.app import reports
 
         with self._in_folder() as change_folder:
             run = self._prepare()
-            return app.report(run, self._command("report", run, change_folder))
+            return reports.report(run, self._command("report", run, change_folder))
 
     def analyse(
         self,
@@ -307,6 +301,7 @@ class Experiment:
         Raises:
             UserError: If a run is not finished.
         """
+        from pipeline.app import analysis
         from pipeline.app import runs as app
 
         def prepared() -> Iterator[PreparedRun]:
@@ -316,7 +311,8 @@ class Experiment:
 
         screen = make_console(choose_stream(quiet))
         command = AGAIN.format("analyse")
-        return app.analyse(prepared(), screen, command, images, maps, robustness, list_names(on))
+        cards = list_names(on)
+        return analysis.analyse(prepared(), screen, command, images, maps, robustness, cards)
 
     # ---- preparation -----------------------------------------------------------------------------
     def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:

@@ -6,39 +6,43 @@ parses arguments, calls these functions and prints their results.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
 import os
-import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeline.app.prepared import PreparedRun, RunPlan, list_records, provenance
+from pipeline.app.reports import (
+    WrittenReport,
+    add_analysis,
+    export,
+    log_models,
+    make_report,
+    open_recorder,
+    report_failures,
+    report_files,
+    report_files_or_build,
+)
+from pipeline.app.screen import OpenScreen, Screen
 from pipeline.config import settings as configs
-from pipeline.config import version as versions
 from pipeline.config.invocation import logs_command, this_command
 from pipeline.config.settings import Config, ConfigSource
 from pipeline.config.yaml_files import absolute
 from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
-from pipeline.graph.gpu_use import GpuUse, gpu_sentences, read_gpu_use
+from pipeline.graph.gpu_use import GpuUse, gpu_sentences
 from pipeline.graph.journal import Journal, keep_journal
-from pipeline.graph.live_status import read_status
 from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.replica_configs import refuse_replicas, replica_configs
 from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
     Outcome,
-    Watcher,
     look_up_all,
     look_up_each,
     mark_outdated,
@@ -46,7 +50,7 @@ from pipeline.graph.run import (
     run_graph,
     stages_to_run,
 )
-from pipeline.graph.run_log import ON_SCREEN, RunLog, driver_log
+from pipeline.graph.run_log import RunLog, driver_log
 from pipeline.graph.run_record import RunRecord, make_record
 from pipeline.graph.selection import (
     EVERYTHING,
@@ -56,145 +60,34 @@ from pipeline.graph.selection import (
     selected_to_run,
 )
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Garbage, Lookup, Store, version_notes
+from pipeline.graph.store import Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
 from pipeline.results import runs as stored_runs
-from pipeline.results.data_frame import data_frame
 from pipeline.results.runs import RunOverview
 from pipeline.results.tables import RunTables
-from pipeline.results.trials import keys_of_searches
 from pipeline.shell.console import at_work
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import (
-    READ_ONLY,
     Artifact,
-    Attempt,
-    cached_artifacts,
     content_digest,
-    delete_dir,
-    exists,
-    join,
-    read_bytes,
-    read_json,
-    resolve,
-    write_bytes,
 )
-from workers.storage.lock import stage_lock
 
 if TYPE_CHECKING:
-    import pandas as pd
     from prometheus_client import Metric
 
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
-    from pipeline.report.analyse import Analysis, FinishedRun
-    from pipeline.tracking.recorder import Recorder, RecordingObserver
+    from pipeline.tracking.recorder import RecordingObserver
 
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
-ANALYSIS_FILE = "analysis.json"
-REPORT_FILES = "report-files.json"  # names and digests of the files of the report
-REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 FP32_ON_GPU = (
     "stages train in fp32 on a GPU; train.precision=tf32 or bf16 is usually faster, with slightly "
     "different results (docs/launch.md)"
 )
-MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "ray",
-    "mlflow",
-    "webdataset",
-    "pyarrow",
-    "numpy",
-    "pillow",
-)  # packages with versions in the provenance of results
-
-
-class Screen(Watcher, Protocol):
-    """Shows the progress of a run to a person, for example `pipeline.shell.console.Console`."""
-
-    def progress(self, event: Event) -> None:
-        """Show the progress of a stage."""
-
-    def say(self, text: str) -> None:
-        """Show one line of text."""
-
-    def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context manager that shows the text of `describe` after a while without output."""
-
-
-OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A checked config with its store and its graph of stages, before the run.
-
-    Attributes:
-        has_jobs: False for a cached graph; its stages cannot be run; see `with_jobs`.
-        replicas: Replicas of a run with several seeds or class orders, each like a run of its own.
-            `graph` then contains all of them, and `tasks` are those of the first.
-    """
-
-    config: Config
-    store: Store
-    graph: Graph
-    tasks: list[Task]
-    has_jobs: bool = True
-    replicas: Mapping[str, PreparedRun] = field(default_factory=dict)
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """Stage id -> key."""
-        return {stage.id: stage.key for stage in self.graph}
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """The plan of a run.
-
-    Attributes:
-        stages_to_run: Ids of the stages.
-        notes: Notes about the effect of an upgrade on existing results.
-    """
-
-    run: PreparedRun
-    lookups: dict[str, Lookup]
-    stages_to_run: set[str]
-    notes: list[str]
-
-    @property
-    def status(self) -> dict[str, str]:
-        """Stage id -> `hit` or `miss`."""
-        status = dict.fromkeys(self.run.graph.stages, "hit")
-        for stage_id in self.stages_to_run:
-            status[stage_id] = "miss"
-        return status
-
-
-@dataclass(frozen=True)
-class WrittenReport:
-    """A written report, and the messages of the recording in MLflow.
-
-    Attributes:
-        page: Path or URI of the page.
-        links: Lines with the location of the record.
-    """
-
-    page: str
-    warnings: list[str]
-    links: list[str]
-
-    @property
-    def lines(self) -> list[str]:
-        """Lines for a person: warnings, the page, and where the record is."""
-        return [*self.warnings, f"report: {self.page}", *self.links]
 
 
 @dataclass(frozen=True)
@@ -235,30 +128,6 @@ class IngestedData(NamedTuple):
     def rejected_text(self) -> str:
         """The rejected images by reason, as text; empty if there are none."""
         return counts_text(self.rejected)
-
-
-@dataclass(frozen=True)
-class AnalysisResult:
-    """Results of `analyse`; `pictures` has the path of the first picture of each part."""
-
-    analysis: Analysis = field(repr=False)
-    pictures: dict[str, str]
-    report: WrittenReport
-
-    @property
-    def attention(self) -> pd.DataFrame:
-        """A row for each method, task and layer: where its attention looks, and how far."""
-        return data_frame(self.analysis.attention)
-
-    @property
-    def robustness(self) -> pd.DataFrame:
-        """A row for each method, task and kind of disturbance; empty where it was not asked for."""
-        return data_frame(self.analysis.robustness)
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes about measurements that were not possible."""
-        return self.analysis.notes
 
 
 # ---- from a config to a graph --------------------------------------------------------------------
@@ -402,31 +271,6 @@ def _build(
     return build.build_graph(config, store, provenance(), ask_sources=ask_sources, sources=sources)
 
 
-def provenance() -> dict[str, Any]:
-    """Return the provenance of results: git commit, versions of packages and Python, time."""
-    import importlib.metadata
-    import platform
-
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "git_commit": versions.git_commit(),
-        "packages": packages,
-        "python": platform.python_version(),
-        "platform": platform.platform(terse=True),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def version() -> versions.AccreteVersion:
-    """Return the version of Accrete, the commit of the checkout, and its location."""
-    return versions.get_version()
-
-
 def command_text(
     command: str, config_path: str, overrides: Sequence[str], options: Sequence[str] = ()
 ) -> str:
@@ -506,7 +350,7 @@ def _execute(
     LOG.info("run %s: %d stages, %d to run", config.name, len(graph), len(todo))
     screen = open_screen(graph, lookups)
     if not todo and not left_out:
-        files = _add_analysis(report_files(run), record, store)
+        files = add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
         state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
         links = complete.find_links(state) if config.tracking.enabled else []
@@ -594,13 +438,13 @@ def _run_and_record(
             outcome = walks.run(run, record, lookups, todo, ingested, recording)
             if outcome.failures:
                 status = "FAILED"
-                files = _report_failures(run, record, outcome.failures, screen)
+                files = report_failures(run, record, outcome.failures, screen)
             elif is_whole:
                 status = "FINISHED"
             raise_if_failed(outcome, resume_command, logs_command(store.storage, graph.name))
             with screen.activity(lambda: "building the report"):
                 files = report_files_or_build(run, record)
-                files = _add_analysis(files, record, store)
+                files = add_analysis(files, record, store)
             if is_whole:
                 log_models(recorder, run)
         finally:
@@ -806,15 +650,6 @@ def _no_executor(stages_to_run: set[str]) -> Executor:
     raise AssertionError(f"nothing is to be run, and {stages_to_run} are")
 
 
-def _add_analysis(files: dict[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
-    """Add the section on attention to the page of a report, where the run was analysed."""
-    if not exists(join(store.storage, "runs", record["name"], ANALYSIS_FILE)):
-        return files
-    from pipeline.report import analysis_section  # start-up time: imports torch and matplotlib
-
-    return analysis_section.add_section(files, record, store)
-
-
 def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> list[IngestedData]:
     """Run the missing ingest stages of a graph; return the data of all its ingest stages."""
     stages = [stage for stage in run.graph if stage.step == "ingest"]
@@ -890,397 +725,3 @@ def bring(
 def list_runs(storage: str) -> list[RunOverview]:
     """Return all runs of a storage, those started last first."""
     return stored_runs.list_runs(absolute(storage))
-
-
-# ---- reports -------------------------------------------------------------------------------------
-def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    """Run the report stage: write pages, pictures and tables of the run; return its manifest.
-
-    Of several drivers one makes the report. The others wait for it, and return its manifest.
-    """
-    return run.store.compute_once(stage.key, lambda: _make_report(run, record, stage))
-
-
-def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    started = time.monotonic()
-    store = run.store
-    attempt = Attempt(store.root, stage.key)
-    parent_keys = [run.graph[parent].key for parent in stage.parents]
-    with cached_artifacts(store.root, parent_keys) as made_of:
-        files = build_report(run, record)
-    for name, data in files.items():
-        attempt.write(name, data)
-    manifest = {
-        "kind": "report",
-        "stage": stage.id,
-        "step": "report",
-        "wall_s": round(time.monotonic() - started, 3),
-        "made_of": made_of,
-    }
-    attempt.commit(manifest)
-    return manifest
-
-
-def report_files(run: PreparedRun) -> dict[str, bytes]:
-    """Return the files of the report stage by name; raise `UserError` if it has no result."""
-    artifact = Artifact.need(run.store.root, run.graph["report"].key)
-    return {name: artifact.read(name) for name in artifact.manifest["files"]}
-
-
-def _report_failures(
-    run: PreparedRun, record: RunRecord, failures: Mapping[str, str], screen: Screen
-) -> dict[str, bytes]:
-    """Write the report of a run of which stages failed, and return its files.
-
-    An error here must not hide why the stages failed: it is a line on the screen.
-    """
-    try:
-        with screen.activity(lambda: "building the report"):
-            files = _add_analysis(build_report(run, record, failures), record, run.store)
-        page = export(run.store, run.config.name, files)
-    except Exception as error:
-        LOG.warning("no report", exc_info=True, extra={ON_SCREEN: True})
-        screen.say(f"no report of the finished stages: {type(error).__name__}: {error}")
-        return {}
-    screen.say(f"report of the finished stages: {page}")
-    return files
-
-
-def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
-    """Return the files of the report stage; build them when the stage has no result."""
-    if Artifact.open(run.store.root, run.graph["report"].key):
-        return report_files(run)
-    return build_report(run, record)
-
-
-def build_report(
-    run: PreparedRun, record: RunRecord, failures: Mapping[str, str] | None = None
-) -> dict[str, bytes]:
-    """Return the files of a report by name: of one run, or of all replicas together.
-
-    Args:
-        run: The run.
-        record: Its record.
-        failures: Id of a stage that failed -> why.
-    """
-    from pipeline.report import page, replicas_page  # they import matplotlib
-
-    gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
-    if not run.replicas:
-        return page.build(run.store.storage, record, failures, gpu_use)
-    tables = RunTables.load_all(run.store.storage, list_records(run))
-    return replicas_page.build(record, tables, failures, gpu_use)
-
-
-def list_records(run: PreparedRun) -> dict[str, RunRecord]:
-    """Return the records of the replicas of a run; empty for a run of one seed."""
-    records = {}
-    for name, replica in run.replicas.items():
-        records[name] = make_record(replica.graph, replica.config, replica.tasks, provenance())
-    return records
-
-
-def read_tables(run: PreparedRun) -> dict[str, RunTables]:
-    """Return the stored results of each replica of a run, by replica.
-
-    Of a run of one seed and class order, its own, under an empty name.
-    """
-    return RunTables.load_all(run.store.storage, list_records(run) or {"": current_record(run)})
-
-
-def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
-    """Create the recorder of a run and all its replicas in MLflow."""
-    from pipeline.tracking.recorder import Recorder  # start-up time
-    from pipeline.tracking.replicas import ReplicatedRecorder
-
-    storage = run.store.storage
-    if not run.replicas:
-        return Recorder(run.config.tracking, storage, say, report_command)
-    records = list_records(run)
-    return ReplicatedRecorder(run.config.tracking, storage, records, say, report_command)
-
-
-def log_models(recorder: Recorder, run: PreparedRun) -> None:
-    """Log each method of a finished run as a model, of each replica."""
-    for replica in run.replicas.values() or (run,):
-        bundle = partial(write_bundle, replica)
-        recorder.models(replica.graph, bundle)
-
-
-def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
-    """Write the files of a report to `<storage>/runs/NAME/`, and return the path of the page.
-
-    Unchanged files of an earlier report that this one does not have are removed, because they
-    belong to another config. Changed files, and those of an analysis, stay.
-    """
-    folder = join(store.storage, "runs", name)
-    list_uri = join(folder, REPORT_FILES)
-    try:
-        before = read_json(list_uri)
-    except (FileNotFoundError, ValueError):
-        before = {}
-    for file, data in files.items():
-        write_bytes(join(folder, file), data)
-    digests = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    write_bytes(list_uri, json.dumps(digests, indent=1, sort_keys=True).encode())
-    for file, digest in before.items() if isinstance(before, dict) else ():
-        if file not in digests and REPORT_FILE.fullmatch(file):
-            _remove_unchanged(join(folder, file), digest)
-    return join(folder, "report.html")
-
-
-def _remove_unchanged(uri: str, digest: object) -> None:
-    """Remove a file if its sha256 is this one."""
-    try:
-        is_unchanged = hashlib.sha256(read_bytes(uri)).hexdigest() == digest
-    except FileNotFoundError:
-        return
-    if is_unchanged:
-        system, path = resolve(uri)
-        system.delete_file(path)
-
-
-def report(run: PreparedRun, report_command: str) -> WrittenReport:
-    """Write the report and the MLflow record again from the store, also of an unfinished run."""
-    from pipeline.report import analysis_section  # imports torch and matplotlib
-    from pipeline.tracking.recorder import log_to_stderr
-
-    store = run.store
-    store.check_writable()
-    record = store.record(run.config.name)
-    if record is None:
-        record = make_record(run.graph, run.config, run.tasks, provenance())
-    picture = diagram.to_svg(run.graph, {})
-    with at_work(lambda: "building the report"):
-        files = build_report(run, record, _earlier_failures(run))
-        if not run.replicas:
-            files = analysis_section.add_section(files, record, store)
-    recorder = open_recorder(run, log_to_stderr, report_command)
-    with at_work(recorder.describe_rest):
-        recorder.start(record, picture)
-        evaluations = [stage for stage in run.graph if stage.step == "evaluate"]
-        if all(Artifact.open(store.root, stage.key) for stage in evaluations):
-            log_models(recorder, run)
-        recorder.finish(files)
-    page_path = export(store, run.config.name, files)
-    return WrittenReport(page_path, recorder.warnings, recorder.links())
-
-
-def _earlier_failures(run: PreparedRun) -> dict[str, str]:
-    """Return id -> message of the stages that failed when the run was last tried."""
-    status = read_status(run.store.storage, run.config.name)
-    failures = {}
-    for stage_id, stage in (status["stages"] if status else {}).items():
-        key = run.graph[stage_id].key if stage_id in run.graph.stages else ""
-        if stage["state"] == "failed" and key and not Artifact.open(run.store.root, key):
-            failures[stage_id] = stage.get("message", "")
-    return failures
-
-
-def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
-    """Write a model folder that serves all tasks of one method of a finished run."""
-    from pipeline.results.bundles import read_run_bundle  # imports torch
-
-    read_run_bundle(run.graph, run.store, label).write(folder)
-
-
-def current_record(run: PreparedRun) -> RunRecord:
-    """Return the stored record of a run; a new one when its graph has changed since."""
-    record = run.store.record(run.config.name)
-    keys = {stage.id: stage.key for stage in run.graph}
-    if record is not None and {s["id"]: s["key"] for s in record["stages"]} == keys:
-        return record
-    return make_record(run.graph, run.config, run.tasks, provenance())
-
-
-def analyse(
-    finished_runs: Iterable[PreparedRun],
-    open_screen: OpenScreen,
-    command: str,
-    images: int = 256,
-    map_images: int = 4,
-    robustness: bool = False,
-    other_cards: Sequence[str] = (),
-) -> AnalysisResult:
-    """Measure the attention of finished runs, and add the result to their reports and records.
-
-    The tables and pictures go to the first run; the numbers of a method go to its own record.
-
-    Args:
-        finished_runs: The runs. Each is taken after the previous ones were checked, so it can be
-            prepared lazily.
-        open_screen: Creates the screen.
-        command: Command that repeats this, for messages.
-        images: Approximate number of test images per task.
-        map_images: Approximate number of images for maps.
-        robustness: Also measure occluded and adversarial images.
-        other_cards: Cards to test on in addition.
-    """
-    # They import torch and matplotlib.
-    from pipeline.graph.tasks import cards_graph
-    from pipeline.report import analyse as analysis
-    from pipeline.report import analysis_section
-
-    check_image_count("images", images, 1, math.inf)
-    check_image_count("maps", map_images, 0, MAX_MAP_IMAGES)
-    prepared: list[PreparedRun] = []
-    runs: list[FinishedRun] = []
-    other_tasks: list[Task] = []
-    for run in finished_runs:
-        if run.config.name in {other.config.name for other in prepared}:
-            raise UserError(
-                f"analyse: two of these configs are runs called {run.config.name!r}, "
-                "so that their numbers could not be told apart; name each config once, "
-                "and give each a `name` of its own (--set changes all of them)"
-            )
-        run.store.check_writable()
-        prepared.append(run)
-        runs.append(analysis.FinishedRun(run.config, run.graph, run.store, current_record(run)))
-        analysis.check_finished(runs[-1])
-        card_graph, other_tasks = cards_graph(run.config, run.store, other_cards)
-        analysis.check_covered(runs[-1:], other_tasks)
-        bring(card_graph, run.config, run.store, open_screen, command)
-    with at_work(lambda: "measuring attention"):
-        measured = analysis.analyse_runs(runs, images, map_images, robustness, other_tasks)
-    first = prepared[0]
-    records = [run.record for run in runs]
-    files = analysis_section.analysis_files(measured.parts, records, first.store)
-    folder = join(first.store.storage, "runs", first.config.name)
-    for file, data in files.items():
-        write_bytes(join(folder, file), data)
-    pages = []
-    warnings: list[str] = []
-    links: list[str] = []
-    for run, analysed_run in zip(prepared, runs, strict=True):
-        run_files = files if run is first else {}
-        with at_work(lambda: "recording in MLflow"):
-            written = _record_analysis(run, analysed_run.record, measured, run_files, images)
-        pages.append(written.page)
-        warnings += written.warnings
-        links += written.links if run is first else []
-    pictures = {name: f"{folder}/{part.pictures[0].name}" for name, part in measured.parts.items()}
-    return AnalysisResult(measured, pictures, WrittenReport(pages[0], warnings, links))
-
-
-def check_image_count(option: str, count: int, least: int, most: float) -> None:
-    """Raise `UserError` if a number of test images is out of bounds."""
-    if not least <= count <= most:
-        bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
-        raise UserError(
-            f"--{option} is {count}; give the number of test images of a task, {bounds}"
-        )
-
-
-def _record_analysis(
-    run: PreparedRun,
-    record: RunRecord,
-    analysis: Analysis,
-    analysis_files: Mapping[str, bytes],
-    images: int,
-) -> WrittenReport:
-    """Add an analysis to the report of one run and to its record in MLflow."""
-    # They import torch and matplotlib.
-    from pipeline.report import analysis_section
-    from pipeline.tracking import points
-    from pipeline.tracking.recorder import Recorder
-
-    picture = diagram.to_svg(run.graph, {})
-    files = report_files_or_build(run, record)
-    files = analysis_section.add_section(files, record, run.store)
-    recorder = Recorder(run.config.tracking, run.store.storage, remedy="the same command")
-    recorder.start(record, picture)
-    recorder.analysed(
-        analysis_files,
-        points.analysis_points(run.config.name, analysis.attention, analysis.robustness, images),
-    )
-    recorder.finish(files)
-    page_path = export(run.store, run.config.name, files)
-    return WrittenReport(page_path, recorder.warnings, recorder.links())
-
-
-# ---- garbage collection --------------------------------------------------------------------------
-def find_garbage(
-    store: Store,
-    changed: Collection[str] = (),
-    older_than_s: float = 0.0,
-    keep_bytes: float = 0.0,
-) -> list[Garbage]:
-    """Return folders of the storage that no named run and no search needs, by path.
-
-    Args:
-        store: The store.
-        changed: Names of runs with earlier records; include results that only these need.
-        older_than_s: Include only older folders, in seconds.
-        keep_bytes: Keep the newest folders up to this size.
-
-    Raises:
-        UserError: If the storage does not exist, a record cannot be read, or a limit is negative or
-            not finite.
-    """
-    for what, bound in (("age", older_than_s), ("size", keep_bytes)):
-        if not math.isfinite(bound) or bound < 0:
-            raise UserError(
-                f"the {what} that bounds garbage is {bound}; it must be a finite number of at "
-                "least 0"
-            )
-    store.check_exists()
-    garbage = store.garbage(keys_of_searches(store.storage), changed)
-    newest_first = sorted(garbage, key=lambda folder: folder.written, reverse=True)
-    written_before = time.time() - older_than_s
-    size_bytes = 0
-    chosen = []
-    for folder in newest_first:
-        size_bytes += folder.size_bytes
-        is_old = not older_than_s or folder.written <= written_before
-        if is_old and size_bytes > keep_bytes:
-            chosen.append(folder)
-    return sorted(chosen)
-
-
-def delete_garbage(
-    store: Store, paths: list[str], changed: Collection[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Delete the folders in `paths` that are still garbage.
-
-    Args:
-        store: The store.
-        paths: The folders.
-        changed: Names of runs; also delete their earlier records if none of their results is left.
-
-    Returns:
-        The paths that a run needs by now, and those that a process is computing.
-
-    Raises:
-        UserError: If the storage is read-only.
-    """
-    try:
-        return _delete_garbage(store, paths, changed)
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
-        raise UserError(
-            f"storage {store.storage!r} may only be read here ({error.strerror or error}), and gc "
-            "deletes from it; run gc as a user, and on a machine, that may write there"
-        ) from None
-
-
-def _delete_garbage(
-    store: Store, paths: list[str], changed: Collection[str]
-) -> tuple[list[str], list[str]]:
-    needed_again: list[str] = []
-    busy: list[str] = []
-    with store.claimed_by_gc():
-        remaining_paths = {folder.path for folder in find_garbage(store, changed)}
-        for path in paths:
-            if path not in remaining_paths:
-                needed_again.append(path)
-                continue
-            try:
-                with stage_lock(store.root, path.split("/")[1], wait=False):
-                    delete_dir(join(store.storage, path))
-                remaining_paths.remove(path)
-            except BlockingIOError:
-                busy.append(path)
-        if changed:
-            store.forget_earlier({path.split("/")[1] for path in remaining_paths}, changed)
-    return needed_again, busy

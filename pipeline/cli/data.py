@@ -35,7 +35,7 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     preview_parser.add_argument("card", metavar="CARD", help="name or path of a card")
     preview_parser.add_argument(
-        "--no-open", action="store_true", help="write the page and print its path alone"
+        "--no-open", action="store_true", help="write the page and print only its path"
     )
 
     prepare_parser = actions.add_parser(

@@ -78,7 +78,7 @@ def _add_remove_command(add_command: Callable[..., argparse.ArgumentParser]) -> 
     parser.add_argument(
         "config",
         metavar="CONFIG|MODEL_DIR",
-        help="path of a config, which is changed; or a model folder, which serves a task no more",
+        help="path of a config, which is changed; or a model folder that loses the task",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--task", default="", metavar="NAME", help="the task")
@@ -112,9 +112,7 @@ def add(args: argparse.Namespace) -> int:
 
     _check_method(args)
     if args.max_drop is not None and not args.model:
-        raise UserError(
-            "--max-drop is of a model folder; give the folder with --model, or leave it out"
-        )
+        raise UserError("--max-drop needs a model folder; give one with --model, or leave it out")
     request = growing.AddRequest(
         args.config,
         args.data,
@@ -159,20 +157,18 @@ def remove(args: argparse.Namespace) -> int:
 
 
 def _remove_from_folder(args: argparse.Namespace) -> None:
-    """Let a model folder serve a task no more."""
+    """Remove a task from a model folder."""
     from pipeline.results import bundles
 
     if not args.task or args.model or args.method:
         raise UserError(
-            f"{args.config} is a model folder, from which whole tasks alone are removed (--task "
+            f"{args.config} is a model folder, from which only whole tasks can be removed (--task "
             f"NAME); for more, name the config of its run, with --model {args.config}"
         )
     note = bundles.remove_task(args.config, args.task)
-    print(f"{args.config} serves {args.task} no more{f'; {note}' if note else ''}")
+    print(f"{args.config} no longer serves {args.task}{f'; {note}' if note else ''}")
 
 
 def _check_method(args: argparse.Namespace) -> None:
     if args.method and not args.model:
-        raise UserError(
-            "--method is of a model folder; give the folder with --model, or leave it out"
-        )
+        raise UserError("--method needs a model folder; give one with --model, or leave it out")

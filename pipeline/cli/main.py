@@ -41,7 +41,6 @@ from workers.storage import secrets
 from workers.storage.regular_file import write_named_file
 
 if TYPE_CHECKING:
-    from pipeline.app.runs import PreparedRun, RunPlan
     from pipeline.graph.stage import Stage
     from pipeline.graph.store import Garbage, Lookup
     from pipeline.launch.cost import Forecast
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         reason = one_line(str(error)) or type(error).__name__
         print(
             f"accrete: a connection was lost or refused ({reason}); "
-            "what finished is kept, run the same command again when the other side answers",
+            "finished stages are kept, run the same command again when the other side answers",
             file=sys.stderr,
         )
         return 2
@@ -105,14 +104,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except preemption.Preempted:
         print(
-            "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
-            "run the same command again to go on",
+            "accrete: stopped on request; running stages are saved at their last checkpoint; run "
+            "the same command again to resume",
             file=sys.stderr,
         )
         return 143
     except KeyboardInterrupt:
         print(
-            "accrete: interrupted; what finished is kept, run the same command again to go on",
+            "accrete: interrupted; finished stages are kept; run the same command again to resume",
             file=sys.stderr,
         )
         return 130
@@ -336,7 +335,7 @@ def _add_run_commands(add_command: AddCommand) -> None:
     ingest_parser = add_command(
         "ingest",
         ingest,
-        "bring a config's raw data into the store, and train nothing",
+        "ingest a config's raw data into the store, and train nothing",
         **CONFIG_OR_DATA,
     )
     _add_method_option(ingest_parser)
@@ -714,7 +713,7 @@ def search(args: argparse.Namespace) -> int:
     from pipeline.search.screen import SearchScreen
     from pipeline.search.spec import prepare
 
-    prepared = prepare(args.config, args.overrides, app.provenance())
+    prepared = prepare(args.config, args.overrides)
     searches.execute(
         prepared,
         SearchScreen(prepared),
@@ -743,7 +742,9 @@ def plan(args: argparse.Namespace) -> int:
         text = note(stage, run_plan.lookups, run_plan.stages_to_run)
         print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {text}")
     count = len(run_plan.stages_to_run)
-    print(f"\n{len(graph)} stages: {len(graph) - count} stand, {count} to run (marked * below)\n")
+    print(
+        f"\n{len(graph)} stages: {len(graph) - count} up to date, {count} to run (marked * below)\n"
+    )
     for line in run_plan.notes:
         print(f"{line}\n")
     validated = [task.name for task in prepared.tasks if task.has_val]
@@ -753,39 +754,21 @@ def plan(args: argparse.Namespace) -> int:
             f"{'other tasks' if len(validated) < len(prepared.tasks) else 'tasks without any'}\n"
         )
     print(diagram.to_text(graph, status))
-    training = training_plan.text(
-        training_plan.plan_training(
-            graph, run_plan.lookups, run_plan.stages_to_run, prepared.store, prepared.tasks
-        )
-    )
+    training = training_plan.text(run_plan.training())
     if training:
         print(f"\n{training}")
     if 0 < count < len(graph):
         from pipeline.growing.training import describe_training  # imports torch
 
-        print("\n" + "\n".join(describe_training(prepared, run_plan)))
+        print("\n" + "\n".join(describe_training(run_plan)))
     if with_cost:
         from pipeline.launch import cost  # imports torch
 
-        print("\n" + cost.text(make_forecast(prepared, run_plan, args.calibrate)))
+        print("\n" + cost.text(run_plan.forecast(args.calibrate)))
     if args.svg:
         write_named_file("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")
     return 0
-
-
-def make_forecast(prepared: PreparedRun, run_plan: RunPlan, calibrate: bool = False) -> Forecast:
-    """Forecast the cost of the stages that a plan runs."""
-    from pipeline.launch import cost  # imports torch
-
-    return cost.forecast(
-        prepared.graph,
-        prepared.config,
-        prepared.store,
-        run_plan.stages_to_run,
-        prepared.tasks,
-        calibrate,
-    )
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -794,8 +777,7 @@ def launch(args: argparse.Namespace) -> int:
     from pipeline.launch import command  # imports torch
 
     def forecast(config: str, overrides: list[str]) -> Forecast:
-        prepared = app.prepare(config, overrides, several=True)
-        return make_forecast(prepared, app.plan(prepared))
+        return app.plan(app.prepare(config, overrides, several=True)).forecast()
 
     return command.launch(args, forecast)
 
@@ -807,7 +789,7 @@ def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> s
     if stage.id in stages_to_run:
         text = lookup.reason
     elif not lookup.hit:
-        text = "result is gone, and nothing that is missing waits for it"
+        text = "the result was deleted, and no missing stage needs it"
     return "; ".join(filter(None, (text, stage.note)))
 
 
@@ -848,25 +830,27 @@ def report(args: argparse.Namespace) -> int:
     """
     if os.path.isdir(args.config) or "://" in args.config:
         return _report_inputs(args)
+    from pipeline.app import reports
     from pipeline.app import runs as app
+    from pipeline.app.prepared import read_tables
     from pipeline.search import run as searches  # imports torch
     from pipeline.search.spec import prepare
 
     if searches.is_search(args.config):
         if args.json:
             raise UserError(
-                f"--json is of a run, and {args.config!r} is a search; name the config of a run"
+                f"--json needs the config of a run, and {args.config!r} is a search; name a run"
             )
-        search = prepare(args.config, args.overrides, app.provenance())
+        search = prepare(args.config, args.overrides)
         print("\n".join(searches.report(search).lines))
         return 0
     prepared = app.prepare(args.config, args.overrides, several=True)
-    written = app.report(prepared, app.command_text("report", args.config, args.overrides))
+    written = reports.report(prepared, app.command_text("report", args.config, args.overrides))
     print("\n".join(written.lines))
     if args.json:
         from pipeline.results.results_file import write_results  # imports pyarrow
 
-        write_results("--json", args.json, [*app.read_tables(prepared).values()])
+        write_results("--json", args.json, [*read_tables(prepared).values()])
         print(f"results: {args.json}")
     return 0
 
@@ -891,11 +875,12 @@ def _report_inputs(args: argparse.Namespace) -> int:
 
 def analyse(args: argparse.Namespace) -> int:
     """Measure the attention of finished runs, and print tables and paths of pictures."""
+    from pipeline.app import analysis
     from pipeline.app import runs as app  # imports torch
     from pipeline.shell import console
 
     command = [invocation.this_command(), "analyse", *args.config, "--on", *args.on]
-    result = app.analyse(
+    result = analysis.analyse(
         (app.prepare(config, args.overrides) for config in args.config),
         console.Console,
         " ".join(command),
@@ -981,18 +966,18 @@ def ui(args: argparse.Namespace) -> int:
 
 def collect_garbage(args: argparse.Namespace) -> int:
     """Delete stage results that no named run needs, after asking."""
-    from pipeline.app import runs as app
+    from pipeline.app.garbage import delete_garbage, find_garbage
     from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
 
     store = Store(absolute(args.storage))
     changed = store.earlier_names()
     let_go = changed if args.earlier else []
-    garbage = app.find_garbage(store, let_go, args.older_than, args.keep_gb * 1e9)
+    garbage = find_garbage(store, let_go, args.older_than, args.keep_gb * 1e9)
     if changed and not args.earlier:
         print(
-            "what runs needed before their config files or images were changed is kept "
-            f"({', '.join(changed)}); --earlier lets go of it"
+            "results of earlier versions of config files or images are kept "
+            f"({', '.join(changed)}); --earlier includes them"
         )
     size = sum(folder.size_bytes for folder in garbage)
     if not garbage:
@@ -1016,11 +1001,11 @@ def collect_garbage(args: argparse.Namespace) -> int:
         print("nothing was deleted")
         return 0
     paths = [folder.path for folder in garbage]
-    needed_again, busy = app.delete_garbage(store, paths, let_go)
+    needed_again, busy = delete_garbage(store, paths, let_go)
     if needed_again:
-        print(staying_sentence(len(needed_again), "a run has begun that needs"))
+        print(staying_sentence(len(needed_again), "a new run needs"))
     if busy:
-        print(staying_sentence(len(busy), "a process is at work on"))
+        print(staying_sentence(len(busy), "a process is computing"))
     print("deleted")
     return 0
 

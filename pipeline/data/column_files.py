@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import get_suffix, printable
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 
 MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group or batch
 MAX_UNFOLDING = 100  # or this multiple of the file size, if that is more
@@ -338,7 +338,7 @@ def translate_read_errors(uri: str) -> Iterator[None]:
     except UserError:
         raise
     except (pa.ArrowException, OSError, ValueError, LookupError) as error:
-        reason = printable((str(error).strip() or type(error).__name__).splitlines()[0])
+        reason = printable(describe_error(error, only_first_line=True))
         advice = "fetch it again" if isinstance(error, pa.ArrowInvalid) else remedy(uri)
         kind = "Arrow" if get_suffix(uri) == ARROW_SUFFIX else "Parquet"
         raise UserError(

@@ -18,7 +18,7 @@ from pyarrow import fs
 from pipeline.config.yaml_files import CARDS
 from pipeline.data.file_kinds import IMAGE_FILES, START_BYTES, is_hidden, starts_as_image
 from pipeline.data.names import MAX_NAMED, get_suffix, is_utf8, printable
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.storage.artifact import is_local, resolve
 from workers.storage.filesystem import access_remedy
 from workers.storage.hub_files import open_hub
@@ -158,7 +158,7 @@ def list_entries(
     except Exception as error:  # the hub's HTTP client has its own kinds of errors
         if not isinstance(error, OSError) and not uri.startswith("hf://"):
             raise
-        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        reason = getattr(error, "strerror", None) or describe_error(error)
         where = printable(getattr(error, "filename", None) or uri)
         reason = printable(reason.splitlines()[0])
         raise UserError(f"{where} cannot be listed ({reason}); {remedy(uri)}") from None

@@ -208,7 +208,7 @@ def config_text(
     text += _train_text(has_gpu)
     text += "# Side by side. docs/methods.md lists all that there are.\nmethods:\n"
     text += _line("linear", {}, "a frozen backbone, a head per task: forgets nothing", 2)
-    text += _line("finetune", {}, "all weights go on to learn: forgets", 2)
+    text += _line("finetune", {}, "all weights keep learning: forgets", 2)
     text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
     text += "cluster:\n"
     text += _line("workers", 0, "0: in this process; 1 or more: worker groups of Ray", 2)
@@ -229,8 +229,8 @@ def _task_text(task: TaskPlan) -> str:
 
 def _train_text(has_gpu: bool) -> str:
     text = (
-        "# Each method brings its learning rate and its length: enough steps also for few images.\n"
-        "# What is set here counts for all of them, e.g. epochs: 5.\n"
+        "# Each method has its own learning rate and length: enough steps also for few images.\n"
+        "# Settings here apply to all of them, e.g. epochs: 5.\n"
     )
     if has_gpu:
         return text + "train:\n" + _line("precision", "bf16", indent=2)

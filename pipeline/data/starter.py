@@ -86,8 +86,8 @@ def find_config(paths: Sequence[str], program: str, say: Say) -> str:
     for path in paths:
         if is_config(path):
             raise UserError(
-                f"{printable(path)} is a config, and stands beside {len(paths) - 1} other paths; "
-                "give one config, or paths of data alone"
+                f"{printable(path)} is a config, given together with {len(paths) - 1} other paths; "
+                "give one config, or only paths of data"
             )
     return start(paths, program, say, keep=True)
 
@@ -127,7 +127,7 @@ def start(
         say(describe(source.data_set))
     say(starter.stream)
     if keep and _are_there(starter):
-        say(f"{starter.config} is there and is used as it stands")
+        say(f"{starter.config} exists and is used unchanged")
         return starter.config
     preview_path(starter.config)
     say(write(starter))
@@ -321,7 +321,7 @@ def _check_folder(source: GivenSource, program: str) -> None:
         parent = os.path.dirname(data)
         command = f"{program} {shlex.join(['init', os.path.basename(data)])}"
         raise UserError(
-            f"the current folder is that of the images, and results in it would become part of "
+            "the current folder is that of the images, and results in it would become part of "
             f"them; use another one: `cd {shlex.quote(parent)} && {command}`"
         )
 

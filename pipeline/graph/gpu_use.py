@@ -140,8 +140,8 @@ class GpuUse:
         workers = "" if self.cluster.workers else "cluster.workers=1 and "
         share = math.floor(1000 / groups) / 1000  # rounded up, fewer groups would fit
         return (
-            f"{workers}cluster.gpus_per_worker={share:g} trains {groups} chains "
-            f"beside each other, which take about {groups * use.memory_bytes / 2**30:.1f} of its "
+            f"{workers}cluster.gpus_per_worker={share:g} trains {groups} chains in parallel, which "
+            f"take about {groups * use.memory_bytes / 2**30:.1f} of its "
             f"{use.total_bytes / 2**30:.0f} GiB"
         )
 

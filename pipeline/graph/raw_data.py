@@ -184,8 +184,8 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
             say(f"data/{card.name}: they are the same images")
         else:
             say(
-                f"data/{card.name}: they are other images; "
-                "results of them get keys of their own, beside those of the images before"
+                f"data/{card.name}: the images changed; their results get new keys, and earlier "
+                "results stay"
             )
     _remember(store, card, known)
 

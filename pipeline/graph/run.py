@@ -341,6 +341,6 @@ def raise_if_failed(outcome: Outcome, command: str, logs_command: str = "") -> N
         more = f" (other failed stages: {len(outcome.failures) - 1})"
     log = f"; its log: {logs_command} {stage_id}" if logs_command else ""
     raise UserError(
-        f"stage {stage_id} failed: {message}{more}{log}; what finished is kept, resume with: "
+        f"stage {stage_id} failed: {message}{more}{log}; finished stages are kept, resume with: "
         f"{command}"
     )

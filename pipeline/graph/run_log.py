@@ -87,7 +87,7 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
             stream = open_log(resolve(path)[1])
         except OSError as error:
             reason = error.strerror or error
-            LOG.warning("%s cannot be written (%s); the run goes on without it", path, reason)
+            LOG.warning("%s cannot be written (%s); the run continues without it", path, reason)
     handler = FileHandler(stream)
     handler.set_name(FILE)
     handler.setFormatter(OneLineFormatter(LINE))

@@ -593,9 +593,9 @@ def version_notes(
         if len(changes) > MAX_CHANGES:
             listed += ", ..."
         notes.append(
-            f"{differing} of {len(manifests)} results "
-            f"that stand were made by other versions ({listed}); they stay valid: "
-            "code that gives other results has another revision, which is in the key"
+            f"{differing} of {len(manifests)} valid results were made by other versions "
+            f"({listed}); they stay valid: code with other results has another revision, which is "
+            "part of the key"
         )
     return notes
 

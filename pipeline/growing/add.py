@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline.app import runs as app
-from pipeline.app.runs import OpenScreen, RunResult
+from pipeline.app.runs import RunResult
+from pipeline.app.screen import OpenScreen
 from pipeline.config import settings as configs
 from pipeline.config.settings import Config
 from pipeline.config.yaml_files import absolute
@@ -93,8 +94,8 @@ def add(
             raise
         plan = app.plan(run)
         num_stages, num_to_run = len(run.graph), len(plan.stages_to_run)
-        say(f"{num_stages} stages: {num_stages - num_to_run} stand, {num_to_run} to run")
-        for line in filter(None, [*describe_training(run, plan), describe_cost(run, plan)]):
+        say(f"{num_stages} stages: {num_stages - num_to_run} up to date, {num_to_run} to run")
+        for line in filter(None, [*describe_training(plan), describe_cost(plan)]):
             say(line)
         report_command = app.command_text("report", request.config, ())
         result = app.execute(run, open_screen, command, report_command)

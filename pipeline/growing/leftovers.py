@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.app import runs as app
-from pipeline.app.runs import PreparedRun
+from pipeline.app.garbage import delete_garbage, find_garbage
+from pipeline.app.prepared import PreparedRun
 from pipeline.config.text import format_count
 from pipeline.data.starter import preview_path
 from pipeline.graph import graph_cache
@@ -23,7 +23,7 @@ from pipeline.report import analysis_section
 from pipeline.results.trials import keys_of_searches
 from pipeline.tracking.database import sqlite_path
 from workers.data.cache import Cache
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.storage.artifact import Artifact, delete_dir, exists, join, list_files, resolve
 
 if TYPE_CHECKING:
@@ -91,10 +91,8 @@ class Leftovers:
             with suppress(FileNotFoundError):
                 system.delete_file(path)
         paths = [folder.path for folder in self.garbage]
-        needed, busy = app.delete_garbage(store, paths, [self.run.config.name])
-        left += [
-            f"{join(store.storage, path)}, which a run needs that has begun" for path in needed
-        ]
+        needed, busy = delete_garbage(store, paths, [self.run.config.name])
+        left += [f"{join(store.storage, path)}, which a new run needs" for path in needed]
         left += [f"{join(store.storage, path)}, which a process works on now" for path in busy]
         return left
 
@@ -114,7 +112,7 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
         UserError: If a record of the storage cannot be read.
     """
     store, name = run.store, run.config.name
-    garbage = app.find_garbage(store, [name])
+    garbage = find_garbage(store, [name])
     files = [*_list_sources(store, name, garbage), *_list_analysis(store, record)]
     with suppress(UserError):  # the page is not a preview
         preview = preview_path(config_path)
@@ -126,7 +124,7 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
 
             leftovers.tracked = find_earlier_files(run.config.tracking, store.storage, record)
         except Exception as error:  # of any server
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = describe_error(error, only_first_line=True)
             leftovers.left.append(
                 f"files of earlier states in MLflow, which does not answer ({reason}); give the "
                 "command again when it does"

@@ -161,9 +161,10 @@ def _check_is_read(card: Card, data: str, entries: Sequence[Entry]) -> None:
         if found.split != IGNORE and f"{found.entry.name}/".startswith(f"{name}/"):
             return
     raise UserError(
-        f"{printable(data)} lies in the source of card {card.name!r}, which reads no image there; "
-        "move it out of this folder, or put its images into the folders of the splits, and give "
-        "the command again"
+        f"{printable(data)} is inside the source of card {card.name!r}, which reads no image "
+        "there; "
+        "move it out of this folder, or put its images into the folders of the splits, and repeat "
+        "the command"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pipeline.app.runs import PreparedRun
+from pipeline.app.prepared import PreparedRun
 from pipeline.config.settings import Config
 from pipeline.config.text import format_count
 from pipeline.config.yaml_files import absolute

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.app import runs as app
-from pipeline.app.runs import OpenScreen
+from pipeline.app.prepared import current_record
+from pipeline.app.screen import OpenScreen
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import absolute
 from pipeline.graph.replica_configs import refuse_replicas
@@ -81,7 +82,7 @@ def remove(
     for line in removal.changes.lines:
         say(line)
     plan = app.plan(run)
-    trained = describe_training(run, plan)
+    trained = describe_training(plan)
     record = store.record(run.config.name)
     keys = {stage["id"]: stage["key"] for stage in record["stages"]} if record else {}
     is_new = bool(plan.stages_to_run) or keys != run.keys
@@ -90,7 +91,7 @@ def remove(
             say(line)
         report_command = app.command_text("report", request.config, ())
         run = app.execute(run, open_screen, command, report_command).run
-    leftovers = storage_leftovers.find_leftovers(run, request.config, app.current_record(run))
+    leftovers = storage_leftovers.find_leftovers(run, request.config, current_record(run))
     is_pending = is_new or not leftovers.is_empty()
     published = ""
     if request.model:

@@ -189,7 +189,7 @@ def edit_stream(
     if kind == "images" and new.classes:
         raise UserError(
             f"{printable(data)} has classes that no task has ({listed(new.classes)}), and "
-            "`--as images` takes images of known classes alone; give --as classes"
+            "`--as images` accepts only images of known classes; give --as classes"
         )
     is_whole_task = new.data_set is not None and kind == "task"
     classes = new.all_classes if is_whole_task else new.classes
@@ -198,7 +198,7 @@ def edit_stream(
     has_new_task = bool(classes) and not into
     if name and not (into or has_new_task or name in task_classes):
         raise UserError(
-            f"--name {name!r} is of a new task, and {printable(data)} has no new class for one; "
+            f"--name {name!r} is for a new task, and {printable(data)} has no new class for one; "
             "leave it out"
         )
     used = new.card
@@ -297,8 +297,8 @@ class StreamEditor:
         entries = stream.get("tasks") if isinstance(stream, dict) else None
         if not isinstance(entries, list) or len(entries) != len(config.stream.tasks):
             raise UserError(
-                f"{config_path}: stream.tasks does not stand in this file (it `extends` another "
-                "one); copy the list into this file, or give the command the other one"
+                f"{config_path}: stream.tasks is not in this file (it `extends` another "
+                "one); copy the list into this file, or name the other file"
             )
         if config.orders:
             raise UserError(
@@ -466,8 +466,8 @@ class StreamEditor:
             folder = os.path.dirname(os.path.realpath(text.where))
             if os.path.dirname(os.path.realpath(file)) != folder:  # a card may be a stranger's
                 raise UserError(
-                    f"{text.where}: without_images names {file}, and a list is written into the "
-                    "folder of its card alone; move the list there, and name it in the card"
+                    f"{text.where}: without_images names {file}, but such a list must be in the "
+                    "folder of its card; move it there, and name it in the card"
                 )
             before = card_files.read_image_lines(file)
         body = "".join(f"{line}\n" for line in sorted({*before, *lines}))

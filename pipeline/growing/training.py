@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 
-from pipeline.app.runs import PreparedRun, RunPlan
+from pipeline.app.prepared import RunPlan
 from pipeline.graph.stage import Graph
 from pipeline.launch import cost
 from workers.methods import METHODS
 
 
-def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
+def describe_training(plan: RunPlan) -> list[str]:
     """Describe for each method which tasks a run trains, and why.
 
     In a star each task trains by itself. In a chain, and for methods that train on all data so far,
     the later tasks train again too. Before ingest it is unknown which tasks have changed images.
     """
-    todo = plan.stages_to_run
+    run, todo = plan.run, plan.stages_to_run
     if any(run.graph[stage].is_provisional for stage in todo):
         return [
             "which tasks train again follows from their images: `accrete ingest CONFIG` finds out"
@@ -31,16 +31,16 @@ def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
         method = METHODS[entry.method]
         reason = "each by itself"
         if method.carries:
-            reason = "a chain: each task goes on from the one before"
+            reason = "a chain: each task continues from the previous one"
         elif method.trains_on == "seen":
             reason = "each on the images of all tasks so far"
         lines.append(f"  {label} trains {', '.join(tasks)} ({reason})")
     return lines
 
 
-def describe_cost(run: PreparedRun, plan: RunPlan) -> str:
+def describe_cost(plan: RunPlan) -> str:
     """Return the forecast of the wall time of a run, or "" if there is no estimate."""
-    forecast = cost.forecast(run.graph, run.config, run.store, plan.stages_to_run, run.tasks)
+    forecast = plan.forecast()
     if not forecast.costs:
         return ""
     row = cost.label_row(forecast, "together")

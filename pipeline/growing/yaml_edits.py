@@ -212,8 +212,8 @@ class YamlText:
 
     def _refuse(self, path: Path) -> UserError:
         return UserError(
-            f"{self.where}: {'.'.join(map(str, path))} does not stand in this file as a value that "
-            "can be edited; write it there, and give the command again"
+            f"{self.where}: {'.'.join(map(str, path))} is not an editable value of this file; "
+            "write it there, and repeat the command"
         )
 
 

@@ -54,7 +54,7 @@ def attempt_stage(
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
             # A collective fails on all ranks if one rank is gone.
-            return Event(EventKind.LOST, stage.id, "a worker of its group is gone")
+            return Event(EventKind.LOST, stage.id, "a worker of its group died")
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
         reason = failures.describe(error)

@@ -22,7 +22,7 @@ from pipeline.config.settings import ClusterSettings
 from pipeline.config.yaml_files import IS_CHECKOUT, PACKAGE
 from pipeline.graph.failures import ANSI
 from pipeline.launch import ray_internals
-from workers.errors import UserError, require_package
+from workers.errors import UserError, describe_error, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
 from workers.storage.filesystem import without_retries
 
@@ -168,7 +168,7 @@ def start_private(ray: Any, cpus: int) -> None:
         except Exception as error:  # Ray raises plain exceptions
             ray.shutdown()
             if not tries_left:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = describe_error(error, only_first_line=True)
                 raise UserError(
                     f"Ray did not start on this machine ({reason}); run the same command again "
                     "when it is less busy, or without Ray by --set cluster.workers=0"
@@ -202,7 +202,7 @@ def variables() -> dict[str, str]:
 
 def explain_refusal(error: Exception) -> str:
     """Return one line from Ray's error that says why a cluster cannot be joined."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = describe_error(error)
     if "oken" in text and "uthenticat" in text:
         return f"it asks for its token: {TOKEN_REMEDY}"
     if "local Raylet" in text or "raylet" in text:

@@ -53,11 +53,9 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     for option, platforms in ONLY_ON.items():
         if getattr(args, option) and args.on not in platforms:
             name = option.replace("_", "-")
-            raise UserError(
-                f"--{name} works with --on {' or '.join(platforms)} alone; leave it out"
-            )
+            raise UserError(f"--{name} works only with --on {' or '.join(platforms)}; leave it out")
     if args.project and args.cloud != "gcp":
-        raise UserError("--project works with --cloud gcp alone; leave it out")
+        raise UserError("--project works only with --cloud gcp; leave it out")
     run = make_portable(args.config, args.overrides, SHARED[args.on], GROUPS[args.on])
     forecast = None
     note = ""

@@ -714,8 +714,8 @@ def notes(prediction: Forecast) -> list[str]:
         names = ", ".join(prediction.unknown[:SHOWN_TASKS])
         more = " ..." if len(prediction.unknown) > SHOWN_TASKS else ""
         lines.append(
-            f"no count of images: {names}{more}; bring the data "
-            "in with `python -m pipeline ingest CONFIG`, or put `counts` on its card"
+            f"no count of images: {names}{more}; ingest the data with `python -m pipeline ingest "
+            "CONFIG`, or put `counts` on its card"
         )
     if "formula" in bases:
         lines.append(

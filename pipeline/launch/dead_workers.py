@@ -90,7 +90,7 @@ def describe(
     others = f", and {len(workers) - 1} more ranks" if len(workers) > 1 else ""
     text = (
         f"rank {first.rank} on {first.address} died{others}: process {first.process} was killed or "
-        "crashed, often because the machine has no more memory"
+        "crashed, often because the machine ran out of memory"
     )
     return f"{text} (see {paths[0]})" if paths else text
 

@@ -45,7 +45,7 @@ from pipeline.launch.queue_actor import QueueActor
 from pipeline.launch.shares import format_resources, resources_per_worker
 from pipeline.launch.train import NO_ROOM, run_segment
 from workers import preemption
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.storage import checkpoint
 from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
 
@@ -608,9 +608,9 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
         error: Error of Ray.
     """
     if isinstance(error, ConnectionError):
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = describe_error(error)[:300]
         return UserError(
-            f"the connection to the Ray cluster was lost ({reason}); what finished is kept, "
+            f"the connection to the Ray cluster was lost ({reason}); finished stages are kept, "
             "run the same command again when the head node and its client port answer"
         )
     if getattr(error, "actor_init_failed", False):
@@ -619,7 +619,7 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
     if isinstance(error, ray.exceptions.GetTimeoutError):
         reason = f"its head node has not answered for {ANSWER_TIMEOUT_S:.0f} s"
     return UserError(
-        f"Ray itself broke down ({reason}); what finished is kept, run the same command again"
+        f"Ray itself broke down ({reason}); finished stages are kept, run the same command again"
     )
 
 

@@ -17,7 +17,7 @@ class StageTimeout(Exception):
 
 
 def describe_timeout(step: str, limit_s: float) -> str:
-    """Return the message about a try that took too long: kind of stage, limit, remedy.
+    """Return the message about an attempt that took too long: kind of stage, limit, remedy.
 
     Args:
         step: Kind of the stage.
@@ -25,7 +25,7 @@ def describe_timeout(step: str, limit_s: float) -> str:
     """
     setting = f"cluster.stages.{step}.timeout_s"
     return (
-        f"this try of a stage of kind {step!r} took longer than {limit_s:g} s ({setting}); "
+        f"this attempt at a stage of kind {step!r} took longer than {limit_s:g} s ({setting}); "
         f"allow more with --set {setting}={2 * limit_s:g}, or set it to 0 for no limit"
     )
 

@@ -182,15 +182,15 @@ def headline(run: RunStatus) -> str:
             text = f"running for {format_seconds(driver.age_s)}, {process}{left_text(run)}"
         case "killed":
             ago = format_seconds(driver.quiet_s)
-            text = f"killed: {process} was last heard of {ago} ago; what finished is kept"
+            text = f"killed: {process} was last heard of {ago} ago; finished stages are kept"
         case "failed":
             text = f"failed: {driver.message}"
         case _:
             ago = format_seconds(driver.quiet_s)
-            text = f"{run.state} {ago} ago, {process}; what finished is kept"
+            text = f"{run.state} {ago} ago, {process}; finished stages are kept"
     resume = ""
     if run.state not in ("running", "failed") and driver.command:
-        resume = f"; to go on: {driver.command}"
+        resume = f"; to resume: {driver.command}"
     return in_one_line(f"run {run.name}: {text}{resume}")
 
 

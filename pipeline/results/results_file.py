@@ -233,7 +233,7 @@ def read_results(path: str) -> list[ImportedTables]:
     Raise `UserError` where it cannot be read, or is not as `docs/formats.md` describes it.
     """
     if "://" in path:
-        raise UserError(f"{path}: files of results are read from disk alone; copy it first")
+        raise UserError(f"{path}: files of results are only read from disk; copy it first")
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
@@ -280,8 +280,8 @@ def _list_runs(path: str, body: Any) -> list[ImportedTables]:
     file = checked(ResultFileBody, body, "", path)
     if file.sha256 is not None and file.sha256 != compute_sha256(body):
         raise UserError(
-            f"{path}: it was changed after it was written (its sha256 differs); ask for it again, "
-            "or leave `sha256` out"
+            f"{path}: it was changed after it was written (its sha256 differs); get it again, or "
+            "leave `sha256` out"
         )
     cells = sum(len(method.tasks) ** 2 for run in file.runs for method in run.methods)
     if cells > MAX_CELLS:

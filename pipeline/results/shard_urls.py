@@ -66,8 +66,8 @@ def _stored_urls(card: Card, store: Store) -> Iterator[tuple[Split, str]]:
         artifact = Artifact.open(store.root, compute_key(raw_data.stage_inputs(card, source), ()))
     if artifact is None:
         raise UserError(
-            f"card {card.name!r} has no shards in storage {store.storage!r}; bring its data in "
-            "with `python -m pipeline ingest CONFIG`, or name another storage with --storage"
+            f"card {card.name!r} has no shards in storage {store.storage!r}; ingest its data with "
+            "`python -m pipeline ingest CONFIG`, or name another storage with --storage"
         )
     names = sorted(name for name in artifact.manifest["files"] if name.endswith(".tar"))
     for split in SPLITS:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.app import reports
 from pipeline.app import runs as app
 from pipeline.app.experiment import choose_stream, in_folder, printer
 from pipeline.config.yaml_files import parse_yaml
@@ -145,13 +146,13 @@ class SearchExperiment:
         with in_folder(self.folder, self):
             return read_results(self._prepare())
 
-    def report(self) -> app.WrittenReport:
+    def report(self) -> reports.WrittenReport:
         """Write the report and the MLflow record again, also before the end of the search."""
         with in_folder(self.folder, self):
             return searches.report(self._prepare())
 
     def _prepare(self, say: Callable[[str], None] = print) -> spec.Search:
-        return spec.prepare(self.source, list(self.overrides), app.provenance(), say)
+        return spec.prepare(self.source, list(self.overrides), say)
 
 
 def read_results(search: spec.Search) -> SearchResults:

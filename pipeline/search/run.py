@@ -15,7 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.app import runs as app
-from pipeline.app.runs import OpenScreen, WrittenReport
+from pipeline.app.prepared import PreparedRun
+from pipeline.app.reports import WrittenReport
+from pipeline.app.screen import OpenScreen
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import dump_yaml, find_config, read_yaml
 from pipeline.graph import build
@@ -192,7 +194,7 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
     for_task = f" for task {phase!r}" if phase else ""
     return (
         f"search {search.name!r} has no winner{for_task}: {reason}; "
-        f"what was found is kept, go on with: {resume_command}"
+        f"the finished trials are kept; resume with: {resume_command}"
     )
 
 
@@ -378,7 +380,7 @@ def evaluate_winner(
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)
     graph, tasks = build.build_graph(config, store, search.provenance)
-    run = app.PreparedRun(config, store, graph, tasks)
+    run = PreparedRun(config, store, graph, tasks)
     result = app.execute(run, screen.open_console, resume_command, resume_command)
     screen.say(summary(result.tables, result.outcome, result.report.lines))
     row = result.tables.summary()[0]

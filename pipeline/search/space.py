@@ -169,7 +169,7 @@ class Choice(Conditional):
     def _different(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
         for index, value in enumerate(values):
             if value in values[:index]:
-                raise ValueError(f"{value!r} stands twice among them")
+                raise ValueError(f"{value!r} is listed twice")
         return values
 
     def draw(self, rng: random.Random) -> Any:

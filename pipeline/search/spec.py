@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from pipeline.app.prepared import provenance
 from pipeline.config import settings as configs
 from pipeline.config import yaml_files
 from pipeline.graph import build, raw_data
@@ -196,7 +197,7 @@ class SearchSettings(Frozen):
             )
         if len(self.objectives) > 1:
             raise ValueError(
-                f"scheduler {self.scheduler} judges by accuracy alone; "
+                f"scheduler {self.scheduler} uses only accuracy; "
                 "use scheduler none, or objectives [accuracy]"
             )
         return self
@@ -451,7 +452,7 @@ def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, 
     search = yaml_files.read_search(method)
     if not search:
         remedy = did_you_mean(method, METHODS, "write a search file that has the config as `base`")
-        raise UserError(f"{path}: method {method!r:.60} has no search of its own; {remedy}")
+        raise UserError(f"{path}: method {method!r:.60} has no predefined search; {remedy}")
     changes: dict[str, Any] = {"methods": method}
     cluster = yaml_files.read_with_bases(file).get("cluster") or {}
     if not cluster.get("workers"):
@@ -504,7 +505,6 @@ def _check_base_key(key: str, override: str) -> None:
 def prepare(
     path: str,
     overrides: list[str],
-    provenance: dict[str, Any],
     say: Callable[[str], None] = print,
 ) -> Search:
     """Read a search and check as much as possible before anything runs.
@@ -512,7 +512,6 @@ def prepare(
     Args:
         path: Path of the search file or config.
         overrides: Overrides in the form of `--set`.
-        provenance: Versions and device of this process.
         say: Called with a line if raw data was rewritten in place.
 
     Raises:
@@ -540,15 +539,16 @@ def prepare(
         report_config = _build_config(report_body, points[0], path)
         raw_data.read_sources_again(report_config, store, say)
 
+    made_by = provenance()
     try:
-        graph, stream = build.build_graph(config, store, provenance, "val")
+        graph, stream = build.build_graph(config, store, made_by, "val")
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     label = next(iter(config.methods))
     names = [task.name for task in stream if f"{label}/{task.name}/evaluate" in graph.stages]
     _check_first_tasks(settings, len(names), path)
     if report_config is not None:
-        build.build_graph(report_config, store, provenance)
+        build.build_graph(report_config, store, made_by)
     tasks = tuple(names[: settings.first_tasks])
     _check_early_stops(settings, len(tasks), path)
     method_tasks = _method_tasks(graph, tasks)
@@ -561,7 +561,7 @@ def prepare(
         report_body,
         space,
         storage,
-        provenance,
+        made_by,
         tasks,
         method_tasks,
         _note(settings, point_configs),

@@ -317,7 +317,7 @@ def _take_over(record: Trial, plan: PhasePlan, parent: int) -> None:
     previous = read_record(plan.storage, plan.name, number)
     if source is None or previous is None or len(source["results"]) < len(tasks):
         raise TrialFailed(
-            f"the record of trial {parent}, which trial {number} goes on from, is gone or damaged; "
+            f"the record of trial {parent}, which trial {number} continues, is missing or damaged; "
             "give the search another name"
         )
     inherited = lineage(source, tasks)

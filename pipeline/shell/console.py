@@ -160,7 +160,7 @@ class Console:
                 attempt = f"try {walk.tries[stage] + 1} of {walk.retries + 1}"
                 self.say(f"{stage}: {reason}; tried again from its last checkpoint ({attempt})")
             case DecisionKind.MOVE:
-                self.say(f"{stage}: {reason}; it goes on from there")
+                self.say(f"{stage}: {reason}; it continues from there")
             case DecisionKind.RECOMPUTE:
                 self.say(f"{stage}: {reason}")
             case DecisionKind.FAIL:
@@ -360,10 +360,7 @@ def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:
     """Return the last lines of a run: number of executed stages, and links."""
     duration = format_seconds(outcome.seconds)
     if outcome.ran == 0:
-        text = (
-            f"nothing to do: all {outcome.reused} stage results stand, "
-            f"no stage was run ({duration})"
-        )
+        text = f"nothing to do: all {outcome.reused} stage results are up to date ({duration})"
     else:
         text = f"{outcome.ran} stages run, {outcome.reused} reused, {duration}"
     if outcome.left_out:

@@ -146,7 +146,7 @@ class Outbox:
         self._set_away(time.monotonic())
         self.log(
             f"{self.name} does not answer ({reason[:120]}); "
-            "the run goes on, and what it should hear of is kept until it does"
+            "the run continues, and its records are kept until then"
         )
         pause = FIRST_S
         while not self.given_up:
@@ -155,7 +155,7 @@ class Outbox:
                 self.log(
                     f"{self.name} answers "
                     f"again after {time.monotonic() - (self.away_since or 0):.0f} s; "
-                    "it is told what it has missed"
+                    "the kept records are sent"
                 )
                 self._set_away(None)
                 return

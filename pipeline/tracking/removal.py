@@ -14,6 +14,7 @@ from pipeline.graph.run_record import RunRecord
 from pipeline.tracking import mlflow_internals
 from pipeline.tracking.mlflow_client import MlflowClientAdapter
 from pipeline.tracking.run_writer import run_key
+from workers.errors import describe_error
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Run
@@ -90,5 +91,5 @@ def _list_models(adapter: MlflowClientAdapter, run: Run) -> Iterable[LoggedModel
 
 
 def _describe(name: str, place: str, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = describe_error(error, only_first_line=True)
     return f"MLflow's {name}: its files at {place} could not be deleted ({reason})"

@@ -320,9 +320,7 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
     last = lines[-1][:300] if lines else "it said nothing"
     remedy = "fix what it says and try again"
     if any("ddress already in use" in line for line in lines):
-        remedy = (
-            "another program took the port meanwhile: try another --port, or none for a free one"
-        )
+        remedy = "another program uses the port by now: try another --port, or none for a free one"
     return (
         f"mlflow server ended with exit code {server.returncode} before "
         f"it answered on {host}:{port} ({last}); {remedy}"

@@ -16,6 +16,7 @@ import yaml
 from PIL import Image, ImageOps
 
 from pipeline import cli
+from pipeline.app import analysis
 from pipeline.app import runs as app
 from pipeline.graph.store import Store
 from pipeline.report import analyse, analysis_section, maps
@@ -71,7 +72,7 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
     report_files = {"report.html": "".join(analysis_section.BEFORE).encode()}
     monkeypatch.setattr(page, "build", lambda *_: report_files)
-    monkeypatch.setattr(app, "report_files_or_build", lambda *_: report_files)
+    monkeypatch.setattr(analysis, "report_files_or_build", lambda *_: report_files)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 

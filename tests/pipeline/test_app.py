@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline import cli
+from pipeline.app import reports
 from pipeline.app import runs as app
+from pipeline.app.prepared import current_record
 from pipeline.report import page
 from tests import small_run
 
@@ -27,7 +29,7 @@ def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
     config_path = small_run.write_config(tmp_path / "config.yaml", body)
     assert cli.main(["run", config_path]) == 0
     run = app.prepare(config_path)
-    record = app.current_record(run)
+    record = current_record(run)
     stage = run.graph["report"]
     run.store.withdraw(stage.key)
     build = page.build
@@ -40,7 +42,7 @@ def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
 
     monkeypatch.setattr(page, "build", slow_build)
     with ThreadPoolExecutor(2) as drivers:
-        futures = [drivers.submit(app.make_report, run, record, stage) for _ in range(2)]
+        futures = [drivers.submit(reports.make_report, run, record, stage) for _ in range(2)]
         manifests = [future.result() for future in futures]
     assert len(builds) == 1
     assert sorted("reused" in manifest for manifest in manifests) == [False, True]

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.app import runs as app
+from pipeline.app import garbage, runs
+from pipeline.app.garbage import delete_garbage, find_garbage
+from pipeline.app.prepared import provenance
 from pipeline.graph import raw_data, run, run_record, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
@@ -101,7 +103,7 @@ def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
     text = output(capsys, "plan", run.config())
     assert set(table(text).values()) == {("miss", "new"), ("miss", "unknown until ingest")}
-    assert f"{STAGES} stages: 0 stand, {STAGES} to run" in text
+    assert f"{STAGES} stages: 0 up to date, {STAGES} to run" in text
     assert not (run.storage / "stages").exists()
 
 
@@ -110,7 +112,7 @@ def test_plan_of_a_finished_run_has_hits_only(
 ) -> None:
     text = output(capsys, "plan", run_copy.config())
     assert set(table(text).values()) == {("hit", "")}
-    assert f"{STAGES} stages: {STAGES} stand, 0 to run" in text
+    assert f"{STAGES} stages: {STAGES} up to date, 0 to run" in text
 
 
 def test_plan_says_what_changed_from_old_to_new(
@@ -161,7 +163,7 @@ def test_plan_says_that_data_is_gone_and_not_missed(
     )
     assert table(output(capsys, "plan", run_copy.config()))["data/a"] == (
         "hit",
-        "result is gone, and nothing that is missing waits for it",
+        "the result was deleted, and no missing stage needs it",
     )
 
 
@@ -702,7 +704,7 @@ def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
 
     answering(monkeypatch, begin)
     text = output(capsys, "gc", "--storage", str(littered.storage))
-    assert "2 of them are kept: a run has begun that needs them" in text
+    assert "2 of them are kept: a new run needs them" in text
     assert folders(littered) == before - (lost - {*needed})
 
 
@@ -715,7 +717,7 @@ def test_gc_keeps_what_a_process_is_computing(
     root = str(littered.storage / "stages")
     with stage_lock(root, lost[0]):
         text = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
-    assert "1 of them is kept: a process is at work on it" in text
+    assert "1 of them is kept: a process is computing it" in text
     assert folders(littered) == before - {*lost[1:]}
 
 
@@ -739,9 +741,9 @@ def test_run_waits_for_gc_before_look_up(
         order.append("look up")
         return run.look_up_all(*arguments)
 
-    monkeypatch.setattr(app, "delete_dir", delete)
-    monkeypatch.setattr(app, "look_up_all", look_up)
-    app.delete_garbage(run_store, [path for path, *_ in app.find_garbage(run_store)])
+    monkeypatch.setattr(garbage, "delete_dir", delete)
+    monkeypatch.setattr(runs, "look_up_all", look_up)
+    delete_garbage(run_store, [path for path, *_ in find_garbage(run_store)])
     assert order == ["delete"] * 5
     begun.join(120)
     assert order[5] == "look up"
@@ -777,9 +779,7 @@ def test_changed_config_keeps_earlier_results_until_gc_earlier(
     methods = {"meat": {"train": {"lr": 0.01}}}
     output(capsys, "run", run_copy.config(methods=methods))
     text = output(capsys, "gc", "--yes", "--storage", str(run_copy.storage))
-    assert (
-        "what runs needed before their config files or images were changed is kept (small)" in text
-    )
+    assert "results of earlier versions of config files or images are kept (small)" in text
     assert len(before - folders(run_copy)) == 1, "the old report alone: it is made again at no cost"
     text = output(capsys, "run", run_copy.config())
     assert re.search(r"\n1 stages run, 7 reused", text)
@@ -818,12 +818,12 @@ def test_plan_says_which_results_other_versions_made_and_that_they_stay(
     run_copy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "other versions" not in output(capsys, "plan", run_copy.config())
-    now = app.provenance()
+    now = provenance()
     newer = {**now, "packages": {**now["packages"], "torch": "99.0"}}
-    monkeypatch.setattr(app, "provenance", lambda: newer)
+    monkeypatch.setattr(runs, "provenance", lambda: newer)
     text = output(capsys, "plan", run_copy.config())
     change = f"torch {now['packages']['torch']} -> 99.0"
-    assert f"5 of {STAGES} results that stand were made by other versions ({change})" in text
+    assert f"5 of {STAGES} valid results were made by other versions ({change})" in text
     assert "they stay valid" in text
     assert set(table(text).values()) == {("hit", "")}
 
@@ -849,7 +849,6 @@ def test_a_lost_connection_is_no_file(
     monkeypatch.setattr(ui, "serve", lost)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        "accrete: a connection was lost or refused (Client is shutting down.); what finished is "
-        "kept, "
-        "run the same command again when the other side answers\n"
+        "accrete: a connection was lost or refused (Client is shutting down.); finished stages "
+        "are kept, run the same command again when the other side answers\n"
     )

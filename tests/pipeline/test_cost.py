@@ -280,7 +280,7 @@ def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
     assert prediction.costs["finetune/a/train"].images is None
     assert prediction.costs["finetune/a/train"].basis == "unknown"
     assert prediction.unknown == ("a",)
-    assert "no count of images: a; bring the data in" in cost.text(prediction)
+    assert "no count of images: a; ingest the data" in cost.text(prediction)
 
 
 def test_a_joint_training_counts_all_tasks_so_far(site: Site) -> None:

@@ -237,7 +237,7 @@ def test_files_that_have_no_end_or_are_elsewhere_are_refused(tmp_path: Path) -> 
     for path in (large, device, tmp_path / "absent.csv", tmp_path):
         with pytest.raises(UserError, match="the file of results cannot be read"):
             read_results(str(path))
-    with pytest.raises(UserError, match="read from disk alone; copy it first"):
+    with pytest.raises(UserError, match="only read from disk; copy it first"):
         read_results("s3://bucket/x.json")
 
 

@@ -329,7 +329,7 @@ def test_failed_server_is_reported_without_another_port(
     assert output.count("\n") == 1
     server: Any = SimpleNamespace(returncode=1)
     log = ["[Errno 98] Address already in use"]
-    assert "another program took the port" in ui.why_it_ended(server, log, "h", 1)
+    assert "another program uses the port" in ui.why_it_ended(server, log, "h", 1)
 
 
 PRIVATE = """

@@ -15,6 +15,7 @@ import torch
 
 from pipeline import cli
 from pipeline.app import runs as app
+from pipeline.app.garbage import find_garbage
 from pipeline.graph import failures
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
@@ -185,7 +186,7 @@ def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: P
     Attempt(store.root, "k2").commit({})
     stages = [{"id": f"a/{key}", "key": key, "step": "train"} for key in ("k1", "k2")]
     store.save_record(cast(Any, {"name": "mine", "stages": stages}))
-    assert [path for path, *_ in app.find_garbage(store)] == ["failures/k2", "failures/k3"]
+    assert [path for path, *_ in find_garbage(store)] == ["failures/k2", "failures/k3"]
 
 
 @pytest.mark.parametrize("step", ["train", "ingest"])

@@ -73,7 +73,7 @@ def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chains", "used", "cluster", "expected"),
     [
-        (8, 3, {}, "cluster.gpus_per_worker=0.2 trains 5 chains beside each other, which take "
+        (8, 3, {}, "cluster.gpus_per_worker=0.2 trains 5 chains in parallel, which take "
          "about 15.0 of its 80 GiB"),
         (4, 3, {}, "cluster.gpus_per_worker=0.25 trains 4 chains"),  # there are no more
         (8, 30, {}, "cluster.gpus_per_worker=0.5 trains 2 chains"),  # no more fit

@@ -330,7 +330,7 @@ def test_time_limit_ends_workers_and_counts_attempt(
     assert driver.ray.cancelled == [task]
     [event] = driver.poll()
     assert (event.kind, event.stage, event.final) == ("failed", stage.id, False)
-    assert event.message.startswith("this try of a stage of kind 'train' took longer than 60 s")
+    assert event.message.startswith("this attempt at a stage of kind 'train' took longer than 60 s")
     driver.queue.post(0, Event(EventKind.DONE, stage.id))
     assert driver.poll() == [], "what its workers say now comes too late"
     driver.submit(stage.id)
@@ -452,7 +452,7 @@ def test_a_head_node_that_does_not_answer_ends_the_run_with_one_sentence(
     driver.ray.error = ray.exceptions.GetTimeoutError("Get timed out")
     with pytest.raises(
         UserError,
-        match=rf"has not answered for {groups.ANSWER_TIMEOUT_S:.0f} s\); what finished is kept",
+        match=rf"has not answered for {groups.ANSWER_TIMEOUT_S:.0f} s\); finished stages are kept",
     ):
         driver.poll()
     assert driver.executor.is_broken

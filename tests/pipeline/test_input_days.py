@@ -147,10 +147,11 @@ def test_a_folder_that_cannot_be_written_is_said_once(
 def test_unknown_distances_are_explained(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from pipeline.app import reports
     from pipeline.app import runs as app
 
     model = str(tmp_path / "old")
-    app.write_bundle(app.prepare(run[1]), "linear", model)  # without a reference
+    reports.write_bundle(app.prepare(run[1]), "linear", model)  # without a reference
     output_of(capsys, "predict", model, *images_of(run[0], "a"), "--task", "a")
     text = output_of(capsys, "report", model)
     assert "distances of task a are unknown: the model folder was written without" in text

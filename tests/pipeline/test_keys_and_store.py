@@ -13,7 +13,7 @@ import pytest
 from pyarrow import fs
 
 from pipeline import cli
-from pipeline.app import runs as app
+from pipeline.app.garbage import delete_garbage, find_garbage
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, compute_key, why
@@ -219,8 +219,8 @@ def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
         )
     )
     Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
-    assert [path for path, *_ in app.find_garbage(store)] == ["stages/lost"]
-    assert app.find_garbage(store)[0][1] > 5
+    assert [path for path, *_ in find_garbage(store)] == ["stages/lost"]
+    assert find_garbage(store)[0][1] > 5
 
 
 def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
@@ -235,12 +235,12 @@ def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
             os.utime(path, (written, written))
 
     def keys(**options: Any) -> list[str]:
-        return [path.partition("/")[2] for path, *_ in app.find_garbage(store, **options)]
+        return [path.partition("/")[2] for path, *_ in find_garbage(store, **options)]
 
     assert keys() == ["new", "older", "yesterday"]
     assert keys(older_than_s=86400) == ["older", "yesterday"]
     assert keys(older_than_s=2 * 86400) == ["older"]
-    sizes = [folder.size_bytes for folder in app.find_garbage(store)]
+    sizes = [folder.size_bytes for folder in find_garbage(store)]
     assert keys(keep_bytes=sizes[0]) == ["older", "yesterday"]
     assert keys(keep_bytes=sizes[0] + sizes[2]) == ["older"]
     assert keys(keep_bytes=sum(sizes)) == []
@@ -276,7 +276,7 @@ def test_an_earlier_record_protects_its_results_until_the_last_of_them_is_delete
     assert cli.main([*command, "--earlier", *bound]) == 0
     assert {path.name for path in (tmp_path / "stages").iterdir()} == {"data", "young"}
     assert store.earlier_names() == ["r"]
-    assert app.find_garbage(store) == []
+    assert find_garbage(store) == []
     assert cli.main([*command, "--earlier"]) == 0
     assert {path.name for path in (tmp_path / "stages").iterdir()} == {"data"}
     assert not (tmp_path / "runs" / "r" / "earlier").exists()
@@ -292,9 +292,9 @@ def test_unreadable_earlier_record_is_kept(
     store.save_record(cast(Any, {"name": "r", "stages": []}))
     (path,) = (tmp_path / "runs" / "r" / "earlier").iterdir()
     path.write_text("{")
-    app.delete_garbage(store, [], ["r"])
+    delete_garbage(store, [], ["r"])
     assert path.exists()
-    app.delete_garbage(store, ["stages/k"], ["r"])
+    delete_garbage(store, ["stages/k"], ["r"])
     assert not path.exists()
 
 
@@ -305,7 +305,7 @@ def test_bounds_of_garbage_that_cannot_be_are_refused(
     bounds: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="must be a finite number of at least 0"):
-        app.find_garbage(Store(str(tmp_path)), **bounds)
+        find_garbage(Store(str(tmp_path)), **bounds)
 
 
 def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(
@@ -320,13 +320,13 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     write_bytes(join(str(tmp_path), "checkpoints", "k", "latest.json"), b"{}")
     record: Any = {"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]}
     store.save_record(record)
-    assert app.find_garbage(store) == []
+    assert find_garbage(store) == []
     publish(store, "k", {"a": b"1"})
     assert not {interrupted.name, damaged.name} & {
         path.name for path in (tmp_path / "stages" / "k").iterdir()
     }, "on a disk they go with it"
     interrupted.write("a", b"half")  # it was not dead, and is dropped when it would commit
-    assert {path for path, *_ in app.find_garbage(store)} == {
+    assert {path for path, *_ in find_garbage(store)} == {
         "checkpoints/k",
         f"stages/k/{interrupted.name}",
     }
@@ -340,7 +340,7 @@ def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path: Path) -> Non
     store.save_record(record)
     (tmp_path / "runs" / "r" / "run.json").write_text("{")
     with pytest.raises(UserError, match="what run 'r' needs is not known"):
-        app.find_garbage(store)
+        find_garbage(store)
 
 
 def test_places_below_a_uri_keep_its_query_at_the_end() -> None:

@@ -107,7 +107,7 @@ def test_tasks_are_listed_exported_removed_and_imported(
 
     assert names() == ["base", "a", "b"]
     output_of(capsys, "tasks", model, "export", "a", file)
-    assert "serves a no more" in output_of(capsys, "remove", model, "--task", "a")
+    assert "no longer serves a" in output_of(capsys, "remove", model, "--task", "a")
     assert names() == ["base", "b"]
     assert "serves a too, 2 classes" in output_of(capsys, "tasks", model, "import", file)
     assert names() == ["base", "b", "a"]

@@ -20,8 +20,9 @@ import yaml
 
 import pipeline
 from pipeline import cli
-from pipeline.app import method_list
+from pipeline.app import analysis, garbage, method_list, prepared, reports
 from pipeline.app import runs as app
+from pipeline.app.prepared import PreparedRun
 from pipeline.cli import serving as serving_commands
 from pipeline.cli.help import list_subparsers
 from pipeline.config.yaml_files import format_override, parse_override
@@ -199,7 +200,7 @@ def test_a_mapping_extends_files_of_the_current_folder(
         ({"storage": "https://user:word@host/x"}, "^the config: .*password"),
         ([], r"^config is \[\]; give the path"),
         (5, r"^config is 5; give the path"),
-        (["a.yaml", "b"], "^a.yaml is a config, and stands beside 1 other paths"),
+        (["a.yaml", "b"], "^a.yaml is a config, given together with 1 other paths"),
         ("nothing.yaml", "^config 'nothing.yaml' does not exist"),
         ("nothing", "^nothing does not exist"),
     ],
@@ -322,9 +323,9 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (diagram, "to_svg", ["plan", "CONFIG", "--svg", "a.svg"], lambda e: e.picture()),
     (app, "ingest", ["ingest", "CONFIG"], lambda e: e.ingest()),
     (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
-    (app, "report", ["report", "CONFIG"], lambda e: e.report()),
-    (app, "analyse", ["analyse", "CONFIG"], lambda e: e.analyse()),
-    (app, "read_tables", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
+    (reports, "report", ["report", "CONFIG"], lambda e: e.report()),
+    (analysis, "analyse", ["analyse", "CONFIG"], lambda e: e.analyse()),
+    (prepared, "read_tables", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
     (
         results_file,
         "write_results",
@@ -336,7 +337,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (log_text, "log_text", ["logs", "CONFIG"], lambda e: e.logs()),
     (app, "list_runs", ["runs"], lambda e: pipeline.runs()),
     (comparison_files, "compare", ["compare", "a", "b"], lambda e: pipeline.compare("a", e)),
-    (app, "find_garbage", ["gc"], lambda e: pipeline.collect_garbage()),
+    (garbage, "find_garbage", ["gc"], lambda e: pipeline.collect_garbage()),
     (starter, "find_config", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
     (starter, "start", ["init", "DATA"], lambda e: pipeline.write_config("DATA")),
     (spec, "prepare", ["search", "search.yaml"], lambda e: a_search().run()),
@@ -409,16 +410,20 @@ def test_commands_go_through_the_functions_of_the_interface(
 ) -> None:
     experiment = pipeline.load(config_path)
 
+    plans = []  # keys of the stages, by id, of each run that the function is given
+
     def enter(*args: Any, **options: Any) -> Any:
+        plans.append([run.keys for run in args if isinstance(run, PreparedRun)])
         raise Entered
 
-    monkeypatch.setattr(app, "report", lambda *_: app.WrittenReport("", [], []))
+    monkeypatch.setattr(reports, "report", lambda *_: reports.WrittenReport("", [], []))
     monkeypatch.setattr(module, function, enter)
     monkeypatch.chdir(Path(config_path).parent)
     with pytest.raises(Entered):
         call(experiment)
     with pytest.raises(Entered):
         cli.main([config_path if word == "CONFIG" else word for word in command])
+    assert plans[0] == plans[1]
 
 
 def test_every_command_has_a_call_from_python() -> None:

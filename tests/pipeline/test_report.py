@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from pipeline import cli
-from pipeline.app.runs import REPORT_FILES, export
+from pipeline.app.reports import REPORT_FILES, export
 from pipeline.config.text import format_bytes, format_percent
 from pipeline.graph.run import Outcome
 from pipeline.graph.store import Store

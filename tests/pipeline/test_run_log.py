@@ -167,7 +167,7 @@ def test_irregular_driver_log_is_left_alone(
         run_log.LOG.info("started")
     [line] = capsys.readouterr().err.splitlines()
     assert "driver.log cannot be written" in line
-    assert "the run goes on without it" in line
+    assert "the run continues without it" in line
     if put is put_symlink:
         assert (folder / "outside.txt").read_text() == "theirs"
 

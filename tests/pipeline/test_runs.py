@@ -306,7 +306,7 @@ def test_a_killed_driver_is_told_as_such(store: Store) -> None:
     assert status.left_s is None
     text = run_text.status_text(status)
     assert f"run r: killed: process {process.pid} on " in text
-    assert "to go on: accrete run r.yaml" in text
+    assert "to resume: accrete run r.yaml" in text
     assert runs.list_runs(store.storage)[0].state == "killed"
 
 

@@ -125,9 +125,9 @@ def test_the_stream_of_a_search_replaces_that_of_its_base_and_is_checked(
 def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="pipeline run"):
-        spec.prepare(str(tmp_path / "base.yaml"), [], {})
+        spec.prepare(str(tmp_path / "base.yaml"), [])
     with pytest.raises(UserError, match=r"did you mean .*small.yaml"):
-        spec.prepare(str(tmp_path / "smal.yaml"), [], {})
+        spec.prepare(str(tmp_path / "smal.yaml"), [])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
     [
         ([], "this is a config, with no `space`; name one method to search with --method NAME"),
         (["methods=[meat, hat]"], "name one method to search with --method NAME"),
-        (["methods=[mete]"], "method 'mete' has no search of its own; did you mean 'meat'"),
+        (["methods=[mete]"], "method 'mete' has no predefined search; did you mean 'meat'"),
     ],
 )
 def test_a_config_is_searched_for_one_method(overrides: list[str], sentence: str) -> None:
@@ -692,7 +692,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
     path = written(
         tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more
     )
-    search = spec.prepare(path, [], {})
+    search = spec.prepare(path, [])
     first_points = [tune.draw_point(search, number, 0) for number in range(2)]
     searched(path, tmp_path / "out")
     trials = records(tmp_path)
@@ -731,7 +731,7 @@ def test_a_second_process_does_not_change_a_running_search_or_its_record(
         "SearchRecorder",
         lambda *a, **k: pytest.fail("it opened the record of a search that another process runs"),
     )
-    search = spec.prepare(path, [], {})
+    search = spec.prepare(path, [])
     with (
         stage_lock(str(storage / "searches"), "search-small", wait=False),
         pytest.raises(UserError, match="being run by another process"),

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.app import runs as app
+from pipeline.app.prepared import PreparedRun
 from pipeline.config import settings as config
 from pipeline.graph import build, graph_cache, run_record
 from pipeline.graph.stage import Graph
@@ -75,7 +76,7 @@ def fresh_start() -> Iterator[None]:
         yield
 
 
-def prepared(path: str, *overrides: str) -> app.PreparedRun:
+def prepared(path: str, *overrides: str) -> PreparedRun:
     with fresh_start():
         return app.prepare(path, overrides, with_jobs=False)
 

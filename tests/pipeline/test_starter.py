@@ -155,7 +155,7 @@ def test_a_command_on_data_uses_the_config_that_was_edited(here: Path) -> None:
     Path("zoo.yaml").write_text(edited)
     lines: list[str] = []
     assert starter.find_config(["../zoo"], "accrete", lines.append) == "zoo.yaml"
-    assert lines[-1] == "zoo.yaml is there and is used as it stands"
+    assert lines[-1] == "zoo.yaml exists and is used unchanged"
     assert Path("zoo.yaml").read_text() == edited
 
 
@@ -168,7 +168,7 @@ def test_a_config_is_taken_for_one(here: Path) -> None:
 
 
 def test_a_config_beside_data_is_refused(here: Path) -> None:
-    with pytest.raises(UserError, match=r"a.yaml is a config, and stands beside 1 other path"):
+    with pytest.raises(UserError, match=r"a.yaml is a config, given together with 1 other path"):
         starter.find_config(["a.yaml", "zoo"], "accrete", print)
 
 

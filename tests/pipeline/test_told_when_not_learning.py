@@ -17,6 +17,7 @@ from markupsafe import escape
 from scipy.stats import binom
 
 from pipeline.app import runs as app
+from pipeline.app.prepared import current_record
 from pipeline.cli import main
 from pipeline.config.settings import TrackingSettings
 from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix
@@ -101,7 +102,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_pictures: None) -> 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["run", str(path)]) == 0
     run = app.prepare(str(path), [])
-    tables = RunTables.load(run.store.storage, app.current_record(run))
+    tables = RunTables.load(run.store.storage, current_record(run))
     page = (folder / "storage" / "runs" / "nothing" / "report.html").read_text()
     return Finished(str(path), printed.getvalue(), tables, page)
 

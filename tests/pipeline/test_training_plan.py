@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.app import reports
 from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.launch import training_plan
@@ -94,6 +95,6 @@ def test_plan_and_report_show_what_a_silent_config_trains_with(
     text = step.length_text()
     assert text.startswith(f"{length['steps']} steps a task: ")
     assert text in after
-    page = app.report_files(run)["report.html"].decode()
+    page = reports.report_files(run)["report.html"].decode()
     assert text in page
     assert "adamw, lr 0.002, weight decay 0.05" in page

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline.app import runs as app
+from pipeline.app.garbage import find_garbage
 from pipeline.config import settings as config
 from pipeline.graph import build
 from pipeline.graph.store import Store
@@ -380,10 +380,10 @@ def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.PhasePlan, tmp_p
         "sessions": [],
     }
     (search_folder / "search.json").write_text(json.dumps(state))
-    assert app.find_garbage(store) == []
+    assert find_garbage(store) == []
     search_folder.rename(tmp_path / "elsewhere")
-    assert {name.split("/")[1] for name, *_ in app.find_garbage(store)} == keys
+    assert {name.split("/")[1] for name, *_ in find_garbage(store)} == keys
     (tmp_path / "elsewhere").rename(search_folder)
     Path(trial.record_path(plan.storage, plan.name, 0)).write_text("{")
     with pytest.raises(UserError, match="what it needs is not known"):
-        app.find_garbage(store)
+        find_garbage(store)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.app import runs as app
+from pipeline.app import reports
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import html_parts
@@ -56,7 +56,7 @@ def test_a_report_that_fails_does_not_hide_why_a_stage_failed(
 
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["finetune"])
     body["methods"] = {"finetune": {"train": {"lr": 1e20}}}
-    monkeypatch.setattr(app, "export", full_disk)
+    monkeypatch.setattr(reports, "export", full_disk)
     assert cli.main(["run", small_run.write_config(tmp_path / "config.yaml", body)]) == 2
     output = capsys.readouterr()
     assert "no report of the finished stages: OSError: " in output.out

@@ -107,7 +107,7 @@ def test_every_form_of_a_list_grows(text: str, expected: str) -> None:
 @pytest.mark.parametrize("text", ["a: &x [1]\ntasks: *x\n", "tasks: 3\n", "other: 1\n"])
 def test_what_cannot_be_edited_is_refused(text: str) -> None:
     file = YamlText(text, "c.yaml")
-    with pytest.raises(UserError, match=r"c\.yaml: .* give the command again"):
+    with pytest.raises(UserError, match=r"c\.yaml: .* repeat the command"):
         file.append(["tasks"], "b")
     assert file.text == text
 

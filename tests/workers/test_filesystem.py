@@ -14,7 +14,7 @@ import pytest
 from pyarrow import fs
 
 from pipeline import cli
-from pipeline.app import runs as app
+from pipeline.app.garbage import find_garbage
 from pipeline.graph import store as store_module
 from pipeline.graph.store import Store
 from pipeline.tracking import ui
@@ -111,7 +111,7 @@ def test_when_patience_is_over_a_sentence_says_so(
         write_bytes(join(bucket.uri, "runs", "r"), b"1")
     assert f"storage s3://{bucket.bucket} does not answer (" in str(caught.value)
     assert "SLOW_DOWN" in str(caught.value)
-    assert "what finished is kept, run the same command again" in str(caught.value)
+    assert "finished stages are kept, run the same command again" in str(caught.value)
     (line,) = lines
     assert f"writing {bucket.bucket}/storage/runs/r is tried again" in line
 
@@ -543,7 +543,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
     interrupted.write("state", b"22")
     unneeded = sum(list_files(join(store.root, f"{5:032d}")).values())
     bucket.seen.clear()
-    garbage = {folder.path: folder.size_bytes for folder in app.find_garbage(store)}
+    garbage = {folder.path: folder.size_bytes for folder in find_garbage(store)}
     assert garbage == {
         f"stages/{0:032d}/{interrupted.name}": 2,
         f"stages/{5:032d}": unneeded,

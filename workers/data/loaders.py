@@ -141,7 +141,7 @@ class Loaders:
         """Release the pool in a forked child. The loaders keep working for the parent."""
         self.close.detach()
         self._descriptors.close()
-        self._failure = "a forked process has no loaders of its own"
+        self._failure = "a forked process cannot use the loaders of its parent"
         self._free.clear()
         self._receiving = threading.Lock()  # a thread of the parent may hold the old ones
         self._allocating = threading.Lock()

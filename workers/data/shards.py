@@ -233,7 +233,7 @@ class Shards:
     def _changed(self, shard: str, difference: str) -> SourceGone:
         return SourceGone(
             f"{self.uri(shard)} changed after it was indexed ({difference}); put the shard back as "
-            "it was, or run the same command again to index the new one, whose results stand apart"
+            "it was, or run the same command again to index the new one, whose results are separate"
         )
 
     def _file(self, shard: str) -> RangeFile:

@@ -191,8 +191,8 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
             )
         if scenario == "class" and not settings.outputs:
             raise UserError(
-                "outputs is 0 with stream.scenario 'class': masks are told apart by an output "
-                "layer that they share; give it more outputs than any task has classes"
+                "outputs is 0 with stream.scenario 'class': masks are distinguished by a shared "
+                "output layer; give it more outputs than any task has classes"
             )
 
     @classmethod

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import workers.model.convit  # noqa: F401 (enters timm's registry)
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.job import Interpolation
 from workers.model.signature import model_class
 from workers.model.t2t import T2TVit
@@ -169,7 +169,7 @@ def from_hub(name: str, img_size: int) -> dict[str, Tensor]:
             ).state_dict()
             return weights
     except Exception as error:  # the hub's client raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = describe_error(error, only_first_line=True)
         raise UserError(
             f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it "
             f"({reason}); fetch them on a machine with a "

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.data import torch_internals
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.job import BackboneSettings
 from workers.model import context, norms, pretrained, signature
 from workers.model.noise import replace_drop_paths
@@ -79,7 +79,7 @@ def build(settings: BackboneSettings) -> nn.Module:
             **settings.options,
         )
     except Exception as error:  # models check their arguments in many ways, or not at all
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = describe_error(error)
         raise UserError(
             f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with "
             f"options {settings.options}: {reason:.300}; change img_size or the options, or "
@@ -263,7 +263,7 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
         with torch.no_grad():
             features = model.eval()(image)
     except Exception as error:  # models check their inputs in many ways, or not at all
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = describe_error(error)
         raise UserError(
             f"backbone {settings.name!r} with options {settings.options} cannot see an "
             f"image of {settings.img_size} pixels "

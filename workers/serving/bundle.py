@@ -24,7 +24,7 @@ import torch
 from pydantic import ValidationError
 
 from workers.data.decoding import ANY_RANGE, ImageLimits
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.job import BackboneSettings, StageJob, Task, with_neutral
 from workers.methods import METHODS
 from workers.methods.base import Method
@@ -309,7 +309,7 @@ class Bundle:
             AttributeError,
             AssertionError,
         ) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = describe_error(error)
             raise UserError(
                 f"{self.where}: {part} does not fit method {self.body['method']!r} "
                 f"({reason:.300}); {REMAKE}"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from workers.data.decoding import MAX_PIXELS, open_image, resize_square, to_rgb
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.job import Interpolation
 from workers.storage.regular_file import read_regular
 
@@ -261,7 +261,7 @@ def _load(load: Callable[[], Image.Image]) -> Image.Image:
     try:
         return load()
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = describe_error(error, only_first_line=True)
         raise UserError(f"is damaged ({reason}); give a complete JPEG, PNG or WebP file") from None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workers.data import accelerator
 from workers.data.rows import SampleTable, select
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
 from workers.serving.model_file import REFERENCE, REMAKE, sealed, state_file
@@ -184,7 +184,7 @@ def load_reference(bundle: Bundle) -> Reference:
         tensors = safetensors.torch.load(data)
         return _parse_reference(bundle, about, tensors)
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = describe_error(error)
         raise UserError(
             f"{bundle.where}: {REFERENCE} cannot be used ({reason:.200}); {REMAKE}"
         ) from None

@@ -277,7 +277,7 @@ def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = Fal
             waited_s = time.monotonic() - started
             if waited_s + pause > limit_s:
                 raise StorageUnavailable(
-                    f"storage {where} does not answer ({reason}); what finished is kept, run "
+                    f"storage {where} does not answer ({reason}); finished stages are kept, run "
                     "the same command again when it does"
                 ) from None
             if waited_s > SAY_S and not has_notified:

@@ -11,7 +11,7 @@ from functools import cache
 from threading import Thread
 from time import monotonic
 
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.job import HUB_MODEL
 from workers.storage.filesystem import SILENT_S, StorageUnavailable
 
@@ -38,7 +38,7 @@ def connection_problem() -> str:
             outcome.append("")
         except Exception as error:  # of the HTTP client, of the system, of HF_HUB_OFFLINE
             if monotonic() < end:  # later it is the client's own word for no answer
-                outcome.append(" ".join(str(error).split())[:200] or type(error).__name__)
+                outcome.append(describe_error(error)[:200])
 
     thread = Thread(target=ask, name="hub", daemon=True)
     thread.start()
@@ -126,6 +126,6 @@ def model_file(weights: str, name: str, may_connect: bool = True) -> str:
         reason = f"it has no {name}"
         remedy = "choose a model that timm has stored there as safetensors"
     except Exception as error:  # of the HTTP client, of the hub, of the system
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        reason = describe_error(error, only_first_line=True)[:200]
         remedy = "correct its name, or fix the network, HF_TOKEN or HF_ENDPOINT"
     raise UserError(f"backbone.weights is {weights!r}: {reason}; {remedy}")

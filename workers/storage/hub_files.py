@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from workers.errors import UserError
+from workers.errors import UserError, describe_error
 from workers.storage import hub
 from workers.storage.filesystem import retry
 from workers.storage.web import FileVersion, version_number
@@ -92,7 +92,7 @@ def _as_os_errors() -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # the HTTP client has its own kinds of errors
-        text = " ".join(str(error).split())[:300] or type(error).__name__
+        text = describe_error(error)[:300]
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             raise OSError(f"HTTP status {status} ({text})") from None

@@ -16,7 +16,7 @@ import socket
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from workers.errors import UserError, require_package
+from workers.errors import UserError, describe_error, require_package
 from workers.storage.filesystem import CONNECT_S, SILENT_S, retry
 from workers.storage.secrets import refuse_secrets
 
@@ -150,7 +150,7 @@ async def _request(system: Any, url: str, offset: int, count: int) -> Part:
     except aiohttp.TooManyRedirects:
         raise OSError(f"{url} leads from one address to the next without an end") from None
     except (TimeoutError, aiohttp.ClientError) as error:
-        text = str(error) or type(error).__name__
+        text = describe_error(error)
         if REFUSED in text:
             raise UserError(
                 f"{url} leads to an address that {REFUSED}, which no card may name ({text}); put "

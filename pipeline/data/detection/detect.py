@@ -73,7 +73,7 @@ MAX_TABLES = 50  # tables in a source; each is read to its end
 MAX_DATA_SETS = 200  # data sets in one folder
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
 ACCEPTED_LAYOUTS = (
-    "what would do: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
+    "supported: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
     "CSV file of paths and labels, Parquet files, or WebDataset tars"
 )
 
@@ -130,7 +130,7 @@ def _detect_file(uri: str, request: Request) -> DataSet:
         remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
         raise UserError(f"{printable(uri)} is a compressed archive, which is not read; {remedy}")
     raise UserError(
-        f"{printable(uri)} is neither a config nor a data set; what would do: a .yaml config, a "
+        f"{printable(uri)} is neither a config nor a data set; supported: a .yaml config, a "
         "folder of class folders, a CSV file of paths and labels, Parquet files, or WebDataset tars"
     )
 
@@ -286,7 +286,7 @@ class SourceFolder:
         others = [e.name for e in self.entries if not _is_inside(e.name, folders)]
         if others and used:
             num_others = format_count(len(others), "file")
-            note = f"{num_others} beside the data sets not read: {listed(others)}"
+            note = f"{num_others} beside the data sets are not read: {listed(others)}"
             data_sets[0] = replace(data_sets[0], notes=(*data_sets[0].notes, note))
         return data_sets
 

@@ -179,7 +179,7 @@ def read_shards(files: Files) -> DataSet:
             values = {v for s in surveys.values() for v in s.splits.get(str(settings["split"]), ())}
             source["splits"] = parse_split_words(values).splits
     num_tars = sum(len(names) for names in splits.values())
-    note = ", used where they lie" if is_in_place else ""
+    note = ", used in place" if is_in_place else ""
     layout = f"{format_count(num_tars, 'WebDataset tar')} with labels in .{label}{note}"
     return read_labelled(files.request, files.name, layout, source, note_unused(unused), classes)
 

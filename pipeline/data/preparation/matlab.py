@@ -174,7 +174,7 @@ class MatReader:
 
     def _matrix(self, element: Element, level: int) -> Value:
         if level >= MAX_LEVELS or element.kind != MATRIX:
-            raise MatError("its cells lie in each other too deep, or are none")
+            raise MatError("its cells are nested too deep, or are empty")
         self._spend(1)
         if not element.body:
             return None
@@ -256,7 +256,7 @@ def whole_number(value: Value, where: str) -> int:
     numbers = whole_numbers(value, where)
     if len(numbers) != 1:
         raise UserError(
-            f"{where}: {len(numbers)} numbers stand in place of one; fetch the official file again"
+            f"{where}: {len(numbers)} numbers where one is expected; fetch the official file again"
         )
     return numbers[0]
 

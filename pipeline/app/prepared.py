@@ -1,0 +1,145 @@
+"""A config with its store and graph, ready to run, and the plan of its run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import version as versions
+from pipeline.config.settings import Config
+from pipeline.graph.run_record import RunRecord, make_record
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Lookup, Store
+from pipeline.results.tables import RunTables
+from workers.job import Task
+
+if TYPE_CHECKING:
+    from pipeline.launch.cost import Forecast
+    from pipeline.results.training import StepTraining
+
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "ray",
+    "mlflow",
+    "webdataset",
+    "pyarrow",
+    "numpy",
+    "pillow",
+)  # packages with versions in the provenance of results
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A checked config with its store and its graph of stages, before the run.
+
+    Attributes:
+        has_jobs: False for a cached graph; its stages cannot be run; see `with_jobs`.
+        replicas: Replicas of a run with several seeds or class orders, each like a run of its own.
+            `graph` then contains all of them, and `tasks` are those of the first.
+    """
+
+    config: Config
+    store: Store
+    graph: Graph
+    tasks: list[Task]
+    has_jobs: bool = True
+    replicas: Mapping[str, PreparedRun] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Stage id -> key."""
+        return {stage.id: stage.key for stage in self.graph}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run.
+
+    Attributes:
+        stages_to_run: Ids of the stages.
+        notes: Notes about the effect of an upgrade on existing results.
+    """
+
+    run: PreparedRun
+    lookups: dict[str, Lookup]
+    stages_to_run: set[str]
+    notes: list[str]
+
+    @property
+    def status(self) -> dict[str, str]:
+        """Stage id -> `hit` or `miss`."""
+        status = dict.fromkeys(self.run.graph.stages, "hit")
+        for stage_id in self.stages_to_run:
+            status[stage_id] = "miss"
+        return status
+
+    def training(self) -> list[StepTraining]:
+        """Return the optimizer and length of each training step that would run."""
+        from pipeline.launch.training_plan import plan_training  # start-up time
+
+        run = self.run
+        return plan_training(run.graph, self.lookups, self.stages_to_run, run.store, run.tasks)
+
+    def forecast(self, calibrate: bool = False) -> Forecast:
+        """Forecast the cost of the stages that would run.
+
+        Args:
+            calibrate: Measure this machine for a few seconds if there are no measurements.
+
+        Raises:
+            UserError: If this machine cannot be calibrated for the config.
+        """
+        from pipeline.launch import cost  # start-up time: imports torch
+
+        run = self.run
+        todo = self.stages_to_run
+        return cost.forecast(run.graph, run.config, run.store, todo, run.tasks, calibrate)
+
+
+def provenance() -> dict[str, Any]:
+    """Return the provenance of results: git commit, versions of packages and Python, time."""
+    import importlib.metadata
+    import platform
+
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "git_commit": versions.git_commit(),
+        "packages": packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def current_record(run: PreparedRun) -> RunRecord:
+    """Return the stored record of a run; a new one when its graph has changed since."""
+    record = run.store.record(run.config.name)
+    keys = {stage.id: stage.key for stage in run.graph}
+    if record is not None and {s["id"]: s["key"] for s in record["stages"]} == keys:
+        return record
+    return make_record(run.graph, run.config, run.tasks, provenance())
+
+
+def list_records(run: PreparedRun) -> dict[str, RunRecord]:
+    """Return the records of the replicas of a run; empty for a run of one seed."""
+    records = {}
+    for name, replica in run.replicas.items():
+        records[name] = make_record(replica.graph, replica.config, replica.tasks, provenance())
+    return records
+
+
+def read_tables(run: PreparedRun) -> dict[str, RunTables]:
+    """Return the stored results of each replica of a run, by replica.
+
+    Of a run of one seed and class order, its own, under an empty name.
+    """
+    return RunTables.load_all(run.store.storage, list_records(run) or {"": current_record(run)})

@@ -1,0 +1,251 @@
+"""Reports of runs: built from the store, exported to the storage, recorded in MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipeline.app.prepared import PreparedRun, list_records, provenance
+from pipeline.app.screen import Screen
+from pipeline.graph import diagram
+from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
+from pipeline.graph.live_status import read_status
+from pipeline.graph.run_log import ON_SCREEN
+from pipeline.graph.run_record import RunRecord, make_record
+from pipeline.graph.stage import Stage
+from pipeline.graph.store import Store
+from pipeline.results.tables import RunTables
+from pipeline.shell.console import at_work
+from workers.storage.artifact import (
+    Artifact,
+    Attempt,
+    cached_artifacts,
+    exists,
+    join,
+    read_bytes,
+    read_json,
+    resolve,
+    write_bytes,
+)
+
+if TYPE_CHECKING:
+    from pipeline.tracking.recorder import Recorder
+
+LOG = logging.getLogger("accrete.app")
+REPORT_FILES = "report-files.json"  # names and digests of the files of the report
+
+
+REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+
+
+ANALYSIS_FILE = "analysis.json"
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """A written report, and the messages of the recording in MLflow.
+
+    Attributes:
+        page: Path or URI of the page.
+        links: Lines with the location of the record.
+    """
+
+    page: str
+    warnings: list[str]
+    links: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines for a person: warnings, the page, and where the record is."""
+        return [*self.warnings, f"report: {self.page}", *self.links]
+
+
+def report(run: PreparedRun, report_command: str) -> WrittenReport:
+    """Write the report and the MLflow record again from the store, also of an unfinished run."""
+    from pipeline.report import analysis_section  # imports torch and matplotlib
+    from pipeline.tracking.recorder import log_to_stderr
+
+    store = run.store
+    store.check_writable()
+    record = store.record(run.config.name)
+    if record is None:
+        record = make_record(run.graph, run.config, run.tasks, provenance())
+    picture = diagram.to_svg(run.graph, {})
+    with at_work(lambda: "building the report"):
+        files = build_report(run, record, _earlier_failures(run))
+        if not run.replicas:
+            files = analysis_section.add_section(files, record, store)
+    recorder = open_recorder(run, log_to_stderr, report_command)
+    with at_work(recorder.describe_rest):
+        recorder.start(record, picture)
+        evaluations = [stage for stage in run.graph if stage.step == "evaluate"]
+        if all(Artifact.open(store.root, stage.key) for stage in evaluations):
+            log_models(recorder, run)
+        recorder.finish(files)
+    page_path = export(store, run.config.name, files)
+    return WrittenReport(page_path, recorder.warnings, recorder.links())
+
+
+def _earlier_failures(run: PreparedRun) -> dict[str, str]:
+    """Return id -> message of the stages that failed when the run was last tried."""
+    status = read_status(run.store.storage, run.config.name)
+    failures = {}
+    for stage_id, stage in (status["stages"] if status else {}).items():
+        key = run.graph[stage_id].key if stage_id in run.graph.stages else ""
+        if stage["state"] == "failed" and key and not Artifact.open(run.store.root, key):
+            failures[stage_id] = stage.get("message", "")
+    return failures
+
+
+def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
+    """Run the report stage: write pages, pictures and tables of the run; return its manifest.
+
+    Of several drivers one makes the report. The others wait for it, and return its manifest.
+    """
+    return run.store.compute_once(stage.key, lambda: _make_report(run, record, stage))
+
+
+def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
+    started = time.monotonic()
+    store = run.store
+    attempt = Attempt(store.root, stage.key)
+    parent_keys = [run.graph[parent].key for parent in stage.parents]
+    with cached_artifacts(store.root, parent_keys) as made_of:
+        files = build_report(run, record)
+    for name, data in files.items():
+        attempt.write(name, data)
+    manifest = {
+        "kind": "report",
+        "stage": stage.id,
+        "step": "report",
+        "wall_s": round(time.monotonic() - started, 3),
+        "made_of": made_of,
+    }
+    attempt.commit(manifest)
+    return manifest
+
+
+def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
+    """Return the files of the report stage; build them when the stage has no result."""
+    if Artifact.open(run.store.root, run.graph["report"].key):
+        return report_files(run)
+    return build_report(run, record)
+
+
+def report_files(run: PreparedRun) -> dict[str, bytes]:
+    """Return the files of the report stage by name; raise `UserError` if it has no result."""
+    artifact = Artifact.need(run.store.root, run.graph["report"].key)
+    return {name: artifact.read(name) for name in artifact.manifest["files"]}
+
+
+def build_report(
+    run: PreparedRun, record: RunRecord, failures: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """Return the files of a report by name: of one run, or of all replicas together.
+
+    Args:
+        run: The run.
+        record: Its record.
+        failures: Id of a stage that failed -> why.
+    """
+    from pipeline.report import page, replicas_page  # they import matplotlib
+
+    gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
+    if not run.replicas:
+        return page.build(run.store.storage, record, failures, gpu_use)
+    tables = RunTables.load_all(run.store.storage, list_records(run))
+    return replicas_page.build(record, tables, failures, gpu_use)
+
+
+def report_failures(
+    run: PreparedRun, record: RunRecord, failures: Mapping[str, str], screen: Screen
+) -> dict[str, bytes]:
+    """Write the report of a run of which stages failed, and return its files.
+
+    An error here must not hide why the stages failed: it is a line on the screen.
+    """
+    try:
+        with screen.activity(lambda: "building the report"):
+            files = add_analysis(build_report(run, record, failures), record, run.store)
+        page = export(run.store, run.config.name, files)
+    except Exception as error:
+        LOG.warning("no report", exc_info=True, extra={ON_SCREEN: True})
+        screen.say(f"no report of the finished stages: {type(error).__name__}: {error}")
+        return {}
+    screen.say(f"report of the finished stages: {page}")
+    return files
+
+
+def add_analysis(files: dict[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
+    """Add the section on attention to the page of a report, where the run was analysed."""
+    if not exists(join(store.storage, "runs", record["name"], ANALYSIS_FILE)):
+        return files
+    from pipeline.report import analysis_section  # start-up time: imports torch and matplotlib
+
+    return analysis_section.add_section(files, record, store)
+
+
+def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
+    """Create the recorder of a run and all its replicas in MLflow."""
+    from pipeline.tracking.recorder import Recorder  # start-up time
+    from pipeline.tracking.replicas import ReplicatedRecorder
+
+    storage = run.store.storage
+    if not run.replicas:
+        return Recorder(run.config.tracking, storage, say, report_command)
+    records = list_records(run)
+    return ReplicatedRecorder(run.config.tracking, storage, records, say, report_command)
+
+
+def log_models(recorder: Recorder, run: PreparedRun) -> None:
+    """Log each method of a finished run as a model, of each replica."""
+    for replica in run.replicas.values() or (run,):
+        bundle = partial(write_bundle, replica)
+        recorder.models(replica.graph, bundle)
+
+
+def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
+    """Write a model folder that serves all tasks of one method of a finished run."""
+    from pipeline.results.bundles import read_run_bundle  # imports torch
+
+    read_run_bundle(run.graph, run.store, label).write(folder)
+
+
+def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
+    """Write the files of a report to `<storage>/runs/NAME/`, and return the path of the page.
+
+    Unchanged files of an earlier report that this one does not have are removed, because they
+    belong to another config. Changed files, and those of an analysis, stay.
+    """
+    folder = join(store.storage, "runs", name)
+    list_uri = join(folder, REPORT_FILES)
+    try:
+        before = read_json(list_uri)
+    except (FileNotFoundError, ValueError):
+        before = {}
+    for file, data in files.items():
+        write_bytes(join(folder, file), data)
+    digests = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+    write_bytes(list_uri, json.dumps(digests, indent=1, sort_keys=True).encode())
+    for file, digest in before.items() if isinstance(before, dict) else ():
+        if file not in digests and REPORT_FILE.fullmatch(file):
+            _remove_unchanged(join(folder, file), digest)
+    return join(folder, "report.html")
+
+
+def _remove_unchanged(uri: str, digest: object) -> None:
+    """Remove a file if its sha256 is this one."""
+    try:
+        is_unchanged = hashlib.sha256(read_bytes(uri)).hexdigest() == digest
+    except FileNotFoundError:
+        return
+    if is_unchanged:
+        system, path = resolve(uri)
+        system.delete_file(path)

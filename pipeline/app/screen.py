@@ -1,0 +1,30 @@
+"""The screen on which a run shows its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from pipeline.graph.run import Watcher
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Lookup
+
+if TYPE_CHECKING:
+    from pipeline.graph.walk import Event
+
+
+class Screen(Watcher, Protocol):
+    """Shows the progress of a run to a person, for example `pipeline.shell.console.Console`."""
+
+    def progress(self, event: Event) -> None:
+        """Show the progress of a stage."""
+
+    def say(self, text: str) -> None:
+        """Show one line of text."""
+
+    def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """Context manager that shows the text of `describe` after a while without output."""
+
+
+OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]

@@ -447,9 +447,9 @@ def test_a_change_that_cannot_be_used_is_undone(
     [
         (["raw", "--into", "tow"], "did you mean 'two'"),
         (["nowhere"], "nowhere"),
-        (["raw", "--method", "ewc"], "give the folder with --model"),
+        (["raw", "--method", "ewc"], "give one with --model"),
         (["raw", "--max-drop", "-1", "--model", "m", "--method", "ewc"], "--max-drop"),
-        (["raw", "--max-drop", "2"], "give the folder with --model"),
+        (["raw", "--max-drop", "2"], "give one with --model"),
         (["raw", "--name", "later"], "has no new class"),
     ],
 )

@@ -78,7 +78,7 @@ def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_
     assert cli.main(["run", config]) == 0
     output = capsys.readouterr().out
     assert f"{stage_id}: damaged: {file} is" in output
-    assert "no stage was run" in output
+    assert "stage results are up to date" in output
     assert small_run.attempts(storage) == before
     shutil.rmtree(storage / "stages" / small_run.manifests(storage)["finetune/b/evaluate"]["key"])
     assert cli.main(["run", config]) == 0

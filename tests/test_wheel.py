@@ -107,7 +107,7 @@ def test_the_wheel_runs_in_any_folder_and_knows_shipped_configs(
     text = run(environment, tmp_path, "accrete", "plan", "missing.yaml", code=2)
     assert text.startswith("accrete: config 'missing.yaml' does not exist")
     text = run(environment, tmp_path, "accrete", "plan", "configs/demo.yaml")
-    assert "stages: 0 stand" in text
+    assert "stages: 0 up to date" in text
     assert "meat/digits-45/train" in text
 
 

@@ -507,7 +507,7 @@ class StreamEditor:
         if removed:
             raise UserError(
                 f"{text.where}: `without_classes` leaves out {listed(sorted(removed))}, which were "
-                "removed before; take them out of that list, and give the command again"
+                "removed before; take them out of that list, and repeat the command"
             )
         card = used.card
         if card.classes != (card_files.FROM_SOURCE,):

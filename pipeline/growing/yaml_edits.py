@@ -205,7 +205,7 @@ class YamlText:
             raise UserError(
                 f"{self.where}: this command cannot edit it as it is written, near line "
                 f"{self.text.count(chr(10), 0, start) + 1}; write its lists with a line for each "
-                "item, without anchors, and give the command again"
+                "item, without anchors, and repeat the command"
             )
         self.text = changed
         self.body = body

@@ -491,8 +491,8 @@ def test_a_client_that_lost_its_connection_reports_it_and_names_no_file(
     driver.ray.error = ConnectionError("Failed to reconnect within the grace period (30s)")
     with pytest.raises(
         UserError,
-        match=r"the connection to the Ray cluster was lost \(Failed to reconnect .*; what "
-        r"finished is kept",
+        match=r"the connection to the Ray cluster was lost \(Failed to reconnect .*; finished "
+        "stages are kept",
     ):
         driver.poll()
     assert driver.executor.is_broken

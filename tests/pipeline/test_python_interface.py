@@ -446,6 +446,7 @@ FOR_COMMANDS_ALONE = {
     "pipeline.data.errors": "the command after an error about data",
     "pipeline.data.source_advice": "the same",
     "pipeline.growing.training": "plan: the text on which tasks train again",
+    "pipeline.launch.training_plan": "plan: the text on how each step is trained",
     "pipeline.launch.platforms": "launch: files that start the command line on a cluster",
     "pipeline.launch.portable": "launch",
     "pipeline.launch.sizes": "launch",

@@ -66,7 +66,7 @@ BAD = [
     ),
     ({"scheduler": "pbt", "budget": {"trials": 1}}, ["budget.trials is 1"]),
     ({"scheduler": "pbt", "protocol": "first_k_tasks", "first_tasks": 1}, ["between tasks"]),
-    ({"scheduler": "asha", "objectives": ["accuracy", "bytes"]}, ["accuracy alone"]),
+    ({"scheduler": "asha", "objectives": ["accuracy", "bytes"]}, ["uses only accuracy"]),
     ({"objectives": ["bytes"]}, ["objectives"]),
     (
         {

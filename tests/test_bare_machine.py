@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from benchmarks import stream
@@ -30,6 +31,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_it_runs_without_ray_mlflow_and_webdataset_and_names_the_one_it_needs(
     tmp_path: Path,
 ) -> None:

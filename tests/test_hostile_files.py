@@ -151,7 +151,7 @@ def list_one(path: str) -> str:
     return str(tar_format.list_tar(tar_format.TarJob(card_of("tar"), "train", path)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
 def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any) -> None:
     archive(site, member("x.cls", size=3 << 30, kind=kind))

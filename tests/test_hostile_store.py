@@ -187,6 +187,7 @@ def read_one(path: str) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_json_file_of_gigabytes_takes_little_memory(site: Any) -> None:
     with open(site.own_folder / "manifest.json", "wb") as stream:
         stream.truncate(4 << 30)

@@ -276,6 +276,7 @@ def test_files_contain_the_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert shlex.split(printed.splitlines()[-1]) == ["sbatch", "out/slurm.sh", "out/demo.yaml"]
 
 
+@pytest.mark.slow
 def test_measurements_of_an_earlier_run_set_the_time_limit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,7 @@ def test_equal_warnings_are_said_once_with_their_number(tables: Any) -> None:
     assert [(r["stage"], r["stages"]) for r in tables.warnings()] == [("meat/roots/train", 3)]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(
     tmp_path: Path,
 ) -> None:

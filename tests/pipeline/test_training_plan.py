@@ -73,7 +73,7 @@ def silent_config(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_plan_and_report_show_what_a_silent_config_trains_with(
     silent_config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,7 +183,7 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) ->
         assert task_maps[0] > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("vpt-1")
 @pytest.mark.parametrize(
     ("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)]
 )
@@ -400,6 +400,7 @@ def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name
     assert slope(blind, images(), torch.zeros(4, dtype=torch.long), "one") is None
 
 
+@pytest.mark.few("finetune")
 @pytest.mark.parametrize("method", ["finetune", "dytox"])
 def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(
     lab: Lab, method: str

@@ -216,7 +216,7 @@ def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm() -> 
     } <= {*norm_names(one)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_each_block_is_compiled_for_all_stages_with_and_without_gradients() -> None:
     model, plain = convnext(), convnext()
     torch.compiler.reset()

@@ -71,6 +71,7 @@ def test_a_mirrored_crop_is_the_mirror_of_the_crop() -> None:
     assert not np.array_equal(crops[0], crops[1])
 
 
+@pytest.mark.slow
 def test_crop_boxes_match_distribution_of_torchvision() -> None:
     height, width, scale = 100, 300, (0.1, 0.3)
     drawn = np.array([draws(2000, scale).box(i, height, width) for i in range(2000)])

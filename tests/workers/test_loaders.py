@@ -108,7 +108,7 @@ def test_cached_features_request_no_images(root: Path) -> None:
     assert len(list(feed.epoch(0))) == feed.steps_per_epoch
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("inside")
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_late_reads_of_abandoned_epoch_do_not_corrupt_images(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, when: str

@@ -198,14 +198,16 @@ class Lab:
         }
         config_text = repr(body)
         if config_text not in self.runs:
-            graph, _ = build_graph(config.check(body, "lab"), self.store)
-            jobs = {}
+            checked = config.check(body, "lab")
+            graph, _ = build_graph(checked, self.store)
             for stage in graph:
-                if isinstance(stage.job, IngestJob):
-                    if Artifact.open(self.store.root, stage.key) is None:
-                        deadline = Deadline(config.ClusterSettings(), "ingest")
-                        attempt.run_ingest(self.store, stage, map, lambda event: None, deadline)
-                elif isinstance(stage.job, StageJob) and stage.step != "report":
+                is_ingest = isinstance(stage.job, IngestJob)
+                if is_ingest and Artifact.open(self.store.root, stage.key) is None:
+                    deadline = Deadline(config.ClusterSettings(), "ingest")
+                    attempt.run_ingest(self.store, stage, map, lambda event: None, deadline)
+            jobs = {}
+            for stage in build_graph(checked, self.store)[0]:  # with the keys of what was ingested
+                if isinstance(stage.job, StageJob) and stage.step != "report":
                     jobs[stage.id] = stage.job
             self.runs[config_text] = Run(self, method, order, jobs)
         return self.runs[config_text]

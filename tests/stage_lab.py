@@ -200,13 +200,14 @@ class Lab:
         if config_text not in self.runs:
             checked = config.check(body, "lab")
             graph, _ = build_graph(checked, self.store)
-            for stage in graph:
-                is_ingest = isinstance(stage.job, IngestJob)
-                if is_ingest and Artifact.open(self.store.root, stage.key) is None:
+            ingests = [stage for stage in graph if isinstance(stage.job, IngestJob)]
+            for stage in ingests:
+                if Artifact.open(self.store.root, stage.key) is None:
                     deadline = Deadline(config.ClusterSettings(), "ingest")
                     attempt.run_ingest(self.store, stage, map, lambda event: None, deadline)
+                    graph, _ = build_graph(checked, self.store)  # its keys follow from the images
             jobs = {}
-            for stage in build_graph(checked, self.store)[0]:  # with the keys of what was ingested
+            for stage in graph:
                 if isinstance(stage.job, StageJob) and stage.step != "report":
                     jobs[stage.id] = stage.job
             self.runs[config_text] = Run(self, method, order, jobs)

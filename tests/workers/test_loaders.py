@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -324,18 +324,21 @@ while True:
 def test_loaders_exit_with_killed_trainer(root: Path, number: signal.Signals) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-c", TRAINER, str(here), str(here.parent), str(root)]
-    trainer = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert trainer.stdout is not None
-    assert trainer.stderr is not None
-    server = int(trainer.stdout.readline())
-    children = [server, *processes_of(server, 2)]
-    if number == signal.SIGKILL:
-        trainer.kill()
-    else:
-        os.killpg(trainer.pid, number)  # as a terminal or a scheduler does
-    trainer.communicate()
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None
+            server = int(trainer.stdout.readline())
+            children = [server, *processes_of(server, 2)]
+            # Python drops a KeyboardInterrupt that comes while a finalizer runs
+            for _ in range(10):
+                os.killpg(trainer.pid, number)  # as a terminal or a scheduler does
+                with suppress(subprocess.TimeoutExpired):
+                    trainer.communicate(timeout=20)
+                    break
+        finally:
+            trainer.kill()
     assert trainer.returncode != 0
     wait_until_gone(children)
 

@@ -451,7 +451,9 @@ def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, 
         )
     search = yaml_files.read_search(method)
     if not search:
-        remedy = did_you_mean(method, METHODS, "write a search file that has the config as `base`")
+        remedy = "write a search file that has the config as `base`"
+        if method not in METHODS:
+            remedy = did_you_mean(method, METHODS, remedy)
         raise UserError(f"{path}: method {method!r:.60} has no predefined search; {remedy}")
     changes: dict[str, Any] = {"methods": method}
     cluster = yaml_files.read_with_bases(file).get("cluster") or {}

@@ -68,6 +68,7 @@ Family = Literal[
     "regularization",
     "rehearsal",
     "expansion",
+    "class statistics",
     "baseline",
 ]
 # A model for each class of vision transformers, for messages.

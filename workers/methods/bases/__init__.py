@@ -2,7 +2,9 @@
 
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
+from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
+from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.bases.weight_masks import (
     ThresholdMasks,
     ThresholdSettings,
@@ -12,8 +14,10 @@ from workers.methods.bases.weight_masks import (
 
 __all__ = [
     "ClassIncremental",
+    "ClassStatistics",
     "CosineRehearsal",
     "CosineSettings",
+    "FeatureBatch",
     "Rehearsal",
     "RehearsalSettings",
     "ThresholdMasks",

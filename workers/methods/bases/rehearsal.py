@@ -5,10 +5,9 @@ The output space holds all classes so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -19,6 +18,7 @@ from workers.errors import UserError
 from workers.job import ActiveIf, Task
 from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.bases.features import FeatureBatch, extract_features
 from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.model.distill import Teacher
 from workers.model.exemplars import SELECTIONS, class_means, quota
@@ -28,30 +28,6 @@ from workers.storage.taskstate import Carried, TaskState
 # task -> class -> keys of exemplars, the first chosen first
 Memory = dict[str, dict[str, list[str]]]
 MEMORY, MEANS = "memory", "means"
-
-
-class FeatureBatch(NamedTuple):
-    """Features of images, with their labels, tasks and keys in the same order, on the CPU."""
-
-    features: Tensor  # (n, d), fp32
-    labels: Tensor  # (n,), counted within the task
-    tasks: Tensor  # (n,), positions of the tasks among `training_tasks`
-    keys: list[str]  # n keys of samples
-
-    @classmethod
-    def join(cls, parts: Sequence[FeatureBatch]) -> FeatureBatch:
-        """Return all parts as one, in their order."""
-        return cls(
-            torch.cat([part.features for part in parts]),
-            torch.cat([part.labels for part in parts]),
-            torch.cat([part.tasks for part in parts]),
-            list(chain(*(part.keys for part in parts))),
-        )
-
-    def take(self, rows: list[int]) -> FeatureBatch:
-        """Return the rows with these indices, in this order."""
-        keys = [self.keys[row] for row in rows]
-        return FeatureBatch(self.features[rows], self.labels[rows], self.tasks[rows], keys)
 
 
 class RehearsalSettings(MethodSettings):
@@ -227,23 +203,8 @@ class Rehearsal(ClassIncremental[S]):
         return [task.name for task in self.training_tasks]
 
     def extract_features(self) -> FeatureBatch:
-        """Return the features of all images that this step reads, under the evaluation transform.
-
-        They are sorted by task, then by key: the same on every rank.
-        """
-        self.eval()
-        feed = self.context.data.feed("train")
-        rank_parts: list[FeatureBatch] = []
-        for batch in feed.evaluate():
-            features = self.features(batch.images).float().cpu()
-            keys = list(batch.keys or [])
-            rank_parts.append(FeatureBatch(features, batch.labels.cpu(), batch.tasks.cpu(), keys))
-        joined = FeatureBatch.join(list(chain(*feed.group.gather(rank_parts))))
-        task_indices = joined.tasks.tolist()
-        order = sorted(
-            range(len(joined.keys)), key=lambda row: (task_indices[row], joined.keys[row])
-        )
-        return joined.take(order)
+        """Return the features of all images that this step reads (`features.extract_features`)."""
+        return extract_features(self, self.context.data.feed("train"))
 
     @property
     def ends(self) -> bool:

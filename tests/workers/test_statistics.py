@@ -1,0 +1,185 @@
+"""Classifiers from statistics of frozen features: the numbers of the equations, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workers.job import Task
+from workers.methods import METHODS
+from workers.methods.base import OptimPlan, StepContext
+from workers.methods.bases import statistics
+from workers.methods.bases.features import FeatureBatch
+from workers.methods.bases.statistics import ClassStatistics
+from workers.methods.ranpac import is_validated, ridge_error, solve_ridge
+
+# classes 0 0 1 1 2 2
+X = torch.tensor([[2.0, 1], [1, 2], [4, 0], [0, -1], [-2, 0], [-1, -1]])
+LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
+PROBE = torch.tensor([[1.0, 0.5]])
+THREE = Task("three", "card", "key", ("a", "b", "c"))
+PLAN = OptimPlan(1.0, 0.0, 1, 1.0)
+
+
+class Identity(nn.Module):
+    """A backbone whose features are its images."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.num_features = width
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images
+
+
+def method_of(name: str, width: int = 2, **settings: Any) -> Any:
+    cls = METHODS[name]
+    return cls(Identity(width), cls.Settings(**settings), 0)
+
+
+def learn(method: ClassStatistics[Any], task: Task, features: Tensor, labels: Tensor) -> None:
+    """Compute the statistics of a task from these features."""
+    keys = [f"{task.name}/{row}" for row in range(len(features))]
+    batch = FeatureBatch(features, labels, torch.zeros_like(labels), keys)
+    data = mock.Mock()
+    stream = (*method.stream, task)
+    method.stream = stream
+    with mock.patch.object(statistics, "extract_features", return_value=batch):
+        method.begin(StepContext(task, PLAN, stream=stream, training_tasks=(task,), data=data))
+
+
+def scores(method: ClassStatistics[Any], features: Tensor) -> list[float]:
+    return method.logits(features, None)[0].tolist()
+
+
+def close(*expected: float, digits: float = 1e-6) -> Any:
+    return pytest.approx(list(expected), abs=digits)
+
+
+def test_simplecil_is_the_cosine_to_the_mean_of_raw_features() -> None:
+    method = method_of("simplecil")
+    learn(method, THREE, X, LABELS)
+    means = method.heads["three"].weight[:, 0].flatten().tolist()
+    assert means == close(1.5, 1.5, 2, -0.5, -1.5, -0.5)
+    assert scores(method, PROBE) == close(0.94868330, 0.75925660, -0.98994949)
+    assert scores(method, 7 * PROBE) == close(0.94868330, 0.75925660, -0.98994949)
+
+
+def test_ncm_is_the_euclidean_distance_to_the_mean() -> None:
+    method = method_of("ncm")
+    learn(method, THREE, X, LABELS)
+    means = torch.tensor([[1.5, 1.5], [2, -0.5], [-1.5, -0.5]])
+    distances = -(PROBE - means).square().sum(1) / 2 + PROBE.square().sum() / 2
+    assert scores(method, PROBE) == close(*distances.tolist())
+
+
+def test_slda_has_the_scores_of_its_equation() -> None:
+    method = method_of("slda", shrinkage=0.01)
+    learn(method, THREE, X, LABELS)
+    assert method.scatter.flatten().tolist() == close(9, 1, 1, 1.5)
+    assert scores(method, PROBE) == close(-1.29721514, -2.25898878, -2.53415563)
+
+
+def test_fecam_has_the_distance_of_its_equation() -> None:
+    features = torch.tensor([[2.0, 1, 0], [1, 2, 1], [3, 1, 1], [1, 1, -1]])
+    method = method_of("fecam", width=3)
+    learn(method, Task("one", "card", "key", ("a",)), features, torch.zeros(4, dtype=torch.long))
+    assert method.means["one"][0].tolist() == close(0.69613995, 0.53564295, 0.03310234)
+    correlation = torch.linalg.inv(method.precisions["one"][0].double())
+    off_diagonal = [float(correlation[i, j]) for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert off_diagonal == close(-0.32765852, 0.02118338, 0.03171065)
+    assert scores(method, torch.ones(1, 3)) == close(-0.31357457)
+
+
+def test_fecam_measures_equal_images_by_their_euclidean_distance() -> None:
+    method = method_of("fecam")
+    task = Task("one", "card", "key", ("a", "b"))
+    learn(method, task, torch.tensor([[3.0, 4]] * 3 + [[1.0, 0]]), torch.tensor([0, 0, 0, 1]))
+    assert scores(method, PROBE) == close(
+        -float((PROBE[0] / PROBE.norm() - torch.tensor([0.6, 0.8])).square().sum()),
+        -float((PROBE[0] / PROBE.norm() - torch.tensor([1.0, 0])).square().sum()),
+    )
+
+
+PROJECTION = torch.tensor([[1.0, -1, 0.5], [0, 1, -1]])
+
+
+def test_ranpac_has_the_weights_of_its_equation() -> None:
+    method = method_of("ranpac", projection=3, ridge=1.0)
+    method.projection = PROJECTION
+    learn(method, THREE, X, LABELS)
+    gram, targets = method.gram.sum(0), method.targets["three"].sum(0)
+    assert gram.flatten().tolist() == close(21, 1, 8, 1, 5, 0, 8, 0, 5.25)
+    assert targets.flatten().tolist() == close(3, 4, 0, 1, 0, 2, 0, 3, 0.5)
+    assert method.heads["three"].weight.T.flatten().tolist() == close(
+        *(0.24439333, 0.01380104, -0.08395630),
+        *(0.12593445, -0.00230017, 0.34732605),
+        *(-0.31282346, 0.46233468, 0.18746406),
+    )
+    assert scores(method, PROBE) == close(0.24439333, 0.01380104, -0.08395630)
+    assert torch.allclose((gram + torch.eye(3)) @ solve_ridge(gram, targets, 1.0), targets)
+
+
+def test_the_ridge_error_follows_from_the_sums() -> None:
+    projected = (X @ PROJECTION).relu().double()
+    one_hot = nn.functional.one_hot(LABELS).double()
+    fits, validates = [0, 2, 4], [1, 3, 5]
+    gram = torch.stack([projected[rows].T @ projected[rows] for rows in (fits, validates)])
+    targets = torch.stack([projected[rows].T @ one_hot[rows] for rows in (fits, validates)])
+    errors = [ridge_error(gram, targets, 3, penalty) for penalty in (0.01, 0.1, 1, 10, 100)]
+    assert errors == close(0.33727106, 0.31636846, 0.27979113, 0.30387441, 0.32611455)
+    weights = solve_ridge(gram[0], targets[0], 10)
+    direct = (projected[validates] @ weights - one_hot[validates]).square().mean()
+    assert errors[3] == pytest.approx(float(direct))
+
+
+def test_ranpac_without_projection_is_ridge_regression_on_the_features() -> None:
+    method = method_of("ranpac", projection=0, ridge=2.0)
+    learn(method, THREE, X, LABELS)
+    x, y = X.double(), nn.functional.one_hot(LABELS).double()
+    expected = torch.linalg.solve(x.T @ x + 2 * torch.eye(2).double(), x.T @ y)
+    assert scores(method, PROBE) == close(*(PROBE.double() @ expected)[0].tolist())
+
+
+def test_about_one_of_five_images_validates_the_ridge_penalty() -> None:
+    share = sum(is_validated(f"images/{number}.png") for number in range(5000)) / 5000
+    assert share == pytest.approx(0.2, abs=0.02)
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+def tasks_of_noise() -> Iterator[tuple[Task, Tensor, Tensor]]:
+    """Three tasks of different numbers of classes, with their features and labels."""
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("a", 2), ("b", 3), ("c", 4)):
+        classes = tuple(f"{name}{number}" for number in range(count))
+        centres = torch.randn(count, 6, generator=generator)
+        labels = torch.arange(count).repeat(30)
+        features = centres[labels] + torch.randn(len(labels), 6, generator=generator)
+        yield Task(name, "card", "key", classes), features, labels
+
+
+STATISTICS = sorted(name for name, cls in METHODS.items() if issubclass(cls, ClassStatistics))
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_the_order_of_tasks_and_of_samples_changes_only_rounding(name: str) -> None:
+    settings = {"projection": 20} if name == "ranpac" else {}
+    forward, backward = (method_of(name, 6, **settings) for _ in range(2))
+    for task, features, labels in tasks_of_noise():
+        learn(forward, task, features, labels)
+    for task, features, labels in reversed([*tasks_of_noise()]):
+        learn(backward, task, features, labels)
+    images = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    for task, *_ in tasks_of_noise():
+        expected = forward.logits(images, task.name)
+        assert torch.allclose(backward.logits(images, task.name), expected, atol=1e-5)
+
+
+def test_the_names_of_the_methods() -> None:
+    assert STATISTICS == ["fecam", "ncm", "ranpac", "simplecil", "slda"]

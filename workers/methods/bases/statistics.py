@@ -1,0 +1,88 @@
+"""Classifiers from statistics of frozen features: one pass over the images, and no gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from workers.job import Task, TrainSettings
+from workers.methods.base import OptimPlan, ParamGroup, S, Step, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.bases.features import FeatureBatch, extract_features
+from workers.methods.train_defaults import TrainDefaults
+from workers.model.heads import Heads
+from workers.storage.taskstate import TaskState
+
+
+class ClassStatistics(ClassIncremental[S]):
+    """A frozen backbone, and a classifier from sums over the features of each class.
+
+    The step `statistics` reads the images of the task once, under the evaluation transform. Sums
+    are in fp64, over the images in the order of their keys: the result does not depend on batches
+    or on the number of ranks. A subclass defines `collect`.
+    """
+
+    family = "class statistics"
+    steps = (Step("statistics", trains=False),)
+    scenarios = frozenset({"task", "class"})
+    train_defaults = TrainDefaults(lr=1e-3, source="nothing is trained")
+
+    @classmethod
+    def unused_train_settings(cls, settings: S) -> Mapping[str, str]:
+        return dict.fromkeys(TrainSettings.model_fields, "it trains nothing")
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        """Compute the statistics of the task's classes. No parameter is trained."""
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        groups = super().begin(context)
+        batch = extract_features(self, context.data.feed("train"))
+        with torch.no_grad():
+            self.collect(context.task, batch)
+        return groups
+
+    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
+        return []
+
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
+        self.heads.add(state.task, len(state.classes), self.seed)  # where the state has no head
+
+    @abstractmethod
+    def collect(self, task: Task, batch: FeatureBatch) -> None:
+        """Add the features of a task, which are on the CPU, to the classifier."""
+
+
+class DerivedHeads(Heads):
+    """Heads that follow from other tensors: the state of a task does not contain its head."""
+
+    def export(self, task: str) -> dict[str, Tensor]:
+        return {}
+
+    def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
+        """Do nothing: the method computes the head."""
+
+
+def sum_by_class(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the number of samples (K,) and the sum of features (K, d) of each class, in fp64.
+
+    Args:
+        features: Features, (n, d).
+        labels: Labels from 0 to K - 1, (n,).
+        num_classes: K.
+    """
+    counts = labels.bincount(minlength=num_classes).double()
+    sums = torch.zeros(num_classes, features.shape[1], dtype=torch.float64)
+    return counts, sums.index_add_(0, labels, features.double())
+
+
+def class_means(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Return the mean feature of each class (K, d) in fp64; zero for a class without samples.
+
+    See `sum_by_class` for the arguments.
+    """
+    counts, sums = sum_by_class(features, labels, num_classes)
+    return sums / counts.clamp(min=1)[:, None]

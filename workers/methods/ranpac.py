@@ -1,0 +1,195 @@
+"""RanPAC: ridge regression of the classes on randomly projected features. Nothing is trained.
+
+McDonnell, Gong, Parvaneh, Abbasnejad, van den Hengel: RanPAC: Random Projections and Pre-trained
+Models for Continual Learning, NeurIPS 2023.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.job import Task
+from workers.methods.base import MethodSettings
+from workers.methods.bases.features import FeatureBatch
+from workers.methods.bases.statistics import ClassStatistics, DerivedHeads
+from workers.rng import derive_seed
+from workers.storage.taskstate import Carried, TaskState
+
+GRAM, TARGETS, WEIGHT = "gram", "targets", "weight"
+PENALTIES = tuple(10.0**power for power in range(-8, 9))  # candidates of `ridge: auto`
+MAX_ROWS = 4096  # projected images in memory at once
+VALIDATION_SHARE = 5  # one of so many images validates the ridge penalty
+
+
+class RanpacSettings(MethodSettings):
+    """Settings of `ranpac`."""
+
+    projection: NonNegativeInt = Field(
+        2000,
+        description="M, number of random features relu(f W); 0: the features f themselves. The "
+        "paper has 10000; the carried state grows with its square",
+    )
+    ridge: Literal["auto"] | Annotated[PositiveFloat, Field(allow_inf_nan=False)] = Field(
+        "auto",
+        description="lambda, the ridge penalty; `auto`: the power of ten from 1e-8 to 1e8 with the "
+        "smallest squared error on one of five images, of all tasks so far; 1 without such images",
+    )
+
+
+class Ranpac(ClassStatistics[RanpacSettings]):
+    """A chain that carries G = sum h h^T and Q = sum h y^T over the images of all tasks so far.
+
+    h = relu(f W) with a fixed random W, y is one-hot, and the logits are h (G + lambda I)^-1 Q.
+    G and Q are sums: the result does not depend on the order of tasks, up to rounding. For `ridge:
+    auto` the sums over the images that fit and those that validate are kept apart; which image
+    validates follows from a hash of its key.
+    """
+
+    name = "ranpac"
+    keeps = "nothing"
+    paper = "RanPAC: Random Projections and Pre-trained Models for Continual Learning, NeurIPS 2023"
+    Settings = RanpacSettings
+    carries = (GRAM, "heads")
+    may_forget = True  # G of later tasks changes earlier answers
+    starts_as_backbone = False
+    projection: Tensor  # (d, M), with `projection` above 0
+
+    def __init__(self, backbone: nn.Module, settings: RanpacSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        width = self.heads.width
+        self.heads = DerivedHeads(settings.projection or width)
+        if settings.projection:
+            generator = torch.Generator().manual_seed(derive_seed(seed, "projection"))
+            projection = torch.randn(width, settings.projection, generator=generator)
+            self.register_buffer("projection", projection, persistent=False)
+        # of the images that fit, and of those that validate; both fp64
+        self.gram = torch.zeros(0, dtype=torch.float64)  # (2, M, M); empty before the first task
+        self.targets: dict[str, Tensor] = {}  # task -> (2, M, K)
+        self.num_validated = 0
+
+    # ---- statistics ------------------------------------------------------------------------------
+    def collect(self, task: Task, batch: FeatureBatch) -> None:
+        width = self.heads.width
+        gram = torch.zeros(2, width, width, dtype=torch.float64)
+        if len(self.gram):
+            gram = self.gram.clone()
+        targets = torch.zeros(2, width, task.num_classes, dtype=torch.float64)
+        one_hot = F.one_hot(batch.labels, task.num_classes).double()
+        validates = torch.tensor([is_validated(key) for key in batch.keys], dtype=torch.bool)
+        for part, chosen in enumerate((~validates, validates)):
+            for rows in chosen.nonzero().squeeze(1).split(MAX_ROWS):
+                projected = self.project(batch.features[rows].to(self.device)).cpu().double()
+                gram[part].addmm_(projected.T, projected)
+                targets[part].addmm_(projected.T, one_hot[rows])
+        self.gram = gram
+        self.targets[task.name] = targets
+        self.num_validated += int(validates.sum())
+        self.update_heads()
+
+    def update_heads(self) -> None:
+        """Compute the heads of all tasks from the sums."""
+        targets = torch.cat([*self.targets.values()], 2)
+        weights = solve_ridge(self.gram.sum(0), targets.sum(0), self.choose_penalty(targets))
+        counts = [part.shape[2] for part in self.targets.values()]
+        for name, columns in zip(self.targets, weights.float().split(counts, 1), strict=True):
+            self.set_head(name, columns.T)
+
+    def set_head(self, name: str, weight: Tensor) -> None:
+        """Set the head of a task to a weight (K, M)."""
+        head = self.heads.add(name, len(weight), self.seed)
+        head.weight.copy_(weight)
+        head.bias.zero_()
+
+    def project(self, features: Tensor) -> Tensor:
+        """Features (b, d) -> random features (b, M), or the same with `projection: 0`."""
+        if not self.settings.projection:
+            return features.float()
+        return F.relu(features.float() @ self.projection)
+
+    def choose_penalty(self, targets: Tensor) -> float:
+        """Return the ridge penalty for targets (2, M, classes)."""
+        if self.settings.ridge != "auto":
+            return float(self.settings.ridge)
+        if not self.num_validated:
+            return 1.0
+        errors = [
+            ridge_error(self.gram, targets, self.num_validated, penalty) for penalty in PENALTIES
+        ]
+        return PENALTIES[errors.index(min(errors))]
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        tensors = {GRAM: self.gram}
+        for name, targets in self.targets.items():
+            # removing a task from a model folder deletes what is below heads/NAME/
+            tensors[f"heads/{name}/{TARGETS}"] = targets
+            tensors[f"heads/{name}/{WEIGHT}"] = self.heads[name].weight.detach().clone()
+        return self.state(), Carried(tensors, {"validated": self.num_validated})
+
+    # ---- serving ---------------------------------------------------------------------------------
+    @torch.no_grad()
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
+        self.gram = carried.tensors[GRAM].cpu()
+        self.num_validated = int(carried.meta["validated"])
+        self.targets = {}
+        for path, tensor in carried.tensors.items():
+            _, _, rest = path.partition("heads/")
+            name, _, kind = rest.rpartition("/")
+            if kind == TARGETS:
+                self.targets[name] = tensor.cpu()
+            elif kind == WEIGHT:
+                self.set_head(name, tensor)
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        features = self.features(images)
+        if task is None:
+            return self.all_logits(features)
+        return self.heads[task](self.project(features))  # type: ignore[no-any-return]
+
+    def all_logits(self, features: Tensor) -> Tensor:
+        return super().all_logits(self.project(features))
+
+
+def is_validated(key: str) -> bool:
+    """Return whether an image validates the ridge penalty, by a hash of its key."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0
+
+
+def solve_ridge(gram: Tensor, targets: Tensor, penalty: float) -> Tensor:
+    """Return (G + lambda I)^-1 Q, (M, C).
+
+    Args:
+        gram: G, (M, M), fp64.
+        targets: Q, (M, C), fp64.
+        penalty: lambda.
+    """
+    identity = torch.eye(len(gram), dtype=gram.dtype)
+    factor, failure = torch.linalg.cholesky_ex(gram + penalty * identity)
+    if failure:
+        return torch.full_like(targets, torch.nan)
+    return torch.cholesky_solve(targets, factor)
+
+
+def ridge_error(gram: Tensor, targets: Tensor, num_validated: int, penalty: float) -> float:
+    """Return the mean squared error on the images that validate; infinite if it has no solution.
+
+    It follows from sums over images: (tr(W^T G_v W) - 2 tr(W^T Q_v) + N_v) / (N_v C).
+
+    Args:
+        gram: G of the images that fit and that validate, (2, M, M).
+        targets: Q of both, (2, M, C).
+        num_validated: N_v, the number of images that validate.
+        penalty: lambda.
+    """
+    weights = solve_ridge(gram[0], targets[0], penalty)
+    squares = ((gram[1] @ weights) * weights).sum() - 2 * (weights * targets[1]).sum()
+    error = float(squares + num_validated) / (num_validated * targets.shape[2])
+    return error if math.isfinite(error) else math.inf

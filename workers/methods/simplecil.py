@@ -1,0 +1,37 @@
+"""SimpleCIL: the cosine to the mean feature of each class. Nothing is trained.
+
+Zhou, Cai, Ye, Zhan, Liu: Revisiting Class-Incremental Learning with Pre-Trained Models:
+Generalizability and Adaptivity are All You Need, IJCV 2024 (arXiv 2303.07338).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from workers.job import Task
+from workers.methods.base import MethodSettings
+from workers.methods.bases.features import FeatureBatch
+from workers.methods.bases.statistics import ClassStatistics, class_means
+from workers.model.cosine import CosineHeads
+
+
+class SimpleCil(ClassStatistics[MethodSettings]):
+    """A star. The weight of class c is the mean mu_c of its features; the logit is cos(f, mu_c).
+
+    The features are those of the frozen backbone, not normalised before they are averaged.
+    """
+
+    name = "simplecil"
+    keeps = "class means"
+    paper = (
+        "Revisiting Class-Incremental Learning with Pre-Trained Models: Generalizability and "
+        "Adaptivity are All You Need, IJCV 2024"
+    )
+
+    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.heads = CosineHeads(self.heads.width)
+
+    def collect(self, task: Task, batch: FeatureBatch) -> None:
+        means = class_means(batch.features, batch.labels, task.num_classes)
+        self.heads[task.name].weight.copy_(means[:, None])

@@ -167,7 +167,7 @@ def measure_all(bench: Bench, names: list[str]) -> None:
     bench.measure("plain loop", "our network", partial(plain_loop, bench, ours))
     bench.measure("plain loop", "timm", partial(plain_loop, bench, timm_network))
     for position in (0, 2):
-        for name in names:
+        for name in (name for name in names if METHODS[name].has_training()):
             if position == 0 or METHODS[name].carries:
                 label = f"{name}, task {position + 1}"
                 bench.measure(

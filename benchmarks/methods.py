@@ -290,4 +290,5 @@ def serve(name: str, training: Training, report: Report) -> None:
 
 if __name__ == "__main__":
     # supsup_nn is left out: it decides on images of a feed, and its training step is supsup's
-    main(sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"])
+    trained = [name for name, cls in METHODS.items() if cls.has_training()]
+    main(sys.argv[1:] or [name for name in trained if name != "supsup_nn"])

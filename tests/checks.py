@@ -102,11 +102,6 @@ def promise(
     return register
 
 
-def trains(cls: type[Method]) -> bool:
-    """Return whether the method has a step with epochs."""
-    return any(step.trains for step in cls.steps)
-
-
 def is_seen_by_tests(error: BaseException) -> bool:
     """Return whether the innermost frame is a test's, and not one of the code under test."""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -191,7 +186,7 @@ def check_old_answers_stay_under_accumulation_and_bf16(
 
 @promise(
     "give the optimizer this task's parameters alone, and never write into a loaded state",
-    lambda cls: not cls.may_forget and trains(cls),
+    lambda cls: not cls.may_forget and cls.has_training(),
 )
 def check_another_tasks_training_leaves_a_loaded_task_alone(
     lab: Lab, method: str, optimizer: str
@@ -419,7 +414,7 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
         "draw in loss, after_backward and after_step from Batch.draw (per_sample, shared), never "
         "from a generator of the process: what that gives differs with the ranks and micro-batches"
     ),
-    trains,
+    lambda cls: cls.has_training(),
 )
 def check_training_draws_from_the_batch_alone(lab: Lab, method: str, optimizer: str) -> None:
     """A step leaves the generators of torch, numpy and Python as they were."""
@@ -453,7 +448,7 @@ def generators() -> dict[str, Any]:
         "register what training keeps as a parameter, a buffer or a module (nn.ModuleDict, "
         "not a dict), so that it is in the checkpoint"
     ),
-    trains,
+    lambda cls: cls.has_training(),
 )
 def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     lab: Lab, method: str, optimizer: str
@@ -678,7 +673,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
     it. In every scenario that the method serves, and with what it picks."""
     own = other_values(method)
     beside = BESIDE.get(method, {})
-    quick = {"train": QUICK} if trains(METHODS[method]) else {}
+    quick = {"train": QUICK} if METHODS[method].has_training() else {}
     no_change: dict[str, Any] = {}
     run = lab.run_of(
         method,
@@ -721,7 +716,7 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
 
 @promise(
     "change nothing in logits that training reads",
-    trains,
+    lambda cls: cls.has_training(),
 )
 def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: str) -> None:
     run = lab.run(method, optimizer)

@@ -294,7 +294,7 @@ def test_the_methods_are_those_with_a_config() -> None:
 
 def has_something_to_search(cls: type[Method]) -> bool:
     """Return whether a method has settings or trains."""
-    return bool(cls.Settings.model_fields) or any(step.trains for step in cls.steps)
+    return bool(cls.Settings.model_fields) or cls.has_training()
 
 
 @pytest.mark.parametrize(

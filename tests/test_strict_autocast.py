@@ -199,7 +199,11 @@ def test_lists_name_every_operation_that_cuda_casts() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in METHODS],
+    [
+        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
+        for name, cls in METHODS.items()
+        if cls.has_training()
+    ],
 )
 def test_method_keeps_weights_masks_losses_and_norms_in_fp32(device: Any, method: str) -> None:
     case = Case(method, max(METHODS[method].scenarios))

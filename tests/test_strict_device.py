@@ -91,7 +91,7 @@ def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
     """train, herd, finetune, prune, ..., `finish`, evaluation, canary, resuming from a checkpoint,
     serving."""
     counts = device.submit(on_strict_device.check, Case(method, scenario)).result()
-    assert counts, "no step was counted"
+    assert bool(counts) == METHODS[method].has_training(), "no step was counted"
     risen = sentences(counts)
     assert not risen, "\n".join(risen)
 

@@ -115,12 +115,15 @@ def _configs(name: str) -> str:
         rows.append((f"[{stream}]({file})", command, header.get(stream, NOT_MEASURED)))
     cells = [[_in_cell(link), _in_cell(c), _in_cell(escape(text))] for link, c, text in rows]
     listed = table(("stream", "command", "expected"), cells)
-    return f"{listed}\n\n`accrete search CONFIG --method {name}` searches {_searched(name)}."
+    searched = _searched(name)
+    if searched:
+        listed += f"\n\n`accrete search CONFIG --method {name}` searches {searched}."
+    return listed
 
 
 def _searched(name: str) -> str:
-    """Return the settings that the search of a method varies."""
-    keys = read_search(name)["space"]
+    """Return the settings that the search of a method varies; empty if it has none."""
+    keys = read_search(name).get("space", {})
     return ", ".join(f"`{key.removeprefix(f'methods.{name}.')}`" for key in keys)
 
 

@@ -312,6 +312,11 @@ class MethodPlan(Generic[S]):
         return cls.steps if position >= 0 else ()
 
     @classmethod
+    def has_training(cls) -> bool:
+        """Return whether any step of the method has epochs."""
+        return any(step.trains for step in cls.steps)
+
+    @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
         """Return the settings that a step does not read. They are not in its key.
 

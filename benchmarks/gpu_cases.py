@@ -20,7 +20,8 @@ from workers.methods import METHODS
 TASKS = {"base": (0, 2), "one": (2, 4), "two": (4, 7)}
 LAST_TASK = "two"
 CLASSES = [f"c{i:04d}" for i in range(7)]  # as `stream.draw_images` names them
-WITHOUT_BASE = ("dytox",)  # it trains its encoder on the stream itself
+# dytox trains its encoder on the stream itself; the others have no statistics of a base task
+WITHOUT_BASE = ("dytox", "fecam", "ncm", "ranpac", "simplecil", "slda")
 BACKBONE = {
     "img_size": 16,
     "crop_pct": 1.0,
@@ -86,6 +87,8 @@ def plan(
     settings = dict(SETTINGS.get(case.method, {}))
     if "memory" in METHODS[case.method].Settings.model_fields:
         settings |= {"memory": MEMORY, "per_class": 0}
+    if METHODS[case.method].has_training():
+        settings |= {"train": {"precision": case.precision}}
     tasks = []
     for name, (start, end) in TASKS.items():
         role = "base" if name == "base" and case.method not in WITHOUT_BASE else "task"
@@ -101,7 +104,7 @@ def plan(
         backbone=BACKBONE,
         data=DATA,
         train=TRAIN,
-        methods={case.method: {**settings, "train": {"precision": case.precision}}},
+        methods={case.method: settings},
         cluster={
             "workers": 0,
             "gpus_per_worker": int(accelerator.is_accelerator(device)),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from workers.errors import UserError
 from workers.job import Task
 from workers.methods import METHODS
 from workers.methods.base import OptimPlan, StepContext
@@ -179,6 +180,14 @@ def test_the_order_of_tasks_and_of_samples_changes_only_rounding(name: str) -> N
     for task, *_ in tasks_of_noise():
         expected = forward.logits(images, task.name)
         assert torch.allclose(backward.logits(images, task.name), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_base_task_is_refused(name: str) -> None:
+    base = Task("base", "card", "key", ("a", "b"), role="base")
+    with pytest.raises(UserError, match=r"no statistics of the base task 'base'.*role `task`"):
+        METHODS[name].check_backbone(METHODS[name].Settings(), Identity(2), (base, THREE))
+    METHODS[name].check_backbone(METHODS[name].Settings(), Identity(2), (THREE,))
 
 
 def test_the_names_of_the_methods() -> None:

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from workers.errors import UserError
 from workers.job import Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, S, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
@@ -33,6 +34,17 @@ class ClassStatistics(ClassIncremental[S]):
     @classmethod
     def unused_train_settings(cls, settings: S) -> Mapping[str, str]:
         return dict.fromkeys(TrainSettings.model_fields, "it trains nothing")
+
+    @classmethod
+    def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        super().check_backbone(settings, backbone, tasks)
+        for task in tasks:
+            if task.role == "base":
+                raise UserError(
+                    f"{cls.name!r} has no statistics of the base task {task.name!r}, whose head is "
+                    "trained with the backbone; give the task the role `task`, and the backbone "
+                    "pretrained weights (backbone.weights)"
+                )
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         """Compute the statistics of the task's classes. No parameter is trained."""

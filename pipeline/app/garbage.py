@@ -31,11 +31,10 @@ def find_garbage(
         UserError: If the storage does not exist, a record cannot be read, or a limit is negative or
             not finite.
     """
-    for what, bound in (("age", older_than_s), ("size", keep_bytes)):
-        if not math.isfinite(bound) or bound < 0:
+    for kind, limit in (("age", older_than_s), ("size", keep_bytes)):
+        if not math.isfinite(limit) or limit < 0:
             raise UserError(
-                f"the {what} that bounds garbage is {bound}; it must be a finite number of at "
-                "least 0"
+                f"the limit on the {kind} of garbage is {limit}; give a finite number of at least 0"
             )
     store.check_exists()
     garbage = store.garbage(keys_of_searches(store.storage), changed)

@@ -104,8 +104,8 @@ def describe_method(name: str) -> str:
         lines += _wrapped(text)
     lines.append("")
     if settings:
-        lines.append(f"settings, below methods.{name}; the defaults are those of Accrete;")
-        lines.append(f"other values of the paper are in {paper_config(name).name}")
+        lines.append(f"settings, below methods.{name}; where the paper has another")
+        lines.append(f"value than the default, it is given too (from {paper_config(name).name})")
     else:
         lines.append(f"{name} has no settings of its own")
     for setting in settings:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.config.settings import ClusterSettings, StageLimits
+from pipeline.config.text import format_count
 from pipeline.graph import failures
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor
@@ -436,7 +437,7 @@ class RayExecutor(Executor):
             return
         if not self._answer(self.queue.count_waiting_placement_groups.remote()):
             workers = sum(group.workers for group in late)
-            self._note(f"{workers} worker processes are being started")
+            self._note(f"starting {format_count(workers, 'worker process')}")
             return
         available = self.ray.available_resources()
         for pool in self.pools.pools:

@@ -70,6 +70,7 @@ def test_account_that_does_not_add_up_is_refused() -> None:
 def test_preview_shows_each_class_and_escapes_names(workdir: Path) -> None:
     name = "!<script>alert(1)<"
     make_image(workdir.parent / "zoo" / "ant" / f"{name}.png", 99)
+    class_folders(workdir.parent / "zoo", ("<b>dog",), 20)
     assert cli.main(["init", "../zoo"]) == 0
     page = (workdir / "zoo-preview.html").read_text()
     assert "<script" not in page
@@ -78,7 +79,9 @@ def test_preview_shows_each_class_and_escapes_names(workdir: Path) -> None:
     assert "https://" not in page
     for label in ("ant", "bee", "cow"):
         assert f"<h3>{label} <small>2" in page
-    assert page.count("data:image/jpeg;base64,") == 24
+    assert "<h3>&lt;b&gt;dog <small>2" in page
+    assert "<b>" not in page
+    assert page.count("data:image/jpeg;base64,") == 32
 
 
 def test_card_preview_shows_only_classes_of_card(

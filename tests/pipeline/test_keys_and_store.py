@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -304,7 +305,7 @@ def test_unreadable_earlier_record_is_kept(
 def test_bounds_of_garbage_that_cannot_be_are_refused(
     bounds: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="must be a finite number of at least 0"):
+    with pytest.raises(UserError, match="give a finite number of at least 0"):
         find_garbage(Store(str(tmp_path)), **bounds)
 
 
@@ -400,3 +401,22 @@ def test_a_storage_that_is_only_read_need_not_be_writable(
         store.check_usable(to_write=True)
     with pytest.raises(UserError, match="Read-only file system"):
         Store(str(tmp_path / "new")).check_usable(to_write=False)
+
+
+def test_a_result_is_computed_once(tmp_path: Path) -> None:
+    """The second caller gets the manifest of the first, also where it had to wait."""
+    store, computed = Store(str(tmp_path)), []
+
+    def compute() -> dict[str, Any]:
+        computed.append(threading.get_ident())
+        time.sleep(0.2)
+        attempt = Attempt(store.root, "k")
+        attempt.write("a", b"data")
+        attempt.commit({"kind": "report"})
+        return dict(Artifact.need(store.root, "k").manifest)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: store.compute_once("k", compute), range(2))
+    assert len(computed) == 1
+    assert sorted([first.get("reused", False), second.get("reused", False)]) == [False, True]
+    assert first["attempt"] == second["attempt"]

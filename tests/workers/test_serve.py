@@ -39,9 +39,11 @@ TOLD = {
     "supsup_nn": ("supsup_nn", ""),
     "lwf": ("lwf", ""),
 }
+SUMS = {"slda": ("slda", "task"), "ranpac": ("ranpac", "task")}
 FOUND_OUT = {"icarl": ("icarl", "class"), "supsup": ("supsup", "class")}
 OUTPUTS = {"supsup": {"outputs": 5}, "supsup_nn": {"outputs": 5}}
 CHAINS = ["packnet", "lwf"]
+SHARING = ["supsup_nn", *SUMS]  # all tasks use what they carry
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def runs(lab: Any) -> Any:
 
     def run(name: str) -> Finished:
         if name not in made:
-            method, scenario = (TOLD | FOUND_OUT)[name]
+            method, scenario = (TOLD | FOUND_OUT | SUMS)[name]
             made[name] = finished(lab, method, scenario, OUTPUTS.get(name), epochs=1)
         return made[name]
 
@@ -339,7 +341,7 @@ def test_task_with_partially_written_settings_is_equal(folder: Any) -> None:
 
 
 # ---- tasks that come and go ----------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", "supsup_nn", *CHAINS])
+@pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup", *SHARING, *CHAINS])
 def test_removed_task_is_gone_and_others_answer_as_before(
     runs: Any, folder: Any, name: Any
 ) -> None:
@@ -351,9 +353,7 @@ def test_removed_task_is_gone_and_others_answer_as_before(
     with pytest.raises(UserError, match="task 'two' is not served"):
         left.predict(images, "two")
     assert not Path(model_folder, "tasks/two.safetensors").exists()
-    assert ("stay, because later tasks depend on them" in message) == (
-        name in [*CHAINS, "supsup_nn"]
-    )
+    assert ("stay, because later tasks depend on them" in message) == (name in [*CHAINS, *SHARING])
     carried = [
         t for p in Path(model_folder).glob("carried/*") for t in load_tensors(p.read_bytes(), "")[0]
     ]

@@ -8,16 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
+from stage_lab import OPTIMIZERS, Lab, again, on_ranks, small_batches
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import StageJob, Task
 from workers.methods import METHODS
 from workers.methods.base import OptimPlan, StepContext
 from workers.methods.bases import statistics
 from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.ranpac import is_validated, ridge_error, solve_ridge
+from workers.storage.artifact import Artifact
 
 # classes 0 0 1 1 2 2
 X = torch.tensor([[2.0, 1], [1, 2], [4, 0], [0, -1], [-2, 0], [-1, -1]])
@@ -140,6 +142,27 @@ def test_the_ridge_error_follows_from_the_sums() -> None:
     assert errors[3] == pytest.approx(float(direct))
 
 
+def test_ranpac_takes_the_ridge_penalty_with_the_smallest_error() -> None:
+    """The images that validate are left out of the fit, and all are in the final weights."""
+    method = method_of("ranpac", projection=0)
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.arange(3).repeat(20)
+    features = torch.randn(60, 2, generator=generator) + X[::2][labels]
+    learn(method, THREE, features, labels)
+    validates = torch.tensor([is_validated(f"three/{row}") for row in range(60)])
+    x, y = features.double(), nn.functional.one_hot(labels).double()
+    errors = {}
+    for penalty in (10.0**power for power in range(-8, 9)):
+        fitted = solve_ridge(
+            x[~validates].T @ x[~validates], x[~validates].T @ y[~validates], penalty
+        )
+        errors[penalty] = float((x[validates] @ fitted - y[validates]).square().mean())
+    best = min(errors, key=lambda penalty: errors[penalty])
+    assert 1e-8 < best < 1e8
+    expected = solve_ridge(x.T @ x, x.T @ y, best)
+    assert torch.allclose(method.heads["three"].weight.T, expected.float(), atol=1e-6)
+
+
 def test_ranpac_without_projection_is_ridge_regression_on_the_features() -> None:
     method = method_of("ranpac", projection=0, ridge=2.0)
     learn(method, THREE, X, LABELS)
@@ -192,3 +215,22 @@ def test_a_base_task_is_refused(name: str) -> None:
 
 def test_the_names_of_the_methods() -> None:
     assert STATISTICS == ["fecam", "ncm", "ranpac", "simplecil", "slda"]
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+def test_any_number_of_ranks_stores_the_same_bytes(lab: Lab) -> None:
+    stages: list[tuple[StageJob, StageJob]] = []
+    for name in STATISTICS:
+        run = lab.run_of(name, OPTIMIZERS["adamw"], scenario="class")
+        run.trained(0)
+        job = run.stages(1)[-1]
+        run.prepare(job)
+        alone, many = again(job, "1 rank"), again(job, "3 ranks")
+        with small_batches():
+            lab.stage(alone)
+        stages.append((alone, many))
+    on_ranks([many for _, many in stages], 3, lab.folder / "ranks-statistics")
+    for alone, many in stages:
+        for file in ("task.safetensors", "carried.safetensors"):
+            expected = Artifact.need(alone.root, alone.key).read(file)
+            assert Artifact.need(many.root, many.key).read(file) == expected, f"{alone.id}: {file}"

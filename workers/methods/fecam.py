@@ -26,13 +26,12 @@ class FecamSettings(MethodSettings):
     diagonal: float = Field(
         1.0,
         gt=0,
-        description="gamma_1: share of the mean variance that is added to the diagonal of a "
-        "covariance",
+        description="gamma_1: share of the mean variance added to the diagonal of a covariance",
     )
     off_diagonal: float = Field(
         0.0,
         ge=0,
-        description="gamma_2: share of the mean covariance that is added to the other entries; "
+        description="gamma_2: share of the mean covariance added to the other entries; "
         "the paper has 0 for vision transformers and 1 for ResNets",
     )
 

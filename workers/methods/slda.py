@@ -26,7 +26,7 @@ class SldaSettings(MethodSettings):
         1e-4,
         gt=0,
         lt=1,
-        description="epsilon, the share of the identity in the covariance that is inverted",
+        description="epsilon: share of the identity matrix in the inverted covariance",
     )
 
 

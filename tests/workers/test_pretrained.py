@@ -51,7 +51,7 @@ def test_a_fine_tuned_checkpoint_with_its_head_is_a_start(family: str, tmp_path:
     (head,) = {name.rpartition(".")[0] for name in tensors.keys() - own.keys()}
     assert sentences == [
         f"the classifier in backbone.weights ({head}, {CLASSES} classes) was left out: each task "
-        "trains a head of its own"
+        "has a head of its own"
     ]
 
 

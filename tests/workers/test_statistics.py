@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -234,3 +235,35 @@ def test_any_number_of_ranks_stores_the_same_bytes(lab: Lab) -> None:
         for file in ("task.safetensors", "carried.safetensors"):
             expected = Artifact.need(alone.root, alone.key).read(file)
             assert Artifact.need(many.root, many.key).read(file) == expected, f"{alone.id}: {file}"
+
+
+# ---- damaged states ------------------------------------------------------------------------------
+def load_cut(method: Any, learned: Any) -> None:
+    """Load a state and carried state whose tensors have one column left."""
+    state, carried = learned.finish()
+    for tensors in (state.head, state.copies, carried.tensors):
+        for name, tensor in tensors.items():
+            tensors[name] = tensor[..., :1]
+    method.load_task(state)
+    if carried.tensors:
+        method.load_carried(carried)
+
+
+def load_empty(method: Any, learned: Any) -> None:
+    """Load a state and carried state without tensors."""
+    state, carried = learned.finish()
+    state.head, state.copies = {}, {}
+    method.load_task(state)
+    if carried.tensors:
+        kept = {name: t for name, t in carried.tensors.items() if name == "gram"}
+        method.load_carried(replace(carried, tensors=kept))
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("load", [load_cut, load_empty])
+def test_a_damaged_state_is_refused(name: str, load: Any) -> None:
+    settings = {"projection": 3} if name == "ranpac" else {}
+    learned, method = (method_of(name, **settings) for _ in range(2))
+    learn(learned, THREE, X, LABELS)
+    with pytest.raises((UserError, RuntimeError, LookupError)):
+        load(method, learned)

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import MethodSettings
 from workers.methods.bases.features import FeatureBatch
@@ -95,8 +96,16 @@ class Fecam(ClassStatistics[FecamSettings]):
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        self.means[state.task] = state.copies[MEANS].to(self.device)
-        self.precisions[state.task] = state.copies[PRECISIONS].to(self.device)
+        means, precisions = state.copies[MEANS], state.copies[PRECISIONS]
+        shape = (len(state.classes), self.heads.width)
+        if (means.shape, precisions.shape) != (shape, (*shape, shape[1])):
+            raise UserError(
+                f"task {state.task!r}: its state has means of shape {tuple(means.shape)} and "
+                f"covariances of shape {tuple(precisions.shape)} for {shape[0]} classes of "
+                f"{shape[1]} features; export it again, or make the folder again"
+            )
+        self.means[state.task] = means.to(self.device)
+        self.precisions[state.task] = precisions.to(self.device)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         features = self.features(images)

@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import MethodSettings
 from workers.methods.bases.features import FeatureBatch
@@ -64,7 +65,7 @@ class Ranpac(ClassStatistics[RanpacSettings]):
     def __init__(self, backbone: nn.Module, settings: RanpacSettings, seed: int):
         super().__init__(backbone, settings, seed)
         width = self.heads.width
-        self.heads = DerivedHeads(settings.projection or width)
+        self.heads: DerivedHeads = DerivedHeads(settings.projection or width)
         if settings.projection:
             generator = torch.Generator().manual_seed(derive_seed(seed, "projection"))
             projection = torch.randn(width, settings.projection, generator=generator)
@@ -99,13 +100,7 @@ class Ranpac(ClassStatistics[RanpacSettings]):
         weights = solve_ridge(self.gram.sum(0), targets.sum(0), self.choose_penalty(targets))
         counts = [part.shape[2] for part in self.targets.values()]
         for name, columns in zip(self.targets, weights.float().split(counts, 1), strict=True):
-            self.set_head(name, columns.T)
-
-    def set_head(self, name: str, weight: Tensor) -> None:
-        """Set the head of a task to a weight (K, M)."""
-        head = self.heads.add(name, len(weight), self.seed)
-        head.weight.copy_(weight)
-        head.bias.zero_()
+            self.heads.assign(name, columns.T)
 
     def project(self, features: Tensor) -> Tensor:
         """Features (b, d) -> random features (b, M), or the same with `projection: 0`."""
@@ -145,7 +140,12 @@ class Ranpac(ClassStatistics[RanpacSettings]):
             if kind == TARGETS:
                 self.targets[name] = tensor.cpu()
             elif kind == WEIGHT:
-                self.set_head(name, tensor)
+                self.heads.assign(name, tensor)
+        for name in self.heads.names:
+            if name not in self.targets:
+                raise UserError(
+                    f"task {name!r}: the carried state lacks its weights; make the folder again"
+                )
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         features = self.features(images)

@@ -53,7 +53,7 @@ class Slda(ClassStatistics[SldaSettings]):
 
     def __init__(self, backbone: nn.Module, settings: SldaSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.heads = DerivedHeads(self.heads.width)
+        self.heads: DerivedHeads = DerivedHeads(self.heads.width)
         self.means: dict[str, Tensor] = {}  # task -> (K, d), fp64, rounded to fp32
         self.scatter = torch.zeros(0, dtype=torch.float64)  # (d, d); empty before the first task
         self.num_samples = 0
@@ -79,9 +79,7 @@ class Slda(ClassStatistics[SldaSettings]):
         factor = torch.linalg.cholesky(covariance)
         for name, means in self.means.items():
             weight = torch.cholesky_solve(means.T, factor).T  # (K, d): mu^T Lambda
-            head = self.heads[name]
-            head.weight.copy_(weight)
-            head.bias.copy_(-(weight * means).sum(1) / 2)
+            self.heads.assign(name, weight, -(weight * means).sum(1) / 2)
 
     def finish(self) -> tuple[TaskState, Carried]:
         assert self.task is not None

@@ -346,7 +346,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
     layer = name.rpartition(".")[0]
     return [
         f"the classifier in backbone.weights ({layer}, {tensor.shape[0]} classes) was left out: "
-        "each task trains a head of its own"
+        "each task has a head of its own"
     ]
 
 

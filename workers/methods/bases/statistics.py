@@ -61,7 +61,13 @@ class ClassStatistics(ClassIncremental[S]):
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        self.heads.add(state.task, len(state.classes), self.seed)  # where the state has no head
+        if isinstance(self.heads, DerivedHeads):
+            self.heads.add(state.task, len(state.classes), self.seed)
+        elif state.task not in self.heads.names:
+            raise UserError(
+                f"task {state.task!r}: its state has no class means; export it again, or make the "
+                "folder again"
+            )
 
     @abstractmethod
     def collect(self, task: Task, batch: FeatureBatch) -> None:
@@ -70,6 +76,22 @@ class ClassStatistics(ClassIncremental[S]):
 
 class DerivedHeads(Heads):
     """Heads that follow from other tensors: the state of a task does not contain its head."""
+
+    def assign(self, task: str, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Set the head of a task, and create it first if it does not exist.
+
+        Args:
+            task: Name of the task.
+            weight: (K, width).
+            bias: (K,). None: zero.
+
+        Raises:
+            RuntimeError: If the width is another one.
+        """
+        if bias is None:
+            bias = torch.zeros(len(weight))
+        head = self.add(task, len(weight), seed=0)
+        head.load_state_dict({"weight": weight, "bias": bias})
 
     def export(self, task: str) -> dict[str, Tensor]:
         return {}

@@ -766,7 +766,7 @@ def in_a_process(argv: list[str]) -> str:
     return judge(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_process_ends_with_one_line_and_code_2(site: Any) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")

@@ -135,7 +135,7 @@ def test_new_images_run_their_task_and_what_follows_in_a_chain(animals: Animals)
     assert reused == {"backbone", "linear/two/train"}, "the head of a star's other task"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_corrected_label_runs_both_tasks_that_it_concerns(animals: Animals) -> None:
     tasks = {"one": ["ant", "bee"], "two": ["cat", "dog"], "three": ["eel", "fox"]}
     for name in ("eel", "fox"):

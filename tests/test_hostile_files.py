@@ -180,7 +180,7 @@ def write_shard(site: Site, *parts: bytes) -> str:
     return str(path)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
 def test_huge_sizes_in_the_headers_of_a_shard_in_place_take_no_memory(kind: Any, site: Any) -> None:
     path = write_shard(site, member("x.png", size=600 << 20, kind=kind))

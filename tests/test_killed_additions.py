@@ -59,7 +59,7 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield Addition(tmp_path_factory.mktemp("addition"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", range(KILLS))
 def test_a_killed_addition_goes_on(addition: Addition, kill: int, tmp_path: Path) -> None:
     addition.begin()

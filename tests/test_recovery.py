@@ -66,7 +66,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", range(3))
 def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(
     trial: Any, reference: Any, tmp_path: Path

@@ -28,7 +28,7 @@ TRAINING = {
 }  # epochs, each of so many batches of 16: of 36 images and 8 exemplars, and of 8
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("step", "done", "call"),
     [

@@ -99,6 +99,7 @@ def test_the_wheel_has_packages_configs_and_cards(wheel: Path) -> None:
     assert {top for top in tops if "dist-info" not in top} == {"pipeline", "workers"}
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_in_any_folder_and_knows_shipped_configs(
     environment: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_the_wheel_runs_in_any_folder_and_knows_shipped_configs(
     assert "meat/digits-45/train" in text
 
 
+@pytest.mark.slow
 def test_only_the_two_packages_can_be_imported(environment: Path, tmp_path: Path) -> None:
     """Hugging Face has a package `datasets`: `import datasets` is its own, or fails."""
     origins = run(environment, tmp_path, "python", "-c", ORIGIN).split("\n")

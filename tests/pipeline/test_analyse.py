@@ -463,6 +463,7 @@ def tracked(configs: dict[str, str]) -> str:
     return small_run.write_config(path.parent / "tracked.yaml", body)
 
 
+@pytest.mark.slow
 def test_the_record_gets_curves_over_blocks_once(
     configs: dict[str, str], tracked: str, inverted: str, say: Say
 ) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.cli.arguments import AddCommand
 from pipeline.config import invocation
 from workers.errors import UserError
 
 
-def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add_commands(add_command: AddCommand) -> None:
     """Add the commands of this module to the command line."""
     data_parser = add_command(
         "data",

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline.cli.arguments import parse_amount
+from pipeline.cli.arguments import AddCommand, parse_amount
 from pipeline.cli.question import is_confirmed
 from pipeline.config import invocation
 from workers.errors import UserError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_DROP = 1.0  # points of accuracy
 
 
-def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add_commands(add_command: AddCommand) -> None:
     """Add the commands of this module to the command line."""
     parser = add_command(
         "add",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipeline.cli.arguments import AddCommand
 from pipeline.data.csv_text import to_csv
 from pipeline.serving import serve_command
 from workers.errors import UserError
@@ -22,13 +23,9 @@ DEFAULT_TOP = 3  # probabilities per image in a table
 DIGEST_CHARACTERS = 12  # of a sha256 in a table
 
 
-def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands of this module to the command line.
-
-    Args:
-        command: Adds a command with a name, a function and a help text; returns its parser.
-    """
-    ask = command(
+def add_commands(add_command: AddCommand) -> None:
+    """Add the commands of this module to the command line."""
+    ask = add_command(
         "predict",
         predict,
         "classify images with the tasks of a finished run; the config may be a model folder",
@@ -51,7 +48,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help=f"probabilities to show (default: {DEFAULT_TOP}; 0: all)",
     )
     ask.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
-    make = command(
+    make = add_command(
         "bundle",
         bundle,
         "write a method of a finished run into a folder that can be served on its own",
@@ -73,7 +70,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "packages of the extra `onnx`",
     )
     make.add_argument("--task", metavar="NAME", help="the task of --onnx, if there are several")
-    start = command(
+    start = add_command(
         "serve",
         serve,
         "answer requests over HTTP with Ray Serve; the config may be a model folder, or "
@@ -90,7 +87,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         each.add_argument(
             "--method", metavar="LABEL", help="label of the method, if the run has several"
         )
-    states = command(
+    states = add_command(
         "tasks",
         tasks,
         "list, export or import tasks of a model folder; list its versions, or go back to one",

@@ -272,7 +272,7 @@ class Run:
 
     def prepare(self, job: StageJob) -> None:
         """Run the stages whose results a stage reads, where these are missing."""
-        keys = {job.backbone, *job.previous.values(), *job.states.values()}
+        keys = {job.backbone, job.features, *job.previous.values(), *job.states.values()}
         for parent in self.jobs.values():
             if parent.key in keys:
                 self.artifact(parent)

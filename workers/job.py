@@ -612,6 +612,8 @@ class StageJob:
         measured: Tasks that `evaluate` measures, on images of `split`. A search measures only
             validation images.
         parents: Keys of all stages with results that this stage can read.
+        features: Key of the stage with the features of the task's images, for a step that reads
+            them.
     """
 
     id: str
@@ -634,6 +636,7 @@ class StageJob:
     split: Literal["test", "val"] = "test"
     provenance: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
+    features: str | None = None
     # For a method from outside of this project: the module that registers it, and the digest of its
     # code.
     method_module: str = ""

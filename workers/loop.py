@@ -2,8 +2,9 @@
 
 A stage is a node of the graph: one step of one task, for example `train`, `herd` or `evaluate`. An
 update of the weights is called an optimizer step. Read this file from the top: `run_stage` looks up
-the result or computes it with `train_task`, `train_backbone` or `evaluate_task` (evaluate.py). The
-first two call `fit`, which calls `train_epochs` and `train_step`.
+the result or computes it with `train_task`, `train_backbone`, `evaluate_task` (evaluate.py) or
+`compute_features` (feature_stage.py). The first two call `fit`, which calls `train_epochs` and
+`train_step`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -27,6 +29,7 @@ from workers.data.feed import Feed
 from workers.data.rows import has_validation, list_keys, select
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
+from workers.feature_stage import compute_features, load_features
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
@@ -95,7 +98,11 @@ def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
 
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
-    runners: dict[str, Runner] = {"backbone": train_backbone, "evaluate": evaluate_task}
+    runners: dict[str, Runner] = {
+        "backbone": train_backbone,
+        "evaluate": evaluate_task,
+        "features": compute_features,
+    }
     run = runners.get(job.step, train_task)
     accelerator.use_fp32(tf32=run is not evaluate_task and job.train.precision == "tf32")
     with cached_artifacts(job.root, job.parents) as parent_digests:
@@ -329,6 +336,7 @@ def step_inputs(
             make_feed=lambda split, training: Feed(job, full_tasks, split, group, training),
             task_keys=lambda task: list_keys(job.root, task, job.data.val_fraction),
             has_validation=bool(validated_tasks),
+            load_features=partial(load_features, job) if job.features else None,
         ),
     )
     exemplars = exemplar_keys(method, context)

@@ -216,8 +216,8 @@ class ClusterSettings(Frozen):
     stages: dict[str, StageLimits] = Field(
         default_factory=dict,
         exclude_if=lambda stages: not stages,
-        description="by kind of stage (`ingest`, `backbone`, `train`, `evaluate`, or another step "
-        "of a method), where a rank takes other resources or a try has a time limit",
+        description="by kind of stage (`ingest`, `backbone`, `features`, `train`, `evaluate`, or "
+        "another step of a method), where a rank takes other resources or a try has a time limit",
     )
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK", description="strategy of Ray's placement group for the ranks of a worker group"
@@ -863,7 +863,7 @@ def _check_kinds_of_stages(config: Config, where: str) -> None:
         return
     from workers.methods import METHODS  # imports torch
 
-    kinds = dict.fromkeys(("ingest", "backbone", "train", "evaluate"))
+    kinds = dict.fromkeys(("ingest", "backbone", "features", "train", "evaluate"))
     for method_class in METHODS.values():
         kinds |= dict.fromkeys(step.name for step in method_class.steps)
     for kind in config.cluster.stages:

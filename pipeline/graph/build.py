@@ -17,7 +17,7 @@ from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.tasks import add_tasks
-from workers import evaluate, loop
+from workers import evaluate, feature_stage, loop
 from workers.data import decoding
 from workers.errors import UserError, did_you_mean
 from workers.job import Task, key_inputs
@@ -188,6 +188,30 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
 def shared_revisions() -> dict[str, int]:
     """Return the revisions of the code that every training step of any method runs."""
     return {"training": loop.TRAIN_REVISION, "decoding": decoding.DECODING}
+
+
+def add_features(builder: Builder, task: Task) -> str:
+    """Add the stage with the features of a task's train images, once, and return its id.
+
+    All methods share it: it depends on the backbone and the images alone.
+
+    Args:
+        builder: The builder of the graph.
+        task: The task.
+    """
+    stage_id = f"features/{task.name}"
+    if stage_id not in builder.keys:
+        inputs = {
+            "task": task.name,
+            "classes": task.classes,
+            "images": builder.digest_images((task,), ("train",)),
+            "revision": feature_stage.FEATURES_REVISION,
+            "decoding": decoding.DECODING,
+        }
+        parents = ["backbone", f"data/{task.card}"]
+        job = builder.features_job(task)
+        builder.add(stage_id, "features", inputs, parents, task=task.name, job=job)
+    return stage_id
 
 
 # ---- chains and stars ----------------------------------------------------------------------------
@@ -390,6 +414,10 @@ class MethodStages:
             step_start = {name: stages[name] for name in awaited[step.name]} or start
             data_stages = [f"data/{t.card}" for t in read_tasks]
             parents = ["backbone", *data_stages, *step_start.values(), *loaded_stages]
+            features = None
+            if step.reads_features:
+                parents.append(add_features(builder, task))
+                features = builder.keys[parents[-1]]
             stage_id = f"{self.label}/{task.name}/{step.name}"
             job = builder.method_job(
                 stage_id,
@@ -399,6 +427,7 @@ class MethodStages:
                 seen,
                 previous=builder.get_keys(step_start),
                 states=builder.get_keys(state_stages),
+                features=features,
             )
             builder.add(
                 stage_id,
@@ -420,6 +449,9 @@ class MethodStages:
         method = builder.method(self.label)
         train, data = builder.train_and_data(self.label, step.name, task)
         ignored = method.ignored_settings(step.name)
+        data_inputs = key_inputs(data, NOT_IN_KEYS)
+        if step.reads_features:  # augmentation has no effect on them
+            data_inputs = {"val_fraction": data.val_fraction}
         name = builder.config.methods[self.label].method
         return {
             "method": name,
@@ -432,7 +464,7 @@ class MethodStages:
             "scenario": builder.config.stream.scenario,
             "seed": builder.config.seed,
             "train": key_inputs(train) if step.trains else {},
-            "data": key_inputs(data, NOT_IN_KEYS),
+            "data": data_inputs,
             **shared_revisions(),
         }
 

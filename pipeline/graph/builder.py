@@ -179,6 +179,21 @@ class Builder:
             backbone=None,
         )
 
+    def features_job(self, task: Task) -> StageJob:
+        """Return the job of the stage with the features of a task's train images."""
+        data = DataSettings(val_fraction=0.0, resident_mb=self.config.data.resident_mb)
+        return self._job(
+            id=f"features/{task.name}",
+            step="features",
+            method="",
+            settings={},
+            data=data,
+            train=TrainSettings(),
+            task=task,
+            tasks=(task,),
+            backbone=self.keys["backbone"],
+        )
+
     def method_job(
         self,
         stage_id: str,

@@ -315,6 +315,8 @@ def _result_text(manifest: dict[str, Any]) -> str:
             return ", ".join(f"{images} {split}" for split, images in counts)
         case "backbone":
             return f"backbone of {manifest['parameters']:,} parameters"
+        case "features":
+            return f"features of {manifest['images']:,} images"
     return "done"
 
 

@@ -276,6 +276,8 @@ class RunWriter:
             match stage["step"]:
                 case "ingest":
                     self._record_ingest(run, stage)
+                case "features":
+                    self._finish_stage(run, stage, [])
                 case "evaluate":
                     self._record_evaluation(run, stage)
                 case _:
@@ -283,7 +285,7 @@ class RunWriter:
         self.recorded.add(stage_id)
 
     def _run_of_stage(self, stage: Mapping[str, Any]) -> Run:
-        if stage["step"] == "ingest":
+        if stage["step"] in ("ingest", "features"):
             return self.parent
         if not stage["label"]:
             return self._run("", BACKBONE_TASK)

@@ -107,6 +107,29 @@ def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_pat
         shutil.rmtree(tmp_path / "raw")
 
 
+# ---- features of a frozen backbone ---------------------------------------------------------------
+def test_methods_share_the_features_of_a_task(tmp_path: Path) -> None:
+    graph, _ = graph_from(tmp_path, "ncm", "ranpac", "finetune")
+    stages = [stage for stage in graph if stage.step == "features"]
+    assert [stage.id for stage in stages] == ["features/a", "features/b", "features/c"]
+    for stage in stages:
+        assert stage.parents == ("backbone", "data/digits")
+        readers = {child.id for child in graph.children(stage.id)}
+        assert readers == {f"{name}/{stage.task}/statistics" for name in ("ncm", "ranpac")}
+        assert graph[f"ncm/{stage.task}/statistics"].job.features == stage.key
+    assert all(stage.job.features is None for stage in graph if stage.method == "finetune")
+
+
+def test_augmentation_changes_no_key_of_steps_that_read_features(tmp_path: Path) -> None:
+    plain, _ = graph_from(tmp_path, "ncm")
+    flipped, _ = graph_from(tmp_path, "ncm", data={"flip": 0.5})
+    fewer, _ = graph_from(tmp_path, "ncm", data={"val_fraction": 0.3})
+    for stage in plain:
+        assert flipped[stage.id].key == stage.key
+        if stage.step in ("features", "statistics"):
+            assert (fewer[stage.id].key == stage.key) == (stage.step == "features")
+
+
 # ---- star, chain, union --------------------------------------------------------------------------
 def test_what_carries_nothing_is_a_star(tmp_path: Path) -> None:
     graph, _ = graph_from(tmp_path, "meat")

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from stage_lab import OPTIMIZERS, Lab, again, on_ranks, small_batches
 from torch import Tensor, nn
 
+from workers.data.features import FeatureBatch, extract_features
+from workers.data.feed import Feed
+from workers.data.rows import list_keys
+from workers.dist import Group
 from workers.errors import UserError
+from workers.feature_stage import load_features
 from workers.job import StageJob, Task
 from workers.methods import METHODS
-from workers.methods.base import OptimPlan, StepContext
-from workers.methods.bases import statistics
-from workers.methods.bases.features import FeatureBatch
+from workers.methods.base import OptimPlan, StepContext, StepData
 from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.ranpac import is_validated, ridge_error, solve_ridge
 from workers.storage.artifact import Artifact
@@ -51,11 +53,10 @@ def learn(method: ClassStatistics[Any], task: Task, features: Tensor, labels: Te
     """Compute the statistics of a task from these features."""
     keys = [f"{task.name}/{row}" for row in range(len(features))]
     batch = FeatureBatch(features, labels, torch.zeros_like(labels), keys)
-    data = mock.Mock()
     stream = (*method.stream, task)
     method.stream = stream
-    with mock.patch.object(statistics, "extract_features", return_value=batch):
-        method.begin(StepContext(task, PLAN, stream=stream, training_tasks=(task,), data=data))
+    data = StepData(load_features=lambda: batch)
+    method.begin(StepContext(task, PLAN, stream=stream, training_tasks=(task,), data=data))
 
 
 def scores(method: ClassStatistics[Any], features: Tensor) -> list[float]:
@@ -218,23 +219,67 @@ def test_the_names_of_the_methods() -> None:
     assert STATISTICS == ["fecam", "ncm", "ranpac", "simplecil", "slda"]
 
 
+# ---- the stage of the features ------------------------------------------------------------------
+def test_features_come_back_from_their_file() -> None:
+    batch = FeatureBatch(X, LABELS, torch.zeros_like(LABELS), list("abcdef"))
+    again_read = FeatureBatch.from_parquet(batch.to_parquet())
+    assert again_read.keys == batch.keys
+    for tensor, expected in zip(again_read[:3], batch[:3], strict=True):
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
+
+
+def test_a_step_reads_features_of_its_images_without_those_held_out(lab: Lab) -> None:
+    run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
+    run.trained(0)
+    (job,) = run.stages(0)
+    assert job.task is not None
+    everything = {key for keys in list_keys(job.root, job.task, 0.0).values() for key in keys}
+    for fraction in (0.0, 0.5):
+        held_out = replace(job, data=job.data.model_copy(update={"val_fraction": fraction}))
+        kept = {key for keys in list_keys(job.root, job.task, fraction).values() for key in keys}
+        batch = load_features(held_out)
+        assert batch.keys == sorted(kept)
+        assert (kept == everything) == (fraction == 0)
+        assert len(batch.features) == len(batch.labels) == len(kept)
+
+
+def test_features_of_the_stage_are_those_of_the_images(lab: Lab) -> None:
+    run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
+    run.trained(0)
+    (job,) = run.stages(0)
+    assert job.task is not None
+    batch = load_features(job)
+    method = run.fresh()
+    method.eval()
+    feed = Feed(job, (job.task,), "train", Group(), training=False)
+    expected = extract_features(method.features, feed)
+    assert batch.keys == expected.keys
+    assert torch.equal(batch.labels, expected.labels)
+    assert torch.allclose(batch.features, expected.features, atol=1e-5)
+
+
 # ---- ranks ---------------------------------------------------------------------------------------
 def test_any_number_of_ranks_stores_the_same_bytes(lab: Lab) -> None:
     stages: list[tuple[StageJob, StageJob]] = []
+    run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
+    features = run.jobs[f"features/{run.order[1]}"]
+    stages.append((again(features, "1 rank"), again(features, "3 ranks")))
     for name in STATISTICS:
         run = lab.run_of(name, OPTIMIZERS["adamw"], scenario="class")
         run.trained(0)
         job = run.stages(1)[-1]
         run.prepare(job)
-        alone, many = again(job, "1 rank"), again(job, "3 ranks")
+        stages.append((again(job, "1 rank"), again(job, "3 ranks")))
+    for alone, _ in stages:
         with small_batches():
             lab.stage(alone)
-        stages.append((alone, many))
     on_ranks([many for _, many in stages], 3, lab.folder / "ranks-statistics")
     for alone, many in stages:
-        for file in ("task.safetensors", "carried.safetensors"):
-            expected = Artifact.need(alone.root, alone.key).read(file)
-            assert Artifact.need(many.root, many.key).read(file) == expected, f"{alone.id}: {file}"
+        expected = Artifact.need(alone.root, alone.key)
+        for file in set(expected.manifest["files"]) - {"history.parquet"}:
+            stored = Artifact.need(many.root, many.key).read(file)
+            assert stored == expected.read(file), f"{alone.id}: {file}"
 
 
 # ---- damaged states ------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ from torch.nn import functional as F
 from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
+from workers.data.features import FeatureBatch
 from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.job import DataSettings, Frozen, Task, TrainSettings
@@ -98,6 +99,8 @@ class Step:
             waits for the steps that no other step waits for.
         later: Skip the step at the first task of the stream, or at the base task, where no earlier
             classes exist.
+        reads_features: The step reads the features of the backbone in place of images. A stage that
+            all methods share computes them once (`StepData.load_features`).
     """
 
     name: str
@@ -105,6 +108,7 @@ class Step:
     measured: bool = False
     after: tuple[str, ...] | None = None
     later: bool = False
+    reads_features: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,10 +172,13 @@ class StepData:
             over the requested exemplars.
         task_keys: Maps a task to the keys of the train split, by class.
         has_validation: Whether a `val` split was held out of train.
+        load_features: Returns the features of the task's train images, sorted by key. None if the
+            step does not read features.
     """
 
     make_feed: Callable[[str, bool], Feed] | None = None
     task_keys: Callable[[Task], dict[str, list[str]]] | None = None
+    load_features: Callable[[], FeatureBatch] | None = None
     has_validation: bool = False
 
     def feed(self, split: str, training: bool = False) -> Feed:

@@ -10,10 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from workers.data.features import FeatureBatch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import MethodSettings
-from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.statistics import ClassStatistics, DerivedHeads, class_means
 from workers.model.exemplars import normalise
 from workers.storage.taskstate import Carried, TaskState

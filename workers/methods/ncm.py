@@ -6,9 +6,9 @@ Classes at Near-Zero Cost, TPAMI 2013.
 
 from __future__ import annotations
 
+from workers.data.features import FeatureBatch
 from workers.job import Task
 from workers.methods.base import MethodSettings
-from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.statistics import ClassStatistics, class_means
 
 

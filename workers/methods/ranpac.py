@@ -15,10 +15,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.features import FeatureBatch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import MethodSettings
-from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.statistics import ClassStatistics, DerivedHeads
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from workers.data.features import FeatureBatch
 from workers.job import Task
 from workers.methods.base import MethodSettings
-from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.statistics import ClassStatistics, class_means
 from workers.model.cosine import CosineHeads
 

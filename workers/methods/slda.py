@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from workers.data.features import FeatureBatch
 from workers.job import Task
 from workers.methods.base import MethodSettings
-from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.statistics import ClassStatistics, DerivedHeads, class_means
 from workers.storage.taskstate import Carried, TaskState
 

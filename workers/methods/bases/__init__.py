@@ -1,8 +1,8 @@
 """Base classes that several methods share."""
 
+from workers.data.features import FeatureBatch
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
-from workers.methods.bases.features import FeatureBatch
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.bases.weight_masks import (

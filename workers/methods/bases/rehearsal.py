@@ -14,11 +14,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from workers.data.features import FeatureBatch, extract_features
 from workers.errors import UserError
 from workers.job import ActiveIf, Task
 from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.bases.features import FeatureBatch, extract_features
 from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.model.distill import Teacher
 from workers.model.exemplars import SELECTIONS, class_means, quota
@@ -204,7 +204,8 @@ class Rehearsal(ClassIncremental[S]):
 
     def extract_features(self) -> FeatureBatch:
         """Return the features of all images that this step reads (`features.extract_features`)."""
-        return extract_features(self, self.context.data.feed("train"))
+        self.eval()
+        return extract_features(self.features, self.context.data.feed("train"))
 
     @property
     def ends(self) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from workers.data.features import FeatureBatch, extract_features
 from workers.errors import UserError
 from workers.job import Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, S, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.bases.features import FeatureBatch, extract_features
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
 from workers.storage.taskstate import TaskState
@@ -27,7 +27,7 @@ class ClassStatistics(ClassIncremental[S]):
     """
 
     family = "class statistics"
-    steps = (Step("statistics", trains=False),)
+    steps = (Step("statistics", trains=False, reads_features=True),)
     scenarios = frozenset({"task", "class"})
     train_defaults = TrainDefaults(lr=1e-3, source="nothing is trained")
 
@@ -51,10 +51,21 @@ class ClassStatistics(ClassIncremental[S]):
         if context.carried is not None:
             self.load_carried(context.carried)
         groups = super().begin(context)
-        batch = extract_features(self, context.data.feed("train"))
+        batch = self.read_features(context)
         with torch.no_grad():
             self.collect(context.task, batch)
         return groups
+
+    def read_features(self, context: StepContext) -> FeatureBatch:
+        """Return the features of the task's images.
+
+        They come from the stage that all methods share, or are computed here in a step that does
+        not read it.
+        """
+        if context.data.load_features is not None:
+            return context.data.load_features()
+        self.eval()
+        return extract_features(self.features, context.data.feed("train"))
 
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
         return []

@@ -1,16 +1,19 @@
-"""Features of all images that a step reads, gathered from all ranks."""
+"""Features of images with their labels and keys, on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from workers.data.feed import Feed
-from workers.methods.base import Method
 
 
 class FeatureBatch(NamedTuple):
@@ -36,22 +39,43 @@ class FeatureBatch(NamedTuple):
         keys = [self.keys[row] for row in rows]
         return FeatureBatch(self.features[rows], self.labels[rows], self.tasks[rows], keys)
 
+    def to_parquet(self) -> bytes:
+        """Return the features of a single task as a Parquet file."""
+        values = pa.array(self.features.flatten().numpy())
+        columns = {
+            "key": self.keys,
+            "label": self.labels.numpy(),
+            "features": pa.FixedSizeListArray.from_arrays(values, self.features.shape[1]),
+        }
+        buffer = io.BytesIO()
+        pq.write_table(pa.table(columns), buffer, compression="zstd")
+        return buffer.getvalue()
+
+    @classmethod
+    def from_parquet(cls, data: bytes) -> FeatureBatch:
+        """Read what `to_parquet` wrote."""
+        table = pq.read_table(io.BytesIO(data))
+        column = table["features"].combine_chunks()
+        values = np.array(column.flatten())  # a copy, which can be written
+        labels = torch.from_numpy(np.array(table["label"]))
+        features = torch.from_numpy(values).view(len(labels), column.type.list_size)
+        return cls(features, labels, torch.zeros_like(labels), table["key"].to_pylist())
+
 
 @torch.no_grad()
-def extract_features(method: Method, feed: Feed) -> FeatureBatch:
+def extract_features(compute: Callable[[Tensor], Tensor], feed: Feed) -> FeatureBatch:
     """Return the features of all images of a feed, under the evaluation transform.
 
     Each rank computes its share. The result is sorted by task, then by key: every rank gets the
     same rows in the same order, for any number of ranks.
 
     Args:
-        method: The method, which is put in evaluation mode.
+        compute: Maps images (b, 3, H, W) to features (b, d); in evaluation mode.
         feed: A feed that does not augment.
     """
-    method.eval()
     rank_parts: list[FeatureBatch] = []
     for batch in feed.evaluate():
-        features = method.features(batch.images).float().cpu()
+        features = compute(batch.images).float().cpu()
         keys = list(batch.keys or [])
         rank_parts.append(FeatureBatch(features, batch.labels.cpu(), batch.tasks.cpu(), keys))
     joined = FeatureBatch.join(list(chain(*feed.group.gather(rank_parts))))

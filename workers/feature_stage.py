@@ -1,0 +1,56 @@
+"""The stage with the features of a task's images, which methods of class statistics share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from workers import dist
+from workers.data.features import FeatureBatch, extract_features
+from workers.data.feed import Feed
+from workers.data.rows import list_keys
+from workers.job import StageJob
+from workers.restore import load_backbone
+from workers.storage.artifact import Artifact
+
+FEATURES_REVISION = 1  # part of the key; raise it if the features change
+FILE = "features.parquet"
+
+
+def compute_features(
+    job: StageJob, group: dist.Group, report: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Compute the features of all train images of a task with the backbone as it is.
+
+    Images that a method holds out for validation are among them: `load_features` leaves them out.
+
+    Args:
+        job: The stage; its data settings hold no images out.
+        group: The rank.
+        report: Not used; there is no progress within the pass.
+
+    Returns:
+        The file of the features, and the manifest.
+    """
+    assert job.task is not None
+    backbone = load_backbone(job).to(group.device).eval()
+    feed = Feed(job, (job.task,), "train", group, training=False)
+    batch = extract_features(backbone, feed)
+    manifest = {"kind": "features", "images": len(batch.keys), "width": batch.features.shape[1]}
+    return {FILE: batch.to_parquet()}, manifest
+
+
+def load_features(job: StageJob) -> FeatureBatch:
+    """Return the features of the images that a step of a method reads, sorted by key.
+
+    Args:
+        job: The step of the method; `job.features` is the key of the stage with the features.
+    """
+    assert job.task is not None
+    assert job.features is not None
+    batch = FeatureBatch.from_parquet(Artifact.need(job.root, job.features).read(FILE))
+    keys = {*chain(*list_keys(job.root, job.task, job.data.val_fraction).values())}
+    kept = batch.take([row for row, key in enumerate(batch.keys) if key in keys])
+    assert len(kept.keys) == len(keys), "the stage has the features of all train images"
+    return kept

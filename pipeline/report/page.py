@@ -164,14 +164,16 @@ def render_summary(tables: RunTables) -> Markup:
     )
 
 
-def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, float]:
-    """Return the best value of each size that has at least two values."""
+def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, str]:
+    """Return the best value of each size that has at least two values, as the page shows it."""
     best = {}
     for column in columns:
+        if column.better is None or column.unit == "rate":
+            continue
         values = [row[column.name] for row in rows if row.get(column.name) is not None]
         values = [value for value in values if not math.isnan(value)]
-        if column.better is not None and column.unit != "rate" and len(set(values)) > 1:
-            best[column.name] = column.better(values)
+        if len({format_value(value, column.unit) for value in values}) > 1:
+            best[column.name] = format_value(column.better(values), column.unit)
     return best
 
 

@@ -381,7 +381,7 @@ _ENTRIES = (
         "bytes_per_task",
         "masks, tokens, head and copies of one task, on average",
         "bytes",
-        min,
+        None,
         (
             "report",
             "console",
@@ -411,7 +411,7 @@ _ENTRIES = (
         "growth",
         "all stored bytes divided by those of the backbone",
         "times",
-        None,
+        min,
         ("report", "console", "comparison"),
         plain_heading="all bytes / backbone",
     ),

@@ -221,6 +221,19 @@ def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables: Any) -> 
     assert 2 < rows[3]["growth"] < 2.05
 
 
+def test_the_best_size_counts_what_is_carried(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that keeps nothing per task and carries much is not the smallest."""
+    row = tables.summary()[0]
+    sizes = {"carries": (0.0, 3.96), "small": (3844.0, 1.0009), "as small": (3860.0, 1.0011)}
+    summary = [
+        {**row, "label": label, "bytes_per_task": task_bytes, "growth": growth}
+        for label, (task_bytes, growth) in sizes.items()
+    ]
+    monkeypatch.setattr(tables, "summary", lambda: summary)
+    text = str(page.render_summary(tables))
+    assert re.findall("class=best>([^<]*)<", text) == ["1.00x", "1.00x"]
+
+
 def test_carried_state_of_base_task_is_counted_for_star(
     tables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,9 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("*", "expected_tasks"): Change(20, {"start": "sparse"}),
     ("*", "memory"): Change(10, {"per_class": 0}),
     ("*", "selection"): Change(beside={"memory": 20, "per_class": 0}),  # of few the choice matters
+    ("*", "adapter_width"): Change(beside={"first_session": "adapter"}),
+    ("*", "adapter_dropout"): Change(0.5, {"first_session": "adapter"}),
+    ("*", "head_scale"): Change(beside={"first_session": "adapter"}),
     ("adapter", "dropout"): Change(0.5, {"kind": "adaptformer"}),
     ("apd", "consolidate_every"): Change(2, {"clusters": 1, "gap": 100}),
     ("apd", "clusters"): Change(1, {"consolidate_every": 2, "gap": 100}),
@@ -63,6 +66,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ),
     ("podnet", "hinge"): Change(False, {"delta": 0.01}),
     ("podnet", "clamp"): Change(0.01),
+    ("ranpac", "prompts"): Change(beside={"first_session": "vpt-deep"}),
     ("rpsnet", "modules"): Change(4),
     ("supsup", "budget"): Change(0.5),
     ("supsup", "weights"): Change("signed_constant", {"start": "kaiming"}),

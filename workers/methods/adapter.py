@@ -113,16 +113,10 @@ class Adapter(Method[AdapterSettings]):
         return self.adapters.tensors() | self.dropout_factors(batch)
 
     def dropout_factors(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the factors of dropout, 0 or 1 / (1 - rate): (S, b, N, m), drawn per sample."""
-        rate = self.settings.dropout
-        if not rate:
-            return {}
-        # (b, N, S, m)
-        uniform = batch.draw.per_sample(
-            "adapter.dropout", embed_tokens(self.backbone), len(self.sites), self.settings.width
+        """Return the factors of dropout; see `draw_dropout`."""
+        return draw_dropout(
+            self.backbone, batch, len(self.sites), self.settings.width, self.settings.dropout
         )
-        factors = (uniform >= rate).float().permute(2, 0, 1, 3) / (1 - rate)
-        return {"kept": factors}
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.weight_overrides):
@@ -188,6 +182,27 @@ def find_adapter_sites(backbone: Any, kind: Kind) -> AdapterSites:
             "the FFN; choose kind=pfeiffer, or a ViT with plain blocks such as vit_tiny_patch16_224"
         )
     return AdapterSites(backbone, parallel, ("",), beside="norm2")
+
+
+def draw_dropout(
+    backbone: Any, batch: Batch, sites: int, width: int, rate: float
+) -> dict[str, Tensor]:
+    """Return the factors of adapters' dropout, 0 or 1 / (1 - rate), as `kept` (S, b, N, m).
+
+    They are drawn per sample. Without dropout the result is empty.
+
+    Args:
+        backbone: A ViT with N tokens.
+        batch: The b images of a step.
+        sites: S, number of adapters.
+        width: m, number of hidden units of an adapter.
+        rate: The dropout rate.
+    """
+    if not rate:
+        return {}
+    # (b, N, S, m)
+    uniform = batch.draw.per_sample("adapter.dropout", embed_tokens(backbone), sites, width)
+    return {"kept": (uniform >= rate).float().permute(2, 0, 1, 3) / (1 - rate)}
 
 
 def added_share(backbone: Any, weights: int) -> float:

@@ -320,8 +320,10 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def has_training(cls) -> bool:
-        """Return whether any step of the method has epochs."""
-        return any(step.trains for step in cls.steps)
+        """Return whether the first two tasks have a step with epochs, under default settings."""
+        settings: Any = cls.Settings()
+        steps = (*cls.steps_for(settings, 0), *cls.steps_for(settings, 1))
+        return any(step.trains for step in steps)
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:

@@ -1,4 +1,6 @@
-"""RanPAC: ridge regression of the classes on randomly projected features. Nothing is trained.
+"""RanPAC: ridge regression of the classes on randomly projected features.
+
+The features may first be adapted to the first task.
 
 McDonnell, Gong, Parvaneh, Abbasnejad, van den Hengel: RanPAC: Random Projections and Pre-trained
 Models for Continual Learning, NeurIPS 2023.
@@ -18,8 +20,13 @@ from torch.nn import functional as F
 from workers.data.features import FeatureBatch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import MethodSettings
-from workers.methods.bases.statistics import ClassStatistics, DerivedHeads
+from workers.methods.bases.first_session import (
+    ADAPTATION,
+    FIRST_SESSION_TRAINING,
+    FirstSession,
+    FirstSessionSettings,
+)
+from workers.methods.bases.statistics import DerivedHeads
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -29,7 +36,7 @@ MAX_ROWS = 4096  # projected images in memory at once
 VALIDATION_SHARE = 5  # one of so many images validates the ridge penalty
 
 
-class RanpacSettings(MethodSettings):
+class RanpacSettings(FirstSessionSettings):
     """Settings of `ranpac`."""
 
     projection: NonNegativeInt = Field(
@@ -44,22 +51,25 @@ class RanpacSettings(MethodSettings):
     )
 
 
-class Ranpac(ClassStatistics[RanpacSettings]):
+class Ranpac(FirstSession[RanpacSettings]):
     """A chain that carries G = sum h h^T and Q = sum h y^T over the images of all tasks so far.
 
     h = relu(f W) with a fixed random W, y is one-hot, and the logits are h (G + lambda I)^-1 Q.
     G and Q are sums: the result does not depend on the order of tasks, up to rounding. For `ridge:
     auto` the sums over the images that fit and those that validate are kept apart; which image
     validates follows from a hash of its key.
+
+    With `first_session`, the paper's first phase, f are the features that the first task adapted.
+    The result then depends on which task is the first one.
     """
 
     name = "ranpac"
     keeps = "nothing"
     paper = "RanPAC: Random Projections and Pre-trained Models for Continual Learning, NeurIPS 2023"
     Settings = RanpacSettings
-    carries = (GRAM, "heads")
+    train_defaults = FIRST_SESSION_TRAINING
+    carries = (ADAPTATION, GRAM, "heads")
     may_forget = True  # G of later tasks changes earlier answers
-    starts_as_backbone = False
     projection: Tensor  # (d, M), with `projection` above 0
 
     def __init__(self, backbone: nn.Module, settings: RanpacSettings, seed: int):
@@ -103,8 +113,11 @@ class Ranpac(ClassStatistics[RanpacSettings]):
             self.heads.assign(name, columns.T)
 
     def project(self, features: Tensor) -> Tensor:
-        """Features (b, d) -> random features (b, M), or the same with `projection: 0`."""
-        if not self.settings.projection:
+        """Features (b, d) -> random features (b, M), or the same with `projection: 0`.
+
+        They are not projected for the temporary head of the first session.
+        """
+        if self.is_adapting or not self.settings.projection:
             return features.float()
         return F.relu(features.float() @ self.projection)
 
@@ -120,12 +133,13 @@ class Ranpac(ClassStatistics[RanpacSettings]):
         return PENALTIES[errors.index(min(errors))]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        tensors = {GRAM: self.gram}
+        state, carried = super().finish()
+        tensors = {**carried.tensors, GRAM: self.gram}
         for name, targets in self.targets.items():
             # removing a task from a model folder deletes what is below heads/NAME/
             tensors[f"heads/{name}/{TARGETS}"] = targets
             tensors[f"heads/{name}/{WEIGHT}"] = self.heads[name].weight.detach().clone()
-        return self.state(), Carried(tensors, {"validated": self.num_validated})
+        return state, Carried(tensors, {"validated": self.num_validated})
 
     # ---- serving ---------------------------------------------------------------------------------
     @torch.no_grad()

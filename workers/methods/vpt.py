@@ -132,20 +132,29 @@ class Vpt(Method[VptSettings]):
         return {} if prompts is None else {PROMPTS: prompts.to(self.device)}
 
     def flops_share(self, state: TaskState) -> float:
-        """Count p more keys in every block, and p more queries in every block but the last."""
-        vit: Any = self.backbone
-        if not isinstance(vit, VisionTransformer):
-            return self.measured_share(vit)
-        plans = plan_blocks(vit, [BlockMasks()] * len(vit.blocks))
-        prompts = torch.arange(self.settings.prompts)
-        prompted = [replace(plan, keys=torch.cat([plan.keys, prompts])) for plan in plans]
-        for i, plan in enumerate(prompted[:-1]):
-            prompted[i] = replace(plan, queries=torch.cat([plan.queries, prompts]))
-        return flops(vit, prompted) / flops(vit, plans)
+        return prompted_share(self.backbone, self.sites, self.settings.prompts)
 
-    def measured_share(self, vit: Any) -> float:
-        """Return the multiply-adds of a forward with prompts relative to one without."""
+
+def prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
+    """Return the multiply-adds of a forward with prompts relative to one without.
+
+    In a VisionTransformer these are `count` more keys in every block, and as many more queries in
+    every block but the last.
+
+    Args:
+        vit: The backbone.
+        sites: Its sites of prompts.
+        count: p, prompts that a block gets.
+    """
+    if not isinstance(vit, VisionTransformer):
         image = (3, *vit.patch_embed.img_size)
-        with self.sites.using(torch.zeros(1, self.settings.prompts, self.sites.width)):
+        with sites.using(torch.zeros(1, count, sites.width)):
             prompted = multiply_adds(vit, *image)
         return prompted / multiply_adds(vit, *image)
+    blocks: Any = vit.blocks
+    plans = plan_blocks(vit, [BlockMasks()] * len(blocks))
+    prompts = torch.arange(count)
+    with_keys = [replace(plan, keys=torch.cat([plan.keys, prompts])) for plan in plans]
+    for i, plan in enumerate(with_keys[:-1]):
+        with_keys[i] = replace(plan, queries=torch.cat([plan.queries, prompts]))
+    return flops(vit, with_keys) / flops(vit, plans)

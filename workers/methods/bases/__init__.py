@@ -3,6 +3,7 @@
 from workers.data.features import FeatureBatch
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
+from workers.methods.bases.first_session import FirstSession, FirstSessionSettings
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.bases.weight_masks import (
@@ -18,6 +19,8 @@ __all__ = [
     "CosineRehearsal",
     "CosineSettings",
     "FeatureBatch",
+    "FirstSession",
+    "FirstSessionSettings",
     "Rehearsal",
     "RehearsalSettings",
     "ThresholdMasks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class ClassStatistics(ClassIncremental[S]):
     """
 
     family = "class statistics"
-    steps = (Step("statistics", trains=False, reads_features=True),)
+    steps: ClassVar[tuple[Step, ...]] = (Step("statistics", trains=False, reads_features=True),)
     scenarios = frozenset({"task", "class"})
     train_defaults = TrainDefaults(lr=1e-3, source="nothing is trained")
 
@@ -51,10 +52,14 @@ class ClassStatistics(ClassIncremental[S]):
         if context.carried is not None:
             self.load_carried(context.carried)
         groups = super().begin(context)
+        self.read_statistics(context)
+        return groups
+
+    def read_statistics(self, context: StepContext) -> None:
+        """Pass the features of the task's images to `collect`."""
         batch = self.read_features(context)
         with torch.no_grad():
             self.collect(context.task, batch)
-        return groups
 
     def read_features(self, context: StepContext) -> FeatureBatch:
         """Return the features of the task's images.

@@ -21,7 +21,7 @@ TASKS = {"base": (0, 2), "one": (2, 4), "two": (4, 7)}
 LAST_TASK = "two"
 CLASSES = [f"c{i:04d}" for i in range(7)]  # as `stream.draw_images` names them
 # dytox trains its encoder on the stream itself; the others have no statistics of a base task
-WITHOUT_BASE = ("dytox", "fecam", "ncm", "ranpac", "simplecil", "slda")
+WITHOUT_BASE = ("aper", "dytox", "fecam", "ncm", "ranpac", "simplecil", "slda")
 BACKBONE = {
     "img_size": 16,
     "crop_pct": 1.0,

@@ -48,6 +48,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("*", "adapter_dropout"): Change(0.5, {"first_session": "adapter"}),
     ("*", "head_scale"): Change(beside={"first_session": "adapter"}),
     ("adapter", "dropout"): Change(0.5, {"kind": "adaptformer"}),
+    ("aper", "prompts"): Change(beside={"first_session": "vpt-deep"}),
     ("apd", "consolidate_every"): Change(2, {"clusters": 1, "gap": 100}),
     ("apd", "clusters"): Change(1, {"consolidate_every": 2, "gap": 100}),
     ("apd", "gap"): Change(100, {"consolidate_every": 2, "clusters": 1}),

@@ -177,11 +177,14 @@ class FirstSession(ClassStatistics[S]):
         return self.adaptation(self.backbone, images, drawn)  # type: ignore[no-any-return]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        tensors = {}
-        if self.adaptation is not None:
-            for name, tensor in self.adaptation.state_dict().items():
-                tensors[f"{ADAPTATION}/{name}"] = tensor.detach().clone()
-        return self.state(), Carried(tensors)
+        return self.state(), Carried(self.carried_tensors())
+
+    def carried_tensors(self) -> dict[str, Tensor]:
+        """Return copies of the adaptation's tensors, by name."""
+        if self.adaptation is None:
+            return {}
+        tensors = self.adaptation.state_dict()
+        return {f"{ADAPTATION}/{name}": t.detach().clone() for name, t in tensors.items()}
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:

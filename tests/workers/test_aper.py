@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, get_args
-from unittest import mock
 
 import method_steps
 import pytest
@@ -20,8 +19,7 @@ from workers.data.features import FeatureBatch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.aper import Aper, AperSettings
-from workers.methods.base import MethodSettings, OptimPlan, StepContext
-from workers.methods.bases import statistics
+from workers.methods.base import MethodSettings, OptimPlan, StepContext, StepData
 from workers.methods.bases.first_session import Variant
 from workers.methods.simplecil import SimpleCil
 from workers.storage.taskstate import Carried
@@ -38,12 +36,10 @@ def learn(method: Any, task: Task, pixels: Tensor, labels: Tensor) -> None:
     stream = (*method.stream, task)
     method.stream = stream
     plan = OptimPlan(1.0, 0.0, 1, 1.0)
-    with mock.patch.object(statistics, "extract_features", return_value=batch):
-        method.begin(
-            StepContext(
-                task, plan, "statistics", stream=stream, training_tasks=(task,), data=mock.Mock()
-            )
-        )
+    data = StepData(load_features=lambda: batch)
+    method.begin(
+        StepContext(task, plan, "statistics", stream=stream, training_tasks=(task,), data=data)
+    )
 
 
 def pixels_of(task: Task) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,8 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("apd", "consolidate_every"): Change(2, {"clusters": 1, "gap": 100}),
     ("apd", "clusters"): Change(1, {"consolidate_every": 2, "gap": 100}),
     ("apd", "gap"): Change(100, {"consolidate_every": 2, "clusters": 1}),
+    ("coda", "blocks"): Change(1),
+    ("coda", "components"): Change(5),
     ("ewc", "samples"): Change(20),
     ("ewc", "gamma"): Change(0.5, {"online": True}),
     ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),

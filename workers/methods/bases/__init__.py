@@ -4,6 +4,7 @@ from workers.data.features import FeatureBatch
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.methods.bases.first_session import FirstSession, FirstSessionSettings
+from workers.methods.bases.prompt_bank import PromptBank
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.bases.weight_masks import (
@@ -21,6 +22,7 @@ __all__ = [
     "FeatureBatch",
     "FirstSession",
     "FirstSessionSettings",
+    "PromptBank",
     "Rehearsal",
     "RehearsalSettings",
     "ThresholdMasks",

@@ -1,0 +1,352 @@
+"""Prompts that follow from a query: golden values, prefixes, invariants of their methods."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import method_steps
+import pytest
+import torch
+from method_steps import BASE, ONE, PROGRESS, THREE, TWO, begun, images, vit
+from serving import finished
+from stage_lab import Lab
+from torch import Tensor
+
+from workers.errors import UserError
+from workers.job import BackboneSettings, Task
+from workers.methods import METHODS, base
+from workers.methods.bases.prompt_bank import PromptBank
+from workers.methods.coda import Coda
+from workers.model.prefixes import PrefixedAttention, PrefixSites
+from workers.model.prompt_bank import orthogonality, orthonormalize, weigh_components
+from workers.model.vit import build, compile_blocks, compute_digest
+from workers.serving.server import Predictor
+from workers.serving.single_tasks import remove_task
+from workers.storage.taskstate import Carried, TaskState
+
+BANKS = sorted(name for name, cls in METHODS.items() if issubclass(cls, PromptBank))
+TASKS = (ONE, TWO, THREE)
+
+
+def close(*expected: float, digits: float = 1e-6) -> Any:
+    return pytest.approx(list(expected), abs=digits)
+
+
+def drawn(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(name: str, scenario: str = "class", **settings: Any) -> Any:
+    method = METHODS[name](vit(), METHODS[name].Settings(**settings), 1)
+    method.scenario, method.stream = scenario, TASKS
+    return method
+
+
+def learn(method: Any, task: Task, carried: Carried | None = None, optimizer: str = "adam") -> Any:
+    """Train a task for six steps, and return its state and what it carries."""
+    groups = begun(method, task, carried)
+    method_steps.train(method, method_steps.OPTIMIZERS[optimizer](groups), task)
+    return method.eval().finish()
+
+
+def learn_all(
+    name: str, tasks: tuple[Task, ...] = TASKS, scenario: str = "class", **settings: Any
+) -> tuple[list[TaskState], Carried]:
+    """Train a stream; return the state of each task and what the last one carries."""
+    states: list[TaskState] = []
+    carried: Carried | None = None
+    for task in tasks:
+        method = make(name, scenario, **settings)
+        for state in states:
+            method.load_task(state)
+        state, carried = learn(method, task, carried)
+        states.append(state)
+    assert carried is not None
+    return states, carried
+
+
+def serve(name: str, states: list[TaskState], carried: Carried, **settings: Any) -> Any:
+    return method_steps.serving(make(name, **settings), states, carried)
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+def test_prefix_attention_has_the_golden_values() -> None:
+    """q (1,0), K (1,0) (0,1), V the same, P_k (2,0), P_v (5,5): one head of width 2."""
+    attn = PrefixedAttention(2, num_heads=1)
+    with torch.no_grad():
+        attn.qkv.weight.copy_(torch.eye(2).repeat(3, 1))
+        attn.proj.weight.copy_(torch.eye(2))
+        attn.proj.bias.zero_()
+    attn.prefix = (torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[5.0, 5.0]]]))
+    out = attn(torch.eye(2)[None])
+    assert out.shape == (1, 2, 2)
+    assert out[0, 0].tolist() == close(3.16387214, 3.01990597)
+
+
+def test_prefixes_stand_in_front_of_keys_and_values_of_each_image() -> None:
+    model = vit()
+    sites = PrefixSites(model, [1])
+    plain, prefix = model(images(3)), drawn(3, 2, 4, 32)
+    with sites.using([prefix]):
+        prefixed = model(images(3))
+        twin = copy.deepcopy(model)
+    assert torch.equal(model(images(3)), plain)
+    assert not torch.allclose(prefixed, plain, atol=1e-3)
+    for row in range(3):
+        with sites.using([prefix[row : row + 1]]):
+            assert torch.allclose(model(images(3)[row : row + 1]), prefixed[row], atol=1e-5)
+    block = twin.blocks[1]
+    x = twin.blocks[0](twin.norm_pre(twin._pos_embed(twin.patch_embed(images(3)))))
+    q, k, v = block.attn.qkv(block.norm1(x)).chunk(3, -1)
+    k, v = torch.cat([prefix[:, 0], k], 1), torch.cat([prefix[:, 1], v], 1)
+    q, k, v = (rows.unflatten(-1, (2, 16)).transpose(1, 2) for rows in (q, k, v))
+    mixed = ((q @ k.mT) / math.sqrt(16)).softmax(-1) @ v
+    x = x + block.ls1(block.attn.proj(mixed.transpose(1, 2).flatten(2)))
+    x = x + block.mlp(block.norm2(x))
+    assert torch.allclose(prefixed, twin.norm(x)[:, 0], atol=1e-5)
+
+
+def test_a_backbone_without_plain_attention_gets_no_prefixes() -> None:
+    with torch.device("meta"):
+        convit = build(BackboneSettings(name="convit_local", img_size=32))
+    with pytest.raises(UserError, match="block 0 of the backbone has no plain attention"):
+        PrefixSites(convit, [0])
+
+
+# ---- what all of them promise --------------------------------------------------------------------
+@pytest.mark.parametrize("name", BANKS)
+def test_an_answer_does_not_depend_on_the_batch(name: str) -> None:
+    states, carried = learn_all(name)
+    method = serve(name, states, carried)
+    batch = images()
+    with torch.no_grad():
+        for task in (None, "one", "three"):
+            whole = method.logits(batch, task)
+            alone = torch.cat([method.logits(batch[row : row + 1], task) for row in range(8)])
+            assert torch.allclose(alone, whole, atol=1e-5)
+            assert torch.allclose(method.logits(batch.flip(0), task).flip(0), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_a_step_computes_the_query_once_and_without_a_graph(name: str) -> None:
+    method = make(name)
+    begun(method)
+    method.train()
+    seen: list[tuple[int, bool]] = []
+    first = method.backbone.blocks[0].norm1
+
+    def note(module: Any, inputs: Any) -> None:
+        seen.append((len(inputs[0]), torch.is_grad_enabled()))
+
+    first.register_forward_pre_hook(note)
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
+    assert seen == [(8, False), (8, True)]
+    assert all(p.grad is None for p in method.backbone.parameters())
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_only_the_head_of_the_current_task_learns(name: str) -> None:
+    states, carried = learn_all(name, TASKS[:2])
+    method = make(name)
+    for state in states:
+        method.load_task(state)
+    groups = begun(method, THREE, carried)
+    trained = {id(p) for group in groups for p in group["params"]}
+    assert {id(p) for p in method.heads["three"].parameters()} < trained
+    assert all(id(p) not in trained for p in method.heads["one"].parameters())
+    assert method.competing_outputs() == 4
+    loss, terms = method.loss(method_steps.batch(classes=4), PROGRESS)
+    features = method.features(images())
+    logits = method.heads["three"](features)
+    ce = torch.nn.functional.cross_entropy(logits, method_steps.batch(classes=4).labels)
+    assert float(terms["ce"]) == pytest.approx(ce.item(), abs=1e-5)
+    assert torch.isfinite(loss)
+    method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), THREE)
+    for state in states:
+        assert torch.equal(method.heads[state.task].weight, state.head["weight"])
+    assert compute_digest(method.backbone) == method.backbone_digest
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_answering_changes_no_tensor(name: str) -> None:
+    states, carried = learn_all(name, TASKS[:2])
+    method = serve(name, states, carried)
+    before = {n: t.clone() for n, t in method.state_dict().items()}
+    with torch.no_grad():
+        first = method.logits(images(), None)
+        method.logits(images(), "one")
+        assert torch.equal(method.logits(images(), None), first)
+    assert before.keys() == method.state_dict().keys()
+    assert all(torch.equal(t, before[n]) for n, t in method.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BANKS)
+def test_compiled_blocks_compute_the_same(name: str) -> None:
+    method = make(name)
+    begun(method)
+    expected = method.loss(method_steps.batch(), PROGRESS)[0]
+    compile_blocks(method.backbone, backend="eager")
+    for _ in range(2):
+        assert torch.allclose(method.loss(method_steps.batch(), PROGRESS)[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_a_base_task_has_no_prompts(name: str) -> None:
+    cls = METHODS[name]
+    with pytest.raises(UserError, match=r"no prompts for the base task 'base'.*role `task`"):
+        cls.check_backbone(cls.Settings(), vit(), (BASE, ONE))
+    cls.check_backbone(cls.Settings(), vit(), (ONE, TWO))
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_prompts_of_other_settings_are_refused(name: str) -> None:
+    states, carried = learn_all(name, TASKS[:1])
+    with pytest.raises(UserError, match=r"has prompts of shapes .* these settings have"):
+        serve(name, states, carried, length=7)
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_a_damaged_state_is_refused(name: str) -> None:
+    states, carried = learn_all(name, TASKS[:1])
+    for tensors in (carried.tensors, states[0].tokens):
+        for key, tensor in [*tensors.items()]:
+            del tensors[key]
+            with pytest.raises(UserError):
+                serve(name, states, carried)
+            tensors[key] = tensor[..., :1]
+            with pytest.raises(UserError):
+                serve(name, states, carried)
+            tensors[key] = tensor
+    serve(name, states, carried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BANKS)
+def test_others_answer_as_before_after_a_task_is_removed(
+    lab: Lab, tmp_path: Path, name: str
+) -> None:
+    """With the task given bit for bit; without it the removed classes are gone."""
+    run = finished(lab, name, "class", epochs=1)
+    folder = str(tmp_path / "model")
+    run.bundle.write(folder)
+    pixels, _ = run.images("three")
+    before = [answer.row() for answer in Predictor.open(folder).predict(pixels[:6], "three")]
+    remove_task(folder, "two")
+    left = Predictor.open(folder)
+    assert [answer.row() for answer in left.predict(pixels[:6], "three")] == before
+    assert {answer.row()["task"] for answer in left.predict(pixels[:6])} == {"three"}
+
+
+# ---- CODA-Prompt ---------------------------------------------------------------------------------
+def test_coda_weighs_components_as_in_its_equation() -> None:
+    query = torch.tensor([[1.0, 2, 0, -1]])
+    attention = torch.tensor([[[1.0, 0, 1, 0], [0.5, 0.5, 0, 1]]])
+    keys = torch.tensor([[[1.0, 0, 0, 1], [0, 2, 0, -1]]])
+    alpha = weigh_components(query, keys, attention)
+    assert alpha.flatten().tolist() == close(0.70710678, 0.89442719)
+    prompts = torch.tensor([[[1.0, 0], [0, 1]], [[2, 2], [-1, 0]]])
+    prompt = (alpha[0] @ prompts.flatten(1)).flatten().tolist()
+    assert prompt == close(2.49596116, 1.78885438, -0.89442719, 0.70710678)
+    assert torch.allclose(weigh_components(3 * query, 0.1 * keys, 5 * attention), alpha)
+    many = weigh_components(drawn(50, 8), drawn(2, 9, 8, seed=4), drawn(2, 9, 8, seed=5))
+    assert many.shape == (2, 50, 9)
+    assert many.abs().max() <= 1 + 1e-6
+
+
+def test_coda_starts_rows_orthonormal_to_all_earlier_ones() -> None:
+    earlier = torch.tensor([[1.0, 0, 0, 1]]) / math.sqrt(2)
+    row = orthonormalize(torch.tensor([[1.0, 2, 3, 4]]), earlier)
+    assert row[0].tolist() == close(-0.35856858, 0.47809144, 0.71713717, 0.35856858)
+    old, raw = drawn(5, 12), drawn(4, 12, seed=9)  # neither unit nor orthogonal
+    rows = orthonormalize(raw, old)
+    assert torch.allclose(rows @ rows.T, torch.eye(4), atol=1e-6)
+    assert torch.allclose(rows @ old.T, torch.zeros(4, 5), atol=1e-5)
+    assert ((rows * raw).sum(1) > 0).all()
+
+
+def test_coda_penalises_rows_that_are_not_orthonormal() -> None:
+    rows = torch.tensor([[[1.0, 0], [0.6, 0.8]]])
+    assert float(orthogonality(rows)) == pytest.approx(0.18)
+    assert float(orthogonality(torch.cat([rows, torch.eye(2)[None]]))) == pytest.approx(0.18)
+    plain, penalised = make("coda"), make("coda", mu=0.5)
+    for method in (plain, penalised):
+        torch.manual_seed(0)
+        begun(method)
+        for p in method.own.values():
+            p.data.add_(drawn(*p.shape), alpha=0.1)
+    loss, terms = penalised.loss(method_steps.batch(), PROGRESS)
+    assert "match" not in plain.loss(method_steps.batch(), PROGRESS)[1]
+    penalty = 0.0
+    for p in penalised.own.values():
+        for block in p.flatten(2):
+            penalty += (block @ block.T - torch.eye(10)).square().mean().item()
+    assert float(terms["match"]) == pytest.approx(0.5 * penalty, rel=1e-4)
+    assert loss.item() == pytest.approx(float(terms["ce"] + terms["match"]), rel=1e-5)
+
+
+def test_coda_carries_components_that_stay_bit_equal() -> None:
+    carried, states = None, list[TaskState]()
+    seen: dict[str, Tensor] = {}
+    for task in TASKS:
+        method = make("coda", components=3)
+        for state in states:
+            method.load_task(state)
+        state, carried = learn(method, task, carried, "adamw")
+        states.append(state)
+        assert all(torch.equal(carried.tensors[name], tensor) for name, tensor in seen.items())
+        seen = carried.tensors
+        assert carried.meta == {"tasks": [t.name for t in TASKS[: len(states)]]}
+    assert len(seen) == 9
+    assert all(state.sizes()["tokens"] == state.sizes()["copies"] == 0 for state in states)
+
+
+def test_coda_starts_a_task_orthogonal_to_trained_components() -> None:
+    _, carried = learn_all("coda", TASKS[:2], components=3)
+    method = make("coda", components=3)
+    begun(method, THREE, carried)
+    for kind, rows in method.training_weights(method_steps.batch(), PROGRESS).items():
+        for block in rows.detach().flatten(2):
+            gram = block[6:] @ block.T
+            assert torch.allclose(gram[:, 6:], torch.eye(3), atol=1e-6), kind
+            assert torch.allclose(gram[:, :6], torch.zeros(3, 6), atol=1e-5), kind
+
+
+def test_coda_given_the_task_forgets_nothing() -> None:
+    """Its answers are bit-equal to those right after its training; without the task they move."""
+    states, carried = learn_all("coda")
+    early_states, early_carried = learn_all("coda", TASKS[:1])
+    late, early = serve("coda", states, carried), serve("coda", early_states, early_carried)
+    with torch.no_grad():
+        expected = early.logits(images(), "one")
+        assert torch.equal(late.logits(images(), "one"), expected)
+        assert torch.equal(early.logits(images(), None), expected)
+        assert not torch.allclose(late.logits(images(), None)[:, :2], expected, atol=1e-3)
+
+
+def test_coda_adds_as_many_bytes_as_published() -> None:
+    """A ViT-B in ten tasks: 1.54 MB a task."""
+    with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):
+        method = Coda(build(BackboneSettings(name="vit_base_patch16_224")), Coda.Settings(), 0)
+    assert 4 * sum(math.prod(shape) for shape in method.shapes().values()) == 1_536_000
+    d, n = 768, 197
+
+    def block(queries: int) -> int:
+        return d * (10 * queries * d + 2 * n * d + 2 * queries * n)
+
+    whole = 196 * d * d + 11 * block(n) + block(1)
+    expected = 2 + 5 * 2 * d * n * 4 / whole
+    assert method.flops_share(mock.Mock()) == pytest.approx(expected, rel=1e-9)
+
+
+def test_coda_refuses_more_components_than_dimensions() -> None:
+    sentence = r"33 components cannot be orthogonal in 32 dimensions; lower components"
+    with pytest.raises(UserError, match=sentence):
+        Coda.check_backbone(Coda.Settings(components=11), vit(), TASKS)
+    Coda.check_backbone(Coda.Settings(components=10), vit(), TASKS)
+    with pytest.raises(UserError, match="with this task there are 33 components"):
+        learn_all("coda", components=11)

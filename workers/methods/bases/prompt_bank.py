@@ -1,0 +1,113 @@
+"""Prompts that follow from a query of each image: what CODA-Prompt, DualPrompt and L2P share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.data.batch import Batch
+from workers.errors import UserError
+from workers.job import Task
+from workers.methods.base import Method, OptimPlan, ParamGroup, Progress, S
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.model.compact import flops, plan_blocks
+from workers.model.masked import BlockMasks
+
+
+class PromptBank(ClassIncremental[S]):
+    """A frozen ViT with prompts that follow from a query q = f(x), its features without prompts.
+
+    The query is a second forward pass. A training step computes it once for each image, without a
+    graph; it is not kept over epochs, because a feed caches values in place of images only, and the
+    prompted pass needs the images. In both scenarios the cross-entropy is over the classes of the
+    task in training, and heads of finished tasks stay.
+    """
+
+    family = "parameter-efficient"
+    needs_vit = True
+    why_no_other_vit = "its prompts are written for the attention of that class"
+    starts_as_backbone = False
+    scenarios = frozenset({"task", "class"})
+
+    @classmethod
+    def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
+        super().check_backbone(settings, backbone, tasks)
+        base = next((task.name for task in tasks if task.role == "base"), None)
+        if base is not None:
+            raise UserError(
+                f"{cls.name!r} has no prompts for the base task {base!r}, whose head is trained "
+                "with the backbone; give the task the role `task`, and the backbone pretrained "
+                "weights (backbone.weights)"
+            )
+
+    @torch.no_grad()
+    def query(self, images: Tensor) -> Tensor:
+        """Images (b, 3, H, W) -> features of the frozen backbone without prompts, (b, d)."""
+        return self.backbone(images)  # type: ignore[no-any-return]
+
+    @abstractmethod
+    def prompted(self, images: Tensor, query: Tensor) -> Tensor:
+        """Return the features (b, d) of images (b, 3, H, W) with the prompts of their queries."""
+
+    def match(self, query: Tensor) -> Tensor | None:
+        """Return the loss of keys or components, a scalar, or None without such a loss."""
+        return None
+
+    # ---- training --------------------------------------------------------------------------------
+    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
+        assert self.task is not None
+        return super().head_groups(optim, [self.task.name])
+
+    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
+        return Method.classification_loss(self, features, batch)
+
+    def competing_outputs(self) -> int:
+        return Method.competing_outputs(self)
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        self.active_task = None
+        self.weight_overrides = self.training_weights(batch, progress)
+        query = self.query(batch.images)
+        ce = self.classification_loss(self.prompted(batch.images, query), batch)
+        match = self.match(query)
+        if match is None:
+            return ce, {"ce": ce.detach()}
+        return ce + match, {"ce": ce.detach(), "match": match.detach()}
+
+    # ---- serving ---------------------------------------------------------------------------------
+    def features(self, images: Tensor) -> Tensor:
+        return self.prompted(images, self.query(images))
+
+    def prefix_share(self, rows: Sequence[int]) -> float:
+        """Return the multiply-adds of attention to prefixes, relative to the backbone's.
+
+        Args:
+            rows: Number of prefix rows of each block, from the first on.
+        """
+        vit: Any = self.backbone
+        plans = plan_blocks(vit, [BlockMasks()] * len(vit.blocks))
+        scores = sum(len(plan.queries) * count for plan, count in zip(plans, rows, strict=False))
+        share: float = 2 * vit.embed_dim * scores / flops(vit, plans)
+        return share
+
+
+def check_shapes(
+    where: str, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise `UserError` if the stored prompts do not match the settings.
+
+    Args:
+        where: Owner of the prompts, for the message.
+        tensors: Tensors by name.
+        expected: Their shapes by name.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != dict(expected):
+        raise UserError(
+            f"{where} has prompts of shapes {shapes}, these settings have {dict(expected)}; use "
+            "the backbone and the method's settings of its run"
+        )

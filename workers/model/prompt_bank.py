@@ -1,0 +1,74 @@
+"""A bank of prompts with keys: an image selects prompts by the cosines of its query to the keys.
+
+The result for an image depends on that image alone, never on others in its batch. Everything is
+computed in fp32. Axes: B images, L blocks, M prompts in the bank, d width of queries and keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def cosines(query: Tensor, keys: Tensor) -> Tensor:
+    """Return the cosines of queries (B, d) to keys (M, d): (B, M)."""
+    with torch.autocast(query.device.type, enabled=False):
+        return F.normalize(query.float(), dim=-1) @ F.normalize(keys.float(), dim=-1).T
+
+
+def choose_largest(similarity: Tensor, count: int) -> Tensor:
+    """Return the `count` most similar prompts of each image; of equal ones the lowest index.
+
+    Args:
+        similarity: (B, M).
+        count: N, at most M.
+
+    Returns:
+        Indices (B, N), the most similar prompt first.
+    """
+    return similarity.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def weigh_components(query: Tensor, keys: Tensor, attention: Tensor) -> Tensor:
+    """Return alpha_m = cos(q .* a_m, K_m), from -1 to 1 (Smith et al., CODA-Prompt).
+
+    Args:
+        query: q, (B, d).
+        keys: K, (L, M, d).
+        attention: a, (L, M, d).
+
+    Returns:
+        (L, B, M).
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        unit = F.normalize(query.float(), dim=-1)
+        products = unit @ (attention * F.normalize(keys, dim=-1)).mT
+        squares = unit.square() @ attention.square().mT  # of the lengths of q .* a_m
+        alpha: Tensor = products / squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
+        return alpha
+
+
+def orthonormalize(raw: Tensor, earlier: Tensor) -> Tensor:
+    """Return unit vectors from `raw`, orthogonal to one another and to all rows of `earlier`.
+
+    Args:
+        raw: (m, w), with m + n at most w.
+        earlier: (n, w), of any length, not necessarily orthogonal to one another.
+
+    Returns:
+        (m, w), fp32, on the CPU: row i spans the part of raw row i that is new.
+    """
+    rows = torch.cat([earlier.cpu(), raw.cpu()]).double()
+    basis, triangle = torch.linalg.qr(rows.T)
+    signed: Tensor = basis * triangle.diagonal().sign()
+    return signed.T[len(earlier) :].float()
+
+
+def orthogonality(rows: Tensor) -> Tensor:
+    """Return mean((Z Z^T - I)^2) of matrices Z (L, M, w), summed over L."""
+    with torch.autocast(rows.device.type, enabled=False):
+        gram = rows @ rows.mT
+        identity = torch.eye(rows.shape[1], device=rows.device)
+        penalty: Tensor = (gram - identity).square().mean((1, 2)).sum()
+        return penalty

@@ -21,6 +21,7 @@ from workers.job import BackboneSettings, Task
 from workers.methods import METHODS, base
 from workers.methods.bases.prompt_bank import PromptBank
 from workers.methods.coda import Coda
+from workers.methods.dualprompt import DualPrompt
 from workers.model.prefixes import PrefixedAttention, PrefixSites
 from workers.model.prompt_bank import orthogonality, orthonormalize, weigh_components
 from workers.model.vit import build, compile_blocks, compute_digest
@@ -350,3 +351,86 @@ def test_coda_refuses_more_components_than_dimensions() -> None:
     Coda.check_backbone(Coda.Settings(components=10), vit(), TASKS)
     with pytest.raises(UserError, match="with this task there are 33 components"):
         learn_all("coda", components=11)
+
+
+# ---- DualPrompt ----------------------------------------------------------------------------------
+def test_dualprompt_gives_each_image_the_prompts_of_its_nearest_key() -> None:
+    """Keys and values of image i are its own: (K_i, V_i), and not those of its neighbours."""
+    states, carried = learn_all("dualprompt")
+    method = serve("dualprompt", states, carried)
+    keys = torch.stack([state.tokens["key"] for state in states])
+    batch = images() * torch.linspace(-3, 3, 8)[:, None, None, None]
+    with torch.no_grad():
+        query = method.backbone(batch)
+        for state, towards in zip(states, query[[0, 3, 7]], strict=True):
+            state.tokens["key"] = towards
+        method = serve("dualprompt", states, carried)
+        keys = query[[0, 3, 7]]
+        chosen = torch.nn.functional.cosine_similarity(query[:, None], keys[None], dim=2).argmax(1)
+        assert chosen[[0, 3, 7]].tolist() == [0, 1, 2]
+        logits = method.logits(batch, None)
+        general = carried.tensors["general"]
+        for row, task in enumerate(chosen.tolist()):
+            prefixes = [*general, *states[task].tokens["expert"]]
+            with method.sites.using([prefix[None] for prefix in prefixes]):
+                features = method.backbone(batch[row : row + 1])
+            expected = torch.cat([method.heads[state.task](features) for state in states], 1)
+            assert torch.allclose(logits[row], expected[0], atol=1e-5)
+
+
+def test_dualprompt_uses_the_prompts_of_a_given_task() -> None:
+    states, carried = learn_all("dualprompt")
+    method = serve("dualprompt", states, carried)
+    with torch.no_grad(), mock.patch.object(method, "query", side_effect=AssertionError):
+        given = method.logits(images(), "two")
+        with method.sites.using(
+            [p[None] for p in (*carried.tensors["general"], *states[1].tokens["expert"])]
+        ):
+            expected = method.heads["two"](method.backbone(images()))
+    assert torch.allclose(given, expected, atol=1e-6)
+
+
+def test_dualprompt_draws_its_key_towards_the_queries() -> None:
+    method = make("dualprompt", lambda_=0.5)
+    begun(method)
+    loss, terms = method.loss(method_steps.batch(), PROGRESS)
+    query = method.query(images())
+    key = method.own["key"].detach()
+    cosine = torch.nn.functional.cosine_similarity(query, key[None]).mean()
+    assert float(terms["match"]) == pytest.approx(-0.5 * float(cosine), abs=1e-6)
+    assert loss.item() == pytest.approx(float(terms["ce"] + terms["match"]), abs=1e-6)
+    loss.backward()
+    assert all(p.grad is not None for p in (*method.own.values(), method.general))
+
+
+def test_dualprompt_keeps_the_prompts_of_earlier_tasks_and_trains_the_general_ones() -> None:
+    states, carried = learn_all("dualprompt", TASKS[:1])
+    copies = {name: tensor.clone() for name, tensor in states[0].tokens.items()}
+    method = make("dualprompt")
+    method.load_task(states[0])
+    state, later = learn(method, TWO, carried, "adamw")
+    assert all(torch.equal(method.loaded["one"][n], tensor) for n, tensor in copies.items())
+    assert not torch.equal(later.tensors["general"], carried.tensors["general"])
+    assert not torch.equal(state.tokens["expert"], copies["expert"])
+
+
+@pytest.mark.parametrize(
+    ("depth", "general", "sites"), [(1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 2, 4), (8, 2, 5)]
+)
+def test_dualprompt_leaves_a_block_to_the_prompts_of_tasks(
+    depth: int, general: int, sites: int
+) -> None:
+    method = DualPrompt(vit(depth=depth), DualPrompt.Settings(), 0)
+    assert (len(method.general), len(method.sites)) == (general, sites)
+
+
+def test_dualprompt_stores_as_many_numbers_as_published() -> None:
+    """A ViT-B: 15,360 numbers are shared, 23,040 and a key of 768 belong to a task."""
+    with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):
+        backbone = build(BackboneSettings(name="vit_base_patch16_224"))
+        method = DualPrompt(backbone, DualPrompt.Settings(), 0)
+    assert method.general.numel() == 15_360
+    assert [math.prod(shape) for shape in method.shapes.values()] == [23_040, 768]
+    assert 1 < method.flops_share(mock.Mock()) < 1.001
+    method.scenario = "class"
+    assert 2 < method.flops_share(mock.Mock()) < 2.001

@@ -54,6 +54,8 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("apd", "gap"): Change(100, {"consolidate_every": 2, "clusters": 1}),
     ("coda", "blocks"): Change(1),
     ("coda", "components"): Change(5),
+    ("dualprompt", "blocks"): Change(1, {"general_blocks": 0}),
+    ("dualprompt", "general_blocks"): Change(0),
     ("ewc", "samples"): Change(20),
     ("ewc", "gamma"): Change(0.5, {"online": True}),
     ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),

@@ -25,7 +25,7 @@ import torch
 from workers import dist, optim, preemption
 from workers.data import accelerator
 from workers.data.batch import Batch
-from workers.data.feed import Feed
+from workers.data.feed import Feed, ReplayFeed
 from workers.data.rows import has_validation, list_keys, select
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
@@ -33,7 +33,12 @@ from workers.feature_stage import compute_features, load_features
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
-from workers.methods.protocols import PrecomputesFeatures, RemembersSamples, UsesSharpness
+from workers.methods.protocols import (
+    PrecomputesFeatures,
+    RemembersSamples,
+    ReplaysSamples,
+    UsesSharpness,
+)
 from workers.methods.symptoms import (
     divergence_remedy,
     symptoms_of_masks,
@@ -41,7 +46,7 @@ from workers.methods.symptoms import (
 )
 from workers.model import noise, vit
 from workers.restore import load_carried, load_settings, load_states, new_method
-from workers.rng import derive_seed
+from workers.rng import StepRng, derive_seed
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact, Attempt, cached_artifacts, content_digest
 from workers.storage.checkpoint import Checkpoint
@@ -52,6 +57,7 @@ Report = Callable[[dict[str, Any]], None]
 # Contents of files by name, and the manifest as JSON.
 StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
+LossFunction = Callable[[Batch, Progress], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 # Part of the keys of trained results. Raise it if a change to this loop, the optimizer, the feed,
 # the augmentation, stochastic depth or the heads changes the result of training.
 TRAIN_REVISION = 6
@@ -270,6 +276,8 @@ def fit(
     feed.memory_format = accelerator.choose_memory_format(
         method.backbone, group.device, job.train.precision
     )
+    if feed.replay is not None:
+        feed.replay.memory_format = feed.memory_format
     trained_ids: set[int] = set()
     for param_group in param_groups:
         trained_ids.update(id(p) for p in param_group["params"])
@@ -308,7 +316,8 @@ def step_inputs(
     """Prepare the inputs of a step.
 
     A preliminary context is passed to `Method.memory`, which names the exemplars. The final context
-    adds the values that depend on them: the training data and the number of optimizer steps.
+    adds the values that depend on them: the training data and the number of optimizer steps. The
+    exemplars are mixed into the feed, or replayed beside it (`ReplaysSamples`).
 
     Args:
         job: The stage.
@@ -340,9 +349,14 @@ def step_inputs(
         ),
     )
     exemplars = exemplar_keys(method, context)
+    replays: dict[str, list[str]] = {}
+    if trains and isinstance(method, ReplaysSamples):
+        replays = exemplars
     training_tasks = tuple(
         task for task in job.tasks if task in full_tasks or task.name in exemplars
     )
+    if replays:
+        exemplars = {task.name: [] for task in training_tasks if task not in full_tasks}
     fitted_job = job
     if trains and train.min_steps:
         samples = select(job.root, training_tasks, "train", job.data.val_fraction, exemplars)
@@ -356,6 +370,9 @@ def step_inputs(
 
     feed = make_feed("train", True) if trains and train.epochs else None
     steps_per_epoch = feed.steps_per_epoch if feed else 0
+    if feed is not None and isinstance(method, ReplaysSamples) and replays:
+        draws = method.replay_draws()
+        feed.replay = ReplayFeed(fitted_job, training_tasks, group, replays, draws, steps_per_epoch)
     rate_steps = optim.full_rate_steps(train.epochs * steps_per_epoch, steps_per_epoch, train)
     context = replace(
         context,
@@ -494,17 +511,24 @@ def compute_gradients(
     """Set each parameter's gradient of the mean loss over the global batch.
 
     `Batch.weight` is the part of the global batch that a micro-batch is: its gradients are summed
-    over micro-batches and ranks. Return the loss and its terms, as `train_step` does.
+    over micro-batches and ranks. A replay batch has a weight of its own. Return the loss and its
+    terms, as `train_step` does.
     """
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
-    for batch in batches:
-        noise.draw_paths(method, batch.draw)
+
+    def add(compute: LossFunction, batch: Batch, draw: StepRng, weight: float) -> None:
+        noise.draw_paths(method, draw)
         with autocast_context(job, group):
-            loss, parts = method.loss(batch, progress)
-        (loss * batch.weight).backward()
+            loss, parts = compute(batch, progress)
+        (loss * weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
-            terms[name] = terms.get(name, 0.0) + value * batch.weight
+            terms[name] = terms.get(name, 0.0) + value * weight
+
+    for batch in batches:
+        add(method.loss, batch, batch.draw, batch.weight)
+        if batch.replay is not None and isinstance(method, ReplaysSamples):
+            add(method.replay_loss, batch, batch.replay.draw, batch.replay.weight)
     group.sum_gradients(list_parameters(optimizer))
     return terms
 

@@ -27,6 +27,9 @@ class Batch:
             and sums gradients over micro-batches and ranks. It is 0 if a rank has a stand-in sample
             because a ragged last batch has no sample left for it.
         counts: Number of samples of each task in the whole global batch, for means over some tasks.
+        replay: Samples of the memory for the same step, with their own global batch
+            (`protocols.ReplaysSamples`); None without a memory.
+        slots: In a replay batch: positions of the samples in the memory, (b,).
     """
 
     images: Tensor
@@ -37,6 +40,8 @@ class Batch:
     keys: list[str] | None = None
     weight: float = 1.0
     counts: tuple[int, ...] | None = None
+    replay: Batch | None = None
+    slots: Tensor | None = None
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -44,6 +49,5 @@ class Batch:
     def device_tensors(self) -> list[Tensor]:
         """Return the tensors on the device."""
         tensors = [self.images, self.labels, self.tasks, self.draw.positions_on_device]
-        if self.targets is not None:
-            tensors.append(self.targets)
+        tensors += [t for t in (self.targets, self.slots) if t is not None]
         return tensors

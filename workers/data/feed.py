@@ -20,9 +20,9 @@ from workers.data.batch import Batch
 from workers.data.cache import Cache
 from workers.data.image_maker import ReadPicture
 from workers.data.loaders import count_loaders
-from workers.data.order import Deal, Ints, Order, TableOrder
+from workers.data.order import Deal, DrawnOrder, Ints, Order, TableOrder
 from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
-from workers.data.reader import sequential_reader, shuffled_reader
+from workers.data.reader import Reader, random_reader, sequential_reader, shuffled_reader
 from workers.data.rows import select
 from workers.data.sources import PictureSource, Pixels, PixelSource, Resident, StepSamples
 from workers.data.upload import Pending, SideStream, to_device
@@ -68,9 +68,14 @@ class Feed:
         memory: Keys of the samples to use, by task. Tasks without an entry use all samples. See
             `Method.memory`.
 
+    Attributes:
+        replay: A second feed: each batch of `epoch` has a batch of it as `Batch.replay`.
+
     Raises:
         UserError: If the split is empty.
     """
+
+    replay: ReplayFeed | None = None
 
     def __init__(
         self,
@@ -87,7 +92,8 @@ class Feed:
         self.accumulate = job.train.accumulate
         # Further steps over the same samples (`retrain`) use another order and other noise.
         step = () if job.step in ("train", "backbone") else (job.step,)
-        self.seed = derive_seed(job.seed, "feed", *(task.name for task in tasks), *step)
+        names = [task.name for task in tasks if not memory or memory.get(task.name, True)]
+        self.seed = derive_seed(job.seed, "feed", *names, *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         self.memory_format = torch.contiguous_format  # of images in batches
         self.cached: Tensor | None = None  # (n, ...) in table order; replaces images in batches
@@ -115,12 +121,14 @@ class Feed:
         elif are_small(self.samples, view.longest_side, most_bytes):
             pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
             return PictureSource(pictures, view, workers, normalisation), True
-        if self.augment.training:
-            reader = shuffled_reader(self.samples, self.deal, self.group.world, cache)
-        else:
-            reader = sequential_reader(self.samples, cache)
+        reader = self._make_reader(cache)
         pictures = StreamedPictures(self.samples, reader, ReadPicture(view.longest_side))
         return PictureSource(pictures, view, workers, normalisation), False
+
+    def _make_reader(self, cache: Cache | None) -> Reader:
+        if self.augment.training:
+            return shuffled_reader(self.samples, self.deal, self.group.world, cache)
+        return sequential_reader(self.samples, cache)
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
@@ -174,7 +182,16 @@ class Feed:
         """
         order = self.deal.epoch(epoch)
         steps = range(start_step, order.num_steps)
-        yield from self._batches(epoch, order, steps, self._micro_batches)
+        made = self._batches(epoch, order, steps, self._micro_batches)
+        if self.replay is None:
+            yield from made
+            return
+        with closing(made), closing(self.replay.draws(epoch, steps)) as replayed:
+            for batches, replays in zip(made, replayed, strict=True):
+                yield [
+                    replace(batch, replay=replay)
+                    for batch, replay in zip(batches, replays, strict=True)
+                ]
 
     def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
         """Yield this rank's share of all samples in table order.
@@ -311,9 +328,10 @@ class Feed:
             self.samples.tasks[sample_ids],
             self.global_labels[sample_ids],
             rng.positions,
+            *self._extra_numbers(sample_ids),
         ]
         copies = to_device([*numbers, *plan.tensors()], device)
-        ids, labels, tasks, global_labels, positions = copies[: len(numbers)]
+        ids, labels, tasks, global_labels, positions, *extra = copies[: len(numbers)]
         plan = plan.with_tensors(copies[len(numbers) :])
         if self.cached is None:
             step_pixels = pixels(plan.positions.numpy())  # (k, 3, S, S)
@@ -343,9 +361,14 @@ class Feed:
                     part_targets,
                     weight=part.weight,
                     counts=counts,
+                    slots=extra[0][of_part] if extra else None,
                 )
             )
         return batches
+
+    def _extra_numbers(self, sample_ids: Tensor) -> list[Tensor]:
+        """Return further numbers (k,) of samples, for the batches of a subclass."""
+        return []
 
     def _task_counts(self, order: Order, step: int) -> tuple[int, ...]:
         """Samples of each task in a whole global batch; only several tasks need all its rows."""
@@ -354,6 +377,51 @@ class Feed:
             return (size,)
         rows = torch.from_numpy(order.rows(step, np.arange(size)))
         return tuple(self.samples.tasks[rows].bincount(minlength=len(self.tasks)).tolist())
+
+
+class ReplayFeed(Feed):
+    """Random samples of a memory: `replay` of the feed of a step.
+
+    Args:
+        memory: Keys of the memory by task, in the order of its slots. A task of `tasks` has no
+            samples if its keys are empty or missing.
+        draws: Number of samples in each independent draw of a step (`DrawnOrder`).
+        num_steps: Steps of an epoch of the other feed.
+    """
+
+    def __init__(
+        self,
+        job: StageJob,
+        tasks: tuple[Task, ...],
+        group: Group,
+        memory: Mapping[str, Collection[str]],
+        draws: tuple[int, ...],
+        num_steps: int,
+    ):
+        keys_by_task = {task.name: memory.get(task.name, ()) for task in tasks}
+        super().__init__(job, tasks, "train", group, True, keys_by_task)
+        self.seed = derive_seed(self.seed, "replay")
+        self.num_draws = draws
+        self.num_steps = num_steps
+        slots: dict[tuple[str, str], int] = {}
+        for task, keys in memory.items():
+            for key in keys:
+                slots[task, key] = len(slots)
+        keys = self.samples.keys(np.arange(len(self.samples)))
+        owners = [tasks[index].name for index in self.samples.tasks.tolist()]
+        self.slots = torch.tensor([slots[pair] for pair in zip(owners, keys, strict=True)])
+
+    def draws(self, epoch: int, steps: range) -> Generator[list[Batch]]:
+        """Yield the micro-batches of each step, as `epoch` does."""
+        order = DrawnOrder(len(self.samples), self.num_draws, self.num_steps, self.seed, epoch)
+        self.batch_size = order.size(0)
+        yield from self._batches(epoch, order, steps, self._micro_batches)
+
+    def _make_reader(self, cache: Cache | None) -> Reader:
+        return random_reader(self.samples)
+
+    def _extra_numbers(self, sample_ids: Tensor) -> list[Tensor]:
+        return [self.slots[sample_ids]]
 
 
 def whole_batch(size: int) -> list[MicroBatch]:

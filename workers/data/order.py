@@ -98,6 +98,43 @@ class TableOrder:
         return step * self.batch_size + positions
 
 
+class DrawnOrder:
+    """Random rows in each step, for the replay of a memory.
+
+    Each draw is uniform and without replacement. Draws and steps are independent of each other. A
+    global batch has the first draw in front, the second draw behind it, and so on.
+
+    Args:
+        num_rows: Number of rows.
+        draws: Number of rows in each draw; at most all rows are drawn.
+        num_steps: Steps of the epoch.
+        seed: Of the feed.
+        epoch: The epoch.
+    """
+
+    def __init__(
+        self, num_rows: int, draws: tuple[int, ...], num_steps: int, seed: int, epoch: int
+    ):
+        self.num_rows = num_rows
+        self.draws = tuple(min(count, num_rows) for count in draws)
+        self.num_steps = num_steps
+        self.seed = seed
+        self.epoch = epoch
+
+    def size(self, step: int) -> int:
+        """See `Order.size`."""
+        return sum(self.draws)
+
+    def rows(self, step: int, positions: Ints) -> Ints:
+        """See `Order.rows`."""
+        parts = []
+        for index, count in enumerate(self.draws):
+            words = draw(derive_seed(self.seed, "replay", self.epoch, step, index), self.num_rows)
+            parts.append(np.argsort(words, kind="stable")[:count])
+        rows: Ints = np.concatenate(parts)[positions]
+        return rows
+
+
 class Deal:
     """How the rows of a table are dealt to streams in every epoch.
 

@@ -522,6 +522,20 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
     return BucketReader(samples, ranges, cache, PIECES_AHEAD)
 
 
+def random_reader(samples: SampleTable) -> Reader:
+    """Create a reader for rows in any order."""
+    if not is_remote(samples):
+        return DiskReader(samples)
+    return _record_reader(samples)
+
+
+def _record_reader(samples: SampleTable) -> Reader:
+    """Create a reader of a bucket that fetches records one by one."""
+    records = Ranges.of_records(samples)
+    mean_bytes = max(1, records.total_bytes // len(samples))
+    return BucketReader(samples, records, None, max(1, RECORDS_AHEAD_BYTES // mean_bytes))
+
+
 def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:
     """Create a reader for the epochs of a deal, on one of `world` ranks.
 
@@ -547,9 +561,7 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
         limit = cache.limit
     window_bytes = ranges.estimate_bytes(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
-        records = Ranges.of_records(samples)
-        mean_bytes = max(1, records.total_bytes // len(samples))
-        return BucketReader(samples, records, None, max(1, RECORDS_AHEAD_BYTES // mean_bytes))
+        return _record_reader(samples)
     if world == 1:  # this rank reads everything: in fewer requests, where that fits
         pieces = pieces_or(samples, ranges)
         if pieces.total_bytes <= limit:

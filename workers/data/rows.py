@@ -154,7 +154,7 @@ def select(
         tasks: The tasks.
         split: `train`, `val` or `test`.
         val_fraction: Held-out share for validation.
-        memory: Keys by task: of these tasks only the samples with these keys.
+        memory: Keys by task: of these tasks only the samples with these keys, which may be none.
 
     Raises:
         UserError: If a split is empty, a class has no train image, or a remembered key is missing.
@@ -162,8 +162,10 @@ def select(
     keys = list(dict.fromkeys(task.data for task in tasks))
     urls = {task.data: task.shard_urls for task in tasks}
     shards = tuple(Shards.open(root, key, urls[key]) for key in keys)
-    parts = []
+    in_order = []
     for index, task in enumerate(tasks):
+        if memory and not memory.get(task.name, True):
+            continue
         data = keys.index(task.data)
         part = _find_rows(shards[data], task, split, val_fraction)
         _refuse_empty(task, split, part, val_fraction)
@@ -177,11 +179,7 @@ def select(
         }
         for name, values in columns.items():
             part = part.append_column(name, values)
-        parts.append(part)
-    in_order = [
-        _sorted(part, shards[keys.index(task.data)].is_in_place)
-        for task, part in zip(tasks, parts, strict=True)
-    ]
+        in_order.append(_sorted(part, shards[data].is_in_place))
     table = pa.concat_tables(in_order).combine_chunks()
     return SampleTable(
         shards,

@@ -10,8 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from workers.data.batch import Batch
 from workers.data.feed import Feed
-from workers.methods.base import Method, StepContext
+from workers.methods.base import Method, Progress, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 
 
@@ -24,6 +25,27 @@ class RemembersSamples(Protocol):
 
         If the current task is named, the feed gives only these keys of it. The class needs `reads =
         "seen"`. It is called before `begin`.
+        """
+
+
+@runtime_checkable
+class ReplaysSamples(RemembersSamples, Protocol):
+    """Each training step has a second batch, drawn from the memory: `Batch.replay`.
+
+    The batch of the step then has the task's own samples only.
+    """
+
+    def replay_draws(self) -> tuple[int, ...]:
+        """Return the number of samples in each independent draw from the memory.
+
+        A replay batch has the samples of all draws, one draw after the other. It is called before
+        `begin`. The result is empty if nothing is replayed; `memory` is then empty, too.
+        """
+
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scalar that `batch.replay` adds to the loss, and its detached terms by name.
+
+        It is a mean over the replay batch, as `Method.loss` is over `batch`.
         """
 
 

@@ -18,6 +18,7 @@ from workers.data.features import FeatureBatch, extract_features
 from workers.errors import UserError
 from workers.job import ActiveIf, Task
 from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
+from workers.methods.base import S as AnySettings
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.model.distill import Teacher
@@ -52,24 +53,97 @@ class RehearsalSettings(MethodSettings):
 S = TypeVar("S", bound=RehearsalSettings, default=Any)
 
 
-class Rehearsal(ClassIncremental[S]):
-    """A chain of tasks over one growing output space.
+class CarriesMemory(ClassIncremental[AnySettings]):
+    """One network for all tasks, and a memory of exemplars.
 
-    `train` learns a task on its data and the exemplars of earlier tasks. `herd` chooses the task's
-    exemplars by the features of the trained network under the evaluation transform, and shortens
-    the lists of older classes. The chain carries weights, heads and the keys of exemplars, never
-    their pixels. All ranks hold the same memory.
-
-    A base task has one step, `herd`. Subclasses define their loss (`penalties`), whether they
-    distill from a teacher, further steps (`later` if a step needs old classes), and their answers.
+    `train` learns a task. `herd` chooses the exemplars, also of a base task, where it is the only
+    step. The chain carries weights, heads and the keys of exemplars, never their pixels. All ranks
+    hold the same memory.
     """
 
     carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "memory")
     reads = "seen"
     steps: ClassVar[tuple[Step, ...]] = (Step("train"), Step("herd", trains=False))
-    scenarios = frozenset({"class"})
     freezes_backbone = False
     may_forget = True
+
+    @classmethod
+    def steps_for(cls, settings: AnySettings, position: int) -> tuple[Step, ...]:
+        if position >= 0:
+            return cls.steps
+        return tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
+
+    def __init__(self, backbone: nn.Module, settings: AnySettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.exemplars: Memory = {}
+
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        """Return the keys of all exemplars of tasks that the step does not read as a whole."""
+        if context.carried is None:
+            return {}
+        exemplars: Memory = context.carried.meta.get(MEMORY, {})
+        keys = flatten(exemplars)
+        if context.step in ("train", "herd"):
+            keys.pop(context.task.name, None)  # the step reads all data of this task
+        return keys
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+        self.step = context.step
+        self.old = [name for name in self.class_slices() if name != context.task.name]
+        return super().begin(context) + weight_groups(self.backbone, context.optim)
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of classes so far, the width of the output space."""
+        last: int = max(task_slice.stop for task_slice in self.class_slices().values())
+        return last
+
+    @property
+    def ends(self) -> bool:
+        """Return whether this is the task's last step."""
+        steps = self.steps_for(self.settings, 0)
+        if not self.old:
+            steps = tuple(step for step in steps if not step.later)
+        return self.step == steps[-1].name
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        """Return the task's state and the carried state.
+
+        After the last step only the task's state holds the task's head.
+        """
+        assert self.task is not None
+        heads = list(self.class_slices())
+        if self.ends:
+            heads.remove(self.task.name)
+        carried = Carried(self.network_tensors(heads))
+        if self.exemplars:
+            carried.meta[MEMORY] = self.exemplars
+        return self.state(), carried
+
+    def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
+        """Return the network's tensors in the carried state, with the heads of these tasks."""
+        return save_network(self, heads)
+
+    def load_carried(self, carried: Carried) -> None:
+        super().load_carried(carried)
+        self.exemplars = carried.meta.get(MEMORY, {})
+        restore_network(self, carried.tensors)
+
+
+class Rehearsal(CarriesMemory[S]):
+    """A chain of tasks over one growing output space.
+
+    `train` learns a task on its data and the exemplars of earlier tasks. `herd` chooses the task's
+    exemplars by the features of the trained network under the evaluation transform, and shortens
+    the lists of older classes: the keys of a class are in the order of choice.
+
+    Subclasses define their loss (`penalties`), whether they distill from a teacher, further steps
+    (`later` if a step needs old classes), and their answers.
+    """
+
+    scenarios = frozenset({"class"})
     # `train` uses a copy of the network from before the task as the teacher
     distills: ClassVar[bool] = False
     # `herd` also stores the mean feature of each class's exemplars in the carried state
@@ -93,15 +167,8 @@ class Rehearsal(ClassIncremental[S]):
             return frozenset({"memory", "per_class", "selection"})
         return frozenset()
 
-    @classmethod
-    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        if position >= 0:
-            return cls.steps
-        return tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
-
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        self.exemplars: Memory = {}
         self.teacher: Teacher | None = None
         self.means: Tensor | None = None
 
@@ -110,34 +177,16 @@ class Rehearsal(ClassIncremental[S]):
         """Return the keys of all exemplars of tasks that the step does not read as a whole."""
         if context.step == "herd" and not self.uses_class_means:
             return {}
-        if context.carried is None:
-            return {}
-        exemplars: Memory = context.carried.meta.get(MEMORY, {})
-        keys: dict[str, list[str]] = {}
-        for name, classes in exemplars.items():
-            keys[name] = list(chain(*classes.values()))
-        if context.step in ("train", "herd"):
-            keys.pop(context.task.name, None)  # the step reads all data of this task
-        return keys
+        return super().memory(context)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        if context.carried is not None:
-            self.load_carried(context.carried)
-        self.step = context.step
+        groups = super().begin(context)
         self.means = None  # the carried means are of the network before this step
-        self.old = [name for name in self.class_slices() if name != context.task.name]
         if context.step == "train" and self.distills and self.old:
             self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old})
-        groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         if context.step == "herd":
             self.herd(context.task)
         return groups
-
-    @property
-    def num_classes(self) -> int:
-        """Return the number of classes so far, the width of the output space."""
-        last: int = max(task_slice.stop for task_slice in self.class_slices().values())
-        return last
 
     @property
     def old_share(self) -> float:
@@ -207,38 +256,19 @@ class Rehearsal(ClassIncremental[S]):
         self.eval()
         return extract_features(self.features, self.context.data.feed("train"))
 
-    @property
-    def ends(self) -> bool:
-        """Return whether this is the task's last step."""
-        steps = self.steps_for(self.settings, 0)
-        if not self.old:
-            steps = tuple(step for step in steps if not step.later)
-        return self.step == steps[-1].name
-
     def finish(self) -> tuple[TaskState, Carried]:
-        """Return the task's state and the carried state.
-
-        After the last step only the task's state holds the task's head.
-        """
-        assert self.task is not None
-        heads = list(self.class_slices())
-        if self.ends:
-            heads.remove(self.task.name)
-        carried = Carried(self.network_tensors(heads))
+        state, carried = super().finish()
         if self.means is not None:
             carried.tensors[MEANS] = self.means
-        if self.exemplars:
-            carried.meta[MEMORY] = self.exemplars
-        return self.state(), carried
-
-    def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
-        """Return the network's tensors in the carried state, with the heads of these tasks."""
-        return save_network(self, heads)
+        return state, carried
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        super().load_carried(carried)
         tensors = dict(carried.tensors)
         self.means = tensors.pop(MEANS, None)
-        self.exemplars = carried.meta.get(MEMORY, {})
-        restore_network(self, tensors)
+        super().load_carried(Carried(tensors, carried.meta))
+
+
+def flatten(memory: Memory) -> dict[str, list[str]]:
+    """Return the keys of each task, class after class."""
+    return {name: list(chain(*classes.values())) for name, classes in memory.items()}

@@ -39,11 +39,12 @@ TOLD = {
     "supsup_nn": ("supsup_nn", ""),
     "lwf": ("lwf", ""),
 }
-SUMS = {"slda": ("slda", "task"), "ranpac": ("ranpac", "task")}
+SUMS = {"slda": ("slda", "task"), "ranpac": ("ranpac", "task"), "aper": ("aper", "task")}
+ALIGNED = {"slca": ("slca", "class")}
 FOUND_OUT = {"icarl": ("icarl", "class"), "supsup": ("supsup", "class")}
 OUTPUTS = {"supsup": {"outputs": 5}, "supsup_nn": {"outputs": 5}}
 CHAINS = ["packnet", "lwf"]
-SHARING = ["supsup_nn", *SUMS]  # all tasks use what they carry
+SHARING = ["supsup_nn", *SUMS, *ALIGNED]  # all tasks use what they carry
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def runs(lab: Any) -> Any:
 
     def run(name: str) -> Finished:
         if name not in made:
-            method, scenario = (TOLD | FOUND_OUT | SUMS)[name]
+            method, scenario = (TOLD | FOUND_OUT | SUMS | ALIGNED)[name]
             made[name] = finished(lab, method, scenario, OUTPUTS.get(name), epochs=1)
         return made[name]
 

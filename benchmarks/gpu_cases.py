@@ -85,8 +85,8 @@ def plan(
 ) -> tuple[Store, Graph, Config]:
     """The graph of a case on a device, above a storage that all cases share."""
     settings = dict(SETTINGS.get(case.method, {}))
-    if "memory" in METHODS[case.method].Settings.model_fields:
-        settings |= {"memory": MEMORY, "per_class": 0}
+    fields = METHODS[case.method].Settings.model_fields
+    settings |= {k: v for k, v in (("memory", MEMORY), ("per_class", 0)) if k in fields}
     if METHODS[case.method].has_training():
         settings |= {"train": {"precision": case.precision}}
     tasks = []

@@ -27,6 +27,7 @@ from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSet
 from workers.loop import exemplar_keys
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
+from workers.methods.protocols import ReplaysSamples
 from workers.model import vit
 from workers.rng import StepRng
 from workers.storage.taskstate import TaskState
@@ -214,6 +215,11 @@ class Training:
         self.images = torch.randn(shape, generator=generator).to(device)
         self.labels = torch.randint(0, CLASSES, (self.size,), generator=generator).to(device)
         tasks_of_images = torch.arange(self.size) % len(tasks)
+        self.num_replayed = 0  # beside the images of the last task
+        if isinstance(self.method, ReplaysSamples) and memory:
+            tasks_of_images.fill_(len(tasks) - 1)
+            self.num_slots = sum(map(len, memory.values()))
+            self.num_replayed = sum(self.method.replay_draws())
         self.counts = tuple(torch.bincount(tasks_of_images).tolist())
         self.tasks = tasks_of_images.to(device)
         self.steps = 0
@@ -223,10 +229,20 @@ class Training:
         positions = torch.arange(self.size)
         rng = StepRng(0, 0, self.steps, positions, self.size, self.group.device)
         batch = Batch(self.images, self.labels, self.tasks, rng, counts=self.counts)
+        if self.num_replayed:
+            batch.replay = self.replay_batch()
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)
         self.steps += 1
         sums = loop.train_step(self.method, self.optimizer, [batch], progress, self.job, self.group)
         return sums["loss"]
+
+    def replay_batch(self) -> Batch:
+        """Return a replay batch, with the images of the step again and again."""
+        positions = torch.arange(self.num_replayed)
+        rng = StepRng(1, 0, self.steps, positions, self.num_replayed, self.group.device)
+        rows = rng.positions_on_device % self.size
+        slots = rng.positions_on_device % self.num_slots
+        return Batch(self.images[rows], self.labels[rows], torch.zeros_like(rows), rng, slots=slots)
 
     @torch.no_grad()
     def served(self) -> Method:

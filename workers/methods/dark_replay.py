@@ -1,0 +1,154 @@
+"""Dark experience replay (DER and DER++): old images are replayed with the logits they once had.
+
+Buzzega et al.: Dark Experience for General Continual Learning: a Strong, Simple Baseline, NeurIPS
+2020. Not to be confused with `der`, the method of Yan et al.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.data.batch import Batch
+from workers.data.features import extract_features
+from workers.errors import UserError
+from workers.methods.base import ParamGroup, Progress, StepContext
+from workers.methods.bases.rehearsal import Memory, flatten
+from workers.methods.bases.reservoir import Reservoir, ReservoirSettings, list_slots
+from workers.methods.train_defaults import TrainDefaults
+from workers.storage.taskstate import Carried, TaskState
+
+LOGITS = "replay/logits"  # in the carried state: (M, classes), a row for each slot of the memory
+
+
+class DarkReplaySettings(ReservoirSettings):
+    """Settings of `dark_replay`."""
+
+    alpha: NonNegativeFloat = Field(
+        0.3, description="weight of the squared distance to the stored logits"
+    )
+    beta: NonNegativeFloat = Field(
+        0.5, description="weight of the cross-entropy of exemplars; 0: DER, else DER++"
+    )
+
+
+class DarkReplay(Reservoir[DarkReplaySettings]):
+    """L = CE(z(x), y) + alpha mean (z(x') - h')^2 + beta CE(z(x''), y'').
+
+    x' and x'' are independent draws of `replay_batch` exemplars, h' the stored logits. The squared
+    distance is a mean over exemplars and over the outputs that h' has: those of classes that came
+    later are not compared. In scenario `task` both terms use the outputs of an exemplar's task.
+
+    `herd` stores the logits of new exemplars, under the evaluation transform. Logits of older ones
+    stay as they are.
+
+    Differences from the paper: logits are those at the end of a task. There they are the outputs of
+    the training step in which an image entered the memory, of an augmented view. Exemplars are
+    those of earlier tasks only, and the head grows.
+    """
+
+    name = "dark_replay"
+    paper = (
+        "Dark Experience for General Continual Learning: a Strong, Simple Baseline, NeurIPS 2020"
+    )
+    train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+    Settings = DarkReplaySettings
+    per_task = Reservoir.per_task | {"alpha", "beta"}
+    penalty_terms: ClassVar[Mapping[str, str]] = {"mse": "alpha", "replay": "beta"}
+
+    def __init__(self, backbone: nn.Module, settings: DarkReplaySettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        # Constant while a step trains, (M, classes): `begin` takes them from the carried state.
+        self.stored = torch.zeros(0, 0)
+        self.taught = self.stored  # `stored`, with a column for each class so far
+        self.known = torch.zeros(0, 0, dtype=torch.bool)  # columns to compare
+
+    def replay_draws(self) -> tuple[int, ...]:
+        weights = (self.settings.alpha, self.settings.beta)
+        return tuple(self.settings.replay_batch for weight in weights if weight)
+
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        """In `herd`, return the task's exemplars, to compute their logits."""
+        if context.step != "herd":
+            return super().memory(context)
+        keys = flatten(self.next_memory(context)).get(context.task.name, [])
+        return {context.task.name: keys}
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        slots = list_slots(self.exemplars)
+        slices = self.class_slices()
+        known = torch.zeros(len(slots), self.num_classes, dtype=torch.bool)
+        for row, (task, _) in enumerate(slots):
+            start = slices[task].start if self.scenario == "task" else 0
+            known[row, start : slices[task].stop] = True
+        self.known = known.to(self.device)
+        self.taught = self.widen(self.stored).to(self.device)
+        return groups
+
+    # ---- training --------------------------------------------------------------------------------
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        replay = batch.replay
+        assert replay is not None
+        assert replay.slots is not None
+        logits = self.all_logits(self.features(replay.images)).float()
+        known = self.known[replay.slots]
+        distances = (logits - self.taught[replay.slots]).square() * known
+        mse = distances.sum(1) / known.sum(1)
+        if self.scenario == "task":
+            logits = logits.masked_fill(~known, -torch.inf)
+        ce = F.cross_entropy(logits, self.global_labels(replay), reduction="none")
+        alpha, beta = self.settings.alpha, self.settings.beta
+        if not beta:
+            return alpha * mse.mean(), {"mse": mse.mean().detach()}
+        if not alpha:
+            return beta * ce.mean(), {"replay": ce.mean().detach()}
+        # x' and x'' are the halves of the global batch. A mean over a half is twice the mean over
+        # the batch with the other half as zeros, whichever samples this rank has.
+        is_first = replay.draw.positions_on_device < replay.draw.size // 2
+        mse = 2 * torch.where(is_first, mse, 0.0).mean()
+        ce = 2 * torch.where(is_first, 0.0, ce).mean()
+        return alpha * mse + beta * ce, {"mse": mse.detach(), "replay": ce.detach()}
+
+    # ---- the memory ------------------------------------------------------------------------------
+    @torch.no_grad()
+    def remember(self, memory: Memory) -> None:
+        """Replace the memory: rows of logits move with their exemplars, new ones are computed."""
+        assert self.task is not None
+        task = self.task.name
+        rows = dict(zip(list_slots(self.exemplars), self.widen(self.stored), strict=True))
+        if task in memory:
+            self.eval()
+            batch = extract_features(self.features, self.context.data.feed("train"))
+            logits = self.all_logits(batch.features.to(self.device)).float()
+            rows |= {(task, key): row for key, row in zip(batch.keys, logits, strict=True)}
+        super().remember(memory)
+        kept = [rows[slot] for slot in list_slots(memory)]
+        self.stored = torch.stack(kept) if kept else torch.zeros(0, self.num_classes)
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """Logits (M, classes at some time) -> (M, classes so far), filled with zeros."""
+        return F.pad(logits, (0, self.num_classes - logits.shape[1]))
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        state, carried = super().finish()
+        if len(self.stored):
+            carried.tensors[LOGITS] = self.stored.detach().clone()
+        return state, carried
+
+    def load_carried(self, carried: Carried) -> None:
+        tensors = dict(carried.tensors)
+        self.stored = tensors.pop(LOGITS, torch.zeros(0, 0))
+        super().load_carried(Carried(tensors, carried.meta))
+        num_slots = len(list_slots(self.exemplars))
+        if self.stored.ndim != 2 or len(self.stored) != num_slots:
+            raise UserError(
+                f"the carried state has a memory of {num_slots} exemplars and {LOGITS} of shape "
+                f"{tuple(self.stored.shape)}; each exemplar needs a row of logits: take the file "
+                "that the run wrote"
+            )

@@ -1,0 +1,38 @@
+"""ER: experience replay, with a batch from a reservoir of old images in each step.
+
+Chaudhry et al.: On Tiny Episodic Memories in Continual Learning, 2019.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from workers.data.batch import Batch
+from workers.methods.base import Progress
+from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
+from workers.methods.train_defaults import TrainDefaults
+
+
+class Er(Reservoir[ReservoirSettings]):
+    """L = mean CE over the b images of the task and the r exemplars of a step together.
+
+    Both parts weigh the same if b = r. In scenario `class` the cross-entropy is over all classes so
+    far, in scenario `task` over those of an image's task. `replay` is the form of this method that
+    mixes the exemplars into the epoch.
+
+    Differences from the paper: exemplars are those of earlier tasks only. There the memory also has
+    images of the current task, and the data are seen once.
+    """
+
+    name = "er"
+    paper = "On Tiny Episodic Memories in Continual Learning, 2019"
+    train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, terms = super().loss(batch, progress)
+        return (1 - self.replay_share(batch)) * loss, terms
+
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.replay is not None
+        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
+        return self.replay_share(batch) * ce, {"replay": ce.detach()}

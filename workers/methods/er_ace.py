@@ -1,0 +1,46 @@
+"""ER-ACE: experience replay in which new images do not push down the outputs of old classes.
+
+Caccia et al.: New Insights on Reducing Abrupt Representation Change in Online Continual Learning,
+ICLR 2022.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from workers.data.batch import Batch
+from workers.methods.base import Progress
+from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
+from workers.methods.train_defaults import TrainDefaults
+
+
+class ErAce(Reservoir[ReservoirSettings]):
+    """L = CE(task's images, over its own classes) + CE(exemplars, over all classes so far).
+
+    This is the asymmetric cross-entropy. The first term has no gradient for outputs of earlier
+    classes. In scenario `task` the second term is over the classes of an exemplar's task, so that
+    the loss is that of `er` with other weights.
+
+    Differences from the paper: the classes of the first term are all classes of the current task,
+    not those of the mini-batch, since those would differ between ranks. Exemplars are those of
+    earlier tasks only, and a task may have several epochs.
+    """
+
+    name = "er_ace"
+    paper = (
+        "New Insights on Reducing Abrupt Representation Change in Online Continual Learning, "
+        "ICLR 2022"
+    )
+    train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.task is not None
+        logits = self.heads[self.task.name](self.features(batch.images)).float()
+        ce = F.cross_entropy(logits, batch.labels)
+        return ce, {"ce": ce.detach()}
+
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.replay is not None
+        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
+        return ce, {"replay": ce.detach()}

@@ -6,9 +6,7 @@ Schwarz et al.: Progress & Compress, ICML 2018, for online EWC.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
-from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -18,14 +16,18 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.job import ActiveIf, Neutral
 from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
-from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.finetune import restore_network, save_network, weight_groups
+from workers.methods.bases.importance import (
+    IMPORTANCE,
+    WeightImportance,
+    copy_with_prefix,
+    with_prefix,
+)
+from workers.methods.finetune import weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-# Names in the carried state, in addition to those of `save_network`.
-IMPORTANCE = "importance/"
+# Names in the carried state, in addition to those of `WeightImportance`.
 ANCHORS = "anchors/"
 OFFSET = "offset"
 
@@ -57,7 +59,7 @@ class EwcSettings(MethodSettings):
     )
 
 
-class Ewc(ClassIncremental[EwcSettings]):
+class Ewc(WeightImportance[EwcSettings]):
     """L = CE + lambda/2 * sum over earlier tasks k and weights i of F_k,i (theta_i - theta_k,i)^2.
 
     This is equation 3 of the paper. theta_k are the weights after task k, its anchor. F_k is the
@@ -84,8 +86,6 @@ class Ewc(ClassIncremental[EwcSettings]):
     """
 
     name = "ewc"
-    family = "regularization"
-    keeps = "a head"
     paper = "Overcoming catastrophic forgetting in neural networks, PNAS 2017"
     train_defaults = TrainDefaults(
         lr=1e-4,
@@ -94,19 +94,11 @@ class Ewc(ClassIncremental[EwcSettings]):
     )
     Settings = EwcSettings
     steps = (Step("train"), Step("importance", trains=False))
-    carries = ("weights", "heads", "importance")
-    needs_states = True  # for the head of a base task
-    scenarios = frozenset({"task", "class"})
-    freezes_backbone = False
-    may_forget = True
     penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "lambda"}
     per_task = frozenset({"lambda", "fisher", "samples"})
 
     def __init__(self, backbone: nn.Module, settings: EwcSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        # `begin` takes them from the carried state, which is on the device. They are constant
-        # while a step trains. By the names of `protected`:
-        self.importance: dict[str, Tensor] = {}
         self.anchors: dict[str, Tensor] = {}
         self.offset = torch.zeros(())
 
@@ -119,6 +111,9 @@ class Ewc(ClassIncremental[EwcSettings]):
         if step == "train":
             return frozenset({"fisher", "samples", "scale", "online", "gamma"})
         return frozenset({"lambda"})
+
+    def curvature(self) -> float:
+        return self.settings.lambda_
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -153,38 +148,13 @@ class Ewc(ClassIncremental[EwcSettings]):
             total = total + (importance * distance.square()).sum()
         return 0.5 * self.settings.lambda_ * total
 
-    def protected(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this task needs, by their names in `save_network`."""
-        parameters = {}
-        for name, parameter in self.backbone.named_parameters():
-            parameters[f"backbone/{name}"] = parameter
-        if self.scenario == "class":
-            for task in self.class_slices():
-                for name, parameter in self.heads[task].named_parameters():
-                    parameters[f"heads/{task}/{name}"] = parameter
-        return parameters
-
     # ---- importance ------------------------------------------------------------------------------
-    @torch.enable_grad()
     def fisher(self) -> dict[str, Tensor]:
         """Return the diagonal of the Fisher information on the task's images, by parameter.
 
-        It is divided by its mean if `scale` asks for it; it stays 0 if all gradients vanish. Each
-        rank squares the gradients of its share of the images.
+        It is divided by its mean if `scale` asks for it; it stays 0 if all gradients vanish.
         """
-        self.eval()
-        parameters = self.protected()
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
-        sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        keys = self.fisher_keys()
-        feed = self.context.data.feed("train")
-        for batch in feed.evaluate():
-            for row, key in enumerate(batch.keys or []):
-                if key in keys:
-                    log_p = self.log_probabilities(batch.images[row : row + 1])
-                    self.add_squares(sums, parameters, log_p, int(batch.labels[row]), key)
-        fisher = {name: feed.group.sum(total) / len(keys) for name, total in sums.items()}
+        fisher = self.average_over_images(self.fisher_keys(), self.add_squares)
         if self.settings.scale == "none":
             return fisher
         num_weights = sum(values.numel() for values in fisher.values())
@@ -192,33 +162,16 @@ class Ewc(ClassIncremental[EwcSettings]):
         return {name: (values / mean).nan_to_num(0.0) for name, values in fisher.items()}
 
     def fisher_keys(self) -> set[str]:
-        """Return the keys of the images that `fisher` uses, the same on all ranks."""
-        assert self.task is not None
-        keys = chain(*self.context.data.keys(self.task).values())
-        chosen = heapq.nsmallest(
-            self.settings.samples, keys, lambda key: derive_seed(self.seed, "fisher", key)
-        )
-        return set(chosen)
-
-    def log_probabilities(self, image: Tensor) -> Tensor:
-        """Image (1, 3, H, W) -> log of the softmax over the classes that the loss uses, (K,)."""
-        assert self.task is not None
-        features = self.features(image)
-        logits = self.heads[self.task.name](features)
-        if self.scenario == "class":
-            logits = self.all_logits(features)
-        return logits[0].float().log_softmax(0)  # type: ignore[no-any-return]
+        """Return the keys of the images that `fisher` uses."""
+        return self.choose_keys(self.settings.samples, "fisher")
 
     def add_squares(
-        self,
-        sums: dict[str, Tensor],
-        parameters: dict[str, nn.Parameter],
-        log_p: Tensor,
-        label: int,
-        key: str,
+        self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, key: str
     ) -> None:
         """Add the squared gradients of one image's log-probabilities (K,) to `sums`."""
         assert self.task is not None
+        log_p = self.task_logits(image.images)[0].log_softmax(0)
+        label = int(image.labels)
         p = log_p.detach().exp().cpu()
         weights = {}  # weight of the squared gradient of each class
         if self.settings.fisher == "exact":
@@ -231,12 +184,11 @@ class Ewc(ClassIncremental[EwcSettings]):
             weights = {self.class_slices()[self.task.name].start + label: 1.0}
         else:
             weights = {label: 1.0}
-        trained = list(parameters.values())
         for index, weight in weights.items():
             gradients = torch.autograd.grad(
-                log_p[index], trained, retain_graph=True, materialize_grads=True
+                log_p[index], parameters, retain_graph=True, materialize_grads=True
             )
-            for total, gradient in zip(sums.values(), gradients, strict=True):
+            for total, gradient in zip(sums, gradients, strict=True):
                 total.addcmul_(gradient, gradient, value=weight)
 
     @torch.no_grad()
@@ -257,49 +209,7 @@ class Ewc(ClassIncremental[EwcSettings]):
             self.anchors[name] = torch.lerp(anchor, parameter, share)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """Return the task's state and the carried state.
-
-        Between the two steps the task's head is carried, after them its state holds it. Older heads
-        are carried where they are still trained.
-        """
-        assert self.task is not None
-        heads = []
-        if self.scenario == "class":
-            heads = [name for name in self.class_slices() if name != self.task.name]
-        if self.context.step == "train":
-            heads.append(self.task.name)
-        tensors = save_network(self, heads)
-        for prefix, values in ((IMPORTANCE, self.importance), (ANCHORS, self.anchors)):
-            for name, tensor in values.items():
-                tensors[prefix + name] = tensor.detach().clone()
-        tensors[OFFSET] = self.offset.detach().clone()
-        return self.state(), Carried(tensors)
-
-    def warnings(self) -> list[str]:
-        optim = self.context.optim
-        if self.context.step != "train" or not self.importance or optim.optimizer != "sgd":
-            return []
-        largest = max(float(importance.max()) for importance in self.importance.values())
-        stiffness = optim.lr * self.settings.lambda_ * largest
-        if stiffness <= 1:
-            return []
-        return [
-            f"lr * lambda * largest importance is {stiffness:.2g}: plain SGD diverges above 2; "
-            "lower lambda or train.lr, or use adamw"
-        ]
-
-    # ---- serving ---------------------------------------------------------------------------------
-    def load_carried(self, carried: Carried) -> None:
-        """Use the carried weights, and the older heads in place of those in the tasks' states."""
-        super().load_carried(carried)
-        owners = ("backbone/", "heads/")
-        restore_network(self, {n: t for n, t in carried.tensors.items() if n.startswith(owners)})
-
-
-def with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
-    """Return the carried tensors with names that start with `prefix`, by the rest of a name."""
-    tensors = {}
-    for name, tensor in carried.tensors.items():
-        if name.startswith(prefix):
-            tensors[name.removeprefix(prefix)] = tensor
-    return tensors
+        state, carried = super().finish()
+        carried.tensors |= copy_with_prefix(ANCHORS, self.anchors)
+        carried.tensors[OFFSET] = self.offset.detach().clone()
+        return state, carried

@@ -1,0 +1,211 @@
+"""Penalties that hold each weight near an anchor, as far as earlier tasks need it."""
+
+from __future__ import annotations
+
+import heapq
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import chain
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from workers.data.batch import Batch
+from workers.methods.base import ParamGroup, Progress, S, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.finetune import restore_network, save_network, weight_groups
+from workers.rng import derive_seed
+from workers.storage.taskstate import Carried, TaskState
+
+IMPORTANCE = "importance/"  # in the carried state, before the names of `save_network`
+
+
+class WeightImportance(ClassIncremental[S]):
+    """A chain that carries the network and the importance of its weights for earlier tasks.
+
+    All weights of the backbone are protected. In scenario `class` the heads of earlier tasks are
+    protected too; in scenario `task` they are no longer trained.
+    """
+
+    family = "regularization"
+    keeps = "a head"
+    carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "importance")
+    needs_states = True  # for the head of a base task
+    scenarios = frozenset({"task", "class"})
+    freezes_backbone = False
+    may_forget = True
+    # By how much lr * importance is multiplied in a step of plain SGD, as a text for warnings.
+    stiffness: ClassVar[str] = "lambda"
+
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
+        super().__init__(backbone, settings, seed)
+        # `begin` takes it from the carried state, which is on the device. It is constant while a
+        # step trains. By the names of `protected`:
+        self.importance: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def curvature(self) -> float:
+        """Return the second derivative of the penalty where the importance is 1."""
+
+    def protected(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this task needs, by their names in `save_network`."""
+        parameters = {}
+        for name, parameter in self.backbone.named_parameters():
+            parameters[f"backbone/{name}"] = parameter
+        if self.scenario == "class":
+            for task in self.class_slices():
+                for name, parameter in self.heads[task].named_parameters():
+                    parameters[f"heads/{task}/{name}"] = parameter
+        return parameters
+
+    def choose_keys(self, count: int, tag: str) -> set[str]:
+        """Return the keys of `count` random images of the task, the same on all ranks."""
+        assert self.task is not None
+        keys = chain(*self.context.data.keys(self.task).values())
+        chosen = heapq.nsmallest(count, keys, lambda key: derive_seed(self.seed, tag, key))
+        return set(chosen)
+
+    @torch.enable_grad()
+    def average_over_images(
+        self, keys: set[str], add: Callable[[list[Tensor], list[nn.Parameter], Batch, str], None]
+    ) -> dict[str, Tensor]:
+        """Return the mean over images of a value for each protected weight, by parameter.
+
+        The network is in evaluation mode, and images are not augmented. Each rank adds the values
+        of its share of the images.
+
+        Args:
+            keys: Keys of the images.
+            add: Adds the values of one image to the sums, given the sums, the parameters, a batch
+                of this image and its key.
+        """
+        self.eval()
+        parameters = self.protected()
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        sums = [torch.zeros_like(parameter) for parameter in parameters.values()]
+        feed = self.context.data.feed("train")
+        for batch in feed.evaluate():
+            for row, key in enumerate(batch.keys or []):
+                if key in keys:
+                    one = slice(row, row + 1)
+                    image = Batch(
+                        batch.images[one], batch.labels[one], batch.tasks[one], batch.draw
+                    )
+                    add(sums, list(parameters.values()), image, key)
+        means = [feed.group.sum(total) / len(keys) for total in sums]
+        return dict(zip(parameters, means, strict=True))
+
+    def task_logits(self, images: Tensor) -> Tensor:
+        """Images (b, 3, H, W) -> logits over the classes that the loss uses, (b, K), in fp32."""
+        assert self.task is not None
+        features = self.features(images)
+        logits = self.heads[self.task.name](features)
+        if self.scenario == "class":
+            logits = self.all_logits(features)
+        return logits.float()  # type: ignore[no-any-return]
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        """Return the task's state and the carried state.
+
+        Between two steps the task's head is carried, after the last one its state holds it. Older
+        heads are carried where they are still trained.
+        """
+        assert self.task is not None
+        heads = []
+        if self.scenario == "class":
+            heads = [name for name in self.class_slices() if name != self.task.name]
+        if self.context.step != self.steps[-1].name:
+            heads.append(self.task.name)
+        tensors = save_network(self, heads) | copy_with_prefix(IMPORTANCE, self.importance)
+        return self.state(), Carried(tensors)
+
+    def warnings(self) -> list[str]:
+        optim = self.context.optim
+        if self.context.step != "train" or not self.importance or optim.optimizer != "sgd":
+            return []
+        largest = max(float(importance.max()) for importance in self.importance.values())
+        stiffness = optim.lr * self.curvature() * largest
+        if stiffness <= 1:
+            return []
+        (setting,) = self.penalty_terms.values()
+        return [
+            f"lr * {self.stiffness} * largest importance is {stiffness:.2g}: plain SGD diverges "
+            f"above 2; lower {setting} or train.lr, or use adamw"
+        ]
+
+    # ---- serving ---------------------------------------------------------------------------------
+    def load_carried(self, carried: Carried) -> None:
+        """Use the carried weights, and the older heads in place of those in the tasks' states."""
+        super().load_carried(carried)
+        owners = ("backbone/", "heads/")
+        restore_network(self, {n: t for n, t in carried.tensors.items() if n.startswith(owners)})
+
+
+class OneAnchor(WeightImportance[S]):
+    """Adds w * sum over weights i of Omega_i (theta_i - theta*_i)^2 to the loss.
+
+    theta* are the weights at the start of the task, so that only Omega is carried. The gradient of
+    the penalty is added once in each optimizer step, after the sum over ranks, in closed form.
+    """
+
+    stiffness = "2 * weight of the penalty"
+
+    @abstractmethod
+    def weight(self) -> float:
+        """Return w, the weight of the penalty."""
+
+    def curvature(self) -> float:
+        return 2 * self.weight()
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+            self.importance = with_prefix(IMPORTANCE, context.carried)
+        groups = super().begin(context) + weight_groups(self.backbone, context.optim)
+        self.anchors = {name: p.detach().clone() for name, p in self.protected().items()}
+        return groups
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, terms = super().loss(batch, progress)
+        if not self.importance or not self.weight():
+            return loss, terms
+        penalty = self.penalty()
+        return loss + penalty, {**terms, "penalty": penalty}
+
+    @torch.no_grad()
+    def penalty(self) -> Tensor:
+        """Return the penalty, a scalar without a gradient."""
+        parameters = self.protected()
+        parts = [
+            (importance * (parameters[name] - self.anchors[name]).square()).sum()
+            for name, importance in self.importance.items()
+        ]
+        return self.weight() * torch.stack(parts).sum()
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Add the gradient of the penalty."""
+        if not self.weight():
+            return
+        parameters = self.protected()
+        for name, importance in self.importance.items():
+            parameter = parameters[name]
+            assert parameter.grad is not None
+            distance = parameter - self.anchors[name]
+            parameter.grad.addcmul_(importance, distance, value=2 * self.weight())
+
+
+def with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
+    """Return the carried tensors with names that start with `prefix`, by the rest of a name."""
+    tensors = {}
+    for name, tensor in carried.tensors.items():
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor
+    return tensors
+
+
+def copy_with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors, with `prefix` before their names."""
+    return {prefix + name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -63,6 +63,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("ewc", "gamma"): Change(0.5, {"online": True}),
     ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),
     ("ksm", "theta"): Change(0.002),
+    ("mas", "samples"): Change(20),
     ("meat", "alpha"): Change(4.0, {"lambda": 1.0}, {"epochs": 8}),
     ("meat", "lambda"): Change(1.0),
     ("meat", "token_mask_blocks"): Change([0]),

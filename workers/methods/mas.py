@@ -1,0 +1,84 @@
+"""MAS: memory aware synapses, importance from the sensitivity of the outputs, without labels.
+
+Aljundi, Babiloni, Elhoseiny, Rohrbach, Tuytelaars: Memory Aware Synapses: Learning What (not) to
+Forget, ECCV 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from torch import Tensor, nn
+
+from workers.data.batch import Batch
+from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
+from workers.methods.bases.importance import OneAnchor
+from workers.methods.train_defaults import TrainDefaults
+
+
+class MasSettings(MethodSettings):
+    """Settings of `mas`."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    lambda_: NonNegativeFloat = Field(1.0, alias="lambda", description="weight of the penalty")
+    samples: PositiveInt = Field(
+        512, description="images of a task over which importance is averaged, chosen at random"
+    )
+
+
+class Mas(OneAnchor[MasSettings]):
+    """L = CE + lambda * sum over weights i of Omega_i (theta_i - theta*_i)^2.
+
+    The step `importance` adds the mean over images of |d ||z||^2 / d theta_i| to Omega_i. z are the
+    logits of the task, in scenario `class` those of all classes so far. It is computed image by
+    image, with the evaluation transform, in fp32, also for a base task.
+
+    Differences from the paper: Omega uses at most `samples` images of a task. The released code
+    takes the absolute value of a batch's gradient, in which images cancel each other.
+    """
+
+    name = "mas"
+    paper = "Memory Aware Synapses: Learning What (not) to Forget, ECCV 2018"
+    train_defaults = TrainDefaults(
+        lr=1e-4,
+        scratch_lr=1e-3,
+        weight_decay=0.0,
+        source="the rate of finetune; weight decay would pull protected weights to 0",
+    )
+    Settings = MasSettings
+    steps = (Step("train"), Step("importance", trains=False))
+    penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "lambda"}
+    per_task = frozenset({"lambda", "samples"})
+
+    @classmethod
+    def steps_for(cls, settings: MasSettings, position: int) -> tuple[Step, ...]:
+        return cls.steps if position >= 0 else cls.steps[1:]
+
+    @classmethod
+    def ignored_settings(cls, step: str) -> frozenset[str]:
+        return frozenset({"samples"}) if step == "train" else frozenset({"lambda"})
+
+    def weight(self) -> float:
+        return self.settings.lambda_
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        if context.step == "importance":
+            keys = self.choose_keys(self.settings.samples, "mas")
+            for name, values in self.average_over_images(keys, self.add_sensitivity).items():
+                old = self.importance.get(name, torch.zeros_like(values))
+                self.importance[name] = old + values
+        return groups
+
+    def add_sensitivity(
+        self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, key: str
+    ) -> None:
+        """Add |d ||z||^2 / d theta| of one image."""
+        norm = self.task_logits(image.images).square().sum()
+        gradients = torch.autograd.grad(norm, parameters, materialize_grads=True)
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient.abs())

@@ -1,0 +1,90 @@
+"""SI: synaptic intelligence, importance from what each weight contributed to the fall of the loss.
+
+Zenke, Poole, Ganguli: Continual Learning Through Synaptic Intelligence, ICML 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from workers.methods.base import MethodSettings, ParamGroup, Progress, StepContext
+from workers.methods.bases.importance import OneAnchor
+from workers.methods.train_defaults import TrainDefaults
+from workers.storage.taskstate import Carried, TaskState
+
+
+class SiSettings(MethodSettings):
+    """Settings of `si`."""
+
+    c: NonNegativeFloat = Field(0.1, description="weight of the penalty")
+    xi: PositiveFloat = Field(
+        1e-3, description="added to the squared distance that a weight moved in a task"
+    )
+
+
+class Si(OneAnchor[SiSettings]):
+    """L = CE + c * sum over weights i of Omega_i (theta_i - theta*_i)^2.
+
+    In each step omega_i grows by -g_i times the change of theta_i: g is the gradient of the
+    cross-entropy alone, the change that of the optimizer's step. At the end of a task, with Delta_i
+    its distance from the start, Omega_i = max(0, Omega_i + omega_i / (Delta_i^2 + xi)).
+
+    A base task is not protected: its path is not known.
+
+    Differences from the paper: Omega is clamped at 0 after the sum over tasks, as in the authors'
+    code. A negative one would push weights away from the anchor.
+    """
+
+    name = "si"
+    paper = "Continual Learning Through Synaptic Intelligence, ICML 2017"
+    train_defaults = TrainDefaults(
+        lr=1e-4,
+        scratch_lr=1e-3,
+        weight_decay=0.0,
+        source="the rate of finetune; weight decay would be part of the path",
+    )
+    Settings = SiSettings
+    penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "c"}
+    per_task = frozenset({"c", "xi"})
+
+    def weight(self) -> float:
+        return self.settings.c
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        # omega, as buffers: they are part of checkpoints, and of the best epoch.
+        self.path = torch.nn.Module()
+        for index, parameter in enumerate(self.protected().values()):
+            self.path.register_buffer(str(index), torch.zeros_like(parameter))
+        self.before: list[tuple[Tensor, Tensor]] = []  # gradients and weights before the step
+        return groups
+
+    def after_backward(self) -> None:
+        self.before = []
+        for parameter in self.protected().values():
+            assert parameter.grad is not None
+            self.before.append((parameter.grad.clone(), parameter.detach().clone()))
+        super().after_backward()
+
+    @torch.no_grad()
+    def after_step(self, progress: Progress) -> None:
+        weights = self.protected().values()
+        for total, weight, step in zip(self.path.buffers(), weights, self.before, strict=True):
+            gradient, start = step
+            total.addcmul_(gradient, weight - start, value=-1)
+        self.before = []
+
+    @torch.no_grad()
+    def finish(self) -> tuple[TaskState, Carried]:
+        paths = self.path.buffers()
+        for (name, weight), path in zip(self.protected().items(), paths, strict=True):
+            moved = weight - self.anchors[name]
+            gained = path / (moved.square() + self.settings.xi)
+            old = self.importance.get(name, torch.zeros_like(weight))
+            self.importance[name] = (old + gained).relu()
+        return super().finish()

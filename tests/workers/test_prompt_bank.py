@@ -17,13 +17,20 @@ from stage_lab import Lab
 from torch import Tensor
 
 from workers.errors import UserError
-from workers.job import BackboneSettings, Task
+from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods import METHODS, base
 from workers.methods.bases.prompt_bank import PromptBank
 from workers.methods.coda import Coda
 from workers.methods.dualprompt import DualPrompt
+from workers.methods.l2p import L2p
 from workers.model.prefixes import PrefixedAttention, PrefixSites
-from workers.model.prompt_bank import orthogonality, orthonormalize, weigh_components
+from workers.model.prompt_bank import (
+    choose_largest,
+    cosines,
+    orthogonality,
+    orthonormalize,
+    weigh_components,
+)
 from workers.model.vit import build, compile_blocks, compute_digest
 from workers.serving.server import Predictor
 from workers.serving.single_tasks import remove_task
@@ -434,3 +441,82 @@ def test_dualprompt_stores_as_many_numbers_as_published() -> None:
     assert 1 < method.flops_share(mock.Mock()) < 1.001
     method.scenario = "class"
     assert 2 < method.flops_share(mock.Mock()) < 2.001
+
+
+# ---- L2P -----------------------------------------------------------------------------------------
+def test_l2p_chooses_for_each_image_the_nearest_keys() -> None:
+    keys = torch.tensor([[1.0, 0], [0, 1], [1, 1], [-1, 0]])
+    similarity = cosines(torch.tensor([[2.0, 1], [0, 3], [1, 0.9]]), keys)
+    choice = choose_largest(similarity, 2)
+    assert [set(row) for row in choice.tolist()] == [{2, 0}, {1, 2}, {2, 0}]
+    assert float(similarity.gather(1, choice).sum(1).mean()) == pytest.approx(1.76404308)
+    assert choose_largest(torch.tensor([[0.5, 1, 0.5, 1, 0.5]]), 3).tolist() == [[1, 3, 0]]
+
+
+def test_l2p_reads_the_outputs_of_the_prompts_of_each_image() -> None:
+    method = make("l2p", pool=4, length=3, top=2)
+    begun(method)
+    with torch.no_grad():
+        features, query = method.features(images()), method.query(images())
+        model = vit()
+        for row, image in enumerate(images()):
+            nearest = torch.nn.functional.cosine_similarity(query[row][None], method.keys)
+            prompts = method.prompts[nearest.topk(2).indices].flatten(0, 1)
+            x = model.norm_pre(model._pos_embed(model.patch_embed(image[None])))
+            x = torch.cat([prompts[None], x], 1)
+            for block in model.blocks:
+                x = block(x)
+            assert torch.allclose(features[row], model.norm(x)[0, :6].mean(0), atol=1e-5)
+
+
+def test_l2p_gives_gradients_to_chosen_keys_alone() -> None:
+    method = make("l2p", pool=10, top=2)
+    begun(method)
+    loss, terms = method.loss(method_steps.batch(), PROGRESS)
+    loss.backward()
+    similarity = cosines(method.query(images()), method.keys.detach())
+    choice = choose_largest(similarity, 2)
+    chosen = sorted(set(choice.flatten().tolist()))
+    assert len(chosen) < 10
+    assert method.keys.grad.abs().sum(1).nonzero().flatten().tolist() == chosen
+    assert method.prompts.grad.abs().sum((1, 2)).nonzero().flatten().tolist() == chosen
+    expected = -0.1 * float(similarity.gather(1, choice).sum(1).mean())
+    assert float(terms["match"]) == pytest.approx(expected, abs=1e-6)
+    free = make("l2p", lambda_=0.0)
+    names = {group["name"] for group in begun(free)}
+    assert names == {"head.weight", "head.bias", "prompts"}
+    loss, terms = free.loss(method_steps.batch(), PROGRESS)
+    loss.backward()
+    assert "match" not in terms
+    assert free.keys.grad is None
+
+
+def test_l2p_with_all_prompts_ignores_the_keys() -> None:
+    states, carried = learn_all("l2p", pool=4, top=4)
+    method = serve("l2p", states, carried, pool=4, top=4)
+    keys = {**carried.tensors, "keys": carried.tensors["keys"].flip(0)}
+    other = serve("l2p", states, Carried(keys), pool=4, top=4)
+    with torch.no_grad():
+        expected = method.logits(images(), None)
+        assert torch.allclose(other.logits(images(), None), expected, atol=1e-5)
+
+
+def test_l2p_carries_as_many_bytes_as_published() -> None:
+    """A ViT-B with ten prompts of five tokens: 184 kB."""
+    with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):
+        backbone = build(BackboneSettings(name="vit_base_patch16_224"))
+        method = L2p(backbone, L2p.Settings(), 0)
+    assert 4 * (method.prompts.numel() + method.keys.numel()) == 184_320
+    d, n, p = 768, 197, 25
+
+    def block(queries: int, keys: int) -> int:
+        return d * (10 * queries * d + 2 * keys * d + 2 * queries * keys)
+
+    more = 196 * d * d + 11 * block(n + p, n + p) + block(p, n + p)
+    plain = 196 * d * d + 11 * block(n, n) + block(1, n)
+    assert method.flops_share(mock.Mock()) == pytest.approx(1 + more / plain)
+
+
+def test_l2p_refuses_to_choose_more_prompts_than_there_are() -> None:
+    with pytest.raises(UserError, match="top is 5, and the pool has 4 prompts"):
+        L2p.validate(L2p.Settings(pool=4), TrainSettings(), DataSettings(), "class")

@@ -64,6 +64,8 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),
     ("ksm", "theta"): Change(0.002),
     ("mas", "samples"): Change(20),
+    ("l2p", "pool"): Change(20),
+    ("l2p", "top"): Change(2),
     ("meat", "alpha"): Change(4.0, {"lambda": 1.0}, {"epochs": 8}),
     ("meat", "lambda"): Change(1.0),
     ("meat", "token_mask_blocks"): Change([0]),

@@ -27,7 +27,12 @@ def choose_largest(similarity: Tensor, count: int) -> Tensor:
     Returns:
         Indices (B, N), the most similar prompt first.
     """
-    return similarity.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    rest = similarity.detach()
+    chosen: list[Tensor] = []
+    for _ in range(count):  # argmax takes the first of equal values; ONNX has no stable sort
+        chosen.append(rest.argmax(1, keepdim=True))
+        rest = rest.scatter(1, chosen[-1], -torch.inf)
+    return torch.cat(chosen, 1)
 
 
 def weigh_components(query: Tensor, keys: Tensor, attention: Tensor) -> Tensor:

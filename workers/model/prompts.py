@@ -23,6 +23,7 @@ from torch import Tensor
 
 from workers.errors import UserError
 from workers.model.adapters import Hook, KeywordHook, SwitchedForm
+from workers.model.tokens import enter_blocks
 
 Depth = Literal["shallow", "deep"]
 # Classes of attention that take any number of tokens.
@@ -30,7 +31,7 @@ PLAIN_ATTENTION = (Attention, AttentionRope, EvaAttention, BeitAttention)
 
 
 def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """Insert prompts (p, d) between prefix tokens and patches: (B, T, d) -> (B, T + p, d).
+    """Insert prompts (p, d) or (B, p, d) behind the prefix tokens: (B, T, d) -> (B, T + p, d).
 
     They have no position.
     """
@@ -86,13 +87,7 @@ class PromptSites:
     """
 
     def __init__(self, vit: Any, depth: Depth):
-        for index, block in enumerate(vit.blocks):
-            if not isinstance(getattr(block, "attn", None), PLAIN_ATTENTION):
-                raise UserError(
-                    f"block {index} of the backbone has no plain attention, which takes any number "
-                    "of tokens and so prompts too; choose a ViT with "
-                    "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224"
-                )
+        check_attention(vit)
         self.width: int = vit.embed_dim
         before_blocks = getattr(vit, "norm_pre", vit.pos_drop)  # BEiT has no such norm
         self.hooks = [self._behind(before_blocks, insert, vit)]
@@ -128,6 +123,37 @@ class PromptSites:
         finally:
             for form in [*self.hooks, self.out, *self.positions]:
                 form.tensors = None
+
+
+def check_attention(vit: Any) -> None:
+    """Raise `UserError` if the attention of a block does not take any number of tokens."""
+    for index, block in enumerate(vit.blocks):
+        if not isinstance(getattr(block, "attn", None), PLAIN_ATTENTION):
+            raise UserError(
+                f"block {index} of the backbone has no plain attention, which takes any number "
+                "of tokens and so prompts too; choose a ViT with "
+                "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224"
+            )
+
+
+def read_prompts(vit: Any, images: Tensor, prompts: Tensor) -> Tensor:
+    """Return the mean output of prompts that enter the first block of a VisionTransformer.
+
+    Args:
+        vit: The backbone.
+        images: (B, 3, H, W).
+        prompts: Prompts of each image, (B, p, d).
+
+    Returns:
+        Features (B, d) after the final norm.
+    """
+    prefix = vit.num_prefix_tokens
+    x = insert(enter_blocks(vit, images), prompts, prefix)
+    for block in vit.blocks:
+        x = block(x)
+    outputs = vit.norm(x)[:, prefix : prefix + prompts.shape[1]]
+    features: Tensor = vit.head_drop(vit.fc_norm(outputs.mean(1)))
+    return features
 
 
 def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:

@@ -50,14 +50,14 @@ lint: .venv/.ready
 # Hundreds of processes import the same modules: each is compiled once, whatever the environment says.
 test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 
-# The checks of `lint` run beside the tests. Three processes share nothing; they wait in part, and fill two cores. Those tests
+# The checks of `lint` run beside the tests. Four processes share nothing; they wait in part, and fill two cores. Those tests
 # of a file that share what was run once stay together.
 test:
 	@$(MAKE) --no-print-directory -j 2 lint test-fast
 
 .PHONY: test-fast
 test-fast: .venv/.ready
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest

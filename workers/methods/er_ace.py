@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data.batch import Batch
-from workers.methods.base import Progress
+from workers.methods.base import Progress, StepContext
+from workers.methods.bases.rehearsal import flatten
 from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
 from workers.methods.train_defaults import TrainDefaults
 
@@ -23,8 +24,8 @@ class ErAce(Reservoir[ReservoirSettings]):
     the loss is that of `er` with other weights.
 
     Differences from the paper: the classes of the first term are all classes of the current task,
-    not those of the mini-batch, since those would differ between ranks. Exemplars are those of
-    earlier tasks only, and a task may have several epochs.
+    not those of the mini-batch, since those would differ between ranks. A task replays the memory
+    as it is at its end, and may have several epochs.
     """
 
     name = "er_ace"
@@ -33,6 +34,19 @@ class ErAce(Reservoir[ReservoirSettings]):
         "ICLR 2022"
     )
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+
+    @classmethod
+    def ignored_settings(cls, step: str) -> frozenset[str]:
+        return frozenset() if step == "train" else cls.per_task
+
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        """In `train`, return the memory with images of the current task.
+
+        Without them no term would set new classes against old ones.
+        """
+        if context.step == "train":
+            return flatten(self.next_memory(context))
+        return super().memory(context)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.task is not None

@@ -40,8 +40,9 @@ class Reservoir(CarriesMemory[S]):
     with the largest ones. This is the same distribution. It depends neither on the order of images
     nor on ranks or epochs, and a smaller memory is a subset of a larger one.
 
-    The memory changes in `herd`, between tasks: a task replays images of earlier tasks only. The
-    first task has no replay. Subclasses define `loss` and `replay_loss`.
+    The memory changes in `herd`, between tasks: a task replays images of earlier tasks only, unless
+    a subclass says otherwise, and the first task has no replay. Subclasses define `loss` and
+    `replay_loss`.
     """
 
     family = "rehearsal"

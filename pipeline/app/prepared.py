@@ -38,8 +38,8 @@ class PreparedRun:
 
     Attributes:
         has_jobs: False for a cached graph; its stages cannot be run; see `with_jobs`.
-        replicas: Replicas of a run with several seeds or class orders, each like a run of its own.
-            `graph` then contains all of them, and `tasks` are those of the first.
+        replicas: Replicas of a run with several seeds or class orders, each like a separate run.
+            `graph` then contains all replicas, and `tasks` are those of the first.
     """
 
     config: Config

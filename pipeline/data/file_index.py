@@ -319,7 +319,7 @@ def _find_candidates(row: NamedRow, index: FileIndex, base: str) -> list[str]:
 def _find_shared_patterns(
     rows: Sequence[NamedRow], candidates: Sequence[list[str]], folder: str
 ) -> list[str]:
-    """Return the patterns that map the first row with candidates to one of them."""
+    """Return the patterns that map the first row with candidates to a candidate."""
     patterns: dict[str, None] = {}
     for row, names in zip(rows, candidates, strict=True):
         for name in names:

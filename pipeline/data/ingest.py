@@ -156,7 +156,7 @@ def ingest(
             `KnownImages`.
 
     Raises:
-        UserError: If the source is missing, too much of it is corrupt, or it does not match its
+        UserError: If the source is missing, too much is corrupt, or it does not match its
             card. Then nothing is published.
     """
     report = progress or (lambda event: None)

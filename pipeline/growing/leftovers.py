@@ -169,7 +169,7 @@ def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _list_analysis(store: Store, record: RunRecord) -> list[str]:
-    """Return the files of a run's analysis if a part of it belongs to an earlier state."""
+    """Return the files of a run's analysis if a part belongs to an earlier state."""
     parts = analysis_section.load_parts(store, record["name"])
     if all(analysis_section.is_current(part, record, store) for part in parts.values()):
         return []

@@ -99,7 +99,7 @@ def analyse_runs(
 ) -> Analysis:
     """Measure the methods of finished runs on test images.
 
-    images: about how many test images of each task are measured. drawn: how many of them get maps.
+    images: about how many test images of each task are measured. drawn: how many images get maps.
     other_tasks: cards on which the finished models are tested too. Raise `UserError` when nothing
     can be measured.
     """

@@ -18,7 +18,7 @@ from pipeline.report.samples import sample_image
 from pipeline.results.masks import MaskView, load_mask_view
 from pipeline.results.tables import PickCounts, Row, RunTables
 
-# tasks in one mask picture; a longer stream shows some of them, with the first and the last
+# tasks in one mask picture; a longer stream shows some tasks, with the first and the last
 MAX_ROWS = 8
 
 

@@ -209,7 +209,7 @@ def measure_importance(
 
 
 def _is_moving(parameter: Parameter, trials: Sequence[Trial]) -> bool:
-    """Return whether trials differ in a parameter, or only some of them have it."""
+    """Return whether trials differ in a parameter, or only some trials have it."""
     positions: set[float | None] = set()
     for trial in trials:
         has_parameter = parameter.key in trial["params"]

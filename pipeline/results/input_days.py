@@ -1,4 +1,4 @@
-"""The inputs of a model folder by day and task, and which of them differ from the training data."""
+"""The inputs of a model folder by day and task, and those that differ from the training data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from workers.serving.model_file import read_model
 from workers.storage.artifact import is_local, resolve
 from workers.storage.regular_file import write_named_file
 
-MIN_INPUTS = 50  # measured inputs of a task and day, below which nothing is said of them
+MIN_INPUTS = 50  # measured inputs of a task and day, below which nothing is reported
 EXPECTED_FAR = 0.05  # share of inputs like the test images that is farther than 95 % of these
-EXPECTED_BEYOND_MEDIAN = 0.5  # farther than half of them
+EXPECTED_BEYOND_MEDIAN = 0.5  # farther than half the inputs
 MEDIAN_BIN = round(1 / DISTANCE_WIDTH)  # the first bin of distances beyond the median
 Z = 3.090232  # 99.9 % quantile of the standard normal distribution
 

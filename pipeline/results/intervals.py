@@ -80,7 +80,7 @@ def t_quantile(degrees: int) -> float:
 def draw_counts(size: int, rng: np.random.Generator, draws: int = DRAWS) -> NDArray[np.uint8]:
     """Return how often each of `size` things is in each draw of as many, (size, draws).
 
-    A draw takes `size` of them with replacement.
+    A draw takes `size` items with replacement.
     """
     picked = rng.integers(0, size, (size, draws))
     counts = np.zeros((size, draws), np.uint8)

@@ -94,7 +94,7 @@ class Model:
         with self.predictor.lock, record_class_attention(method) as blocks:
             images = self.predictor.network_input(pixels)
             logits_with_task(method, images, task)
-        # a network that ran on other inputs than these images, or not at all, has no map of them
+        # a network that ran on other inputs than these images, or not at all, has no map for these
         ran = [block for block in blocks if block.passes and len(block.passes[-1]) == len(pixels)]
         networks = {block.network for block in ran}
         looks = {}

@@ -92,7 +92,7 @@ class MethodBody(Strict):
 
 
 class RunBody(Strict):
-    """A run, or one seed of it. stages: id -> key, for readers."""
+    """A run, or one seed. stages: id -> key, for readers."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=200)]
     seed: Annotated[int, Field(ge=0)] | Text = "unknown"

@@ -41,7 +41,7 @@ FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
 
 
 class Budget(Frozen):
-    """Limits of a search. No trial starts after one of them is reached.
+    """Limits of a search. No trial starts after a limit is reached.
 
     Attributes:
         hours: Wall-clock time, summed over all sessions of the search.

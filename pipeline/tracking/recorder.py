@@ -128,7 +128,7 @@ class Recorder:
             self._put(partial(self.writer.record_analysis, files, points))
 
     def models(self, graph: Graph, write_bundle: WriteBundle) -> None:
-        """Log each method of a finished run as a model that serves all of its tasks.
+        """Log each method of a finished run as a model that serves all tasks.
 
         It is registered as RUN, or as RUN-LABEL if there are several methods.
 
@@ -186,7 +186,7 @@ class Recorder:
         """Record a `MachineSample` of a worker's machine, if the config asks for it.
 
         Samples are sent together, from time to time. While MLflow does not answer, the last
-        MAX_SAMPLES of them wait.
+        MAX_SAMPLES wait.
         """
         if not self.settings.enabled or not self.settings.system_metrics or not self.writer.record:
             return

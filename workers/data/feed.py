@@ -69,7 +69,7 @@ class Feed:
             `Method.memory`.
 
     Attributes:
-        replay: A second feed: each batch of `epoch` has a batch of it as `Batch.replay`.
+        replay: A second feed: each batch of `epoch` has one of its batches as `Batch.replay`.
 
     Raises:
         UserError: If the split is empty.

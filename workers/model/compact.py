@@ -83,7 +83,7 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
     """
     live = torch.ones(mlp.fc1.out_features, dtype=torch.bool)
     if not isinstance(mlp.norm, nn.Identity):
-        return live  # a norm over the neurons reads all of them
+        return live  # a norm over the neurons reads all neurons
     if mask.neurons is not None:
         live &= mask.neurons.cpu()
     if mask.fc2 is not None:

@@ -253,7 +253,7 @@ def create_adaptation(backbone: nn.Module, settings: FirstSessionSettings) -> Ad
 
 
 class FineTuned(Adaptation):
-    """A copy of the backbone, all of it trained."""
+    """A copy of the backbone with all weights trained."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()

@@ -687,6 +687,8 @@ def test_tracking_can_be_switched_off_by_the_word_off(site: Any) -> None:
         ('storage="a\\0b"', "a character that no file can be named with"),
         ('backbone.weights="a\\0b"', "a character that no file can be named with"),
         ('methods={"finetune\\n": {method: finetune}}', "a label has letters"),
+        ("methods={data: {method: finetune}}", "methods.data: stages that all methods share"),
+        ("methods={features: {method: finetune}}", "choose another label"),
         ('stream.tasks.0.name="a\\n"', "stream.tasks.0.name is 'a\\n'"),
         ('name="a\\n"', "name is 'a\\n'"),
         ("methods={no: {}}", "methods.no names method 'no', which does not exist"),

@@ -263,6 +263,8 @@ def fit(
     # None for the training of the backbone, which is not a step of a method.
     step = next((step for step in method.steps if step.name == job.step), None)
     trains = step is None or step.trains
+    if not trains:  # its key does not contain `train`
+        accelerator.use_fp32()
     method.to(group.device)
     job, context, feed = step_inputs(job, method, carried, group, trains)
     param_groups = method.begin(context)

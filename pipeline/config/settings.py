@@ -68,6 +68,7 @@ PLAIN_WORDS = {
     r"^string": "this text",
     r"a valid string": "text",
 }  # replacements for pydantic's names of Python types
+SHARED_STAGES = ("data", "backbone", "features", "report")  # how ids of shared stages begin
 
 
 class TaskEntry(Frozen):
@@ -564,6 +565,11 @@ class Config(Frozen):
             if not re.fullmatch(NAME, label):
                 raise ValueError(
                     f"methods.{label}: a label has letters, digits, '_', '.' and '-' only"
+                )
+            if label in SHARED_STAGES:
+                raise ValueError(
+                    f"methods.{label}: stages that all methods share have this name; choose "
+                    "another label"
                 )
         return self
 

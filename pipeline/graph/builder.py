@@ -219,6 +219,8 @@ class Builder:
         entry = self.config.merge_entry(label, task_name)
         train, data = self.train_and_data(label, step, settings_task)
         ignored = METHODS[entry.method].ignored_settings(step)
+        if step == "evaluate":  # a bundle of its job has all settings
+            ignored = frozenset()
         settings = {key: value for key, value in entry.settings.items() if key not in ignored}
         return self._job(
             id=stage_id,

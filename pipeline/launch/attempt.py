@@ -73,9 +73,9 @@ def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
     """
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     allocation = f" (an allocation of {asked[1]} failed)" if asked else ""
-    if stage.step == "evaluate" or not isinstance(stage.job, StageJob):
+    if not stage.inputs.get("train") or not isinstance(stage.job, StageJob):
         return (
-            f"the memory of the GPU does not suffice to evaluate {stage.id!r}{allocation}; give it "
+            f"the memory of the GPU does not suffice for {stage.id!r}{allocation}; give it "
             "a larger share of a GPU (cluster.gpus_per_worker, or cluster.stages)"
         )
     train = stage.job.train

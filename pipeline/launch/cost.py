@@ -99,6 +99,7 @@ class SourceKind(NamedTuple):
     method: str
     step: str
     precision: str
+    reads_features: bool
 
 
 @dataclass(frozen=True)
@@ -395,7 +396,9 @@ def read_sources(
         for stage in record["stages"]:
             inputs = stage.get("inputs") or {}
             step = stage.get("step", "")
-            kind = SourceKind(stage.get("method") or "", step, read_precision(inputs))
+            reads_features = any(p.startswith("features/") for p in stage.get("parents", ()))
+            method = stage.get("method") or ""
+            kind = SourceKind(method, step, read_precision(inputs), reads_features)
             is_full = len(sources.get(kind, ())) >= MAX_SOURCES
             if step in WITHOUT_DEVICE or stage["key"] in read_keys or is_full:
                 continue
@@ -545,6 +548,8 @@ class Speeds:
         if kind not in self.known:
             self.known[kind] = self.get(stage.job.backbone_settings, *kind)
         one = self.known[kind]
+        if reads_features(stage):
+            return Measured(STAGE_S, 0.0, one.source)
         if not work.epochs or stage.step == "evaluate":
             return Measured(STAGE_S, one.forward_s, one.source)
         method = METHODS.get(stage.job.method)
@@ -565,6 +570,11 @@ def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
     return by_name
 
 
+def reads_features(stage: Stage) -> bool:
+    """Return whether a stage reads features in place of images."""
+    return isinstance(stage.job, StageJob) and stage.job.features is not None
+
+
 def choose_measurements(
     stage: Stage, config: Config, sources: Sources, work: Work
 ) -> tuple[Basis, list[Measured]]:
@@ -572,13 +582,13 @@ def choose_measurements(
     if work.images is None:
         return "unknown", []
     method = config.methods[stage.method].method if stage.method else ""
-    kind = SourceKind(method, stage.step, read_precision(stage.inputs))
+    kind = SourceKind(method, stage.step, read_precision(stage.inputs), reads_features(stage))
     same_method = sources.get(kind)
     if same_method:
         return "same method", same_method
     other_methods: list[Measured] = []
     for other, measurements in sources.items():
-        if (other.step, other.precision) == (kind.step, kind.precision):
+        if other[1:] == kind[1:]:
             other_methods += measurements
     if other_methods:
         return "other method", other_methods

@@ -447,15 +447,23 @@ class RunTables:
         )
 
     def budget(self, label: str) -> TrainingBudget:
-        """Return the training budget of a method, without the backbone that all methods share."""
+        """Return the training budget of a method, without the backbone that all methods share.
+
+        It contains the stages with features, although other methods may share them too.
+        """
         manifests: list[Manifest | None] = []
         trained: dict[str, None] = {}
+        shared: dict[str, None] = {}
         for stage in self.record["stages"]:
             if stage["label"] != label or stage["step"] == "evaluate":
                 continue
             artifact = self.artifacts.get(stage["id"])
             manifests.append(None if artifact is None else artifact.manifest)
             trained[stage["task"] or ""] = None
+            shared |= dict.fromkeys(p for p in stage["parents"] if p.startswith("features/"))
+        for stage_id in shared:
+            artifact = self.artifacts.get(stage_id)
+            manifests.append(None if artifact is None else artifact.manifest)
         sizes = self.sizes(label)
         return sum_budget(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
 

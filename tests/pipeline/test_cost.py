@@ -185,6 +185,16 @@ def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: S
     assert "30 GFLOP/s (CPU, 1 core, fp32)" in output
 
 
+def test_features_that_methods_share_are_forecast_once(site: Site) -> None:
+    cards = {name: card for name, card in site.cards.items() if name != "base"}
+    prediction = costs(site.folder, cards, ("ncm", "simplecil"))
+    seconds = {stage_id: stage.device_s for stage_id, stage in prediction.costs.items()}
+    assert seconds["ncm/a/statistics"] == seconds["simplecil/a/statistics"] == cost.STAGE_S
+    shared = seconds["features/a"]
+    assert shared is not None
+    assert shared > cost.STAGE_S
+
+
 def test_an_augmented_linear_method_passes_every_epoch(site: Site) -> None:
     body = small_run.make_body(*site, ("linear",), train={"epochs": 4})
     image_s = []

@@ -231,7 +231,7 @@ def test_a_run_that_fails_says_where_its_traceback_is(
             "train.accumulate, which gives the same batches in more parts, lower train.batch_size, "
             "or give it a larger share",
         ),
-        ("finetune/a/evaluate", [], "does not suffice to evaluate 'finetune/a/evaluate'"),
+        ("finetune/a/evaluate", [], "does not suffice for 'finetune/a/evaluate'"),
     ],
 )
 def test_a_gpu_without_memory_left_names_the_settings_that_help(

@@ -63,7 +63,10 @@ def test_stage_kind_limits_override_common_limits() -> None:
     ("setting", "sentence"),
     [
         ("trian.timeout_s=5", "cluster.stages.trian is not a kind of stage .* mean 'train'"),
-        ("sleep.cpus=1", "cluster.stages.sleep is not a kind .*there are: ingest, backbone, train"),
+        (
+            "sleep.cpus=1",
+            "cluster.stages.sleep is not a kind .*there are: ingest, backbone, features, train",
+        ),
         ("report.timeout_s=5", "cluster.stages .* the report is made by the driver itself"),
         ("ingest.gpus=1", "cluster.stages .* ingest runs without a GPU"),
         ("train.timeout_s=-1", r"cluster.stages.train.timeout_s is -1: .* or equal to 0"),

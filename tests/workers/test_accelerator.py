@@ -156,3 +156,15 @@ def test_a_stage_trains_in_its_precision_and_is_evaluated_in_fp32(
         assert not torch.backends.cudnn.allow_tf32
         assert not torch.backends.cuda.matmul.allow_tf32
     assert states["fp32"] == states["tf32"], "a CPU has no TF32"
+
+
+def test_a_step_without_epochs_computes_in_fp32(lab: Any) -> None:
+    """Its key does not contain the precision."""
+    train = {"optimizer": "adamw", "lr": 1e-2, "epochs": 1, "batch_size": 32}
+    run = lab.run_of("slca", {**train, "precision": "tf32"}, scenario="class")
+    trained, statistics = run.stages(0)
+    run.artifact(trained)
+    assert torch.backends.cudnn.allow_tf32
+    run.artifact(statistics)
+    assert not torch.backends.cudnn.allow_tf32
+    run.evaluated(0)

@@ -25,7 +25,7 @@ from workers.data import order, reader
 from workers.data.cache import Cache
 from workers.data.crops import View
 from workers.data.image_maker import ReadPicture
-from workers.data.order import RUN_BYTES, Deal, EpochOrder, Ints
+from workers.data.order import RUN_BYTES, Deal, DrawnOrder, EpochOrder, Ints
 from workers.data.pictures import StreamedPictures
 from workers.data.reader import (
     FETCH_THREADS,
@@ -318,6 +318,26 @@ def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
     assert counted_bucket.requests() == 900
     assert not made._num_unread
     assert not made._planned
+
+
+def test_replay_is_fetched_a_few_steps_ahead_although_records_repeat(
+    colours: SampleTable, counted_bucket: Bucket
+) -> None:
+    made = reader.random_reader(colours)
+    assert isinstance(made, BucketReader)
+    made.num_ahead = 100
+    drawn = 0
+
+    def steps() -> Iterator[np.ndarray]:
+        nonlocal drawn
+        order = DrawnOrder(50, (32,), 200, seed=0, epoch=0)
+        for step in range(200):
+            drawn += 1
+            yield order.rows(step, np.arange(32))
+
+    for number, rows in enumerate(made.ahead(steps())):
+        assert drawn <= number + 5, "all steps were drawn before the first one"
+        read_all(made, rows.tolist())
 
 
 def test_an_epoch_of_single_records_is_planned_in_a_few_bytes_of_each(

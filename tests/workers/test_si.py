@@ -214,6 +214,14 @@ def test_a_penalty_too_stiff_for_sgd_is_warned_of() -> None:
         assert all("lower lambda or train.lr" in warning for warning in warnings)
 
 
+def test_a_first_task_is_not_warned_of_the_penalty_of_the_next() -> None:
+    method = regression("si", A, c=100.0)
+    train(method, A, 3)
+    carried = method.finish()[1]
+    assert omega(carried).max() > 0
+    assert method.warnings() == []
+
+
 @pytest.mark.parametrize("scenario", ["class", "task"])
 @pytest.mark.parametrize(("method", "weight"), [("si", "c"), ("mas", "lambda")])
 def test_without_a_weight_it_is_fine_tuning(

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from workers.data.feed import Feed
+from workers.storage.parquet import read_table
 
 
 class FeatureBatch(NamedTuple):
@@ -54,10 +54,11 @@ class FeatureBatch(NamedTuple):
     @classmethod
     def from_parquet(cls, data: bytes) -> FeatureBatch:
         """Read what `to_parquet` wrote."""
-        table = pq.read_table(io.BytesIO(data))
+        table = read_table(data)
         column = table["features"].combine_chunks()
-        values = np.array(column.flatten())  # a copy, which can be written
-        labels = torch.from_numpy(np.array(table["label"]))
+        # Arrow's memory is read-only, torch's is not
+        values = column.flatten().to_numpy().copy()
+        labels = torch.from_numpy(table["label"].to_numpy().copy())
         features = torch.from_numpy(values).view(len(labels), column.type.list_size)
         return cls(features, labels, torch.zeros_like(labels), table["key"].to_pylist())
 

@@ -130,7 +130,8 @@ class DrawnOrder:
         parts = []
         for index, count in enumerate(self.draws):
             words = draw(derive_seed(self.seed, "replay", self.epoch, step, index), self.num_rows)
-            parts.append(np.argsort(words, kind="stable")[:count])
+            chosen = np.argpartition(words, count - 1)[:count]
+            parts.append(chosen[np.lexsort((chosen, words[chosen]))])
         rows: Ints = np.concatenate(parts)[positions]
         return rows
 

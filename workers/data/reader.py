@@ -223,15 +223,24 @@ class BucketReader:
         cache: Keeps fetched ranges. Without it at most MEMORY_BYTES are kept in memory. Unread
             ranges are never dropped: ranges are fetched ahead only while there is room.
         num_ahead: Number of ranges to fetch before they are needed.
+        repeats: Whether steps of one call of `ahead` need the same ranges again, as replay does.
     """
 
     reads_disks = False
 
-    def __init__(self, samples: SampleTable, ranges: Ranges, cache: Cache | None, num_ahead: int):
+    def __init__(
+        self,
+        samples: SampleTable,
+        ranges: Ranges,
+        cache: Cache | None,
+        num_ahead: int,
+        repeats: bool = False,
+    ):
         self.samples = samples
         self.ranges = ranges
         self.cache = cache
         self.num_ahead = num_ahead
+        self.repeats = repeats
         self._threads = ThreadPoolExecutor(FETCH_THREADS)
         # Ranges to fetch next. The threads get a few at a time, because a thread pool would fetch
         # all submitted ranges even at the end of the process.
@@ -265,8 +274,9 @@ class BucketReader:
             for rows in steps:
                 ranges_of_rows = self.ranges.of_row[np.unique(rows)]
                 needed = np.unique(ranges_of_rows)
-                needed = needed[~is_planned[needed]]
-                is_planned[needed] = True
+                if not self.repeats:
+                    needed = needed[~is_planned[needed]]
+                    is_planned[needed] = True
                 self._plan(needed.tolist(), ranges_of_rows.tolist())
                 waiting.append((rows, len(needed)))
                 num_unread += len(needed)
@@ -526,14 +536,15 @@ def random_reader(samples: SampleTable) -> Reader:
     """Create a reader for rows in any order."""
     if not is_remote(samples):
         return DiskReader(samples)
-    return _record_reader(samples)
+    return _record_reader(samples, repeats=True)
 
 
-def _record_reader(samples: SampleTable) -> Reader:
+def _record_reader(samples: SampleTable, repeats: bool = False) -> Reader:
     """Create a reader of a bucket that fetches records one by one."""
     records = Ranges.of_records(samples)
     mean_bytes = max(1, records.total_bytes // len(samples))
-    return BucketReader(samples, records, None, max(1, RECORDS_AHEAD_BYTES // mean_bytes))
+    num_ahead = max(1, RECORDS_AHEAD_BYTES // mean_bytes)
+    return BucketReader(samples, records, None, num_ahead, repeats)
 
 
 def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:

@@ -54,6 +54,10 @@ class ErAce(Reservoir[ReservoirSettings]):
         ce = F.cross_entropy(logits, batch.labels)
         return ce, {"ce": ce.detach()}
 
+    def competing_outputs(self) -> int:
+        assert self.task is not None
+        return self.heads[self.task.name].out_features
+
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.replay is not None
         ce = self.classification_loss(self.features(batch.replay.images), batch.replay)

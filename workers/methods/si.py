@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from workers.methods.base import MethodSettings, ParamGroup, Progress, StepContext
-from workers.methods.bases.importance import OneAnchor
+from workers.methods.bases.importance import IMPORTANCE, OneAnchor, copy_with_prefix
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
 
@@ -81,10 +81,14 @@ class Si(OneAnchor[SiSettings]):
 
     @torch.no_grad()
     def finish(self) -> tuple[TaskState, Carried]:
+        """Carry the importance for the next task; `warnings` is about that of this task."""
+        grown = {}
         paths = self.path.buffers()
         for (name, weight), path in zip(self.protected().items(), paths, strict=True):
             moved = weight - self.anchors[name]
             gained = path / (moved.square() + self.settings.xi)
             old = self.importance.get(name, torch.zeros_like(weight))
-            self.importance[name] = (old + gained).relu()
-        return super().finish()
+            grown[name] = (old + gained).relu()
+        state, carried = super().finish()
+        carried.tensors |= copy_with_prefix(IMPORTANCE, grown)
+        return state, carried

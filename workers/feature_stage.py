@@ -51,6 +51,6 @@ def load_features(job: StageJob) -> FeatureBatch:
     assert job.features is not None
     batch = FeatureBatch.from_parquet(Artifact.need(job.root, job.features).read(FILE))
     keys = {*chain(*list_keys(job.root, job.task, job.data.val_fraction).values())}
-    kept = batch.take([row for row, key in enumerate(batch.keys) if key in keys])
-    assert len(kept.keys) == len(keys), "the stage has the features of all train images"
-    return kept
+    step_batch = batch.take([row for row, key in enumerate(batch.keys) if key in keys])
+    assert len(step_batch.keys) == len(keys), "the stage has the features of all train images"
+    return step_batch

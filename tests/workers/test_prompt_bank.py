@@ -55,7 +55,7 @@ def make(name: str, scenario: str = "class", **settings: Any) -> Any:
 
 
 def learn(method: Any, task: Task, carried: Carried | None = None, optimizer: str = "adam") -> Any:
-    """Train a task for six steps, and return its state and what it carries."""
+    """Train a task for six steps, and return its state and carried state."""
     groups = begun(method, task, carried)
     method_steps.train(method, method_steps.OPTIMIZERS[optimizer](groups), task)
     return method.eval().finish()
@@ -64,7 +64,7 @@ def learn(method: Any, task: Task, carried: Carried | None = None, optimizer: st
 def learn_all(
     name: str, tasks: tuple[Task, ...] = TASKS, scenario: str = "class", **settings: Any
 ) -> tuple[list[TaskState], Carried]:
-    """Train a stream; return the state of each task and what the last one carries."""
+    """Train a stream; return the state of each task and the last carried state."""
     states: list[TaskState] = []
     carried: Carried | None = None
     for task in tasks:

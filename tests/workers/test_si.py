@@ -1,4 +1,4 @@
-"""SI and MAS: importance and penalty by the worked values, and what they are not."""
+"""SI and MAS: importance and penalty, with the worked values of the reference."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class FeatureBatch(NamedTuple):
 
     @classmethod
     def from_parquet(cls, data: bytes) -> FeatureBatch:
-        """Read what `to_parquet` wrote."""
+        """Read the bytes of `to_parquet`."""
         table = read_table(data)
         column = table["features"].combine_chunks()
         # Arrow's memory is read-only, torch's is not

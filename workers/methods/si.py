@@ -1,4 +1,4 @@
-"""SI: synaptic intelligence, importance from what each weight contributed to the fall of the loss.
+"""SI: synaptic intelligence. A weight is important if its steps lowered the loss.
 
 Zenke, Poole, Ganguli: Continual Learning Through Synaptic Intelligence, ICML 2017.
 """

@@ -108,8 +108,8 @@ class Slca(ClassIncremental[SlcaSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        own = {"train": {"backbone_rate"}, "statistics": set()}
-        return frozenset(cls.Settings.model_fields) - own.get(step, cls.per_task)
+        used = {"train": {"backbone_rate"}, "statistics": set()}
+        return frozenset(cls.Settings.model_fields) - used.get(step, cls.per_task)
 
     def __init__(self, backbone: nn.Module, settings: SlcaSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -189,7 +189,7 @@ class Slca(ClassIncremental[SlcaSettings]):
     # ---- serving ---------------------------------------------------------------------------------
     @torch.no_grad()
     def load_carried(self, carried: Carried) -> None:
-        """Load the weights and the aligned heads of earlier tasks, and keep what `begin` needs."""
+        """Load the weights and the aligned heads of earlier tasks; `begin` uses the rest."""
         super().load_carried(carried)
         backbone: dict[str, Tensor] = {}
         parts: dict[str, dict[str, Tensor]] = {}  # task -> tensors by name

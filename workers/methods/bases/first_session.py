@@ -113,8 +113,8 @@ class FirstSession(ClassStatistics[S]):
     def ignored_settings(cls, step: str) -> frozenset[str]:
         """In `adapt` those of the classifier, later those of training alone."""
         if step == ADAPT:
-            own = cls.Settings.model_fields.keys() - FirstSessionSettings.model_fields.keys()
-            return frozenset(own)
+            shared = FirstSessionSettings.model_fields.keys()
+            return frozenset(cls.Settings.model_fields.keys() - shared)
         return frozenset({"adapter_dropout", "head_scale"})
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Prompts that follow from a query of each image: what CODA-Prompt, DualPrompt and L2P share."""
+"""The base class of CODA-Prompt, DualPrompt and L2P: prompts chosen by a query of each image."""
 
 from __future__ import annotations
 

@@ -266,6 +266,24 @@ def test_coda_weighs_components_as_in_its_equation() -> None:
     assert many.abs().max() <= 1 + 1e-6
 
 
+def test_coda_prefixes_are_weighted_sums_of_components() -> None:
+    method = make("coda", components=3)
+    begun(method, ONE)
+    method.eval()
+    own = dict(method.own.items())
+    query = method.query(images())
+    method.weight_overrides = own
+    features = method.prompted(images(), query)
+    alpha = weigh_components(query, own["key"], own["attention"])  # (L, B, M)
+    prefixes = torch.einsum("lbm,lmkpa->lbkpa", alpha, own["prompt"])
+    with method.sites.using(prefixes.unbind()):
+        expected = method.backbone(images())
+    with method.sites.using((-prefixes).unbind()):
+        opposite = method.backbone(images())
+    assert torch.allclose(features, expected, atol=1e-6)
+    assert not torch.allclose(features, opposite, atol=1e-4)
+
+
 def test_coda_starts_rows_orthonormal_to_all_earlier_ones() -> None:
     earlier = torch.tensor([[1.0, 0, 0, 1]]) / math.sqrt(2)
     row = orthonormalize(torch.tensor([[1.0, 2, 3, 4]]), earlier)

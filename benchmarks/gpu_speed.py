@@ -246,7 +246,7 @@ def method_row(
     sizes: Sizes | None = None,
 ) -> Row:
     """Time a training step of a method under bf16 autocast."""
-    scenario = max(METHODS[name].scenarios)
+    scenario = max(METHODS[name].scenarios - {"domain"})
     sizes = sizes or bench.sizes
     conditions = Conditions(sizes.side, sizes.batch, position, "bf16", bench.device)
     training = Training(name, backbone, scenario, conditions)

@@ -182,7 +182,7 @@ class Lab:
         if settings is None:
             settings = SETTINGS.get((method, str(train.get("optimizer"))), {})
         scenarios = METHODS[method].scenarios
-        scenario = scenario or ("task" if "task" in scenarios else min(scenarios))
+        scenario = scenario or ("task" if "task" in scenarios else min(scenarios - {"domain"}))
         tasks = [
             {"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order
         ]

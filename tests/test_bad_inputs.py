@@ -272,8 +272,16 @@ CONFIGS: dict[str, tuple[Change, list[str]]] = {
         ["backbone.options.proj_drop_rate is 0.1", "use backbone.drop_path"],
     ),
     "unknown scenario": (
-        entries(stream__scenario="domain"),
-        ["stream.scenario is 'domain'", "'task' or 'class'"],
+        entries(stream__scenario="domains"),
+        ["stream.scenario is 'domains'", "'task', 'class' or 'domain'"],
+    ),
+    "domains with other classes": (
+        entries(stream__scenario="domain", methods={"finetune": {}}),
+        ["task 'b' has class '4', unlike task 'a'", "scenario `domain`", "the same `classes`"],
+    ),
+    "mixed targets with a head for each domain": (
+        entries(stream__scenario="domain", methods={"icarl": {}}, data__mixup=0.5),
+        ["methods.icarl", "data.mixup", "a head for each task", "set all three to 0"],
     ),
     "empty stream": (entries(stream__tasks=[]), ["stream.tasks is []", "at least 1"]),
     "two tasks of one name": (task(name="a"), ["two tasks are called 'a'", "its own `name`"]),

@@ -75,7 +75,11 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset(names: tuple[str
     done = benchmark("--methods", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
-    expected = {(name, scenario, "fp32") for name in names for scenario in METHODS[name].scenarios}
+    expected = {
+        (name, scenario, "fp32")
+        for name in names
+        for scenario in METHODS[name].scenarios - {"domain"}
+    }
     assert {case for case in rows if case[2] == "fp32"} == expected
     assert {case[0] for case in rows if case[2] == "bf16"} == {*names} - {"dytox"}
     assert all(row["result"] == "ok" and row["resumed"] == "bits" for row in rows.values())
@@ -313,5 +317,7 @@ def test_a_step_of_the_third_task_can_be_timed(name: str) -> None:
     sizes = gpu_speed.REHEARSAL
     backbone = vit.build(BackboneSettings(name=sizes.backbone, img_size=sizes.side))
     conditions = methods.Conditions(sizes.side, sizes.batch, 2)
-    training = methods.Training(name, backbone, max(METHODS[name].scenarios), conditions)
+    training = methods.Training(
+        name, backbone, max(METHODS[name].scenarios - {"domain"}), conditions
+    )
     assert torch.isfinite(training.step())

@@ -206,7 +206,7 @@ def test_lists_name_every_operation_that_cuda_casts() -> None:
     ],
 )
 def test_method_keeps_weights_masks_losses_and_norms_in_fp32(device: Any, method: str) -> None:
-    case = Case(method, max(METHODS[method].scenarios))
+    case = Case(method, max(METHODS[method].scenarios - {"domain"}))
     in_fp32 = device.submit(train, case).result()
     types = device.submit(train, replace(case, train={"precision": "bf16"})).result()
     computed = types.steps | {name: types.kernels.get(name, set()) for name in IN_FP32}

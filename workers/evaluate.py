@@ -47,7 +47,7 @@ class Answers(NamedTuple):
 def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
     """Return the numbers of correct answers and of images in `feed`, over all ranks.
 
-    In scenario `class` all outputs compete. Afterwards the method is in the mode, training or not,
+    The outputs of `answers` compete. Afterwards the method is in the mode, training or not,
     that it was in before.
     """
     was_training = method.training
@@ -68,11 +68,24 @@ def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
     """Return the logits over the outputs that compete in the method's scenario.
 
-    These are all classes so far in scenario `class`, and the classes of `task` otherwise.
+    These are all classes so far in scenario `class`, the classes that all tasks have in scenario
+    `domain`, and the classes of `task` otherwise.
     """
-    if method.scenario == "class":
-        return method.logits(images, None)
-    return method.logits(images, task)
+    if method.scenario == "task":
+        return method.logits(images, task)
+    return merge_domains(method, method.logits(images, None))
+
+
+def merge_domains(method: Method, logits: Tensor) -> Tensor:
+    """In scenario `domain` return the largest output of each class: (b, tasks * K) -> (b, K).
+
+    Logits of other scenarios, and of one head for all tasks, are returned as they are.
+    """
+    if method.scenario != "domain":
+        return logits
+    assert isinstance(method, ClassIncremental)
+    first = next(iter(method.class_slices().values()))
+    return logits.unflatten(1, (-1, first.stop)).amax(1)
 
 
 def first_column(method: Method, task: str) -> int:
@@ -84,7 +97,7 @@ def first_column(method: Method, task: str) -> int:
 
 
 def task_slice(method: Method, task: str) -> slice:
-    """Return the positions of the classes of `task` in the output space of scenario `class`."""
+    """Return the positions of the classes of `task` in the output space of all tasks."""
     assert isinstance(method, ClassIncremental)
     return method.class_slices()[task]
 
@@ -145,8 +158,13 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
 
     The picks are `choice` (b,), an index among the candidates of the method, and `confidence` (b,).
     In scenario `class` there is also `task_aware` (b,): the predicted class among the classes of
-    `task`, if the method is given the task.
+    `task`, if the method is given the task. In scenario `domain` every method with a head for each
+    task has it.
     """
+    if method.scenario == "domain" and not method.heads.is_shared:
+        all_logits = method.logits(images, None)
+        told = all_logits[:, task_slice(method, task)].argmax(1)
+        return merge_domains(method, all_logits), {"task_aware": told}
     if not isinstance(method, InfersTask) or not method.candidates():
         return answers(method, images, task), {}
     choice, confidence = method.infer(images)
@@ -182,7 +200,7 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
 
     In scenario `class` labels and predictions are positions in the output space of all classes so
     far. `correct_task_aware` then counts the images that are correct among the classes of their own
-    task.
+    task; in scenario `domain`, with the head of their own task.
 
     Args:
         method: The method.
@@ -209,6 +227,8 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
         task_aware = picks.get("task_aware", logits[:, columns].argmax(1))
         row["correct_task_aware"] = int((task_aware == labels).sum())
         labels = labels + columns.start
+    elif "task_aware" in picks:
+        row["correct_task_aware"] = int((picks["task_aware"] == labels).sum())
     if not bool(torch.isfinite(logits).all()):
         raise UserError(
             f"some answers on task {task.name!r} are not finite numbers; training went wrong, "
@@ -225,7 +245,7 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
         "prediction": predicted.tolist(),
         "confidence": pa.array(confidence.tolist(), pa.float32()),
     }
-    if picks:
+    if "choice" in picks:
         candidates = list_candidates(method)
         names = list(candidates)
         row["picks"] = count_picks(candidates, task.name, picks["choice"], picks["confidence"])

@@ -64,8 +64,7 @@ def new_method(job: StageJob) -> Method:
     task_name = job.task.name if job.task else ""
     torch.manual_seed(derive_seed(job.seed, "begin", task_name, job.step))
     method: Method = load_method(job)(backbone, load_settings(job), job.seed)
-    method.scenario = job.scenario
-    method.stream = job.tasks
+    method.join_stream(job.scenario, job.tasks)
     return method
 
 

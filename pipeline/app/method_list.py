@@ -79,7 +79,8 @@ def list_methods() -> str:
         [
             *(line.rstrip() for line in table),
             "",
-            "scenario `task`: the task of an image is given; `class`: one output space grows.",
+            "scenario `task`: the task of an image is given; `class`: one output space grows; "
+            "`domain`: the same classes in each task, which is not given.",
             "Give a method's name to see its settings.",
         ]
     )

@@ -118,10 +118,11 @@ class StreamSettings(Frozen):
     tasks: tuple[TaskEntry, ...] = Field(
         min_length=1, description="in order; a card's name alone stands for a task of all of it"
     )
-    scenario: Literal["task", "class"] = Field(
+    scenario: Literal["task", "class", "domain"] = Field(
         "task",
         description="`task`: the task of an image is given at test time (TIL); `class`: it is not, "
-        "and one output space grows (CIL)",
+        "and one output space grows (CIL); `domain`: it is not, and all tasks have the same "
+        "classes (DIL)",
     )
 
     @field_validator("tasks", mode="before")
@@ -921,6 +922,20 @@ def _check_entry(
             method_class.validate(settings, train, data, config.stream.scenario)
         except UserError as error:
             raise UserError(f"{where}: {path}: {error}") from None
+        reads_several = "seen" in (method_class.reads, method_class.trains_on)
+        has_soft_targets = data.mixup or data.cutmix or data.smoothing
+        if config.stream.scenario == "domain" and reads_several and has_soft_targets:
+            _check_one_head(method_class, path, where)
+
+
+def _check_one_head(method_class: type[Method[Any]], path: str, where: str) -> None:
+    """Raise `UserError` if a method with soft targets has an output for each class and domain."""
+    if not method_class.shares_head:
+        raise UserError(
+            f"{where}: {path}: data.mixup, data.cutmix or data.smoothing is above 0, and "
+            f"{method_class.name!r} has a head for each task in scenario `domain`, where one class "
+            "has several outputs; set all three to 0 for this method"
+        )
 
 
 def _check_train_and_data(config: Config, where: str) -> None:

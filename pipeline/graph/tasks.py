@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipeline.config.settings import Config, TaskEntry
 from pipeline.data import card_files, in_place
@@ -40,8 +41,11 @@ def add_tasks(builder: Builder) -> list[Task]:
     for entry in builder.config.stream.tasks:
         tasks += _make_tasks(builder, entry, loaded[entry.card])
     _check_roles(tasks)
-    if builder.config.stream.scenario == "task":
-        _check_several_classes(tasks)
+    scenario = builder.config.stream.scenario
+    if scenario == "domain":
+        tasks = _share_classes(tasks)
+    if scenario != "class":
+        _check_several_classes(tasks, scenario)
     base_tasks = [task for task in tasks if task.role == "base"]
     return base_tasks + [task for task in tasks if task.role != "base"]
 
@@ -123,8 +127,37 @@ def _check_roles(tasks: list[Task]) -> None:
         )
 
 
-def _check_several_classes(tasks: Sequence[Task]) -> None:
-    """Check that tasks have several classes: with one class a known task leaves no choice.
+def _share_classes(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks of scenario `domain`, all with the classes in the order of the first task.
+
+    Raises:
+        UserError: If two tasks have other classes.
+    """
+    labelled = [task for task in tasks if task.role != "unlabelled"]
+    if not labelled:
+        return list(tasks)
+    first = labelled[0]
+    shared = {nfc(name): name for name in first.classes}
+    ordered = []
+    for task in tasks:
+        if task.role == "unlabelled":
+            ordered.append(task)
+            continue
+        own = {nfc(name): name for name in task.classes}
+        differing = [name for name in (*own, *shared) if (name in own) != (name in shared)]
+        if differing:
+            has = "has" if differing[0] in own else "lacks"
+            raise UserError(
+                f"stream.tasks: task {task.name!r} {has} class {differing[0]!r}, unlike task "
+                f"{first.name!r}; in scenario `domain` all tasks have the same classes: give both "
+                "the same `classes`, or set stream.scenario=class"
+            )
+        ordered.append(replace(task, classes=tuple(own[name] for name in shared)))
+    return ordered
+
+
+def _check_several_classes(tasks: Sequence[Task], scenario: str) -> None:
+    """Check that tasks have several classes to choose from.
 
     Raises:
         UserError: If a task has one class.
@@ -133,7 +166,7 @@ def _check_several_classes(tasks: Sequence[Task]) -> None:
         if task.num_classes == 1 and task.role != "unlabelled":
             raise UserError(
                 f"stream.tasks: task {task.name!r} has one class, {task.classes[0]!r}, so that in "
-                "scenario `task` every answer is right; join the class to another task (its "
+                f"scenario `{scenario}` every answer is right; join the class to another task (its "
                 "`classes`), or set stream.scenario=class, where the classes of all tasks are told "
                 "apart"
             )

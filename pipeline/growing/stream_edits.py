@@ -28,7 +28,7 @@ from workers.storage.regular_file import read_regular
 Kind = Literal["task", "classes", "images"]
 MAX_FILE_BYTES = 64 << 20  # of a config or a card
 TASKS = ("stream", "tasks")
-MIN_CLASSES = {"task": 2, "class": 1}  # of a task, by scenario
+MIN_CLASSES = {"task": 2, "class": 1, "domain": 2}  # of a task, by scenario
 IMAGE_LIST = "-without-images.txt"  # behind the name of a card
 OWN_CARD = "give the new data a card of their own with --as task"
 COPY_CARD = "copy the card beside the config, name the copy in stream.tasks, and try again"
@@ -256,7 +256,8 @@ def _check_number(
     if len(classes) > 1 or config.stream.scenario == "class":
         return
     raise UserError(
-        f"one new class, {classes[0]!r}, is not a task in scenario `task`, where every answer "
+        f"one new class, {classes[0]!r}, is not a task in scenario `{config.stream.scenario}`, "
+        "where every answer "
         f"would be right; join it to a task (--into NAME, one of {listed([*task_classes])}), or "
         "set stream.scenario to class, where the classes of all tasks are told apart"
     )

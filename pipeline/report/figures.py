@@ -129,13 +129,13 @@ def matrix_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
 def task_aware_matrix_figure(
     tables: RunTables, label: str, views: list[MaskView]
 ) -> CaptionedFigure | None:
-    """The second matrix of scenario `class`; None when it was not measured."""
+    """The second matrix if the task is not given; None when it was not measured."""
     matrix = tables.matrix(label, "correct_task_aware")
     if "measured" not in matrix.source:
         return None
     caption = (
         "The same model when the task of each image is given: "
-        "it chooses among the classes of that task only."
+        "it chooses among the outputs of that task only."
     )
     return CaptionedFigure("Accuracy matrix, task given", caption, plots.draw_matrix(matrix))
 

@@ -3,7 +3,7 @@
 R[t, i] is the accuracy on task i after stage t, shape (T, T), given as integer counts `correct` and
 `total` of that shape, or as rates with `total` left at 1; all tasks then count the same. Entries
 above the diagonal are tasks that are not learned yet; no metric reads them. Forward transfer (GEM)
-is left out: a future task has no head, and no outputs in scenario `class` to measure.
+is left out: a future task has no head, and no outputs to measure where the task is not given.
 
 An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
@@ -312,7 +312,7 @@ _ENTRIES = (
     ),
     Metric(
         "task_aware_average_accuracy",
-        "mean accuracy over all tasks when the model chooses among the task's own classes",
+        "mean accuracy over all tasks when the model chooses among the task's own outputs",
         "rate",
         max,
         ("report",),

@@ -97,7 +97,7 @@ class RunBody(Strict):
     name: Annotated[str, Field(pattern=NAME, max_length=200)]
     seed: Annotated[int, Field(ge=0)] | Text = "unknown"
     created: Annotated[str, Field(pattern=r"^[^\pC]{0,40}$")] = ""
-    scenario: Literal["task", "class"] = "task"
+    scenario: Literal["task", "class", "domain"] = "task"
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[Text, list[Text]] = Field(default_factory=dict, max_length=100)
     tasks: Annotated[list[ResultTaskBody], Field(min_length=1, max_length=MAX_TASKS)]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
-# In scenario `class`: correct within the five best logits; correct when the task is given.
+# If the task is not given: correct within the five best logits; correct when the task is given.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
 TOP_CLASSES = 5
 STATE_KINDS = ("masks", "tokens", "head", "copies")
@@ -306,7 +306,7 @@ class RunTables:
         """Return the accuracy matrix of one method.
 
         correct: the count of an evaluation row to use. `correct_task_aware` gives the second matrix
-        of scenario `class`, with logits masked to the classes of the task; every entry is missing
+        where the task is not given, with logits masked to those of the task; every entry is missing
         when `evaluate` did not write it.
         """
         tasks = self.tasks(label)
@@ -333,7 +333,7 @@ class RunTables:
                         totals[t, i] = totals[i, i]
                         source[t, i] = "follows"
         extra = {}
-        if self.scenario == "class" and correct == "correct":
+        if self.scenario != "task" and correct == "correct":
             extra = {name: self.matrix(label, count) for name, count in EXTRA_COUNTS.items()}
         chance = self._chance(tasks, correct)
         return Matrix(label, tuple(tasks), hits, totals, source, extra, chance)

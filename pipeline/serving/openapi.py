@@ -93,7 +93,7 @@ class Tasks(BaseModel):
 
     model: str = Field(description="A digest that changes with the model.")
     method: str
-    scenario: Literal["task", "class"]
+    scenario: Literal["task", "class", "domain"]
     infers: bool = Field(description="Whether a request may leave out tasks.")
     tasks: list[Task]
     limits: RequestLimits

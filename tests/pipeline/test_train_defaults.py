@@ -43,7 +43,7 @@ def test_every_method_declares_its_own_training_in_its_own_class(name: str) -> N
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_accepts_its_own_defaults(name: str, weights: str) -> None:
     method = METHODS[name]
-    scenario = sorted(method.scenarios)[-1]
+    scenario = max(method.scenarios - {"domain"})
     run_config = config(
         weights,
         methods={name: {}},

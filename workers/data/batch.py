@@ -20,8 +20,8 @@ class Batch:
         tasks: Indices into the tasks that the step trains on, (b,).
         draw: Random numbers of this step, one row per sample.
         targets: Soft targets with mixup, cutmix or label smoothing, else None. They are (b,
-            num_classes) over the classes of the common task, or in scenario `class` with several
-            tasks over the classes of all tasks so far.
+            num_classes) over the classes of the common task, or, if there are several tasks and the
+            scenario is not `task`, over the classes of all tasks so far.
         keys: Keys of the samples in their splits; None in training.
         weight: Share of the global batch, b / global batch size. The loop multiplies the loss by it
             and sums gradients over micro-batches and ranks. It is 0 if a rank has a stand-in sample

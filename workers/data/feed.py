@@ -133,16 +133,18 @@ class Feed:
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
 
-        Several tasks share an output space only in scenario `class`: that of all tasks so far.
-        Otherwise `num_classes` is None, and labels are neither mixed nor smoothed.
+        Several tasks share an output space in scenario `class`, that of all tasks so far, and in
+        scenario `domain`, where all have the same classes. Otherwise `num_classes` is None, and
+        labels are neither mixed nor smoothed.
         """
         space = self.tasks if len(self.tasks) == 1 else job.tasks
         first_labels: dict[str, int] = {}
         total = 0
         for task in space:
-            first_labels[task.name] = total
-            total += task.num_classes
-        is_shared = len(self.tasks) == 1 or job.scenario == "class"
+            start = 0 if job.scenario == "domain" else total
+            first_labels[task.name] = start
+            total = start + task.num_classes
+        is_shared = len(self.tasks) == 1 or job.scenario != "task"
         self.num_classes = total if is_shared else None
         offsets = torch.tensor([first_labels[task.name] for task in self.tasks])
         self.global_labels = self.samples.labels + offsets[self.samples.tasks]

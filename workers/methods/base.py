@@ -14,7 +14,7 @@ The planner calls the class (`MethodPlan`) before anything runs:
 The loop (`workers/loop.py`) runs one step of one task:
 
     method = Mine(backbone, settings, seed)  # the backbone is a copy that no other task shares
-    method.scenario, method.stream = "task", tasks
+    method.join_stream("task", tasks)
     method.load_task(state)                  # for each earlier task, if `loads_states(scenario)`
     groups = method.begin(context)
     for batch in feed:                       # skipped if the step has `trains=False`
@@ -263,8 +263,12 @@ class MethodPlan(Generic[S]):
     # For a star: steps on the base task, or on images without labels. All tasks start from their
     # carried states and are served with them.
     starts_from: ClassVar[tuple[str, ...]] = ()
-    # `task`: the task is given at test time (TIL). `class`: it is not (CIL).
+    # `task`: the task is given at test time (TIL). `class`: it is not (CIL). `domain`: it is not,
+    # and all tasks have the same classes (DIL).
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
+    # In scenario `domain` one head serves all tasks. False: each task has its own, and the largest
+    # of the outputs of a class counts.
+    shares_head: ClassVar[bool] = False
     # Training data of a step. `seen`: of all tasks so far, as in joint training.
     trains_on: ClassVar[Literal["task", "seen"]] = "task"
     # Data that the stages wait for. None: the training data. A rehearsal memory needs `seen`.
@@ -346,16 +350,16 @@ class MethodPlan(Generic[S]):
     @classmethod
     def loads_states(cls, scenario: str) -> bool:
         """Return whether a step of a chain needs the states of all earlier tasks."""
-        return bool(cls.carries) and (cls.needs_states or scenario == "class")
+        return bool(cls.carries) and (cls.needs_states or scenario != "task")
 
     @classmethod
     def changes_past_predictions(cls, scenario: str) -> bool:
         """Return whether a later stage can change the answers on earlier tasks.
 
-        If so, each row of the accuracy matrix is measured on all tasks so far. In scenario `class`
-        the outputs of a new task always compete with the older ones.
+        If so, each row of the accuracy matrix is measured on all tasks so far. Unless the task of
+        an image is given, the outputs of a new task always compete with the older ones.
         """
-        return bool(cls.carries) or cls.trains_on == "seen" or scenario == "class"
+        return bool(cls.carries) or cls.trains_on == "seen" or scenario != "task"
 
 
 class Method(nn.Module, MethodPlan[S], Generic[S]):
@@ -368,7 +372,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         self.seed = seed
         self.backbone_digest = compute_digest(backbone)
         self.heads = Heads(backbone.num_features)  # type: ignore[arg-type]
-        # Set by `restore.new_method`: the tasks so far in stream order, with the one in training.
+        # Set by `join_stream`: the tasks so far in stream order, with the one in training.
         self.scenario = "task"
         self.stream: tuple[Task, ...] = ()
         # Set by `begin`; None and empty while the method only serves.
@@ -388,6 +392,11 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     def device(self) -> torch.device:
         """The device of the backbone, and of all that computes with it."""
         return next(self.backbone.parameters()).device
+
+    def join_stream(self, scenario: str, stream: tuple[Task, ...]) -> None:
+        """Set the scenario and the tasks so far, before any state is loaded."""
+        self.scenario, self.stream = scenario, stream
+        self.heads.is_shared = self.shares_head and scenario == "domain"
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:

@@ -75,8 +75,8 @@ class Ewc(WeightImportance[EwcSettings]):
 
     With `online`, A = gamma * A + F_k, and the latest weights are the anchor of all tasks.
 
-    All weights of the backbone are protected. In scenario `class` the heads of earlier tasks are
-    protected too; in scenario `task` they are no longer trained. The importance of a base task is
+    All weights of the backbone are protected. So are the heads of earlier tasks, except in scenario
+    `task`, where they are no longer trained. The importance of a base task is
     computed as well.
 
     Differences from the paper: F uses at most `samples` images of a task, and is divided by its
@@ -180,7 +180,7 @@ class Ewc(WeightImportance[EwcSettings]):
             seed = derive_seed(self.seed, "fisher label", key)
             drawn = p.multinomial(1, generator=torch.Generator().manual_seed(seed))
             weights = {int(drawn): 1.0}
-        elif self.scenario == "class":
+        elif self.scenario != "task":
             weights = {self.class_slices()[self.task.name].start + label: 1.0}
         else:
             weights = {label: 1.0}

@@ -20,7 +20,7 @@ class FineTune(ClassIncremental[MethodSettings]):
     """Trains the backbone and the task's head. Old heads stay while the backbone changes.
 
     In scenario `class` the old heads are trained too: their outputs compete with the new ones, but
-    no sample has one of their classes.
+    no sample has one of their classes. In scenario `domain` all tasks train one head.
     """
 
     name = "finetune"
@@ -34,7 +34,8 @@ class FineTune(ClassIncremental[MethodSettings]):
     carries = ("weights",)
     freezes_backbone = False
     may_forget = True
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
+    shares_head = True
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.carried is not None:
@@ -42,12 +43,12 @@ class FineTune(ClassIncremental[MethodSettings]):
         return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        if self.scenario == "class":
-            return self.state(), Carried(save_network(self, list(self.class_slices())))
+        if self.scenario != "task":
+            return self.state(), Carried(save_network(self, self.head_names()))
         return self.state(), Carried(collect_tensors(self.backbone))
 
     def load_carried(self, carried: Carried) -> None:
-        if self.scenario == "class":
+        if self.scenario != "task":
             restore_network(self, carried.tensors)
         elif carried.tensors:
             self.backbone.load_state_dict(carried.tensors)

@@ -27,7 +27,8 @@ class Joint(ClassIncremental[MethodSettings]):
     freezes_backbone = False
     # 2: mixup and label smoothing also in scenario `class`
     revision = 2
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
+    shares_head = True
     # A later stage trains another network: its answers on old tasks may differ.
     may_forget = True
 
@@ -36,6 +37,8 @@ class Joint(ClassIncremental[MethodSettings]):
 
     def finish(self) -> tuple[TaskState, Carried]:
         names = [task.name for task in self.training_tasks]
+        if self.scenario != "task":
+            names = self.head_names()
         return self.state(), Carried(save_network(self, names))
 
     def load_carried(self, carried: Carried) -> None:

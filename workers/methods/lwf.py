@@ -54,8 +54,8 @@ class Lwf(ClassIncremental[LwfSettings]):
 
     The teacher is the network before the task; the old heads, including that of a base task, are
     trained too. In scenario `class` the old heads' outputs form one softmax, and cross-entropy uses
-    only the new ones. Stored per task: the head after its own training; the chain carries the
-    weights and the current older heads.
+    only the new ones. In scenario `domain` one head is trained on both. Stored per task: the head
+    after its own training; the chain carries the weights and the current older heads.
 
     Differences from the paper: the first phase, which trains only the new head, is off unless
     `head_first` is set.
@@ -74,7 +74,8 @@ class Lwf(ClassIncremental[LwfSettings]):
     needs_states = True  # the head of the task before comes from its state
     freezes_backbone = False
     may_forget = True
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
+    shares_head = True
     Settings = LwfSettings
     penalty_terms: ClassVar[Mapping[str, str]] = {"kd": "lambda"}
     per_task = frozenset({"lambda", "tau", "head_first"})
@@ -83,14 +84,14 @@ class Lwf(ClassIncremental[LwfSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.carried is not None:
             self.load_carried(context.carried)
-        self.old = [name for name in self.class_slices() if name != context.task.name]
+        self.old = [name for name in self.head_names() if name != context.task.name]
         self.teacher = (
             Teacher(self.backbone, {name: self.heads[name] for name in self.old})
             if self.old
             else None
         )
         super().begin(context)
-        return self.head_groups(context.optim, list(self.class_slices())) + weight_groups(
+        return self.head_groups(context.optim, self.head_names()) + weight_groups(
             self.backbone, context.optim
         )
 
@@ -107,10 +108,10 @@ class Lwf(ClassIncremental[LwfSettings]):
         return ce + self.settings.lambda_ * kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def distillation(self, features: Tensor, taught: dict[str, Tensor]) -> Tensor:
-        """KD_ce under each old head, summed; in scenario `class` one over the outputs of all."""
+        """KD_ce under each old head, summed; a single one unless the task is given."""
         students = [self.heads[name](features) for name in self.old]
         teachers = [taught[name] for name in self.old]
-        if self.scenario == "class":
+        if self.scenario != "task":
             students, teachers = [torch.cat(students, 1)], [torch.cat(teachers, 1)]
         return torch.stack(
             [kd_ce(z, y, self.settings.tau) for z, y in zip(students, teachers, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from itertools import cycle
 from typing import Annotated, Literal
 
 import torch
@@ -59,12 +60,15 @@ class Ranpac(FirstSession[RanpacSettings]):
     auto` the sums over the images that fit and those that validate are kept apart; which image
     validates follows from a hash of its key.
 
+    In scenario `domain` a class has one column of Q, a sum over the tasks.
+
     With `first_session`, the paper's first phase, f are the features that the first task adapted.
     The result then depends on which task is the first one.
     """
 
     name = "ranpac"
     keeps = "nothing"
+    shares_head = True
     paper = "RanPAC: Random Projections and Pre-trained Models for Continual Learning, NeurIPS 2023"
     Settings = RanpacSettings
     train_defaults = FIRST_SESSION_TRAINING
@@ -106,11 +110,15 @@ class Ranpac(FirstSession[RanpacSettings]):
 
     def update_heads(self) -> None:
         """Compute the heads of all tasks from the sums."""
-        targets = torch.cat([*self.targets.values()], 2)
+        parts = [*self.targets.values()]
+        if self.heads.is_shared:
+            parts = [torch.stack(parts).sum(0)]
+        targets = torch.cat(parts, 2)
         weights = solve_ridge(self.gram.sum(0), targets.sum(0), self.choose_penalty(targets))
-        counts = [part.shape[2] for part in self.targets.values()]
-        for name, columns in zip(self.targets, weights.float().split(counts, 1), strict=True):
-            self.heads.assign(name, columns.T)
+        counts = [part.shape[2] for part in parts]
+        columns = weights.float().split(counts, 1)
+        for name, weight in zip(self.targets, cycle(columns), strict=False):
+            self.heads.assign(name, weight.T)
 
     def project(self, features: Tensor) -> Tensor:
         """Features (b, d) -> random features (b, M), or the same with `projection: 0`.

@@ -16,6 +16,7 @@ class Replay(Rehearsal[RehearsalSettings]):
     name = "replay"
     family = "rehearsal"
     keeps = "a head"
+    shares_head = True
     paper = "On Tiny Episodic Memories in Continual Learning, 2019"
     train_defaults = TrainDefaults(
         lr=1e-4,

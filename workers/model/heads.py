@@ -12,7 +12,7 @@ from workers.rng import derive_seed
 
 
 class Heads(nn.Module):
-    """Linear(width, classes) by task name.
+    """Linear(width, classes) by task name; one for all tasks if `is_shared`.
 
     The initial values depend on (seed, task name): they are equal on all ranks, for any order of
     tasks. Weights are truncated normal with std 0.02, biases zero, as in DeiT's head.
@@ -24,6 +24,7 @@ class Heads(nn.Module):
         self.layers = nn.ModuleList()
         self.names: list[str] = []
         self.device = torch.device("cpu")
+        self.is_shared = False  # all names lead to the first layer
 
     def _apply(self, fn: Any, recurse: bool = True) -> Heads:
         """Remember the device of `to`, so that heads that are added later are created there."""
@@ -34,11 +35,17 @@ class Heads(nn.Module):
     def __getitem__(self, task: str) -> nn.Linear:
         if task not in self.names:
             raise UserError(f"no task {task!r} is loaded; there are {self.names}")
-        return self.layers[self.names.index(task)]  # type: ignore[return-value]
+        return self.layers[self._index(task)]  # type: ignore[return-value]
+
+    def _index(self, task: str) -> int:
+        return 0 if self.is_shared else self.names.index(task)
 
     def add(self, task: str, classes: int, seed: int) -> nn.Linear:
         """Return the head of a task; create it first if it does not exist."""
-        if task not in self.names:
+        if self.is_shared and self.names:
+            if task not in self.names:
+                self.names.append(task)
+        elif task not in self.names:
             layer = self.layer(classes)
             self.start(layer, torch.Generator().manual_seed(derive_seed(seed, "head", task)))
             self._append(task, layer)
@@ -66,11 +73,13 @@ class Heads(nn.Module):
 
     def _append(self, task: str, layer: nn.Linear) -> None:
         layer = layer.to(self.device)
-        if task in self.names:
-            self.layers[self.names.index(task)] = layer
-        else:
+        is_new = task not in self.names
+        if is_new:
             self.names.append(task)
+        if is_new and not (self.is_shared and len(self.layers)):
             self.layers.append(layer)
+        else:
+            self.layers[self._index(task)] = layer
 
 
 class JointHeads(Heads):

@@ -274,7 +274,7 @@ class Bundle:
             method = METHODS[body["method"]](backbone, settings, body["seed"])
         device = device or torch.device("cpu")
         method.to(device)
-        method.scenario, method.stream = body["scenario"], self.tasks
+        method.join_stream(body["scenario"], self.tasks)
         for task in self.tasks:
             state = self.state(task.name)
             if (state.task, state.classes) != (task.name, task.classes):

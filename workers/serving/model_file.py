@@ -54,7 +54,7 @@ class Body(Frozen):
     settings: dict[str, Any]
     backbone: BackboneSettings
     backbone_digest: str
-    scenario: Literal["task", "class"]
+    scenario: Literal["task", "class", "domain"]
     seed: NonNegativeInt
     tasks: tuple[TaskBody, ...] = Field(min_length=1)
     carried: dict[Plain, File]

@@ -19,6 +19,7 @@ from workers.data.augment import Augment
 from workers.data.feed import EVAL_BATCH
 from workers.data.upload import to_device
 from workers.errors import UserError
+from workers.evaluate import merge_domains
 from workers.job import BackboneSettings, DataSettings
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.protocols import InfersTask, grouped_logits, list_candidates
@@ -195,7 +196,7 @@ class Predictor:
     @property
     def infers_task(self) -> bool:
         """Whether a request may omit the task of an image."""
-        return bool(list_candidates(self.method)) or self.method.scenario == "class"
+        return bool(list_candidates(self.method)) or self.method.scenario != "task"
 
     @property
     def is_per_image(self) -> bool:
@@ -440,6 +441,10 @@ class Predictor:
             for name in self.method.class_slices():
                 classes += self.classes[name]
             return [LogitGroup(rows, self.method.logits(images, None), classes, is_by_task=True)]
+        if self.method.scenario == "domain":
+            logits = merge_domains(self.method, self.method.logits(images, None))
+            shared = [("", name) for _, name in next(iter(self.classes.values()))]
+            return [LogitGroup(rows, logits, shared)]
         return self.take_most_confident(rows, images)
 
     def take_most_confident(self, rows: Tensor, images: Tensor) -> list[LogitGroup]:

@@ -1,4 +1,4 @@
-"""One output space over the classes of all tasks: scenario `class`."""
+"""One output space over the classes of all tasks: scenarios `class` and `domain`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from workers.methods.base import Method, ParamGroup, S, StepContext
 class ClassIncremental(Method[S]):
     """A method that can answer without being given the task: the heads of all tasks compete.
 
-    In scenario `task` it works as any other `Method`.
+    In scenario `task` it works as any other `Method`. In scenario `domain` all tasks have the same
+    classes: with `shares_head` one head has an output for each class, otherwise the output space
+    has the classes of each task, as in scenario `class`.
     """
 
     _starts: Tensor | None = None  # of each task's classes, on the device
     _start_numbers: tuple[int, ...] = ()
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        """In scenario `class` train the heads of all tasks, since they answer together."""
+        """Unless the task is given, train the heads of all tasks, since they answer together."""
         groups = super().begin(context)
-        if self.scenario != "class":
+        if self.scenario == "task":
             return groups
-        return self.head_groups(context.optim, list(self.class_slices()))
+        return self.head_groups(context.optim, self.head_names())
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """In scenario `class` the cross-entropy is over the outputs of all tasks so far."""
-        if self.scenario != "class":
+        """Unless the task is given, the cross-entropy is over the outputs of all tasks so far."""
+        if self.scenario == "task":
             return super().classification_loss(features, batch)
         logits = self.all_logits(features).float()
         if batch.targets is None:
@@ -36,9 +38,9 @@ class ClassIncremental(Method[S]):
         return F.cross_entropy(logits, self.global_targets(batch))
 
     def competing_outputs(self) -> int:
-        if self.scenario != "class":
+        if self.scenario == "task":
             return super().competing_outputs()
-        return sum(self.heads[name].out_features for name in self.class_slices())
+        return sum(self.heads[name].out_features for name in self.head_names())
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """With task None: logits over all classes so far, in the order of `class_slices`."""
@@ -48,12 +50,18 @@ class ClassIncremental(Method[S]):
 
     def all_logits(self, features: Tensor) -> Tensor:
         """Features (b, d) -> (b, classes so far), in the order of `class_slices`."""
-        return torch.cat([self.heads[name](features) for name in self.class_slices()], 1)
+        return torch.cat([self.heads[name](features) for name in self.head_names()], 1)
+
+    def head_names(self) -> list[str]:
+        """Return the names of the heads that form the output space, in the order of its columns."""
+        names = list(self.class_slices())
+        return names[:1] if self.heads.is_shared else names
 
     def class_slices(self) -> dict[str, slice]:
         """Return the positions of each task's classes in the one output space.
 
-        They are the loaded tasks and the current one, in stream order.
+        They are the loaded tasks and the current one, in stream order. With a shared head all have
+        the same positions.
         """
         names = [task.name for task in self.stream if task.name in self.heads.names]
         slices = {}
@@ -61,7 +69,7 @@ class ClassIncremental(Method[S]):
         for name in names or self.heads.names:
             stop = start + self.heads[name].out_features
             slices[name] = slice(start, stop)
-            start = stop
+            start = 0 if self.heads.is_shared else stop
         return slices
 
     def global_labels(self, batch: Batch) -> Tensor:

@@ -24,15 +24,16 @@ IMPORTANCE = "importance/"  # in the carried state, before the names of `save_ne
 class WeightImportance(ClassIncremental[S]):
     """A chain that carries the network and the importance of its weights for earlier tasks.
 
-    All weights of the backbone are protected. In scenario `class` the heads of earlier tasks are
-    protected too; in scenario `task` they are no longer trained.
+    All weights of the backbone are protected. So are the heads of earlier tasks, except in scenario
+    `task`, where they are no longer trained.
     """
 
     family = "regularization"
     keeps = "a head"
     carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "importance")
     needs_states = True  # for the head of a base task
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
+    shares_head = True
     freezes_backbone = False
     may_forget = True
     # By how much lr * importance is multiplied in a step of plain SGD, as a text for warnings.
@@ -53,8 +54,8 @@ class WeightImportance(ClassIncremental[S]):
         parameters = {}
         for name, parameter in self.backbone.named_parameters():
             parameters[f"backbone/{name}"] = parameter
-        if self.scenario == "class":
-            for task in self.class_slices():
+        if self.scenario != "task":
+            for task in self.head_names():
                 for name, parameter in self.heads[task].named_parameters():
                     parameters[f"heads/{task}/{name}"] = parameter
         return parameters
@@ -102,7 +103,7 @@ class WeightImportance(ClassIncremental[S]):
         assert self.task is not None
         features = self.features(images)
         logits = self.heads[self.task.name](features)
-        if self.scenario == "class":
+        if self.scenario != "task":
             logits = self.all_logits(features)
         return logits.float()  # type: ignore[no-any-return]
 
@@ -114,8 +115,8 @@ class WeightImportance(ClassIncremental[S]):
         """
         assert self.task is not None
         heads = []
-        if self.scenario == "class":
-            heads = [name for name in self.class_slices() if name != self.task.name]
+        if self.scenario != "task":
+            heads = [name for name in self.head_names() if name != self.task.name]
         if self.context.step != self.steps[-1].name:
             heads.append(self.task.name)
         tensors = save_network(self, heads) | copy_with_prefix(IMPORTANCE, self.importance)

@@ -23,7 +23,7 @@ class PromptBank(ClassIncremental[S]):
 
     The query is a second forward pass. A training step computes it once for each image, without a
     graph; it is not kept over epochs, because a feed caches values in place of images only, and the
-    prompted pass needs the images. In both scenarios the cross-entropy is over the classes of the
+    prompted pass needs the images. In all scenarios the cross-entropy is over the classes of the
     task in training, and heads of finished tasks stay.
     """
 
@@ -31,7 +31,7 @@ class PromptBank(ClassIncremental[S]):
     needs_vit = True
     why_no_other_vit = "its prompts are written for the attention of that class"
     starts_as_backbone = False
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:

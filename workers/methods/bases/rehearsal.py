@@ -91,7 +91,7 @@ class CarriesMemory(ClassIncremental[AnySettings]):
         if context.carried is not None:
             self.load_carried(context.carried)
         self.step = context.step
-        self.old = [name for name in self.class_slices() if name != context.task.name]
+        self.old = [name for name in self.head_names() if name != context.task.name]
         return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     @property
@@ -114,9 +114,9 @@ class CarriesMemory(ClassIncremental[AnySettings]):
         After the last step only the task's state holds the task's head.
         """
         assert self.task is not None
-        heads = list(self.class_slices())
+        heads = self.head_names()
         if self.ends:
-            heads.remove(self.task.name)
+            heads = [name for name in heads if name != self.task.name]
         carried = Carried(self.network_tensors(heads))
         if self.exemplars:
             carried.meta[MEMORY] = self.exemplars
@@ -143,7 +143,7 @@ class Rehearsal(CarriesMemory[S]):
     (`later` if a step needs old classes), and their answers.
     """
 
-    scenarios = frozenset({"class"})
+    scenarios = frozenset({"class", "domain"})
     # `train` uses a copy of the network from before the task as the teacher
     distills: ClassVar[bool] = False
     # `herd` also stores the mean feature of each class's exemplars in the carried state
@@ -208,9 +208,11 @@ class Rehearsal(CarriesMemory[S]):
 
         Args:
             task: The task.
-            sharers: Number of classes that share the memory. 0: all so far.
+            sharers: Number of classes that share the memory. 0: all so far, in scenario `domain`
+                those of each task.
         """
-        count = self.share(sharers or self.num_classes)
+        slices = self.class_slices().values()
+        count = self.share(sharers or sum(part.stop - part.start for part in slices))
         batch = self.extract_features()
         memory: Memory = {}
         for name, classes in self.exemplars.items():

@@ -49,7 +49,8 @@ class Reservoir(CarriesMemory[S]):
     keeps = "a head"
     Settings = ReservoirSettings
     needs_states = True  # all heads, also in scenario `task`
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
+    shares_head = True
     per_task = frozenset({"replay_batch"})
 
     @classmethod

@@ -29,7 +29,7 @@ class ClassStatistics(ClassIncremental[S]):
 
     family = "class statistics"
     steps: ClassVar[tuple[Step, ...]] = (Step("statistics", trains=False, reads_features=True),)
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
     train_defaults = TrainDefaults(lr=1e-3, source="nothing is trained")
 
     @classmethod

@@ -118,6 +118,11 @@ class Lab:
     # Text of a config -> its run.
     runs: dict[str, Run] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Drop the method objects, which hold images. Results stay in the store."""
+        self.live.clear()
+        self.finished.clear()
+
     @cached_property
     def store(self) -> Store:
         """The store below the folder."""

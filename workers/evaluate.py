@@ -83,9 +83,9 @@ def merge_domains(method: Method, logits: Tensor) -> Tensor:
     """
     if method.scenario != "domain":
         return logits
-    assert isinstance(method, ClassIncremental)
-    first = next(iter(method.class_slices().values()))
-    return logits.unflatten(1, (-1, first.stop)).amax(1)
+    num_classes = method.heads[method.heads.names[0]].out_features
+    merged: Tensor = logits.unflatten(1, (-1, num_classes)).amax(1)
+    return merged
 
 
 def first_column(method: Method, task: str) -> int:
@@ -159,21 +159,20 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
     The picks are `choice` (b,), an index among the candidates of the method, and `confidence` (b,).
     In scenario `class` there is also `task_aware` (b,): the predicted class among the classes of
     `task`, if the method is given the task. In scenario `domain` every method with a head for each
-    task has it.
+    task has it, and only a method that infers the task has the others.
     """
+    if isinstance(method, InfersTask) and method.candidates():
+        choice, confidence = method.infer(images)
+        picks = {"choice": choice, "confidence": confidence}
+        if method.scenario == "task":
+            return method.answer(images, choice, task), picks
+        picks["task_aware"] = method.logits(images, task).argmax(1)
+        return method.answer(images, choice, None), picks
     if method.scenario == "domain" and not method.heads.is_shared:
-        all_logits = method.logits(images, None)
-        told = all_logits[:, task_slice(method, task)].argmax(1)
-        return merge_domains(method, all_logits), {"task_aware": told}
-    if not isinstance(method, InfersTask) or not method.candidates():
-        return answers(method, images, task), {}
-    choice, confidence = method.infer(images)
-    picks = {"choice": choice, "confidence": confidence}
-    if method.scenario != "class":
-        return method.answer(images, choice, task), picks
-    logits = method.answer(images, choice, None)
-    picks["task_aware"] = method.logits(images, task).argmax(1)
-    return logits, picks
+        logits = method.logits(images, None)
+        told = logits[:, task_slice(method, task)].argmax(1)
+        return merge_domains(method, logits), {"task_aware": told}
+    return answers(method, images, task), {}
 
 
 def in_order(shares: list[list[Answers]]) -> Answers:

@@ -27,6 +27,7 @@ from workers.rng import StepRng
 SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
 TINY = BackboneSettings(name="convnext_atto", img_size=16, options=SMALL)
 REFUSED = {
+    "aper": "first_session is 'adapter', which works on .*set first_session to finetune",
     "lora": "'lora' with target 'qkv' has no layer to update.*set target=linear",
     "meat": "the backbone is a ConvNeXt, which has neither image tokens nor inner channels of "
     "residual convolutions to mask",

@@ -490,6 +490,9 @@ def test_cnn_works_or_is_refused_before_run(lab: Lab, name: str) -> None:
             "the backbone is a ResNet",
         ):
             lab.run_of(name, {}, backbone=backbone)
+    elif name == "aper":  # its default adapts blocks
+        with pytest.raises(UserError, match=r"methods\.aper: .*set first_session to finetune"):
+            lab.run_of(name, {}, backbone=backbone)
     elif name == "lora":
         with pytest.raises(UserError, match=r"methods\.lora: .*no layer to update.*target=linear"):
             lab.run_of(name, {}, backbone=backbone)

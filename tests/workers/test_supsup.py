@@ -22,7 +22,8 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
 from workers.methods.base import ParamGroup, StepContext
-from workers.methods.supsup import BELOW, OUTPUTS, SupSup, SupSupSettings
+from workers.methods.bases.task_inference import BELOW
+from workers.methods.supsup import OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK, keep_largest
 from workers.model.superposition import (
     entropy,

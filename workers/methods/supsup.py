@@ -1,6 +1,6 @@
 """SupSup: one binary mask per task over the weights of a frozen network.
 
-In scenario `class` the task of an image is inferred by comparing the outputs under all masks.
+Where the task of an image is not given, it is inferred by comparing the outputs under all masks.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG,
 scenario `class` its GN with labels that the tasks do not share.
@@ -24,7 +24,7 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import ActiveIf, DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
-from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.bases.task_inference import ChoosesTask
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
@@ -46,9 +46,7 @@ from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
-# Logits of other tasks' classes are so far below those of the inferred task that their softmax is
-# zero.
-BELOW = 100.0
+NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # settings that infer the task
 
 
 class SupSupSettings(WeightMaskSettings):
@@ -103,23 +101,19 @@ class SupSupSettings(WeightMaskSettings):
         description="width of the masked output layer that all tasks share; 0: each task "
         "trains a head",
     )
-    infer: Annotated[
-        Literal["one_shot", "binary", "brute_force"], ActiveIf("scenario", ("class",))
-    ] = Field(
+    infer: Annotated[Literal["one_shot", "binary", "brute_force"], NOT_GIVEN] = Field(
         "brute_force",
-        description="how scenario `class` infers the task: `brute_force`: one forward pass "
+        description="how the task is inferred if it is not given: `brute_force`: one forward pass "
         "per mask; `one_shot`: one pass through all masks superposed; `binary`: a binary "
         "search of log2(masks) passes through superposed masks",
     )
-    objective: Annotated[Literal["entropy", "superfluous"], ActiveIf("scenario", ("class",))] = (
-        Field(
-            "superfluous",
-            description="what the mask of the right task minimises: `entropy`: H of the softmax; "
-            "`superfluous`: outputs beyond the task's classes, as G, or under `brute_force` as "
-            "their share of the softmax",
-        )
+    objective: Annotated[Literal["entropy", "superfluous"], NOT_GIVEN] = Field(
+        "superfluous",
+        description="what the mask of the right task minimises: `entropy`: H of the softmax; "
+        "`superfluous`: outputs beyond the task's classes, as G, or under `brute_force` as "
+        "their share of the softmax",
     )
-    infer_images: Annotated[PositiveInt, ActiveIf("scenario", ("class",))] = Field(
+    infer_images: Annotated[PositiveInt, NOT_GIVEN] = Field(
         1, description="number of consecutive images of one task whose task is inferred together"
     )
 
@@ -127,7 +121,7 @@ class SupSupSettings(WeightMaskSettings):
 S = TypeVar("S", bound=SupSupSettings, default=Any)
 
 
-class SupSup(WeightMasks[S], ClassIncremental[S]):
+class SupSup(WeightMasks[S], ChoosesTask[S]):
     """A star: W is frozen, and each task stores one bit per weight.
 
     There are no heads per task. All tasks share a last layer with random signs, which is masked
@@ -159,7 +153,7 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         lr=2e-3,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
     starts_as_backbone = False
     revision = 2
     Settings = SupSupSettings
@@ -189,10 +183,10 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
                 f"density is {settings.density}, and has no effect with {decider} "
                 f"{settings.budget or settings.start}; leave it out"
             )
-        if scenario == "class" and not settings.outputs:
+        if scenario != "task" and not settings.outputs:
             raise UserError(
-                "outputs is 0 with stream.scenario 'class': masks are distinguished by a shared "
-                "output layer; give it more outputs than any task has classes"
+                f"outputs is 0 with stream.scenario {scenario!r}: masks are distinguished by a "
+                "shared output layer; give it more outputs than any task has classes"
             )
 
     @classmethod
@@ -384,23 +378,14 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """Without a task, infer it first, in any scenario."""
-        if task is not None:
-            return super().logits(images, task)
-        if not self.settings.outputs:
+        if task is None and not self.settings.outputs:
             raise UserError(
                 f"method {self.name!r} needs to be told the task where each has a head of its "
                 f"own (outputs is 0); give one of {sorted(self.heads.names)}"
             )
-        choices, _ = self.infer(images)
-        return self.answer(images, choices, None)
+        return super().logits(images, task)
 
     # ---- which task an image is of ---------------------------------------------------------------
-    def candidates(self) -> dict[str, tuple[str, ...]]:
-        """In scenario `class` the tasks, in the order of `class_slices`."""
-        if self.scenario != "class":
-            return {}
-        return {name: (name,) for name in self.class_slices()}
-
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the inferred task and a confidence for each image, (b,) each.
 
@@ -481,22 +466,6 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
             objective = partial(superfluous, real=widest)
         alphas = groups.new_full((len(alive_masks),), 1 / len(alive_masks))
         return slopes(network, weights, alive_masks, alphas, groups, objective)
-
-    def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
-        """Return each image's logits (b, classes so far) with the task inferred for it.
-
-        All columns of other tasks are lower.
-        """
-        slices = self.class_slices()
-        width = max(columns.stop for columns in slices.values())
-        logits = images.new_empty((len(images), width))
-        for index, (name, columns) in enumerate(slices.items()):
-            rows = (choices == index).nonzero().squeeze(1)
-            if len(rows):
-                task_logits = self.logits(images[rows], name).to(logits.dtype)
-                logits[rows] = task_logits.amin(1, keepdim=True) - BELOW
-                logits[rows, columns] = task_logits
-        return logits
 
 
 class SharedOutputs(Heads):

@@ -1,0 +1,57 @@
+"""Methods that infer the task of an image, and then predict as if the task were given."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from workers.methods.base import S
+from workers.methods.bases.class_incremental import ClassIncremental
+
+# Logits of other tasks' classes are so far below those of the inferred task that their softmax is
+# zero.
+BELOW = 100.0
+
+
+class ChoosesTask(ClassIncremental[S]):
+    """A method with a state for each task, whose `infer` chooses one for each image.
+
+    See the protocol `InfersTask`.
+    """
+
+    def candidates(self) -> dict[str, tuple[str, ...]]:
+        """Return the tasks, in the order of `class_slices`; none if the task is given."""
+        if self.scenario == "task":
+            return {}
+        return {name: (name,) for name in self.class_slices()}
+
+    @abstractmethod
+    def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
+
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        """Without a task, infer it first, in any scenario."""
+        if task is not None:
+            return super().logits(images, task)
+        choices, _ = self.infer(images)
+        return self.answer(images, choices, None)
+
+    def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
+        """Return each image's logits (b, classes so far) with the task inferred for it.
+
+        All columns of other tasks are lower. In scenario `domain` the classes are those that all
+        tasks have.
+        """
+        slices = self.class_slices()
+        if self.scenario == "domain":
+            slices = {name: slice(0, part.stop - part.start) for name, part in slices.items()}
+        width = max(columns.stop for columns in slices.values())
+        logits = images.new_empty((len(images), width))
+        for index, (name, columns) in enumerate(slices.items()):
+            rows = (choices == index).nonzero().squeeze(1)
+            if len(rows):
+                task_logits = self.logits(images[rows], name).to(logits.dtype)
+                logits[rows] = task_logits.amin(1, keepdim=True) - BELOW
+                logits[rows, columns] = task_logits
+        return logits

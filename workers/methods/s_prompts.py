@@ -1,0 +1,126 @@
+"""S-Prompts: prompts and a head for each task, chosen by the nearest centre of its features.
+
+Wang, Huang, Hong: S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain
+Incremental Learning, NeurIPS 2022. This is S-iPrompts, the form without a text encoder.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workers.data.features import extract_features
+from workers.errors import UserError
+from workers.job import Task
+from workers.methods.base import ParamGroup, StepContext
+from workers.methods.bases.task_inference import ChoosesTask
+from workers.methods.train_defaults import TrainDefaults
+from workers.methods.vpt import Vpt, VptSettings
+from workers.model.kmeans import find_centres
+from workers.rng import derive_seed
+from workers.storage.taskstate import Carried, TaskState
+
+CENTRES = "centres"
+
+
+class SPromptsSettings(VptSettings):
+    """Settings of `s_prompts`."""
+
+    prompts: PositiveInt = Field(10, description="p, number of prompt tokens that a block gets")
+    centres: PositiveInt = Field(5, description="number of centres of the features of a task")
+    distance: Literal["l1", "l2"] = Field(
+        "l1",
+        description="distance from features to centres: `l1`: the sum of absolute differences, as "
+        "in the released code; `l2`: Euclidean",
+    )
+
+
+class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
+    """A star: VPT, and k-means of the unit-length features of the frozen backbone in each task.
+
+    The task of an image is that of the centre nearest to its features without prompts. The prompts
+    and the head of this task then answer. Nothing is shared between tasks, so nothing is forgotten
+    if the task is given.
+
+    Differences from the paper: the centres are of images under the evaluation transform, where the
+    released code takes augmented ones.
+    """
+
+    name = "s_prompts"
+    keeps = "tokens, centres, head"
+    paper = (
+        "S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain Incremental "
+        "Learning, NeurIPS 2022"
+    )
+    train_defaults = TrainDefaults(lr=3e-3, scratch_lr=1e-2, source="the rates of vpt")
+    scenarios = frozenset({"task", "class", "domain"})
+    Settings = SPromptsSettings
+    settings: SPromptsSettings
+
+    @classmethod
+    def check_backbone(
+        cls, settings: VptSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
+        super().check_backbone(settings, backbone, tasks)
+        base = next((task.name for task in tasks if task.role == "base"), None)
+        if base is not None:
+            raise UserError(
+                f"{cls.name!r} has no prompts for the base task {base!r}, whose head is trained "
+                "with the backbone; give the task the role `task`, and the backbone pretrained "
+                "weights (backbone.weights)"
+            )
+
+    def __init__(self, backbone: nn.Module, settings: SPromptsSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.centres: dict[str, Tensor] = {}  # task -> (k, d)
+
+    # ---- training --------------------------------------------------------------------------------
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        self.eval()
+        features = extract_features(self.query, context.data.feed("train")).features
+        generator = torch.Generator().manual_seed(
+            derive_seed(self.seed, "centres", context.task.name)
+        )
+        centres = find_centres(features, self.settings.centres, generator)
+        self.centres[context.task.name] = centres.float().to(self.device)
+        return super().begin(context)
+
+    @torch.no_grad()
+    def query(self, images: Tensor) -> Tensor:
+        """Images (b, 3, H, W) -> unit-length features without prompts, (b, d)."""
+        return F.normalize(self.backbone(images).float(), dim=1)
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        assert self.task is not None
+        state, carried = super().finish()
+        state.copies[CENTRES] = self.centres[self.task.name].detach().clone()
+        return state, carried
+
+    # ---- serving ---------------------------------------------------------------------------------
+    def load_task(self, state: TaskState) -> None:
+        super().load_task(state)
+        centres = state.copies.get(CENTRES)
+        if centres is None or centres.ndim != 2 or centres.shape[1] != self.heads.width:
+            shape = None if centres is None else tuple(centres.shape)
+            raise UserError(
+                f"task {state.task!r}: its state has centres of shape {shape} for features of "
+                f"width {self.heads.width}; export it again, or make the folder again"
+            )
+        self.centres[state.task] = centres.to(self.device)
+
+    def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the task with the nearest centre, and its share of all inverse distances."""
+        query = self.query(images)
+        norm = 1.0 if self.settings.distance == "l1" else 2.0
+        nearest = [
+            torch.cdist(query, self.centres[name].to(query.device), p=norm).amin(1)
+            for name in self.class_slices()
+        ]
+        distances = torch.stack(nearest, 1)
+        closeness = 1 / distances.clamp(min=1e-12)
+        confidence = closeness.amax(1) / closeness.sum(1)
+        return distances.argmin(1), confidence

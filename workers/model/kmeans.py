@@ -1,0 +1,50 @@
+"""K-means of features on the CPU: the same centres for the same features, in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_ROUNDS = 100
+
+
+def find_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return the centres of Lloyd's algorithm, in fp64.
+
+    The first centres are drawn as in k-means++: each next one is a point, with a probability
+    proportional to its squared distance from the nearest centre so far. A centre that loses all its
+    points stays where it is.
+
+    Args:
+        points: Points, (n, d).
+        count: Number of centres k. There are fewer if there are fewer different points.
+        generator: Draws the first centres.
+
+    Returns:
+        (k, d).
+    """
+    points = points.double()
+    first = int(torch.randint(len(points), (1,), generator=generator))
+    centres = points[first : first + 1]
+    while len(centres) < count:
+        distances = squared_distances(points, centres).amin(1)
+        if not distances.sum() > 0:
+            break
+        drawn = int(distances.multinomial(1, generator=generator))
+        centres = torch.cat([centres, points[drawn : drawn + 1]])
+    nearest = torch.empty(0, dtype=torch.int64)
+    for _ in range(MAX_ROUNDS):
+        previous = nearest
+        nearest = squared_distances(points, centres).argmin(1)
+        if torch.equal(nearest, previous):
+            break
+        sums = torch.zeros_like(centres).index_add_(0, nearest, points)
+        sizes = nearest.bincount(minlength=len(centres))[:, None]
+        centres = torch.where(sizes > 0, sums / sizes.clamp(min=1), centres)
+    return centres
+
+
+def squared_distances(points: Tensor, centres: Tensor) -> Tensor:
+    """Points (n, d), centres (k, d) -> squared Euclidean distances (n, k)."""
+    differences = points[:, None] - centres[None]
+    return differences.square().sum(2)

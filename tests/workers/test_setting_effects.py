@@ -57,6 +57,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("dualprompt", "blocks"): Change(1, {"general_blocks": 0}),
     ("dualprompt", "general_blocks"): Change(0),
     ("dark_replay", "memory"): Change(10),
+    ("ease", "head_scale"): Change(16.0),
     ("er", "memory"): Change(10),
     ("er_ace", "memory"): Change(10),
     ("ewc", "samples"): Change(20),

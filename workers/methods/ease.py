@@ -183,7 +183,7 @@ class Ease(TaskAdapters[EaseSettings]):
     def features(self, images: Tensor) -> Tensor:
         """Images (b, 3, H, W) -> [f_0 .. f_t] (b, (t + 1) d); f_t alone while a task trains."""
         adapters = self.weight_overrides
-        if not adapters or adapters["down"].dim() == 3:
+        if not adapters or adapters["down"].dim() == 3:  # (S, m, d): those of the task in training
             return self.adapted(images, adapters)
         parts = []
         for subspace in range(len(adapters["down"])):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data.batch import Batch
-from workers.methods.base import Method, ParamGroup, S, StepContext
+from workers.methods.base import Method, OptimPlan, ParamGroup, S, StepContext
 
 
 class ClassIncremental(Method[S]):
@@ -92,3 +92,21 @@ class ClassIncremental(Method[S]):
             return batch.targets
         task_slice = slices[self.training_tasks[0].name]
         return F.pad(batch.targets, (task_slice.start, num_classes - task_slice.stop))
+
+
+class SeparateHeads(ClassIncremental[S]):
+    """Each task trains its own head, with the cross-entropy over its own classes, in any scenario.
+
+    The heads of finished tasks stay as they are while another task trains.
+    """
+
+    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
+        """Return the parameter groups of the head of the task in training."""
+        assert self.task is not None
+        return super().head_groups(optim, [self.task.name])
+
+    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
+        return Method.classification_loss(self, features, batch)
+
+    def competing_outputs(self) -> int:
+        return Method.competing_outputs(self)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Method, OptimPlan, ParamGroup, Progress, S
-from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.base import Progress, S
+from workers.methods.bases.class_incremental import SeparateHeads
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 
 
-class PromptBank(ClassIncremental[S]):
+class PromptBank(SeparateHeads[S]):
     """A frozen ViT with prompts that follow from a query q = f(x), its features without prompts.
 
     The query is a second forward pass. A training step computes it once for each image, without a
@@ -58,16 +58,6 @@ class PromptBank(ClassIncremental[S]):
         return None
 
     # ---- training --------------------------------------------------------------------------------
-    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        assert self.task is not None
-        return super().head_groups(optim, [self.task.name])
-
-    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        return Method.classification_loss(self, features, batch)
-
-    def competing_outputs(self) -> int:
-        return Method.competing_outputs(self)
-
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         self.active_task = None
         self.weight_overrides = self.training_weights(batch, progress)

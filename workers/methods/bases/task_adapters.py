@@ -20,14 +20,12 @@ from workers.job import Task
 from workers.methods.adapter import added_share, draw_dropout, find_adapter_sites
 from workers.methods.base import (
     BLOCK_VITS,
-    Method,
     MethodSettings,
-    OptimPlan,
     ParamGroup,
     Progress,
     StepContext,
 )
-from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.bases.class_incremental import SeparateHeads
 from workers.model.adapters import Bottlenecks
 from workers.storage.taskstate import Carried, TaskState
 
@@ -47,7 +45,7 @@ class TaskAdapterSettings(MethodSettings):
 S = TypeVar("S", bound=TaskAdapterSettings, default=Any)
 
 
-class TaskAdapters(ClassIncremental[S]):
+class TaskAdapters(SeparateHeads[S]):
     """A chain in which each task stores a set of adapters parallel to the FFNs.
 
     The step `train` trains the adapters and the head of the task, with the cross-entropy over its
@@ -93,22 +91,11 @@ class TaskAdapters(ClassIncremental[S]):
         )
         return groups + self.adapters.groups(context.optim.weight_decay)
 
-    def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        """Return the parameter groups of the head of the task in training."""
-        assert self.task is not None
-        return super().head_groups(optim, [self.task.name])
-
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         """Return the adapters and the factors of their dropout, which `features` applies."""
         rate, width = self.settings.dropout, self.settings.width
         dropout = draw_dropout(self.backbone, batch, len(self.sites), width, rate)
         return self.adapters.tensors() | dropout
-
-    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        return Method.classification_loss(self, features, batch)
-
-    def competing_outputs(self) -> int:
-        return Method.competing_outputs(self)
 
     def export_adapters(self) -> Adapters:
         """Return copies of the adapters of the current task."""

@@ -63,6 +63,9 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("ewc", "samples"): Change(20),
     ("ewc", "gamma"): Change(0.5, {"online": True}),
     ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),
+    ("inflora", "final_threshold"): Change(0.5, {"threshold": 0.9999, "expected_tasks": 2}),
+    ("inflora", "rank"): Change(4),
+    ("inflora", "threshold"): Change(0.9999),
     ("ksm", "theta"): Change(0.002),
     ("mas", "samples"): Change(20),
     ("l2p", "pool"): Change(20),
@@ -97,6 +100,7 @@ CHANGES: dict[tuple[str, str], Change] = {
 # (method, setting) -> why two toy tasks do not show its effect
 NOT_SEEN = {
     ("bic", "bias_mode"): "from the third task on: the first has no correction",
+    ("inflora", "expected_tasks"): "the second task's step is too small to add a direction",
     ("*", "td_value_bias"): "the biases of an untrained backbone are 0",
     ("*", "pretune"): "acts in streams with a base task or images without labels",
     ("*", "variational"): "acts in streams with a base task or images without labels",

@@ -71,6 +71,15 @@ def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
     return {"a": a.flatten(1, 2), "b": scale * block_diagonal}
 
 
+def key_value_rows(b: Tensor) -> Tensor:
+    """B (L, 2, o, r) of keys and values -> B (L, 3 o, r) of the fused projection, for `branch`.
+
+    The rows of the queries are zero. Keys and values have one A (L, r, d).
+    """
+    keys, values = b.unbind(1)
+    return torch.cat([torch.zeros_like(keys), keys, values], 1)
+
+
 def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """W + s B A of each block, by parameter name. a: (L, R, d); b: (L, O, R)."""
     weights = {}

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import random
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from fnmatch import fnmatchcase
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +41,7 @@ from torch import Tensor
 
 from workers import evaluate, loop, restore
 from workers.data.feed import Feed
+from workers.data.rows import list_keys
 from workers.dist import Group
 from workers.errors import UserError
 from workers.evaluate import accuracy
@@ -46,6 +49,7 @@ from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, StepData
 from workers.model.vit import compute_digest
+from workers.serving.bundle import Bundle, carried_file
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, load_tensors
 
@@ -319,6 +323,51 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
         if run.evaluate_job(FIRST).previous:
             changed.load_carried(run.carried(FIRST))
         assert not stored or not torch.equal(answers(changed, images, name), expected), kind
+
+
+@promise(
+    (
+        "name in `training_only` the carried entries that only training needs, such as the keys of "
+        "exemplars, and let load_carried do without them"
+    ),
+    lambda cls: bool(cls.carries or cls.starts_from),
+)
+def check_a_bundle_leaves_out_what_only_training_needs(
+    lab: Lab, method: str, optimizer: str
+) -> None:
+    """It is smaller, gives the same answers, and names no training image. Each pattern of
+    `training_only` matches an entry."""
+    run = lab.run(method, optimizer)
+    served, job = run.served(SECOND), run.evaluate_job(SECOND)
+    folder = str(lab.folder / f"bundle-{method}-{optimizer}")
+    Bundle.of_job(job).write(folder)
+    bundle = Bundle.open(folder)
+    loaded = bundle.method()
+    for name in job.states:
+        images = run.images(run.order.index(name))
+        assert torch.equal(answers(loaded, images, name), answers(served, images, name)), name
+    patterns = METHODS[method].training_only
+    left_out: set[str] = set()
+    for step, key in job.previous.items():
+        stored = Carried.from_bytes(Artifact.need(job.root, key).read(CARRIED))
+        data = bundle.read(carried_file(step))
+        shipped = Carried.from_bytes(data)
+        entries = stored.tensors | stored.meta
+        missing = entries.keys() - shipped.tensors.keys() - shipped.meta.keys()
+        assert missing == {e for e in entries if any(fnmatchcase(e, p) for p in patterns)}
+        assert same(shipped.tensors, {n: t for n, t in stored.tensors.items() if n not in missing})
+        assert not missing or len(data) < len(stored.to_bytes())
+        left_out |= missing
+    idle = [p for p in patterns if not any(fnmatchcase(entry, p) for entry in left_out)]
+    assert not idle, f"no carried entry matches {idle}"
+    image_keys: list[str] = []
+    for task in job.tasks:
+        image_keys += chain(*list_keys(job.root, task, job.data.val_fraction).values())
+    for file in bundle.body["files"]:
+        _, header = load_tensors(bundle.read(file), file)
+        text = json.dumps(header)
+        named = [key for key in image_keys if json.dumps(key) in text]
+        assert not named, f"{file} names {len(named)} training images, such as {named[0]}"
 
 
 @promise(

@@ -260,6 +260,9 @@ class MethodPlan(Generic[S]):
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
     # State that a task hands on to the next one. Empty: the tasks form a star and run in parallel.
     carries: ClassVar[tuple[str, ...]] = ()
+    # Carried tensors and values of `meta` that only training needs, as patterns of `fnmatch`.
+    # Bundles leave them out, and `load_carried` works without them.
+    training_only: ClassVar[tuple[str, ...]] = ()
     # For a star: steps on the base task, or on images without labels. All tasks start from their
     # carried states and are served with them.
     starts_from: ClassVar[tuple[str, ...]] = ()

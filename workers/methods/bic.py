@@ -93,6 +93,7 @@ class Bic(Rehearsal[BicSettings]):
     )
     distills = True
     Settings = BicSettings
+    training_only = (*Rehearsal.training_only, VALIDATION)
     per_task = Rehearsal.per_task | {"tau", "val_share", "beta_decay"}
 
     @classmethod

@@ -94,6 +94,7 @@ class Ewc(WeightImportance[EwcSettings]):
     )
     Settings = EwcSettings
     steps = (Step("train"), Step("importance", trains=False))
+    training_only = (*WeightImportance.training_only, f"{ANCHORS}*", OFFSET)
     penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "lambda"}
     per_task = frozenset({"lambda", "fisher", "samples"})
 

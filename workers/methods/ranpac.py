@@ -31,7 +31,7 @@ from workers.methods.bases.statistics import DerivedHeads
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-GRAM, TARGETS, WEIGHT = "gram", "targets", "weight"
+GRAM, TARGETS, WEIGHT, VALIDATED = "gram", "targets", "weight", "validated"
 PENALTIES = tuple(10.0**power for power in range(-8, 9))  # candidates of `ridge: auto`
 MAX_ROWS = 4096  # projected images in memory at once
 VALIDATION_SHARE = 5  # one of so many images validates the ridge penalty
@@ -73,6 +73,7 @@ class Ranpac(FirstSession[RanpacSettings]):
     Settings = RanpacSettings
     train_defaults = FIRST_SESSION_TRAINING
     carries = (ADAPTATION, GRAM, "heads")
+    training_only = (GRAM, f"heads/*/{TARGETS}", VALIDATED)
     may_forget = True  # G of later tasks changes earlier answers
     projection: Tensor  # (d, M), with `projection` above 0
 
@@ -147,15 +148,17 @@ class Ranpac(FirstSession[RanpacSettings]):
             # removing a task from a model folder deletes what is below heads/NAME/
             tensors[f"heads/{name}/{TARGETS}"] = targets
             tensors[f"heads/{name}/{WEIGHT}"] = self.heads[name].weight.detach().clone()
-        return state, Carried(tensors, {"validated": self.num_validated})
+        return state, Carried(tensors, {VALIDATED: self.num_validated})
 
     # ---- serving ---------------------------------------------------------------------------------
     @torch.no_grad()
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
-        self.gram = carried.tensors[GRAM].cpu()
-        self.num_validated = int(carried.meta["validated"])
+        # A bundle has the heads alone.
+        self.gram = carried.tensors.get(GRAM, torch.zeros(0, dtype=torch.float64)).cpu()
+        self.num_validated = int(carried.meta.get(VALIDATED, 0))
         self.targets = {}
+        loaded = set()
         for path, tensor in carried.tensors.items():
             _, _, rest = path.partition("heads/")
             name, _, kind = rest.rpartition("/")
@@ -163,8 +166,9 @@ class Ranpac(FirstSession[RanpacSettings]):
                 self.targets[name] = tensor.cpu()
             elif kind == WEIGHT:
                 self.heads.assign(name, tensor)
+                loaded.add(name)
         for name in self.heads.names:
-            if name not in self.targets:
+            if name not in loaded:
                 raise UserError(
                     f"task {name!r}: the carried state lacks its weights; make the folder again"
                 )

@@ -95,6 +95,7 @@ class Slca(ClassIncremental[SlcaSettings]):
         Step("align", trains=False, measured=True, later=True),
     )
     carries = ("weights", "heads", "statistics")
+    training_only = (f"{HEADS}/*/{MEANS}", f"{HEADS}/*/{FACTORS}")
     needs_states = True  # for the head of a base task
     scenarios = frozenset({"class"})
     freezes_backbone = False

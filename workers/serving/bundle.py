@@ -7,7 +7,8 @@ model.json                  method, settings, tasks in stream order, preprocessi
                             name of the file (see versions.py)
 backbone.safetensors        the backbone
 tasks/NAME.safetensors      state of a task
-carried/STEP.safetensors    carried state of a chain, or of a star with common first steps
+carried/STEP.safetensors    carried state of a chain, or of a star with common first steps,
+                            without the entries of `Method.training_only`
 versions/                   `model.json` of earlier versions (see versions.py)
 reference.safetensors       class means of training images (see reference.py); optional
 inputs/                     counts of the inputs by day (see input_counts.py); in no digest
@@ -101,7 +102,9 @@ class Bundle:
     def of_job(cls, job: StageJob, limits: ImageLimits = ANY_RANGE) -> Bundle:
         """Return a bundle of the states in the store from which a job builds its method.
 
-        `restore.finished_method` loads the same states. Files are read lazily, by `fetch`.
+        `restore.finished_method` loads the same states. Files are read lazily, by `fetch`, except
+        carried states with entries that only training needs (`Method.training_only`): they are
+        copied without these entries, which has another digest.
 
         Args:
             job: An evaluation of all tasks.
@@ -116,9 +119,22 @@ class Bundle:
         artifacts: dict[str, Artifact] = {}
         for source in sources.values():
             artifacts.setdefault(source.key, Artifact.need(job.root, source.key))
+        training_only = METHODS[job.method].training_only
+        reduced = {carried_file(step) for step in job.previous} if training_only else set()
+
+        def fetch(name: str) -> bytes:
+            source = sources[name]
+            data = artifacts[source.key].read(source.file)
+            if name in reduced:
+                carried = Carried.from_bytes(data, f"carried state of {source.key}")
+                data = carried.without(training_only).to_bytes()
+            return data
+
         files: dict[str, Any] = {}
         for name, source in sources.items():
             files[name] = artifacts[source.key].manifest["files"][source.file]
+            if name in reduced:
+                files[name] = file_info(fetch(name))
         tasks = [task for task in job.tasks if task.name in job.states]
         backbone_settings = job.backbone_settings
         settings = METHODS[job.method].Settings.model_validate(job.settings)
@@ -148,10 +164,6 @@ class Bundle:
         }
         if limits.value_range is not None:
             body["range"] = list(limits.value_range)
-
-        def fetch(name: str) -> bytes:
-            source = sources[name]
-            return artifacts[source.key].read(source.file)
 
         return cls(sealed(body), fetch, f"run of {job.method}", job)
 

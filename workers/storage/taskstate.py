@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,19 @@ class Carried:
     def to(self, device: torch.device) -> Carried:
         """Return the same state with its tensors on `device`, where the method's backbone is."""
         return Carried({name: t.to(device) for name, t in self.tensors.items()}, self.meta)
+
+    def without(self, patterns: Sequence[str]) -> Carried:
+        """Return the state without the tensors and values of `meta` that match the patterns.
+
+        Args:
+            patterns: Patterns of `fnmatch` for names, for example `heads/*/means`.
+        """
+
+        def is_kept(name: str) -> bool:
+            return not any(fnmatchcase(name, pattern) for pattern in patterns)
+
+        tensors = {name: tensor for name, tensor in self.tensors.items() if is_kept(name)}
+        return Carried(tensors, {name: v for name, v in self.meta.items() if is_kept(name)})
 
     def to_bytes(self) -> bytes:
         """Return the state as safetensors, with `meta` in the header."""

@@ -31,6 +31,7 @@ class WeightImportance(ClassIncremental[S]):
     family = "regularization"
     keeps = "a head"
     carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "importance")
+    training_only: ClassVar[tuple[str, ...]] = (f"{IMPORTANCE}*",)
     needs_states = True  # for the head of a base task
     scenarios = frozenset({"task", "class", "domain"})
     shares_head = True

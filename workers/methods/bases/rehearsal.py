@@ -62,6 +62,7 @@ class CarriesMemory(ClassIncremental[AnySettings]):
     """
 
     carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "memory")
+    training_only: ClassVar[tuple[str, ...]] = (MEMORY,)
     reads = "seen"
     steps: ClassVar[tuple[Step, ...]] = (Step("train"), Step("herd", trains=False))
     freezes_backbone = False

@@ -242,7 +242,10 @@ class Training:
         rng = StepRng(1, 0, self.steps, positions, self.num_replayed, self.group.device)
         rows = rng.positions_on_device % self.size
         slots = rng.positions_on_device % self.num_slots
-        return Batch(self.images[rows], self.labels[rows], torch.zeros_like(rows), rng, slots=slots)
+        batch = Batch(self.images[rows], self.labels[rows], torch.zeros_like(rows), rng)
+        batch.counts = (self.num_replayed,)
+        batch.slots = slots
+        return batch
 
     @torch.no_grad()
     def served(self) -> Method:

@@ -34,6 +34,7 @@ from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
 from workers.methods.protocols import (
+    CombinesGradients,
     PrecomputesFeatures,
     RemembersSamples,
     ReplaysSamples,
@@ -46,7 +47,7 @@ from workers.methods.symptoms import (
 )
 from workers.model import noise, vit
 from workers.restore import load_carried, load_settings, load_states, new_method
-from workers.rng import StepRng, derive_seed
+from workers.rng import derive_seed
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact, Attempt, cached_artifacts, content_digest
 from workers.storage.checkpoint import Checkpoint
@@ -494,6 +495,8 @@ def train_step(
     if rho:
         with optim.ascend(parameters, rho):
             compute_gradients(method, optimizer, batches, progress, job, group)
+    if isinstance(method, CombinesGradients) and batches[0].replay is not None:
+        terms |= combine_gradients(method, parameters, batches, progress, job, group)
     method.after_backward()
     if job.train.clip:
         torch.nn.utils.clip_grad_norm_(parameters, job.train.clip)
@@ -517,22 +520,87 @@ def compute_gradients(
     terms, as `train_step` does.
     """
     optimizer.zero_grad(set_to_none=True)
+    replays = isinstance(method, ReplaysSamples) and not isinstance(method, CombinesGradients)
     terms: dict[str, torch.Tensor] = {}
-
-    def add(compute: LossFunction, batch: Batch, draw: StepRng, weight: float) -> None:
-        noise.draw_paths(method, draw)
-        with autocast_context(job, group):
-            loss, parts = compute(batch, progress)
-        (loss * weight).backward()
-        for name, value in {"loss": loss.detach(), **parts}.items():
-            terms[name] = terms.get(name, 0.0) + value * weight
-
     for batch in batches:
-        add(method.loss, batch, batch.draw, batch.weight)
-        if batch.replay is not None and isinstance(method, ReplaysSamples):
-            add(method.replay_loss, batch, batch.replay.draw, batch.replay.weight)
+        add_gradients(method, method.loss, batch, batch, terms, progress, job, group)
+        if batch.replay is not None and replays:
+            replay_loss: LossFunction = method.replay_loss  # type: ignore[assignment]
+            add_gradients(method, replay_loss, batch, batch.replay, terms, progress, job, group)
     group.sum_gradients(list_parameters(optimizer))
     return terms
+
+
+def add_gradients(
+    method: Method,
+    compute: LossFunction,
+    batch: Batch,
+    samples: Batch,
+    terms: dict[str, torch.Tensor],
+    progress: Progress,
+    job: StageJob,
+    group: dist.Group,
+) -> None:
+    """Add the gradients of a loss, and the loss and its terms to `terms`.
+
+    Args:
+        method: The method.
+        compute: The loss as a function of `batch`.
+        batch: Micro-batch of the step.
+        samples: The samples of the loss, with their weight: `batch`, or its replay batch.
+        terms: Sums of the weighted terms by name.
+        progress: The position in the training.
+        job: The stage.
+        group: The rank.
+    """
+    noise.draw_paths(method, samples.draw)
+    with autocast_context(job, group):
+        loss, parts = compute(batch, progress)
+    (loss * samples.weight).backward()
+    for name, value in {"loss": loss.detach(), **parts}.items():
+        terms[name] = terms.get(name, 0.0) + value * samples.weight
+
+
+def combine_gradients(
+    method: CombinesGradients,
+    parameters: list[torch.Tensor],
+    batches: list[Batch],
+    progress: Progress,
+    job: StageJob,
+    group: dist.Group,
+) -> dict[str, torch.Tensor]:
+    """Set each parameter's gradient to the one that the method makes of several.
+
+    Return the terms of `replay_loss`, as means over the parts of the replay batch. The loss itself
+    is not part of the reported loss.
+    """
+    assert isinstance(method, Method)
+    gradient = flatten_gradients(parameters)
+    parts = method.replay_parts(
+        [batch.replay for batch in batches if batch.replay is not None], group
+    )
+    terms: dict[str, torch.Tensor] = {}
+    replayed: list[torch.Tensor] = []
+    for part in parts:
+        for parameter in parameters:
+            parameter.grad = None
+        for batch, replay in zip(batches, part, strict=True):
+            own = replace(batch, replay=replay)
+            add_gradients(method, method.replay_loss, own, replay, terms, progress, job, group)
+        group.sum_gradients(parameters)
+        replayed.append(flatten_gradients(parameters))
+    with torch.no_grad():
+        combined = method.combine(gradient, torch.stack(replayed))
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, values in zip(parameters, combined.split(sizes), strict=True):
+        assert parameter.grad is not None
+        parameter.grad.copy_(values.view_as(parameter))
+    return {name: value / len(parts) for name, value in terms.items() if name != "loss"}
+
+
+def flatten_gradients(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Return the gradients of parameters that all have one, as one vector."""
+    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
 
 
 def list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from workers.rng import StepRng
@@ -45,6 +46,31 @@ class Batch:
 
     def __len__(self) -> int:
         return self.images.shape[0]
+
+    def take(self, rows: Tensor, size: int) -> Batch:
+        """Return some samples of this micro-batch, as part of a smaller global batch.
+
+        If there are none, or this micro-batch is a stand-in, the first one stands in with weight 0.
+
+        Args:
+            rows: Their indices, (k,), on the CPU.
+            size: Number of samples of the smaller global batch.
+        """
+        weight = len(rows) / size
+        if not len(rows) or not self.weight:
+            rows, weight = torch.zeros(1, dtype=torch.int64), 0.0
+        index = rows.to(self.images.device)
+        draw = replace(self.draw, positions=self.draw.positions[rows])
+        draw.note_copy(self.draw.positions_on_device[index])
+        return Batch(
+            self.images[index],
+            self.labels[index],
+            self.tasks[index],
+            draw,
+            None if self.targets is None else self.targets[index],
+            weight=weight,
+            slots=None if self.slots is None else self.slots[index],
+        )
 
     def device_tensors(self) -> list[Tensor]:
         """Return the tensors on the device."""

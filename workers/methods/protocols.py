@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.data.batch import Batch
 from workers.data.feed import Feed
+from workers.dist import Group
 from workers.methods.base import Method, Progress, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 
@@ -46,6 +47,37 @@ class ReplaysSamples(RemembersSamples, Protocol):
         """Return the scalar that `batch.replay` adds to the loss, and its detached terms by name.
 
         It is a mean over the replay batch, as `Method.loss` is over `batch`.
+        """
+
+
+@runtime_checkable
+class CombinesGradients(ReplaysSamples, Protocol):
+    """The gradients of `replay_loss` are kept apart from that of `loss`; the method combines them.
+
+    All trained parameters together are one vector of P entries. A step without a replay batch uses
+    the gradient of `loss` alone.
+    """
+
+    def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
+        """Return the parts of the replay batch that have a gradient each.
+
+        It is called when parameters have the gradient of `loss` over the global batch.
+
+        Args:
+            replays: This rank's micro-batches of the replay batch.
+            group: The rank. All ranks make the same calls.
+
+        Returns:
+            For each part this rank's micro-batches of it, as many as `replays`. The number of parts
+            is the same on all ranks. The weights of a part add up to 1 over all ranks.
+        """
+
+    def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
+        """Return the gradient of the step, (P,); the same on all ranks.
+
+        Args:
+            gradient: Gradient of `loss` over the global batch, (P,).
+            replayed: Gradients of `replay_loss` over each part, (parts, P).
         """
 
 

@@ -1,0 +1,56 @@
+"""A-GEM: the gradient of a step is projected where it would raise the loss on old images.
+
+Chaudhry, Ranzato, Rohrbach, Elhoseiny: Efficient Lifelong Learning with A-GEM, ICLR 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.data.batch import Batch
+from workers.dist import Group
+from workers.methods.base import Progress
+from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
+from workers.methods.train_defaults import TrainDefaults
+
+
+class Agem(Reservoir[ReservoirSettings]):
+    """g' = g - (g.r / r.r) r if g.r < 0, else g: equation 11 of the paper.
+
+    g is the gradient of the cross-entropy of the task's images, r that of random exemplars of all
+    earlier tasks, both over all trained weights as one vector. In scenario `class` the
+    cross-entropy is over all classes so far, in scenario `task` over those of an image's task.
+
+    With plain SGD a small step then does not raise the loss of these exemplars. Momentum, weight
+    decay and AdamW change the direction after the projection, so that this no longer holds.
+
+    Differences from the paper: the memory is a reservoir over all images, there a number of images
+    of each class. A task may have several epochs.
+    """
+
+    name = "agem"
+    paper = "Efficient Lifelong Learning with A-GEM, ICLR 2019"
+    train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.replay is not None
+        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
+        return ce, {"replay": ce.detach()}
+
+    def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
+        """Return the replay batch as the only part."""
+        return [replays]
+
+    def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
+        """See `CombinesGradients`: (P,) and (1, P) -> (P,)."""
+        return project(gradient, replayed[0])
+
+
+def project(gradient: Tensor, reference: Tensor) -> Tensor:
+    """Return the nearest vector to `gradient` (P,) with a product >= 0 with `reference` (P,)."""
+    product = gradient @ reference
+    square = reference @ reference
+    # Without a reference, 0 / 0 would be NaN.
+    share = torch.where((product < 0) & (square > 0), product / square, 0.0)
+    return gradient - share * reference

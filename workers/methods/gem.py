@@ -1,0 +1,139 @@
+"""GEM: the gradient of a step is projected so that it raises the loss of no earlier task.
+
+Lopez-Paz, Ranzato: Gradient Episodic Memory for Continual Learning, NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from workers.data.batch import Batch
+from workers.dist import Group
+from workers.methods.base import Progress
+from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
+from workers.methods.train_defaults import TrainDefaults
+
+
+class GemSettings(ReservoirSettings):
+    """Settings of `gem`."""
+
+    replay_batch: PositiveInt = Field(
+        500,
+        description="number of exemplars of a step, over all earlier tasks; a smaller memory is "
+        "replayed as a whole, as in the paper",
+    )
+    gamma: NonNegativeFloat = Field(
+        0.5,
+        description="smallest weight of the gradient of each earlier task in a step that is "
+        "projected; above 0 a step also lowers the losses that it would not raise",
+    )
+    eps: PositiveFloat = Field(
+        1e-3,
+        description="added to the diagonal of the quadratic programme, relative to the largest "
+        "squared norm of a gradient",
+    )
+
+
+class Gem(Reservoir[GemSettings]):
+    """g' = g + G^T v: equations 8 to 12 of the paper.
+
+    g is the gradient of the cross-entropy of the task's images, and row k of G that of the
+    exemplars of earlier task k. If G g >= 0, g stays. Else v minimises v^T (G G^T + eps I) v / 2 +
+    (G g)^T v with v >= gamma. The programme has a variable for each earlier task; it is solved in
+    fp64 on the CPU. G has as many entries as weights for each earlier task, so that the method is
+    for small networks and short streams. A step costs a forward and a backward pass of all replayed
+    exemplars. As with `agem`, only plain SGD keeps the projected direction.
+
+    Differences from the paper: the memory is a reservoir over all images, there the last images of
+    each task. eps is relative to the largest squared norm of a row of G, so that the programme is
+    well conditioned for gradients of any size. A task may have several epochs.
+    """
+
+    name = "gem"
+    paper = "Gradient Episodic Memory for Continual Learning, NeurIPS 2017"
+    train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+    Settings = GemSettings
+    per_task = Reservoir.per_task | {"gamma", "eps"}
+
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.replay is not None
+        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
+        return ce, {"replay": ce.detach()}
+
+    def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
+        """Return a part for each task with exemplars in the replay batch."""
+        counts = replays[0].counts
+        assert counts is not None
+        tasks = [replay.tasks.cpu() for replay in replays]
+        parts = []
+        for index, count in enumerate(counts):
+            if count:
+                rows = [(indices == index).nonzero().squeeze(1) for indices in tasks]
+                pairs = zip(replays, rows, strict=True)
+                parts.append([replay.take(chosen, count) for replay, chosen in pairs])
+        return parts
+
+    def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
+        """See `CombinesGradients`: (P,) and (earlier tasks, P) -> (P,)."""
+        settings = self.settings
+        return project(gradient, replayed, settings.gamma, settings.eps)
+
+
+def project(gradient: Tensor, references: Tensor, gamma: float, eps: float) -> Tensor:
+    """Return g + G^T v, or g if no reference opposes it.
+
+    Args:
+        gradient: g, (P,).
+        references: G, (K, P).
+        gamma: Lower bound of v.
+        eps: Relative to the largest squared norm of a row of G.
+    """
+    products = references @ torch.cat([references, gradient[None]]).T  # (K, K + 1), read at once
+    products = products.cpu().double()
+    gram, opposition = products[:, :-1], products[:, -1]
+    scale = gram.diagonal().max()
+    if not (opposition < 0).any() or not scale > 0:
+        return gradient
+    weights = solve_dual(gram / scale, opposition / scale, gamma, eps)
+    return gradient + weights.to(gradient) @ references
+
+
+def solve_dual(gram: Tensor, linear: Tensor, gamma: float, eps: float) -> Tensor:
+    """Return v >= gamma that minimises v^T (gram + eps I) v / 2 + linear^T v.
+
+    The active-set method of Lawson and Hanson (1974) for u = v - gamma >= 0. A free variable is
+    above its bound; the others are at the bound.
+
+    Args:
+        gram: Positive semidefinite, (K, K), fp64.
+        linear: (K,), fp64.
+        gamma: Lower bound.
+        eps: Added to the diagonal; the sum must be positive definite.
+    """
+    matrix = gram + eps * torch.eye(len(gram), dtype=gram.dtype)
+    vector = linear + gamma * matrix.sum(1)
+    tolerance = 1e-12 * float(vector.abs().max() + matrix.abs().max())
+    u = torch.zeros_like(vector)
+    free = torch.zeros(len(u), dtype=torch.bool)
+    for _ in range(10 * len(u)):  # each round frees a variable; more rounds are only rounding
+        descent = (-(matrix @ u + vector)).masked_fill(free, -torch.inf)
+        if float(descent.max()) <= tolerance:
+            break
+        free[descent.argmax()] = True
+        while True:
+            target = torch.zeros_like(u)
+            rows = free.nonzero().squeeze(1)
+            target[rows] = torch.linalg.solve(matrix[rows][:, rows], -vector[rows])
+            blocked = free & (target <= 0)
+            if not blocked.any():
+                u = target
+                break
+            # Go as far as the bounds allow, and fix the variables that meet theirs.
+            distances = (u - target)[blocked].clamp(min=torch.finfo(u.dtype).tiny)
+            shares = u[blocked] / distances
+            u = (u + shares.min() * (target - u)).clamp(min=0)
+            free &= ~(blocked & (u <= tolerance))
+            u[~free] = 0
+    return u + gamma

@@ -29,8 +29,9 @@ In serving, `load_task(state)` is called for each task, `load_carried(carried)` 
 state, and then `logits(images, task)`.
 
 Features of only some methods are not part of the base class: `workers/methods/protocols.py` lists
-the optional protocols (rehearsal memory, cached features, sharpness-aware steps, inferred tasks),
-and `bases/class_incremental.py` has the output space of scenario `class`.
+the optional protocols (rehearsal memory, several gradients in a step, cached features,
+sharpness-aware steps, inferred tasks), and `bases/class_incremental.py` has the output space of
+scenario `class`.
 
 Random numbers: the loop seeds the process's generator from (seed, task, step) before it creates the
 method. Therefore parameters drawn in the constructor or in `begin` are equal on all ranks and in

@@ -63,6 +63,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("er_ace", "memory"): Change(10),
     ("ewc", "samples"): Change(20),
     ("ewc", "gamma"): Change(0.5, {"online": True}),
+    ("gdumb", "memory"): Change(10),
     ("gem", "gamma"): Change(5.0),
     ("gem", "eps"): Change(1.0, {"gamma": 5.0}),
     ("gem", "memory"): Change(10),

@@ -5,7 +5,9 @@ It keeps all data, and is the upper bound for methods that share weights between
 
 from __future__ import annotations
 
-from workers.methods.base import MethodSettings, ParamGroup, StepContext
+from typing import ClassVar
+
+from workers.methods.base import Family, MethodSettings, ParamGroup, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.methods.train_defaults import TrainDefaults
@@ -16,7 +18,7 @@ class Joint(ClassIncremental[MethodSettings]):
     """Each stage trains one network, with a head per task, on the data of all tasks so far."""
 
     name = "joint"
-    family = "baseline"
+    family: ClassVar[Family] = "baseline"
     keeps = "a head"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -65,7 +65,7 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("ewc", "gamma"): Change(0.5, {"online": True}),
     ("gdumb", "memory"): Change(10),
     ("gem", "gamma"): Change(5.0),
-    ("gem", "eps"): Change(1.0, {"gamma": 5.0}),
+    ("gem", "eps"): Change(1.0, {"gamma": 0.0}),
     ("gem", "memory"): Change(10),
     ("gem", "replay_batch"): Change(10),
     ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),

@@ -436,7 +436,8 @@ def train_epochs(
         epoch_batches = meter.timed(feed.epoch(epoch, first_step))
         for step, batches in enumerate(epoch_batches, first_step):
             progress = Progress(epoch, step, epochs, steps)
-            torch.manual_seed(derive_seed(job.seed, "step", epoch, step, group.rank))
+            seed = derive_seed(job.seed, "step", epoch, step, group.rank)
+            accelerator.seed_generators(seed, group.device)
             terms = train_step(method, optimizer, batches, progress, job, group)
             num_images = batches[0].draw.size  # samples of the global batch
             losses.add(terms, num_images)

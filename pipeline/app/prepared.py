@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,21 +104,24 @@ class RunPlan:
 
 def provenance() -> dict[str, Any]:
     """Return the provenance of results: git commit, versions of packages and Python, time."""
+    return {**_describe_code(), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+
+
+@functools.cache
+def _describe_code() -> dict[str, Any]:
+    """Describe the code that this process has loaded; it stays the same if files change later."""
     import importlib.metadata
     import platform
 
     packages = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "git_commit": versions.git_commit(),
         "packages": packages,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
 

@@ -23,6 +23,7 @@ from pipeline import cli
 from pipeline.app import garbage, runs
 from pipeline.app.garbage import delete_garbage, find_garbage
 from pipeline.app.prepared import provenance
+from pipeline.config import version
 from pipeline.graph import raw_data, run, run_record, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
@@ -826,6 +827,12 @@ def test_plan_says_which_results_other_versions_made_and_that_they_stay(
     assert f"5 of {STAGES} valid results were made by other versions ({change})" in text
     assert "they stay valid" in text
     assert set(table(text).values()) == {("hit", "")}
+
+
+def test_the_code_of_a_process_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = provenance()
+    monkeypatch.setattr(version, "git_commit", lambda: "files that changed later")
+    assert provenance() == {**first, "created": provenance()["created"]}
 
 
 def test_plan_says_that_a_key_version_was_raised(

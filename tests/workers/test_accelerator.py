@@ -29,6 +29,7 @@ class SharedGpu:
         self.reserved = reserved * GIB
         self.allocated = allocated * GIB
         self.fraction = 1.0
+        self.seed = 0
 
     def current_device(self) -> int:
         return 3
@@ -48,6 +49,9 @@ class SharedGpu:
     def empty_cache(self) -> None:
         self.free += self.reserved - self.allocated
         self.reserved = self.allocated
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.seed = seed
 
     def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
         self.fraction = fraction
@@ -90,6 +94,19 @@ def test_cached_memory_is_returned_to_others(monkeypatch: pytest.MonkeyPatch) ->
     gpu = SharedGpu(free=6, reserved=10, allocated=1)
     accelerator.release_memory(use(monkeypatch, gpu))
     assert gpu.mem_get_info(make_device(1))[0] == 15 * GIB
+
+
+def test_the_generators_of_cpu_and_gpu_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    gpu = SharedGpu()
+    device = use(monkeypatch, gpu)
+    accelerator.seed_generators(7, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected)
+    assert gpu.seed == 0
+    accelerator.seed_generators(7, device)
+    assert torch.equal(torch.rand(3), expected)
+    assert gpu.seed == 7
 
 
 def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

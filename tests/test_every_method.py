@@ -52,7 +52,7 @@ def test_fine_tuning_forgets(lab: Lab, optimizer: str) -> None:
 
     The change is measured against what sets images apart, since few steps of SGD make small logits.
     """
-    run = lab.run("finetune", optimizer)
+    run = lab.run("finetune", optimizer, epochs=3)
     images, task = run.images(0), run.order[0]
     before, after = answers(run.served(0), images, task), answers(run.served(1), images, task)
     spread = (before - before.mean(0)).abs().max()

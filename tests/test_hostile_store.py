@@ -391,7 +391,7 @@ def test_names_of_tasks_and_classes_are_escaped_in_a_report(
     ]
     tasks[1]["name"], tasks[2]["name"] = EVIL[0], EVIL[1]
     monkeypatch.setattr(fake_run, "TASKS", tasks)
-    monkeypatch.setattr(plots, "DPI", 10)  # nobody looks at the pictures
+    monkeypatch.setattr(plots, "to_png", lambda figure: b"")  # nobody looks at the pictures
     fake_run.write(str(tmp_path / "storage"))
     record = fake_run.record()
     files = page.build(str(tmp_path / "storage"), record)

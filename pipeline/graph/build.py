@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pipeline.config.settings import Config, settings_path
 from pipeline.graph.backbone import resolve
@@ -22,7 +22,7 @@ from workers.data import decoding
 from workers.errors import UserError, did_you_mean
 from workers.job import Task, key_inputs
 from workers.methods import METHODS
-from workers.methods.base import Step
+from workers.methods.base import Method, Step
 from workers.storage.artifact import Artifact
 
 REPORT_REVISION = 3  # increase it if the content of the report changes
@@ -215,78 +215,39 @@ def add_features(builder: Builder, task: Task) -> str:
 
 
 # ---- chains and stars ----------------------------------------------------------------------------
-class TaskTopology(Protocol):
-    """Stages that the next task starts from."""
-
-    def training_start(self) -> Stages:
-        """Return the stages that the first steps of the next task start from."""
-
-    def serving_start(self) -> Stages:
-        """Return the stages with the carried states that serve the tasks so far."""
-
-    def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
-        """Note the stages of an added task, by step."""
-
-
 @dataclass
-class Chain:
-    """Every task starts from the carried states of the last steps of the previous task."""
+class TaskTopology:
+    """The stages that the next task starts from: a chain or a star.
 
-    last_stages: Stages = field(default_factory=dict)
-
-    def training_start(self) -> Stages:
-        """Return the stages that the first steps of the next task start from."""
-        return self.last_stages
-
-    def serving_start(self) -> Stages:
-        """Return the stages with the carried states that serve the tasks so far."""
-        return self.last_stages
-
-    def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
-        """Note the stages of an added task, by step."""
-        self.last_stages = {step: stages[step] for step in _last_steps(steps)}
-
-
-@dataclass
-class Star:
-    """No task starts from another one. All tasks start from the stages of the shared steps.
+    In a chain, every task starts from the carried states of the last steps of the previous task. In
+    a star, all tasks start from the stages of the shared steps: steps on images without labels, or
+    on the base task. If the tasks of a star train on the data of all tasks so far, the newest task
+    serves all of them.
 
     Attributes:
-        shared_steps: Steps on images without labels, or on the base task.
-        shared_stages: Their stages, by step.
+        method: The method.
+        shared_stages: Stages of the shared steps, by step.
+        last_stages: Stages of the last steps of the newest task, by step.
     """
 
-    shared_steps: tuple[str, ...]
+    method: type[Method[Any]]
     shared_stages: Stages = field(default_factory=dict)
+    last_stages: Stages = field(default_factory=dict)
 
     def training_start(self) -> Stages:
         """Return the stages that the first steps of the next task start from."""
-        return self.shared_stages
+        return self.last_stages if self.method.carries else self.shared_stages
 
     def serving_start(self) -> Stages:
         """Return the stages with the carried states that serve the tasks so far."""
+        if self.method.carries or self.method.trains_on == "seen":
+            return self.last_stages
         return self.shared_stages
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
         """Note the stages of an added task, by step."""
-        for step in self.shared_steps:
-            if step in stages:
-                self.shared_stages[step] = stages[step]
-
-
-@dataclass
-class CumulativeStar(Star):
-    """A star of tasks that train on the data of all tasks so far. The newest one serves all."""
-
-    last_stages: Stages = field(default_factory=dict)
-
-    def serving_start(self) -> Stages:
-        """Return the stages with the carried states that serve the tasks so far."""
-        return self.last_stages
-
-    def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
-        """Note the stages of an added task, by step."""
-        super().add_task(steps, stages)
+        shared = {step: stages[step] for step in self.method.starts_from if step in stages}
+        self.shared_stages = self.shared_stages | shared
         self.last_stages = {step: stages[step] for step in _last_steps(steps)}
 
 
@@ -341,18 +302,12 @@ def add_method(
     stages = MethodStages(builder, label)
     if base is not None:
         stages.state_stages[base.name] = "backbone"
-    topology: TaskTopology = Star(method.starts_from)
-    if method.carries:
-        topology = Chain()
-    elif method.trains_on == "seen":
-        topology = CumulativeStar(method.starts_from)
+    topology = TaskTopology(method)
     pretuning: tuple[Step, ...] = ()
     if unlabelled is not None and method.starts_from:
         pretuning = method.steps_for(builder.settings(label, unlabelled), -1)
     if unlabelled is not None and pretuning:
-        pretuned = stages.add_training(unlabelled, (unlabelled,), pretuning, {})
-        if isinstance(topology, Star):
-            topology.shared_stages = pretuned
+        topology.shared_stages = stages.add_training(unlabelled, (unlabelled,), pretuning, {})
     evaluations = []
     first = 0 if base is None else 1  # the base task itself has position -1
     for index, task in enumerate(tasks):

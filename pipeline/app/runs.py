@@ -10,8 +10,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,6 +68,7 @@ from pipeline.results.tables import RunTables
 from pipeline.shell.console import at_work
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
+from pipeline.tracking.prometheus import announcing_metrics, run_metrics
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import (
@@ -76,8 +77,6 @@ from workers.storage.artifact import (
 )
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
-
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
     from pipeline.tracking.recorder import RecordingObserver
@@ -411,7 +410,11 @@ def _run_and_record(
         keep_journal(
             store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
         ) as journal,
-        _serve_metrics(config, journal, graph, screen.say),
+        announcing_metrics(
+            config.tracking.prometheus,
+            lambda: run_metrics(journal.snapshot(), graph),
+            screen.say,
+        ),
         ExitStack() as stack,
     ):
         walks = Walks(run, todo, screen, journal)
@@ -491,24 +494,6 @@ def _look_up_again(
     others = Graph(graph.name, {s.id: s for s in graph if s.id not in known})
     found = known | look_up_each(others, store, None)
     return mark_outdated(graph, {stage.id: found[stage.id] for stage in graph})
-
-
-@contextmanager
-def _serve_metrics(
-    config: Config, journal: Journal, graph: Graph, say: Callable[[str], None]
-) -> Iterator[None]:
-    """Inside, answer Prometheus where the config names an address."""
-    if not config.tracking.prometheus:
-        yield
-        return
-    from pipeline.tracking.prometheus import run_metrics, serving_metrics  # start-up time
-
-    def collect() -> Iterator[Metric]:
-        return run_metrics(journal.snapshot(), graph)
-
-    with serving_metrics(config.tracking.prometheus, collect) as url:
-        say(f"metrics for Prometheus: {url}")
-        yield
 
 
 class Walks:

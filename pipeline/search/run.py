@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +34,7 @@ from pipeline.search.space import Params
 from pipeline.search.spec import Search, build_state, write_state
 from pipeline.search.trial import PhasePlan, folder, now, with_history
 from pipeline.shell.console import summary
+from pipeline.tracking.prometheus import announcing_metrics, search_metrics
 from pipeline.tracking.search_recorder import SearchRecorder
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
@@ -288,8 +289,12 @@ def _search_and_record(
         recorder.trial(record)
         page.on_result()
 
+    def metrics() -> Iterator[Metric]:
+        return search_metrics(search.name, list(screen.records.values()), search.budget_used())
+
     try:
-        with page.writing(), _serve_metrics(search, screen):
+        address = search.tracking.prometheus
+        with page.writing(), announcing_metrics(address, metrics, screen.say):
             outcome = run_search(search, resume_command, notify, screen)
             path = write_winner(search, outcome, tests)
             screen.say(screen.announce_winner(outcome.trial, path))
@@ -317,23 +322,6 @@ def _search_and_record(
     written = WrittenReport(get_page_path(search), recorder.warnings, recorder.links())
     screen.say("\n".join(written.lines))
     return written
-
-
-@contextmanager
-def _serve_metrics(search: Search, screen: SearchScreen) -> Iterator[None]:
-    """Context manager that answers Prometheus if the base config names an address."""
-    address = search.tracking.prometheus
-    if not address:
-        yield
-        return
-    from pipeline.tracking.prometheus import search_metrics, serving_metrics  # start-up time
-
-    def collect() -> Iterator[Metric]:
-        return search_metrics(search.name, list(screen.records.values()), search.budget_used())
-
-    with serving_metrics(address, collect) as url:
-        screen.say(f"metrics for Prometheus: {url}")
-        yield
 
 
 def is_search(path: str) -> bool:

@@ -224,3 +224,22 @@ def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> It
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def announcing_metrics(
+    address: str, collect: Callable[[], Iterator[Metric]], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Context manager that serves metrics and prints their URL; does nothing without an address.
+
+    Args:
+        address: The setting `tracking.prometheus`.
+        collect: Yields the metrics.
+        say: Prints a line.
+    """
+    if not address:
+        yield
+        return
+    with serving_metrics(address, collect) as url:
+        say(f"metrics for Prometheus: {url}")
+        yield

@@ -11,7 +11,10 @@ import os
 import platform
 import time
 from contextlib import suppress
-from typing import Any, Literal, NotRequired, Required, TypedDict, TypeGuard, get_args
+from typing import Annotated, Any, Literal, NotRequired, Required, TypeGuard, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -31,13 +34,15 @@ FILE = "status.json"
 HEARTBEAT_S = 10.0  # maximum time between two writes on a disk
 BUCKET_HEARTBEAT_S = 60.0
 MISSED = 4  # a driver counts as dead after this number of missed heartbeats
-MAX_NUMBER = 1e15  # in a status or an event
+MAX_NUMBER = 10**15  # in a status or an event
 MAX_TEXT = 10_000  # characters of a text in a status
 
 StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
 STAGE_STATES: tuple[StageState, ...] = get_args(StageState)
 RunState = Literal["running", "finished", "stopped", "failed", "interrupted", "preempted"]
-RUN_STATES: tuple[RunState, ...] = get_args(RunState)
+Whole = Annotated[int, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
+Amount = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class LiveStage(TypedDict, total=False):
@@ -54,12 +59,12 @@ class LiveStage(TypedDict, total=False):
     """
 
     state: StageState
-    since: float
-    tries: int
-    where: str
-    wall_s: float
+    since: Amount
+    tries: Whole
+    where: Text
+    wall_s: Amount
     progress: dict[str, Any]
-    message: str
+    message: Text
 
 
 class GpuSample(TypedDict, total=False):
@@ -72,10 +77,10 @@ class GpuSample(TypedDict, total=False):
         reason: Why `utilization` is unknown.
     """
 
-    memory_bytes: int
-    total_bytes: int
-    utilization: float
-    reason: str
+    memory_bytes: Whole
+    total_bytes: Whole
+    utilization: Amount
+    reason: Text
 
 
 class MachineSample(TypedDict, total=False):
@@ -88,9 +93,9 @@ class MachineSample(TypedDict, total=False):
         gpus: Number of the worker's GPU on its machine -> use of the GPU.
     """
 
-    node: str
-    cpu: float
-    memory_bytes: int
+    node: Text
+    cpu: Amount
+    memory_bytes: Whole
     gpus: dict[str, GpuSample]
 
 
@@ -107,13 +112,13 @@ class GpuFigure(TypedDict, total=False):
         sampled_at: Time of the last sample, in seconds since the epoch.
     """
 
-    node: Required[str]
-    gpu: Required[str]
-    busy: float
-    reason: str
-    advice: str
-    ranks: float
-    sampled_at: float
+    node: Required[Text]
+    gpu: Required[Text]
+    busy: Amount
+    reason: Text
+    advice: Text
+    ranks: Amount
+    sampled_at: Amount
 
 
 class LiveStatus(TypedDict):
@@ -139,20 +144,23 @@ class LiveStatus(TypedDict):
         gpu_use: How busy each GPU was while stages trained, since the last start with training.
     """
 
-    name: str
+    name: Text
     state: RunState
-    host: str
-    pid: int
-    started: float
-    updated: float
-    command: str
-    message: NotRequired[str]
-    left_s: float | None
-    left_without: int
+    host: Text
+    pid: Whole
+    started: Amount
+    updated: Amount
+    command: Text
+    message: NotRequired[Text]
+    left_s: Amount | None
+    left_without: Whole
     stages: dict[str, LiveStage]
     machines: NotRequired[dict[str, MachineSample]]
-    groups: NotRequired[dict[str, int]]
+    groups: NotRequired[dict[str, Whole]]
     gpu_use: NotRequired[list[GpuFigure]]
+
+
+STATUS = TypeAdapter(LiveStatus)
 
 
 def lock_key(name: str) -> str:
@@ -209,51 +217,13 @@ def is_amount(value: Any) -> TypeGuard[float]:
     return is_number and -MAX_NUMBER < value < MAX_NUMBER
 
 
-def is_text(value: Any) -> bool:
-    """Return whether a value is a text that can be shown, with a reasonable length."""
-    return isinstance(value, str) and len(value) <= MAX_TEXT
-
-
 def _is_status(value: Any, name: str) -> bool:
     """Return whether a JSON value has the form of a status: the storage can be a stranger's."""
-    if not isinstance(value, dict) or value.get("name") != name:
+    try:
+        STATUS.validate_python(value, strict=True)
+    except ValidationError:
         return False
-    texts = ("host", "command")
-    numbers = ("pid", "started", "updated", "left_without")
-    stages = value.get("stages")
-    left_s = value.get("left_s")
-    figures = value.get("gpu_use", [])
-    return (
-        value.get("state") in RUN_STATES
-        and all(is_text(value.get(key)) for key in texts)
-        and all(is_amount(value.get(key)) for key in numbers)
-        and is_text(value.get("message", ""))
-        and "left_s" in value
-        and (left_s is None or is_amount(left_s))
-        and isinstance(stages, dict)
-        and all(_is_stage(stage) for stage in stages.values())
-        and isinstance(figures, list)
-        and all(_is_gpu_figure(figure) for figure in figures)
-    )
-
-
-def _is_stage(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("state") in STAGE_STATES
-        and all(is_text(value.get(key, "")) for key in ("where", "message"))
-        and all(is_amount(value.get(key, 0)) for key in ("since", "tries", "wall_s"))
-        and isinstance(value.get("progress", {}), dict)
-    )
-
-
-def _is_gpu_figure(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(is_text(value.get(key)) for key in ("node", "gpu"))
-        and all(is_text(value.get(key, "")) for key in ("reason", "advice"))
-        and all(is_amount(value.get(key, 0)) for key in ("busy", "ranks", "sampled_at"))
-    )
+    return bool(value["name"] == name)
 
 
 def is_alive(storage: str, status: LiveStatus) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     PositiveFloat,
     PrivateAttr,
@@ -71,6 +72,22 @@ PLAIN_WORDS = {
 SHARED_STAGES = ("data", "backbone", "features", "report")  # how ids of shared stages begin
 
 
+def as_name(value: Any) -> str:
+    """Return a name as text, because YAML may have read it as an integer.
+
+    Raises:
+        ValueError: If YAML read it as another type.
+    """
+    if type(value) not in (str, int):
+        raise ValueError(
+            f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes"
+        )
+    return str(value)
+
+
+Name = Annotated[str, BeforeValidator(as_name)]
+
+
 class TaskEntry(Frozen):
     """A task of the stream; with `split`, several tasks of equal size in the card's class order."""
 
@@ -81,10 +98,10 @@ class TaskEntry(Frozen):
     name: str = Field(
         "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="default: the card's name"
     )
-    classes: tuple[str, ...] | None = Field(
+    classes: tuple[Name, ...] | None = Field(
         None, min_length=1, description="default: all classes of the card"
     )
-    order: str = Field(
+    order: Name = Field(
         "",
         description="CARD/NAME of a file in a card's `orders`, which lists the classes in order; "
         "or a whole number: the card's classes, permuted by numpy's RandomState of it. Replaces "
@@ -98,18 +115,6 @@ class TaskEntry(Frozen):
         description="`base`: the backbone is trained on it before the other tasks; "
         "`unlabelled`: not a task, but images without labels for the steps before the first task",
     )
-
-    @field_validator("order", mode="before")
-    @classmethod
-    def _order_as_text(cls, value: Any) -> Any:
-        return str(value) if type(value) is int else value
-
-    @field_validator("classes", mode="before")
-    @classmethod
-    def _classes_as_text(cls, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            return value
-        return [as_name(item) for item in value]
 
 
 class StreamSettings(Frozen):
@@ -476,7 +481,7 @@ class Config(Frozen):
         description="in place of `seed`: the run is repeated with each of them, as one graph with "
         "one report; one seed is the same as `seed`",
     )
-    orders: tuple[str, ...] = Field(
+    orders: tuple[Name, ...] = Field(
         (),
         min_length=1,
         exclude_if=lambda orders: not orders,
@@ -526,13 +531,6 @@ class Config(Frozen):
         if len(set(value)) < len(value):
             raise ValueError("one of them is listed twice; list each once")
         return value
-
-    @field_validator("orders", mode="before")
-    @classmethod
-    def _orders_as_text(cls, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            return value
-        return [as_name(item) for item in value]
 
     @field_validator("tracking", mode="before")
     @classmethod
@@ -653,19 +651,6 @@ class Config(Frozen):
         """Return the data settings of one method: its own over `data`."""
         merged = {**self.data.model_dump(), **self.methods[label].data}
         return checked(DataSettings, merged, f"{settings_path(label)}.data", where)
-
-
-def as_name(value: Any) -> str:
-    """Return a name as text, because YAML may have read it as an integer.
-
-    Raises:
-        ValueError: If YAML read it as another type.
-    """
-    if type(value) not in (str, int):
-        raise ValueError(
-            f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes"
-        )
-    return str(value)
 
 
 def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
@@ -1060,8 +1045,12 @@ def describe_error(
         body: The validated values. Without them, only the first problem is described.
     """
     problems: dict[tuple[Any, ...], Any] = {}
+    places = [problem["loc"] for problem in error.errors()]
+    above = {place[:depth] for place in places for depth in range(len(place))}
     for problem in error.errors():  # of a value that may be of several types, there are several
-        problems.setdefault(_format_place(body, problem["loc"]), problem)
+        # pydantic counts the valid items of a list, so that a list of invalid ones is too short
+        if problem["type"] != "too_short" or problem["loc"] not in above:
+            problems.setdefault(_format_place(body, problem["loc"]), problem)
     sentences: list[str] = []
     length = 0
     for problem in problems.values():

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from pipeline.data.archives import Archive
 from pipeline.data.names import nfc
@@ -26,18 +26,23 @@ LIST_MARK = 2 * ":"
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
+def _join(parts: Any) -> Any:
+    """Return a list of texts as one text."""
+    if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
+        return LIST_MARK.join(map(str, parts))
+    return str(parts) if type(parts) is int else parts
+
+
+Parts = Annotated[str, BeforeValidator(_join)]  # one text, or a list of texts
+
+
 class MoreFolder(Frozen):
     """A further folder of class folders with images of the same data set."""
 
     path: str = Field(min_length=1, description="folder or URI, as `source.path`")
-    splits: dict[Split, str] = Field(
+    splits: dict[Split, Parts] = Field(
         {"train": "."}, min_length=1, description="as `source.splits`, below this path"
     )
-
-    @field_validator("splits", mode="before")
-    @classmethod
-    def _join_splits(cls, splits: Any) -> Any:
-        return _join_each(splits)
 
 
 class Source(Frozen):
@@ -50,7 +55,7 @@ class Source(Frozen):
         "path starts at the folder of the card's file, for cards in `datasets` at the folder above",
     )
     name: str = Field("", description="data set inside scikit-learn or torchvision")
-    splits: dict[Part, str] = Field(
+    splits: dict[Part, Parts] = Field(
         {"train": "train", "test": "test"},
         description="sub-folder, glob or table of each split below `path`, or a list of them; "
         "`{label}` stands for the folder of a class; `ignore`: what is not read; for webdataset, "
@@ -70,7 +75,7 @@ class Source(Frozen):
         "json:FIELD in webdataset; "
         "null: images have no labels, and the card has one class, which all of them belong to",
     )
-    split: Annotated[str | None, Neutral(None)] = Field(
+    split: Annotated[str | None, BeforeValidator(_join), Neutral(None)] = Field(
         None,
         min_length=1,
         description="column of the split in csv and Parquet (`path` then names the table), "
@@ -83,7 +88,7 @@ class Source(Frozen):
         "102; `places`: a place in `classes`, from 0; unset: a name, and refused if it could be "
         "both",
     )
-    files: Annotated[str, Neutral("{}")] = Field(
+    files: Annotated[Parts, Neutral("{}")] = Field(
         "{}",
         description="in csv, where an image lies from the folder of its table: `{}` stands for "
         "what its row says, as in `images/{}.jpg`, `{label}` and `{split}` for its label and "
@@ -99,16 +104,6 @@ class Source(Frozen):
         description="further folders of class folders, each with `path` and `splits`, whose images "
         "belong to the same classes; for format folder",
     )
-
-    @field_validator("splits", mode="before")
-    @classmethod
-    def _join_splits(cls, splits: Any) -> Any:
-        return _join_each(splits)
-
-    @field_validator("files", "split", mode="before")
-    @classmethod
-    def _join_list(cls, parts: Any) -> Any:
-        return _joined(parts)
 
     @field_validator("range")
     @classmethod
@@ -149,19 +144,6 @@ class Source(Frozen):
     def named_splits(self) -> tuple[Split, ...]:
         """Return the splits that the card names, beginning with train."""
         return tuple(split for split in SPLITS if "".join(self.list_parts(split)))
-
-
-def _join_each(splits: Any) -> Any:
-    if not isinstance(splits, dict):
-        return splits
-    return {split: _joined(parts) for split, parts in splits.items()}
-
-
-def _joined(parts: Any) -> Any:
-    """Return a list of texts as one text."""
-    if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
-        return LIST_MARK.join(map(str, parts))
-    return str(parts) if type(parts) is int else parts
 
 
 def check_shard_patterns(patterns: str) -> None:

@@ -23,7 +23,7 @@ from pipeline.data.detection.libraries import TORCHVISION_PATH
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
 from pipeline.data.formats.folder import LABEL, split_folders
 from pipeline.data.names import get_file_name, get_suffix, listed, printable
-from pipeline.data.preview import PAGE_START, PREVIEW, PreviewSheet, render_sheets
+from pipeline.data.preview import PAGE_START, PREVIEW, render_sheets
 from pipeline.data.proposal import TaskPlan, card_text, config_text, plan_tasks, relative_to_here
 from pipeline.data.splits import find_role
 from workers.errors import UserError
@@ -171,20 +171,7 @@ def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, 
 
 def write_preview(starter: Starter, sources: Sequence[GivenSource]) -> str:
     """Write the page with the detected layout, and return its path."""
-    sheets: list[PreviewSheet] = []
-    for source in sources:
-        data_set = source.data_set
-        pictures = data_set.pictures()
-        sheets.append(
-            PreviewSheet(
-                data_set.card,
-                data_set.layout,
-                data_set.account,
-                data_set.images,
-                pictures,
-                data_set.notes,
-            )
-        )
+    sheets = [source.data_set.preview_sheet() for source in sources]
     return _write_page(preview_path(starter.config), render_sheets(sheets))
 
 
@@ -210,15 +197,7 @@ def preview_card(card: Card) -> str:
     """Write the page that shows how a card reads its source, and return its path."""
     data_set = read_card(card)
     path = preview_path(card.name)
-    sheet = PreviewSheet(
-        card,
-        data_set.layout,
-        data_set.account,
-        data_set.images,
-        data_set.pictures(),
-        data_set.notes,
-    )
-    return _write_page(path, render_sheets([sheet]))
+    return _write_page(path, render_sheets([data_set.preview_sheet()]))
 
 
 # ---- the files -----------------------------------------------------------------------------------

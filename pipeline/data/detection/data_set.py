@@ -29,7 +29,7 @@ from pipeline.data.labels import check_meaning, check_spelling
 from pipeline.data.listing import Entry
 from pipeline.data.names import listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
-from pipeline.data.preview import PreviewImage, limit_per_group
+from pipeline.data.preview import PreviewImage, PreviewSheet, limit_per_group
 from pipeline.data.source_classes import MIN_CLASSES, labels_of_counts
 from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
 from workers.errors import UserError
@@ -120,8 +120,12 @@ class DataSet:
         """The source of the card, without default settings."""
         return dump_source(self.card.source)
 
-    def pictures(self) -> list[PreviewImage]:
-        """Return some images of each split and class, for a preview."""
+    def preview_sheet(self) -> PreviewSheet:
+        """Return the data set for the page of a preview, with images of each split and class."""
+        pictures = self._pictures()
+        return PreviewSheet(self.card, self.layout, self.account, self.images, pictures, self.notes)
+
+    def _pictures(self) -> list[PreviewImage]:
         limit = limit_per_group(len(self.images))
         missing = {group: min(number, limit) for group, number in self.images.items()}
         checker = ImageChecker(self.card)

@@ -116,6 +116,14 @@ class TaskEntry(Frozen):
         "`unlabelled`: not a task, but images without labels for the steps before the first task",
     )
 
+    def list_task_names(self, card: str) -> list[str]:
+        """Return the names of the tasks that the entry stands for. card: name of its card."""
+        name = self.name or card
+        if not self.split:
+            return [name]
+        digits = len(str(self.split - 1))
+        return [f"{name}-{index:0{digits}d}" for index in range(self.split)]
+
 
 class StreamSettings(Frozen):
     """The tasks in the order in which they are learned."""

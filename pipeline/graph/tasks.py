@@ -216,19 +216,16 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     key = builder.keys[f"data/{card.name}"]
     urls = in_place.get_shard_urls(card)
     has_val = "val" in card.source.named_splits()
-    if not entry.split:
-        return [Task(name, card.name, key, tuple(classes), entry.role, urls, has_val)]
-    if len(classes) % entry.split:
+    names = entry.list_task_names(card.name)
+    if len(classes) % len(names):
         raise UserError(
             f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "
             f"{entry.split} equal tasks; choose a divisor"
         )
-    size = len(classes) // entry.split
-    digits = len(str(entry.split - 1))
+    size = len(classes) // len(names)
     tasks = []
-    for index in range(entry.split):
+    for index, task_name in enumerate(names):
         task_classes = tuple(classes[index * size : (index + 1) * size])
-        task_name = f"{name}-{index:0{digits}d}"
         tasks.append(Task(task_name, card.name, key, task_classes, entry.role, urls, has_val))
     return tasks
 

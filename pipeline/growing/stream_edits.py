@@ -117,11 +117,7 @@ def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tup
 
 def list_entry_tasks(entry: TaskEntry) -> list[str]:
     """Return the names of the tasks of one entry of a stream."""
-    name = _name(entry)
-    if not entry.split:
-        return [name]
-    digits = len(str(entry.split - 1))
-    return [f"{name}-{index:0{digits}d}" for index in range(entry.split)]
+    return entry.list_task_names(_name(entry))
 
 
 def _name(entry: TaskEntry) -> str:

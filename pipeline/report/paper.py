@@ -90,18 +90,22 @@ def accuracy_table(comparison: Comparison) -> AccuracyTable:
 # ---- the same table in each form -----------------------------------------------------------------
 def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
     """Return a `tabular` of booktabs. caption: sentences, written above it as comments."""
-    lines = [f"% {sentence}" for sentence in caption]
-    lines.append("% \\usepackage{booktabs}")
-    lines.append(f"\\begin{{tabular}}{{l{'r' * len(table.heading)}}}")
-    heading = ["method", *table.heading]
-    lines += ["\\toprule", " & ".join(map(latex_text, heading)) + r" \\", "\\midrule"]
+    rows = []
     for name, cells in table.rows.items():
         texts = [latex_text(name)]
         for position, cell in enumerate(cells):
             texts.append(_latex_cell(cell, position == table.average))
-        lines.append(" & ".join(texts) + r" \\")
-    lines += ["\\bottomrule", "\\end{tabular}", ""]
-    return "\n".join(lines)
+        rows.append(texts)
+    return _tabular(caption, ["method", *map(latex_text, table.heading)], rows)
+
+
+def _tabular(caption: Sequence[str], heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return cells, in LaTeX, as a `tabular` of booktabs."""
+    lines = [f"% {sentence}" for sentence in caption]
+    lines += ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{l{'r' * (len(heading) - 1)}}}"]
+    heading_line, *row_lines = [" & ".join(cells) + r" \\" for cells in (heading, *rows)]
+    lines += ["\\toprule", heading_line, "\\midrule", *row_lines]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
 def latex_text(text: str) -> str:
@@ -250,18 +254,12 @@ def budget_html_rows(comparison: Comparison) -> HtmlRows:
 
 def budgets_latex(comparison: Comparison) -> str:
     """Return the table of budgets as a `tabular` of booktabs."""
-    lines = [
-        "% What each method was given, without the backbone; mean of a replica.",
-        "% \\usepackage{booktabs}",
-        f"\\begin{{tabular}}{{l{'r' * len(BUDGET_COLUMNS)}}}",
-        "\\toprule",
-        " & ".join(["method", *(title for title, _ in BUDGET_COLUMNS.values())]) + r" \\",
-        "\\midrule",
-    ]
+    caption = "What each method was given, without the backbone; mean of a replica."
+    heading = ["method", *(title for title, _ in BUDGET_COLUMNS.values())]
+    rows = []
     for name, budget in budgets(comparison).items():
-        cells = [latex_text(name), *map(_latex_number, budget)]
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+        rows.append([latex_text(name), *map(_latex_number, budget)])
+    return _tabular([caption], heading, rows)
 
 
 def _latex_number(value: float) -> str:

@@ -25,7 +25,7 @@ from workers.storage.artifact import (
     share_file,
     write_bytes,
 )
-from workers.storage.secrets import redact
+from workers.storage.secrets import redact_texts
 
 FILE = "events.jsonl"
 FULL_FILE = "events.1.jsonl"
@@ -67,7 +67,7 @@ class EventLog:
         event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}
         for name, value in values.items():
             if value not in ("", None, {}):
-                event[name] = _clean(value)
+                event[name] = redact_texts(value, MAX_TEXT)
         line = json.dumps(event, ensure_ascii=False) + "\n"
         with suppress(OSError, UserError):
             self._append(line)
@@ -117,17 +117,6 @@ class EventLog:
             write_bytes(self.full_uri, b"".join(self.lines))
             self.lines = []
         self.size = 0
-
-
-def _clean(value: Any) -> Any:
-    """Return a JSON value with redacted and bounded texts."""
-    if isinstance(value, str):
-        return redact(value)[:MAX_TEXT]
-    if isinstance(value, dict):
-        return {str(key): _clean(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_clean(item) for item in value]
-    return value
 
 
 def open_log(path: str) -> TextIO:

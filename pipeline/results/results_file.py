@@ -31,7 +31,7 @@ from workers.errors import UserError
 from workers.job import Frozen
 from workers.storage.artifact import compute_sha256
 from workers.storage.regular_file import read_regular, write_named_file
-from workers.storage.secrets import redact
+from workers.storage.secrets import redact_texts
 
 FORMAT = "accrete-results"
 VERSION = 1
@@ -150,23 +150,12 @@ def _run_body(run: RunTables) -> dict[str, Any]:
         "seed": config.get("seed", 0),
         "created": str(run.record.get("created", "")),
         "scenario": run.scenario,
-        "config": _redacted(config),
-        "versions": _redacted(run.environment()),
+        "config": redact_texts(config),
+        "versions": redact_texts(run.environment()),
         "tasks": tasks,
         "methods": [_method_body(run, label) for label in run.labels],
         "stages": {stage["id"]: stage["key"] for stage in run.record["stages"]},
     }
-
-
-def _redacted(value: Any) -> Any:
-    """Return a JSON value whose texts hold no secrets."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {str(name): _redacted(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_redacted(item) for item in value]
-    return value
 
 
 def _method_body(run: RunTables, label: str) -> dict[str, Any]:
@@ -176,8 +165,8 @@ def _method_body(run: RunTables, label: str) -> dict[str, Any]:
         "method": run.method(label),
         "tasks": list(matrix.tasks),
         **_list_cells(matrix),
-        "accuracy": _list_rows(matrix.rates),
-        "chance": _list_rows(matrix.chance),
+        "accuracy": list_rows(matrix.rates),
+        "chance": list_rows(matrix.chance),
         "sizes": [_sizes_body(row) for row in run.sizes(label)],
     }
     finals = matrix.final.items()
@@ -191,12 +180,12 @@ def _list_cells(matrix: Matrix) -> dict[str, Any]:
     if (known % 1).any():
         return {}
     return {
-        "correct": _list_rows(matrix.correct, is_count=True),
-        "total": _list_rows(matrix.total, is_count=True),
+        "correct": list_rows(matrix.correct, is_count=True),
+        "total": list_rows(matrix.total, is_count=True),
     }
 
 
-def _list_rows(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
+def list_rows(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
     """Return a matrix (T, T) as lists, null above the diagonal and where NaN."""
     rows = []
     for t, row in enumerate(values.tolist()):

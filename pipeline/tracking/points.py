@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pipeline.report import figures, files, mask_plots, plots
 from pipeline.results.masks import MaskView, overlap_rows
 from pipeline.results.metrics import metrics_for
+from pipeline.results.results_file import list_rows
 from pipeline.results.tables import EXTRA_COUNTS, Matrix, Row, RunTables, matrix_rows
 from pipeline.tracking.mlflow_client import Point, key_name
 
@@ -229,9 +230,9 @@ def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> d
         "tasks": matrix.tasks,
         "rows": "after learning",
         "columns": "accuracy on task",
-        "correct": json_rows(matrix.correct),
-        "total": json_rows(matrix.total),
-        "accuracy": json_rows(matrix.rates),
+        "correct": list_rows(matrix.correct, is_count=True),
+        "total": list_rows(matrix.total, is_count=True),
+        "accuracy": list_rows(matrix.rates),
         "source": matrix.source.tolist(),
     }
     contents = {
@@ -283,26 +284,6 @@ def percent_rows(matrix: Matrix) -> list[Row]:
                 row[task] = round(100 * accuracy, 2)
         rows.append(row)
     return rows
-
-
-def json_rows(values: NDArray[np.float64]) -> list[list[float | int | None]]:
-    """Return a matrix as nested lists for JSON; a matrix of counts has integers."""
-    largest = values.max(initial=0, where=~np.isnan(values))
-    has_counts = bool(largest > 1)
-
-    def json_row(row: list[float]) -> list[float | int | None]:
-        return [as_json_number(float(value), has_counts) for value in row]
-
-    return [json_row(row) for row in values.tolist()]
-
-
-def as_json_number(value: float, whole: bool) -> float | int | None:
-    """Return None for NaN, which JSON does not have, and an int for a whole number if `whole`."""
-    if math.isnan(value):
-        return None
-    if whole and value.is_integer():
-        return int(value)
-    return value
 
 
 def task_files(

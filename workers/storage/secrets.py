@@ -106,6 +106,17 @@ def redact(text: str) -> str:
     return PARAMETER.sub(_without_value, USER.sub("", text))
 
 
+def redact_texts(value: Any, most: int | None = None) -> Any:
+    """Return a JSON value with redacted texts of at most `most` characters; keys become texts."""
+    if isinstance(value, str):
+        return redact(value)[:most]
+    if isinstance(value, Mapping):
+        return {str(name): redact_texts(item, most) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_texts(item, most) for item in value]
+    return value
+
+
 def printable(text: str) -> str:
     """Return lines without secrets and control characters: they may come from a stranger."""
     return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))

@@ -69,6 +69,16 @@ def parse_storage(text: str) -> str:
     return text
 
 
+def add_storage_option(sub: argparse.ArgumentParser, text: str) -> None:
+    """Add `--storage`, which names the storage of runs. text: its meaning, for the help."""
+    sub.add_argument(
+        "--storage",
+        type=parse_storage,
+        default="storage",
+        help=f"{text} (default: storage)",
+    )
+
+
 def add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -> None:
     """Add the path of a config and `--set`. config_options: for `add_argument` of the path."""
     options = {"help": "path of a config, e.g. configs/demo.yaml", **config_options}

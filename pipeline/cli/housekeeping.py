@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.cli.arguments import AddCommand, parse_age, parse_gigabytes, parse_storage
+from pipeline.cli.arguments import AddCommand, add_storage_option, parse_age, parse_gigabytes
 from pipeline.cli.question import is_confirmed
 
 if TYPE_CHECKING:
@@ -27,12 +27,7 @@ def add_commands(add_command: AddCommand) -> None:
         action="store_true",
         help="also those that runs needed only before their config files or images were changed",
     )
-    gc_parser.add_argument(
-        "--storage",
-        type=parse_storage,
-        default="storage",
-        help="storage folder (default: storage)",
-    )
+    add_storage_option(gc_parser, "storage folder")
     gc_parser.add_argument(
         "--older-than",
         type=parse_age,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipeline.cli.arguments import AddCommand, add_method_option, parse_storage
+from pipeline.cli.arguments import AddCommand, add_method_option, add_storage_option
 from pipeline.config import invocation
 from pipeline.tracking import ui as mlflow_ui
 from workers.errors import UserError
@@ -81,12 +81,7 @@ def _add_compare_command(add_command: AddCommand) -> None:
         help="name of a run in the storage, path of its config, a file of `report --json`, or an "
         "accuracy matrix as CSV or JSON",
     )
-    compare_parser.add_argument(
-        "--storage",
-        type=parse_storage,
-        default="storage",
-        help="storage folder of runs that are given by name (default: storage)",
-    )
+    add_storage_option(compare_parser, "storage folder of runs that are given by name")
     compare_parser.add_argument("--out", metavar="FILE", help="also write the page here")
 
 
@@ -94,12 +89,7 @@ def _add_ui_command(add_command: AddCommand) -> None:
     ui_parser = add_command(
         "ui", ui, "serve MLflow on this machine and print links to the runs", config=False
     )
-    ui_parser.add_argument(
-        "--storage",
-        type=parse_storage,
-        default="storage",
-        help="storage folder of the runs (default: storage)",
-    )
+    add_storage_option(ui_parser, "storage folder of the runs")
     mlflow_ui.address_options(ui_parser)
 
 
@@ -113,9 +103,6 @@ def _add_state_commands(add_command: AddCommand) -> None:
         status,
         "tell how far a run is, also while another process runs it",
         config=False,
-    )
-    status_parser.add_argument(
-        "run", metavar="RUN", help="name of a run in the storage, or path of its config"
     )
     status_parser.add_argument(
         "--watch", action="store_true", help="tell it again and again until the run ends"
@@ -132,20 +119,16 @@ def _add_state_commands(add_command: AddCommand) -> None:
         "print what happened in a run or a stage, with the traceback of each failure",
         config=False,
     )
-    logs_parser.add_argument(
-        "run", metavar="RUN", help="name of a run in the storage, or path of its config"
-    )
+    for sub in (status_parser, logs_parser):
+        sub.add_argument(
+            "run", metavar="RUN", help="name of a run in the storage, or path of its config"
+        )
     logs_parser.add_argument("stage", nargs="?", default="", metavar="STAGE", help="id of a stage")
     logs_parser.add_argument(
         "--all", action="store_true", help="print every event and failure, however old"
     )
     for sub in (runs_parser, status_parser, logs_parser):
-        sub.add_argument(
-            "--storage",
-            type=parse_storage,
-            default="storage",
-            help="storage folder of the runs (default: storage)",
-        )
+        add_storage_option(sub, "storage folder of the runs")
 
 
 def report(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
 from pipeline.results.metrics import Metric, metrics_for
-from pipeline.results.tables import Row, RunTables
+from pipeline.results.tables import NOT_BYTES, Row, RunTables
 from workers.errors import UserError
 
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
@@ -207,19 +207,6 @@ def render_picks(tables: RunTables, label: str) -> Markup:
 
 
 # ---- sizes, graph, stages, settings --------------------------------------------------------------
-SIZE_COLUMNS = {  # columns of sizes other than kinds of stored bytes
-    "label",
-    "after_index",
-    "after",
-    "role",
-    "total",
-    "growth",
-    "trained_parameters",
-    "flops_share",
-    "task_bytes",
-}
-
-
 def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
     """Return heading and cells of the stored bytes after each task; no cells before the first."""
     rows: list[Row] = []
@@ -228,7 +215,7 @@ def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
     bytes_by_kind: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in SIZE_COLUMNS:
+            if name not in (*NOT_BYTES, "total", "task_bytes"):
                 bytes_by_kind[name] = bytes_by_kind.get(name, 0) + (value or 0)
     byte_kinds = [kind for kind, size in bytes_by_kind.items() if size]
     heading = ["method", "after task", "this task", *byte_kinds]

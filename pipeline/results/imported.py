@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,12 +92,8 @@ class ImportedTables(RunTables):
 
     def rename_tasks(self, names: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
         """Give names and classes to the tasks of a matrix that has none, in order."""
-        methods = {}
-        for label, method in self.methods.items():
-            methods[label] = ImportedMethod(
-                method.method, tuple(names), method.correct, method.total, method.sizes
-            )
-        self.methods = methods
+        methods = self.methods.items()
+        self.methods = {label: replace(one, tasks=tuple(names)) for label, one in methods}
         self.record["tasks"] = [
             {"name": name, "card": "", "role": "task", "classes": list(classes[name]), "data": ""}
             for name in names

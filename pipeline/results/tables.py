@@ -41,6 +41,8 @@ Row = dict[str, Any]
 # If the task is not given: correct within the five best logits; correct when the task is given.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
 TOP_CLASSES = 5
+# columns of `RunTables.sizes` that are not bytes
+NOT_BYTES = ("label", "after_index", "after", "role", "growth", "trained_parameters", "flops_share")
 STATE_KINDS = ("masks", "tokens", "head", "copies")
 
 

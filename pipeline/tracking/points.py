@@ -17,22 +17,12 @@ from pipeline.report import figures, files, mask_plots, plots
 from pipeline.results.masks import MaskView, overlap_rows
 from pipeline.results.metrics import metrics_for
 from pipeline.results.results_file import list_rows
-from pipeline.results.tables import EXTRA_COUNTS, Matrix, Row, RunTables, matrix_rows
+from pipeline.results.tables import EXTRA_COUNTS, NOT_BYTES, Matrix, Row, RunTables, matrix_rows
 from pipeline.tracking.mlflow_client import Point, key_name
 
 ROUNDING = 1e-12  # means of equal numbers differ by less
 # Columns of a training history without curves.
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
-# Columns of a table of sizes other than bytes.
-NOT_SIZES = (
-    "label",
-    "after_index",
-    "after",
-    "role",
-    "growth",
-    "trained_parameters",
-    "flops_share",
-)
 
 
 # ---- use of machines -----------------------------------------------------------------------------
@@ -132,7 +122,7 @@ def size_points(rows: Sequence[Row]) -> list[Point]:
     for row in rows:
         after = row["after_index"]
         for kind, value in row.items():
-            if kind not in NOT_SIZES:
+            if kind not in NOT_BYTES:
                 points.append(Point(f"size/{kind}", float(value), after, after))
         if row["growth"]:
             points.append(Point("growth", row["growth"], after, after))

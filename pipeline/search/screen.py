@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
-from pipeline.config.text import format_seconds
+from pipeline.config.text import format_count, format_seconds, plural
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.results.trials import SeedTest, Trial, gpu_hours
@@ -109,10 +109,10 @@ class SearchScreen:
         text += f", judged on validation images of {len(self.search.tasks)} tasks"
         known = len(self.search.records())
         if known:
-            text += f"; {known} {_plural('trial', known)} known from before"
+            text += f"; {format_count(known, 'trial')} known from before"
         warm_start = self.search.warm_start
         if warm_start is not None:
-            points = f"{len(warm_start.points)} {_plural('point', len(warm_start.points))}"
+            points = format_count(len(warm_start.points), "point")
             text += f"; {points} of search {warm_start.search} first"
             if settings.algorithm == "tpe":
                 text += f", {len(warm_start.observations)} of its other trials known to tpe"
@@ -155,12 +155,8 @@ class SearchScreen:
         return (
             "\nwinner on test data, which the search has not seen: "
             f"{statistics.mean(rates):.2f}{spread} % average accuracy with "
-            f"{_plural('seed', len(rates))} {seeds} ({rates_text})"
+            f"seed{plural(len(rates))} {seeds} ({rates_text})"
         )
-
-
-def _plural(noun: str, count: int) -> str:
-    return f"{noun}s" if count > 1 else noun
 
 
 def point_text(params: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from pipeline.graph.run_record import RunRecord, make_record
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
 from pipeline.results.tables import RunTables
-from pipeline.shell.console import at_work
+from pipeline.shell.console import at_work, print_to_stderr
 from workers.storage.artifact import (
     Artifact,
     Attempt,
@@ -70,7 +70,6 @@ class WrittenReport:
 def report(run: PreparedRun, report_command: str) -> WrittenReport:
     """Write the report and the MLflow record again from the store, also of an unfinished run."""
     from pipeline.report import analysis_section  # imports torch and matplotlib
-    from pipeline.tracking.recorder import log_to_stderr
 
     store = run.store
     store.check_writable()
@@ -82,7 +81,7 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
         files = build_report(run, record, _earlier_failures(run))
         if not run.replicas:
             files = analysis_section.add_section(files, record, store)
-    recorder = open_recorder(run, log_to_stderr, report_command)
+    recorder = open_recorder(run, print_to_stderr, report_command)
     with at_work(recorder.describe_rest):
         recorder.start(record, picture)
         evaluations = [stage for stage in run.graph if stage.step == "evaluate"]

@@ -15,8 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.config.invocation import this_command
+from pipeline.config.text import format_count
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
+from pipeline.shell.console import print_to_stderr
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     SystemMetrics,
@@ -25,7 +27,7 @@ from pipeline.tracking.mlflow_client import (
 )
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
-from pipeline.tracking.ui import accuracies_link, page_base, run_link
+from pipeline.tracking.ui import accuracies_link, record_line, web_base
 from workers import preemption
 from workers.errors import UserError, require_package
 from workers.storage.artifact import Artifact, Manifest, join
@@ -40,11 +42,6 @@ SEND_S = 30.0  # interval between two messages about the workers' machines
 MAX_SAMPLES = 20_000  # latest samples that wait for MLflow
 Log = Callable[[str], None]
 WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
-
-
-def log_to_stderr(text: str) -> None:
-    """Print a line for people on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Recorder:
@@ -62,7 +59,7 @@ class Recorder:
         self,
         settings: TrackingSettings,
         storage: str,
-        log: Log = log_to_stderr,
+        log: Log = print_to_stderr,
         remedy: str = "",
         identity: RunIdentity | None = None,
     ):
@@ -207,8 +204,7 @@ class Recorder:
 
     def describe_rest(self) -> str:
         """Describe the unwritten part of the record in a few words."""
-        number = len(self.outbox.waiting)
-        return f"recording in MLflow, {number} {'part' if number == 1 else 'parts'} left"
+        return f"recording in MLflow, {format_count(len(self.outbox.waiting), 'part')} left"
 
     @property
     def run_ids(self) -> list[str]:
@@ -221,12 +217,9 @@ class Recorder:
         location = self.writer.location
         if location is None:
             return []
-        if not base and location.uri.startswith("http"):
-            base = page_base(location.uri)
-        if not base:
-            return [f"record: {this_command()} ui --storage {self.storage}"]
-        lines = [f"record: {run_link(base, location.experiment, location.run)}"]
-        if len(location.methods) > 1:
+        base = base or web_base(location.uri)
+        lines = [record_line(base, location.experiment, location.run, self.storage)]
+        if base and len(location.methods) > 1:
             link = accuracies_link(base, location.experiment, location.methods)
             lines.append(f"methods side by side: {link}")
         return lines

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.metrics import metrics_for
+from pipeline.shell.console import print_to_stderr
 from pipeline.tracking.mlflow_client import Point, key_name, login_refusal, transient
 from pipeline.tracking.outbox import Outbox
-from pipeline.tracking.recorder import Log, Recorder, log_to_stderr
+from pipeline.tracking.recorder import Log, Recorder
 from pipeline.tracking.run_writer import RunIdentity, RunWriter, run_key
 from workers.storage.artifact import Artifact, Manifest, join
 
@@ -36,7 +37,7 @@ class ReplicatedRecorder(Recorder):
         settings: TrackingSettings,
         storage: str,
         records: Mapping[str, RunRecord],
-        log: Log = log_to_stderr,
+        log: Log = print_to_stderr,
         remedy: str = "",
     ):
         super().__init__(settings, storage, log, remedy)

@@ -22,6 +22,7 @@ from pipeline.config.yaml_files import dump_yaml
 from pipeline.graph.run_record import KEY_VERSION, RunRecord
 from pipeline.results import trials
 from pipeline.results.trials import Trial, Winner, as_number, score
+from pipeline.shell.console import print_to_stderr
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     Point,
@@ -30,7 +31,7 @@ from pipeline.tracking.mlflow_client import (
     transient,
 )
 from pipeline.tracking.outbox import Outbox
-from pipeline.tracking.recorder import Log, answers, close, log_to_stderr
+from pipeline.tracking.recorder import Log, answers, close
 from pipeline.tracking.run_writer import (
     MAX_TAG,
     OPENED,
@@ -39,7 +40,7 @@ from pipeline.tracking.run_writer import (
     make_key_tags,
     make_tags,
 )
-from pipeline.tracking.ui import page_base, run_link
+from pipeline.tracking.ui import record_line, web_base
 from workers.errors import UserError, require_package
 from workers.storage.artifact import join, read_bytes, read_json, resolve
 
@@ -85,7 +86,7 @@ class SearchRecorder:
         self,
         settings: TrackingSettings,
         storage: str,
-        log: Log = log_to_stderr,
+        log: Log = print_to_stderr,
         remedy: str = "",
     ):
         if settings.enabled:
@@ -133,13 +134,11 @@ class SearchRecorder:
 
     def links(self, base: str = "") -> list[str]:
         """Return lines with the location of the record; `base` is the URL of `mlflow server`."""
-        if self.location is None:
+        location = self.location
+        if location is None:
             return []
-        if not base and self.location.uri.startswith("http"):
-            base = page_base(self.location.uri)
-        if not base:
-            return [f"record: {this_command()} ui --storage {self.storage}"]
-        return [f"record: {run_link(base, self.location.experiment, self.location.run)}"]
+        base = base or web_base(location.uri)
+        return [record_line(base, location.experiment, location.run, self.storage)]
 
     @classmethod
     def rebuild(
@@ -147,7 +146,7 @@ class SearchRecorder:
         storage: str,
         name: str,
         settings: TrackingSettings | None = None,
-        log: Log = log_to_stderr,
+        log: Log = print_to_stderr,
     ) -> SearchRecorder:
         """Write the whole record of a search again from the storage.
 

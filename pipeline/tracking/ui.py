@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
+from pipeline.config.invocation import this_command
 from workers.errors import UserError
 from workers.storage.secrets import redact
 
@@ -158,6 +159,25 @@ def recorded(
 def page_base(address: str) -> str:
     """Return the address of a tracking server without user, password and query, to begin links."""
     return redact(address).partition("?")[0].rstrip("/")
+
+
+def web_base(uri: str) -> str:
+    """Return the address that links to a tracking server begin with; "" for a database."""
+    return page_base(uri) if uri.startswith("http") else ""
+
+
+def record_line(base: str, experiment: str, run: str, storage: str) -> str:
+    """Return a line with the location of a record.
+
+    Args:
+        base: Address of a server. "": the line has the command that starts one.
+        experiment: Id of the experiment.
+        run: Id of the run.
+        storage: Folder or URI of the storage.
+    """
+    if not base:
+        return f"record: {this_command()} ui --storage {storage}"
+    return f"record: {run_link(base, experiment, run)}"
 
 
 def server_command(storage: str, host: str, port: int) -> list[str]:

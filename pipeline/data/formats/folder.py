@@ -21,10 +21,9 @@ from pipeline.data.formats.base import (
     Unit,
     base_uri,
     other_file,
-    read_items,
     size_problem,
     source_uri,
-    unit_slices,
+    units_of_items,
     visible,
 )
 from pipeline.data.listing import Entry, list_entries, list_folders
@@ -252,22 +251,10 @@ def _class_folders(card: Card, split: Split) -> set[str]:
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return the units of all files, beginning with train."""
     items = _sorted_items(card, entries)
-    return [
-        Unit(read_items, (items[part],), part.stop - part.start)
-        for split in SPLITS
-        for part in _slices(items, split)
-    ]
-
-
-def _slices(items: list[Item], split: str) -> Iterator[slice]:
-    start = next((i for i, item in enumerate(items) if item.split == split), len(items))
-    of_split = [item for item in items if item.split == split]
-    for part in unit_slices([_bytes_to_read(item) for item in of_split]):
-        yield slice(start + part.start, start + part.stop)
-
-
-def _bytes_to_read(item: Item) -> int:
-    return 0 if item.problem else item.size or 0
+    units: list[Unit] = []
+    for split in SPLITS:
+        units += units_of_items([item for item in items if item.split == split])
+    return units
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from pipeline.tracking import mlflow_internals
 from pipeline.tracking.database import prepare, sqlite_path, sqlite_uri
 from workers.errors import UserError
-from workers.storage.artifact import join, make_dirs
+from workers.storage.artifact import is_local, join, make_dirs
 from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
@@ -130,11 +130,6 @@ def tracking_uri(storage: str, uri: str = "") -> str:
     folder = Path(storage.removeprefix("file://")).absolute()
     make_dirs(str(folder))
     return sqlite_uri(folder / "mlflow.db")
-
-
-def is_local(storage: str) -> bool:
-    """Return whether a storage is a folder on a disk."""
-    return "://" not in storage or storage.startswith("file://")
 
 
 def open_store(

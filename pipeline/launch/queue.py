@@ -51,12 +51,9 @@ class ReadyQueue:
     A chain stays on its group: the first child of a group's last stage is reserved for that group
     while it is idle. The group asks again within moments, unless its workers are gone. So other
     groups get the stage after each idle group could have asked twice.
-
-    Args:
-        stages: The first stages.
     """
 
-    def __init__(self, stages: Iterable[ReadyStage] = ()) -> None:
+    def __init__(self) -> None:
         self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, oldest first
         # (depth, parent) -> ids of waiting children; a dict as an ordered set
         self.children: dict[tuple[int, str], dict[str, None]] = {}
@@ -64,12 +61,6 @@ class ReadyQueue:
         self.idle_after: set[str] = set()  # last stages of the groups that got no stage
         self.reserved: dict[str, Reservation] = {}  # by the last stage of the group
         self.requests = 0
-        self += stages
-
-    def __iadd__(self, stages: Iterable[ReadyStage]) -> ReadyQueue:
-        for ready in stages:
-            self.append(ready)
-        return self
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values())) + len(self.reserved)

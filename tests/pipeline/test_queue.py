@@ -38,8 +38,14 @@ def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
     a = stage("a")
     b = stage("b")
     child = stage("child", "last")
-    assert ReadyQueue([ReadyStage(1, a), ReadyStage(3, b), ReadyStage(2, child)]).take() is b
-    assert ReadyQueue([ReadyStage(2, a), ReadyStage(2, child)]).take(stage("last")) is child
+    by_depth = ReadyQueue()
+    for ready in (ReadyStage(1, a), ReadyStage(3, b), ReadyStage(2, child)):
+        by_depth.append(ready)
+    assert by_depth.take() is b
+    equal = ReadyQueue()
+    equal.append(ReadyStage(2, a))
+    equal.append(ReadyStage(2, child))
+    assert equal.take(stage("last")) is child
 
 
 def test_each_stage_is_given_to_one_group() -> None:

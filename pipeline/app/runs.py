@@ -79,7 +79,7 @@ from workers.storage.artifact import (
 if TYPE_CHECKING:
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
-    from pipeline.tracking.recorder import RecordingObserver
+    from pipeline.tracking.recorder import Recorder
 
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
@@ -396,7 +396,6 @@ def _run_and_record(
     # start-up time: they import torch and matplotlib
     from pipeline.graph.walk import State
     from pipeline.launch.time_left import TimeLeftEstimator
-    from pipeline.tracking.recorder import RecordingObserver
 
     run = with_jobs(run)
     config = run.config
@@ -436,9 +435,9 @@ def _run_and_record(
             journal.take_up(lookups, missing)
         is_whole = missing == todo
         recorder = open_recorder(run, screen.say, report_command)
-        recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
+        recorder.start(record, diagram.to_svg(graph, {}), watch=True)
         try:
-            outcome = walks.run(run, record, lookups, todo, ingested, recording)
+            outcome = walks.run(run, record, lookups, todo, ingested, recorder)
             if outcome.failures:
                 status = "FAILED"
                 files = report_failures(run, record, outcome.failures, screen)
@@ -452,7 +451,7 @@ def _run_and_record(
                 log_models(recorder, run)
         finally:
             with screen.activity(recorder.describe_rest):
-                recording.finish(files, status)
+                recorder.finish(files, status)
             if status != "FINISHED":
                 for warning in recorder.warnings:
                     LOG.warning("%s", warning)
@@ -562,7 +561,7 @@ class Walks:
         lookups: dict[str, Lookup],
         todo: set[str],
         ingested: Outcome | None,
-        recording: RecordingObserver,
+        recorder: Recorder,
     ) -> Outcome:
         """Run all other stages and record them in MLflow; return how all stages ended.
 
@@ -572,7 +571,7 @@ class Walks:
             lookups: Of all stages.
             todo: Ids of the stages to run.
             ingested: How the ingest stages ended, if any ran.
-            recording: Writes to MLflow.
+            recorder: Writes to MLflow.
         """
         # start-up time: they import torch
         from pipeline.graph.walk import Event, EventKind
@@ -580,7 +579,7 @@ class Walks:
 
         chains = count_parallel_stages(run.graph, todo)
         gpu_use = GpuUse(run.graph, run.config.cluster, chains, self.journal.set_gpu_use)
-        self.watching += [recording.progress, gpu_use.progress]
+        self.watching += [recorder.progress, gpu_use.progress]
 
         def write_report(stage: Stage) -> dict[str, Any]:
             if gpu_use.figures():
@@ -599,7 +598,7 @@ class Walks:
                 run.store,
                 lambda todo: self.executor,
                 self.retries,
-                [self.screen, recording, self.run_log, self.journal, gpu_use],
+                [self.screen, recorder, self.run_log, self.journal, gpu_use],
                 lookups,
                 selected=todo,
                 failed={} if ingested is None else ingested.failures,

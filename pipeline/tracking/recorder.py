@@ -202,6 +202,21 @@ class Recorder:
         for _ in samples:
             self.samples.popleft()
 
+    # ---- as a watcher of a walk ------------------------------------------------------------------
+    def on_event(self, walk: Walk, event: Event) -> None:
+        """Record a finished stage; no stage waits for MLflow."""
+        if event.kind is EventKind.DONE:
+            self.stage(walk.graph[event.stage], event.body)
+
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
+        """Do nothing: MLflow gets results only."""
+
+    def progress(self, event: Event) -> None:
+        """Record the use of a worker's machine."""
+        if event.kind is EventKind.SAMPLE:
+            self.sample(event.body)
+
+    # ---- what was recorded -----------------------------------------------------------------------
     def describe_rest(self) -> str:
         """Describe the unwritten part of the record in a few words."""
         return f"recording in MLflow, {format_count(len(self.outbox.waiting), 'part')} left"
@@ -280,33 +295,3 @@ def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
             f"MLflow did not answer for {patience_s:.0f} s at the end: {content} is incomplete; "
             f"when MLflow is back, {remedy} writes it"
         )
-
-
-class RecordingObserver:
-    """Observer of a walk that passes finished stages on to a recorder.
-
-    No stage waits for MLflow.
-    """
-
-    def __init__(self, recorder: Recorder, graph: Graph, record: RunRecord, graph_svg: str):
-        self.recorder = recorder
-        self.graph = graph
-        recorder.start(record, graph_svg, watch=True)
-
-    def on_event(self, walk: Walk, event: Event) -> None:
-        """Record a finished stage."""
-        if event.kind is EventKind.DONE:
-            self.recorder.stage(self.graph[event.stage], event.body)
-
-    def on_decision(self, walk: Walk, decision: Decision) -> None:
-        """Do nothing: MLflow gets results only."""
-
-    def progress(self, event: Event) -> None:
-        """Record the use of a worker's machine."""
-        if event.kind is EventKind.SAMPLE:
-            self.recorder.sample(event.body)
-
-    def finish(self, files: Mapping[str, bytes], status: str) -> Recorder:
-        """Wait until everything is written; return the recorder."""
-        self.recorder.finish(files, status)
-        return self.recorder

@@ -101,7 +101,7 @@ class Ease(TaskAdapters[EaseSettings]):
         source="released code of EASE on CIFAR-100",
     )
     steps = (Step(TRAIN), Step("statistics", trains=False))
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
     per_task = frozenset({"dropout", "head_scale"})
 
     @classmethod

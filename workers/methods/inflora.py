@@ -106,7 +106,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
     needs_states = True
     needs_vit = True
     why_no_other_vit = "it updates the fused projection of queries, keys and values of that class"
-    scenarios = frozenset({"task", "class"})
+    scenarios = frozenset({"task", "class", "domain"})
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:

@@ -57,7 +57,7 @@ def method_rows() -> list[Row]:
             {
                 "method": name,
                 "family": method.family,
-                "scenarios": ", ".join(sorted(method.scenarios)),
+                "scenarios": "/".join(sorted(method.scenarios)),
                 "forgets": method.may_forget,
                 "keeps for each task": method.keeps,
             }
@@ -252,4 +252,6 @@ def _wrapped(text: str) -> list[str]:
     """Return a text as indented lines that fit into the terminal."""
     columns = shutil.get_terminal_size((LONGEST_LINE, 24)).columns
     width = min(max(columns, SHORTEST_LINE), LONGEST_LINE)
-    return textwrap.wrap(text, width, initial_indent=INDENT, subsequent_indent=INDENT)
+    return textwrap.wrap(
+        text, width, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
+    )

@@ -131,7 +131,7 @@ def card_path(name: str) -> Path:
     if path.exists():
         return path
     known = names()
-    hint = did_you_mean(name, known, f"there are: {', '.join(known)}")
+    hint = did_you_mean(name, known, f"`accrete data list` lists all {len(known)} cards")
     raise UserError(f"card {name!r} does not exist ({path}); {hint}")
 
 

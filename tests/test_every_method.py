@@ -377,6 +377,12 @@ class MiscountsItsSize(Linear):
         return state, carried
 
 
+class BundlesNoNetwork(FineTune):
+    """Says that only training needs the network that it carries."""
+
+    training_only = ("*",)
+
+
 BROKEN = [
     (Thaws, "the_backbone_stays_frozen"),
     (HoldsGradientsOnly, "old_answers_stay"),
@@ -406,6 +412,7 @@ BROKEN = [
     (LearnsNothing, "it_learns"),
     (ServesByACommonScale, "what_a_task_may_have_of_its_own_has_no_part_in_serving"),
     (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file"),
+    (BundlesNoNetwork, "a_bundle_leaves_out_what_only_training_needs"),
 ]
 
 

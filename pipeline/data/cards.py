@@ -7,7 +7,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from pipeline.data.archives import Archive
 from pipeline.data.names import nfc
@@ -33,7 +33,9 @@ def _join(parts: Any) -> Any:
     return str(parts) if type(parts) is int else parts
 
 
-Parts = Annotated[str, BeforeValidator(_join)]  # one text, or a list of texts
+_ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+# one text, or a list of texts
+Parts = Annotated[str, BeforeValidator(_join), WithJsonSchema(_ONE_OR_MORE)]
 
 
 class MoreFolder(Frozen):

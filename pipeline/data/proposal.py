@@ -182,7 +182,7 @@ def config_text(
     text += _line("seed", 0)
     text += _line("storage", "storage", "all results, below the folder that it is run in")
     text += "stream:\n"
-    told = "an image comes with its task; class: without it; domain: also with the same classes"
+    told = "an image comes with its task; class, domain: without it"
     text += _line("scenario", "task", told, 2)
     text += (
         "  # Tasks are learned in this order. The backbone is trained on the base task, and every\n"

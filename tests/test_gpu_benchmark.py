@@ -288,8 +288,11 @@ def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_job_is_stopped_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "job.jsonl"
-    ended = benchmark("--job", "--out", str(out))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for _ in range(3):  # at most 5 minutes each; on a busy machine it needs several
+        ended = benchmark("--job", "--out", str(out))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        if "the same on the CPU" in out.read_text():
+            break
     rows = {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
     chains = rows["four chains, stopped once"]
     assert chains["stopped_with"] != 0

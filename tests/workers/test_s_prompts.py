@@ -81,7 +81,7 @@ def test_domains_are_told_apart_and_answered_by_their_own_prompts(lab: Lab) -> N
 
 
 def test_a_state_without_centres_is_refused(lab: Lab) -> None:
-    run = lab.run_of("s_prompts", QUICK, settings={"prompts": 2})
+    run = lab.run_of("s_prompts", QUICK, settings={"prompts": 2}, scenario="class")
     state = run.state(0)
     state.copies.clear()
     with pytest.raises(UserError, match=r"task 'two': .* centres of shape None .* export it again"):

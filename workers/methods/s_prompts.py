@@ -44,7 +44,7 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
 
     The task of an image is that of the centre nearest to its features without prompts. The prompts
     and the head of this task then answer. Nothing is shared between tasks, so nothing is forgotten
-    if the task is given.
+    if the task is given. In scenario `task` it is `vpt`, without centres.
 
     Differences from the paper: the centres are of images under the evaluation transform, where the
     released code takes augmented ones.
@@ -80,13 +80,13 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        self.eval()
-        features = extract_features(self.query, context.data.feed("train")).features
-        generator = torch.Generator().manual_seed(
-            derive_seed(self.seed, "centres", context.task.name)
-        )
-        centres = find_centres(features, self.settings.centres, generator)
-        self.centres[context.task.name] = centres.float().to(self.device)
+        if self.scenario != "task":
+            self.eval()
+            features = extract_features(self.query, context.data.feed("train")).features
+            seed = derive_seed(self.seed, "centres", context.task.name)
+            generator = torch.Generator().manual_seed(seed)
+            centres = find_centres(features, self.settings.centres, generator)
+            self.centres[context.task.name] = centres.float().to(self.device)
         return super().begin(context)
 
     @torch.no_grad()
@@ -97,12 +97,15 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
     def finish(self) -> tuple[TaskState, Carried]:
         assert self.task is not None
         state, carried = super().finish()
-        state.copies[CENTRES] = self.centres[self.task.name].detach().clone()
+        if self.task.name in self.centres:
+            state.copies[CENTRES] = self.centres[self.task.name].detach().clone()
         return state, carried
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
+        if self.scenario == "task":
+            return
         centres = state.copies.get(CENTRES)
         if centres is None or centres.ndim != 2 or centres.shape[1] != self.heads.width:
             shape = None if centres is None else tuple(centres.shape)

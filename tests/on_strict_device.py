@@ -115,6 +115,8 @@ class Case:
             {"card": str(lab.card), "name": name, "classes": list(classes)}
             for name, classes in TASKS.items()
         ]
+        if self.scenario == "domain":
+            tasks[0]["classes"] = tasks[1]["classes"]
         if self.base:
             tasks[0]["role"] = "base"
         settings |= MORE_STEPS.get(self.method, {})

@@ -39,7 +39,7 @@ from workers.methods.finetune import FineTune
 EVERY = [
     (method, scenario)
     for method, cls in METHODS.items()
-    for scenario in sorted(cls.scenarios - {"domain"})  # on a device it is as `class`
+    for scenario in sorted(cls.scenarios - {"domain"})  # it has a test of its own
 ]
 # Masks with statistics, weights that are pruned, exemplars.
 A_FEW = ("hat-task", "packnet-task", "icarl-class")
@@ -108,6 +108,13 @@ def sentences(counts: dict[Step, Counts]) -> list[str]:
         for step, step_counts in counts.items()
         for sentence in higher(step, step_counts, bounds[step])
     ]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", ["s_prompts", "finetune", "icarl", "ranpac", "mir", "supsup"])
+def test_scenario_domain_gives_the_results_of_the_cpu(device: Any, method: str) -> None:
+    """One head for all tasks, the largest output of several heads, and an inferred task."""
+    device.submit(on_strict_device.check, Case(method, "domain")).result()
 
 
 @pytest.mark.few(1)

@@ -76,7 +76,7 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
 
     def __init__(self, backbone: nn.Module, settings: SPromptsSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.centres: dict[str, Tensor] = {}  # task -> (k, d)
+        self.centres: dict[str, Tensor] = {}  # task -> (k, d), unless the task is given
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:

@@ -46,5 +46,5 @@ def find_centres(points: Tensor, count: int, generator: torch.Generator) -> Tens
 
 def squared_distances(points: Tensor, centres: Tensor) -> Tensor:
     """Points (n, d), centres (k, d) -> squared Euclidean distances (n, k)."""
-    differences = points[:, None] - centres[None]
-    return differences.square().sum(2)
+    distances = torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.square()

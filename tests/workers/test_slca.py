@@ -244,7 +244,7 @@ def test_the_alignment_takes_tasks_in_stream_order(lab: Lab) -> None:
     """The alphabet has them in another order."""
     run = run_of(lab)
     job = run.stages(1)[-1]
-    with mock.patch("workers.methods.slca.align_heads", wraps=align_heads) as aligning:
+    with mock.patch("workers.methods.bases.alignment.align_heads", wraps=align_heads) as aligning:
         lab.stage(again(job, "watched"))
     (heads, _, plan, _), _ = aligning.call_args
     assert [*heads] == ["two", "three"]

@@ -10,25 +10,15 @@ from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import Tensor, nn
 
-from workers.data.batch import Batch
-from workers.data.features import extract_features
-from workers.errors import UserError
 from workers.job import ActiveIf
-from workers.methods.base import Method, MethodSettings, ParamGroup, Step, StepContext
-from workers.methods.bases.alignment import (
-    AlignmentPlan,
-    ClassGaussians,
-    align_heads,
-    fit_gaussians,
-)
-from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
+from workers.methods.bases.alignment import ALIGN, AlignmentPlan, AlignsHeads
 from workers.methods.finetune import collect_tensors, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
 
-BACKBONE, HEADS, ALIGNED, MEANS, FACTORS = "backbone", "heads", "aligned", "means", "factors"
+BACKBONE = "backbone"
 
 
 class SlcaSettings(MethodSettings):
@@ -54,7 +44,7 @@ class SlcaSettings(MethodSettings):
     )
 
 
-class Slca(ClassIncremental[SlcaSettings]):
+class Slca(AlignsHeads[SlcaSettings]):
     """A chain of three steps: `train`, `statistics`, `align`.
 
     - `train`: the backbone and the task's new head, at a rate for the backbone that is 100 times
@@ -92,14 +82,11 @@ class Slca(ClassIncremental[SlcaSettings]):
     steps = (
         Step("train"),
         Step("statistics", trains=False),
-        Step("align", trains=False, measured=True, later=True),
+        Step(ALIGN, trains=False, measured=True, later=True),
     )
-    carries = ("weights", "heads", "statistics")
-    training_only = (f"{HEADS}/*/{MEANS}", f"{HEADS}/*/{FACTORS}")
-    needs_states = True  # for the head of a base task
+    carries = ("weights", *AlignsHeads.carries)
     scenarios = frozenset({"class"})
     freezes_backbone = False
-    may_forget = True
     per_task = frozenset({"backbone_rate", "align_epochs", "align_draws", "align_lr", "tau"})
 
     @classmethod
@@ -112,109 +99,35 @@ class Slca(ClassIncremental[SlcaSettings]):
         used = {"train": {"backbone_rate"}, "statistics": set()}
         return frozenset(cls.Settings.model_fields) - used.get(step, cls.per_task)
 
-    def __init__(self, backbone: nn.Module, settings: SlcaSettings, seed: int):
-        super().__init__(backbone, settings, seed)
-        self.trained: dict[str, dict[str, Tensor]] = {}  # task -> its head before any alignment
-        self.gaussians: dict[str, ClassGaussians] = {}
-
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        if context.carried is not None:
-            self.load_carried(context.carried)
-            for name, head in self.trained.items():
-                self.heads.restore(name, head)
-        super().begin(context)
+        groups = super().begin(context)
+        settings = self.settings
         if context.step == "statistics":
-            self.eval()
-            batch = extract_features(self.features, context.data.feed("train"))
-            num_classes = context.task.num_classes
-            gaussians = fit_gaussians(batch.features, batch.labels, num_classes)
-            self.gaussians[context.task.name] = gaussians
-        elif context.step == "align":
-            self.align()
+            self.fit_classes(context)
+        elif context.step == ALIGN:
+            draws, epochs, lr = settings.align_draws, settings.align_epochs, settings.align_lr
+            self.align(AlignmentPlan(epochs, draws, draws, lr, settings.tau, shrinks=True))
         else:
-            groups = weight_groups(self.backbone, context.optim)
-            for group in groups:
-                group["lr"] = context.optim.lr * self.settings.backbone_rate
-            return self.head_groups(context.optim, [context.task.name]) + groups
+            weights = weight_groups(self.backbone, context.optim)
+            for group in weights:
+                group["lr"] = context.optim.lr * settings.backbone_rate
+            return groups + weights
         return []
 
-    def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy over the classes of the task."""
-        return Method.classification_loss(self, features, batch)
-
-    def competing_outputs(self) -> int:
-        return Method.competing_outputs(self)
-
-    def align(self) -> None:
-        """Replace the heads of all tasks by aligned ones."""
-        settings = self.settings
-        plan = AlignmentPlan(
-            settings.align_epochs,
-            settings.align_draws,
-            settings.align_draws,
-            settings.align_lr,
-            settings.tau,
-            shrinks=True,
-        )
-        heads = {}
-        for name in self.class_slices():  # in stream order, which rho depends on
-            if name not in self.gaussians:
-                raise UserError(
-                    f"task {name!r}: the carried state lacks the Gaussians of its classes; run the "
-                    "stream again in another storage"
-                )
-            heads[name] = (self.heads[name].weight, self.heads[name].bias)
-        aligned = align_heads(heads, self.gaussians, plan, self.seed)
-        for name, (weight, bias) in aligned.items():
-            self.heads.restore(name, {"weight": weight, "bias": bias})
-
     def finish(self) -> tuple[TaskState, Carried]:
-        assert self.task is not None
-        # `statistics` and `align` are handed the trained head of the task
-        self.trained.setdefault(self.task.name, self.heads.export(self.task.name))
-        earlier = [name for name in self.trained if name != self.task.name]
-        aligned = earlier if self.context.step == "align" else []
-        tensors = {f"{BACKBONE}/{k}": t for k, t in collect_tensors(self.backbone).items()}
-        for name, head in self.trained.items():
-            # removing a task from a model folder deletes what is below heads/NAME/
-            tensors |= {f"{HEADS}/{name}/{key}": tensor.clone() for key, tensor in head.items()}
-        for name in aligned:
-            for key, tensor in self.heads.export(name).items():
-                tensors[f"{HEADS}/{name}/{ALIGNED}.{key}"] = tensor
-        for name, gaussians in self.gaussians.items():
-            tensors[f"{HEADS}/{name}/{MEANS}"] = gaussians.means.clone()
-            tensors[f"{HEADS}/{name}/{FACTORS}"] = gaussians.factors.clone()
-        return self.state(), Carried(tensors, {ALIGNED: aligned})
+        carried = self.carry_heads()
+        backbone = collect_tensors(self.backbone).items()
+        carried.tensors.update({f"{BACKBONE}/{key}": tensor for key, tensor in backbone})
+        return self.state(), carried
 
     # ---- serving ---------------------------------------------------------------------------------
     @torch.no_grad()
     def load_carried(self, carried: Carried) -> None:
-        """Load the weights and the aligned heads of earlier tasks; `begin` uses the rest."""
         super().load_carried(carried)
-        backbone: dict[str, Tensor] = {}
-        parts: dict[str, dict[str, Tensor]] = {}  # task -> tensors by name
+        backbone = {}
         for path, tensor in carried.tensors.items():
-            owner, _, rest = path.partition("/")
+            owner, _, name = path.partition("/")
             if owner == BACKBONE:
-                backbone[rest] = tensor
-            else:
-                name, _, key = rest.rpartition("/")
-                parts.setdefault(name, {})[key] = tensor
+                backbone[name] = tensor
         self.backbone.load_state_dict(backbone)
-        self.trained, self.gaussians = {}, {}
-        for name, tensors in parts.items():
-            if MEANS in tensors:
-                means, factors = tensors.pop(MEANS).cpu(), tensors.pop(FACTORS).cpu()
-                self.gaussians[name] = ClassGaussians(means, factors)
-            self.trained[name] = {k: t for k, t in tensors.items() if not k.startswith(ALIGNED)}
-        for name in carried.meta[ALIGNED]:
-            keys = {f"{ALIGNED}.{key}": key for key in self.trained.get(name, {})}
-            aligned = {key: parts[name][path] for path, key in keys.items() if path in parts[name]}
-            if aligned:
-                self.heads.restore(name, aligned)
-            elif name in self.heads.names:
-                raise UserError(
-                    f"task {name!r}: the carried state lacks its aligned head; make the folder "
-                    "again"
-                )

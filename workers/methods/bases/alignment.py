@@ -9,15 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.data.features import extract_features
+from workers.errors import UserError
+from workers.methods.base import ParamGroup, S, StepContext
+from workers.methods.bases.class_incremental import SeparateHeads
 from workers.methods.bases.statistics import class_means
 from workers.rng import derive_seed
+from workers.storage.taskstate import Carried
 
+ALIGN, HEADS, ALIGNED, MEANS, FACTORS = "align", "heads", "aligned", "means", "factors"
 RIDGE = 1e-4  # added to the diagonal of a covariance
 EPS = 1e-7  # added to a length of logits
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4  # of SGD
@@ -157,3 +163,95 @@ def normalised_loss(logits: Sequence[Tensor], labels: Tensor, tau: float) -> Ten
 def shrink_factors(tasks: int) -> list[float]:
     """Return rho of each task, 0.9 + 0.1 (t + 1) / tasks, for t from 0; 1 for the newest."""
     return [0.9 + 0.1 * (task + 1) / tasks for task in range(tasks)]
+
+
+class AlignsHeads(SeparateHeads[S]):
+    """A chain with a step `align`, which trains the heads of all tasks on Gaussians of classes.
+
+    Each task trains its own head, with the cross-entropy over its own classes. An alignment starts
+    from the heads as they were trained, and training sees no aligned head: the chain carries both,
+    and the Gaussians, which are never updated.
+    """
+
+    carries: ClassVar[tuple[str, ...]] = (HEADS, "statistics")
+    training_only = (f"{HEADS}/*/{MEANS}", f"{HEADS}/*/{FACTORS}")
+    needs_states = True  # also if the task is given: for the heads
+    may_forget = True
+
+    def __init__(self, backbone: nn.Module, settings: S, seed: int):
+        super().__init__(backbone, settings, seed)
+        self.trained: dict[str, dict[str, Tensor]] = {}  # task -> its head before any alignment
+        self.gaussians: dict[str, ClassGaussians] = {}
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        if context.carried is not None:
+            self.load_carried(context.carried)
+            for name, head in self.trained.items():
+                self.heads.restore(name, head)
+        return super().begin(context)
+
+    def fit_classes(self, context: StepContext) -> None:
+        """Fit the Gaussians of the task's classes to the features of its images."""
+        self.eval()
+        batch = extract_features(self.features, context.data.feed("train"))
+        gaussians = fit_gaussians(batch.features, batch.labels, context.task.num_classes)
+        self.gaussians[context.task.name] = gaussians
+
+    def align(self, plan: AlignmentPlan) -> None:
+        """Replace the heads of all tasks by aligned ones."""
+        heads = {}
+        for name in self.class_slices():  # in stream order, which rho depends on
+            if name not in self.gaussians:
+                raise UserError(
+                    f"task {name!r}: the carried state lacks the Gaussians of its classes; run the "
+                    "stream again in another storage"
+                )
+            heads[name] = (self.heads[name].weight, self.heads[name].bias)
+        aligned = align_heads(heads, self.gaussians, plan, self.seed)
+        for name, (weight, bias) in aligned.items():
+            self.heads.restore(name, {"weight": weight, "bias": bias})
+
+    def carry_heads(self) -> Carried:
+        """Return the heads as they were trained, aligned heads of earlier tasks, and Gaussians."""
+        assert self.task is not None
+        # later steps of the task are handed its trained head
+        self.trained.setdefault(self.task.name, self.heads.export(self.task.name))
+        earlier = [name for name in self.trained if name != self.task.name]
+        aligned = earlier if self.context.step == ALIGN else []
+        tensors: dict[str, Tensor] = {}
+        for name, head in self.trained.items():
+            # removing a task from a model folder deletes what is below heads/NAME/
+            tensors |= {f"{HEADS}/{name}/{key}": tensor.clone() for key, tensor in head.items()}
+        for name in aligned:
+            for key, tensor in self.heads.export(name).items():
+                tensors[f"{HEADS}/{name}/{ALIGNED}.{key}"] = tensor
+        for name, gaussians in self.gaussians.items():
+            tensors[f"{HEADS}/{name}/{MEANS}"] = gaussians.means.clone()
+            tensors[f"{HEADS}/{name}/{FACTORS}"] = gaussians.factors.clone()
+        return Carried(tensors, {ALIGNED: aligned})
+
+    def load_carried(self, carried: Carried) -> None:
+        """Load the aligned heads of earlier tasks; `begin` uses the rest."""
+        super().load_carried(carried)
+        parts: dict[str, dict[str, Tensor]] = {}  # task -> tensors by name
+        for path, tensor in carried.tensors.items():
+            owner, _, rest = path.partition("/")
+            if owner == HEADS:
+                name, _, key = rest.rpartition("/")
+                parts.setdefault(name, {})[key] = tensor
+        self.trained, self.gaussians = {}, {}
+        for name, tensors in parts.items():
+            if MEANS in tensors:
+                means, factors = tensors.pop(MEANS).cpu(), tensors.pop(FACTORS).cpu()
+                self.gaussians[name] = ClassGaussians(means, factors)
+            self.trained[name] = {k: t for k, t in tensors.items() if not k.startswith(ALIGNED)}
+        for name in carried.meta[ALIGNED]:
+            keys = {f"{ALIGNED}.{key}": key for key in self.trained.get(name, {})}
+            aligned = {key: parts[name][path] for path, key in keys.items() if path in parts[name]}
+            if aligned:
+                self.heads.restore(name, aligned)
+            elif name in self.heads.names:
+                raise UserError(
+                    f"task {name!r}: the carried state lacks its aligned head; make the folder "
+                    "again"
+                )

@@ -269,10 +269,11 @@ def test_any_number_of_ranks_stores_the_same_bytes(lab: Lab) -> None:
     run = lab.run_of("ncm", OPTIMIZERS["adamw"], scenario="class")
     features = run.jobs[f"features/{run.order[1]}"]
     stages.append((again(features, "1 rank"), again(features, "3 ranks")))
-    for name in (*STATISTICS, "aper", "slca", "ease"):  # of the second task
+    for name in (*STATISTICS, "aper", "slca", "ease", "mos"):  # of the second task
         run = lab.run_of(name, OPTIMIZERS["adamw"], scenario="class")
         run.trained(0)
-        job = next(job for job in run.stages(1) if job.step == "statistics")
+        steps = ("statistics", "align")  # of `mos` the second
+        job = next(job for job in run.stages(1) if job.step in steps)
         run.prepare(job)
         stages.append((again(job, "1 rank"), again(job, "3 ranks")))
     for alone, _ in stages:

@@ -7,7 +7,7 @@ Recognition, NeurIPS 2022.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, PositiveInt
@@ -57,7 +57,7 @@ class TaskAdapters(SeparateHeads[S]):
     needs_vit = True
     vits = BLOCK_VITS
     needs_states = True
-    carries = (ADAPTERS,)
+    carries: ClassVar[tuple[str, ...]] = (ADAPTERS,)
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:

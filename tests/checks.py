@@ -339,7 +339,7 @@ def check_a_bundle_leaves_out_what_only_training_needs(
     `training_only` matches an entry."""
     run = lab.run(method, optimizer)
     served, job = run.served(SECOND), run.evaluate_job(SECOND)
-    folder = str(lab.folder / f"bundle-{method}-{optimizer}")
+    folder = str(lab.folder / f"bundle-{job.key}")
     Bundle.of_job(job).write(folder)
     bundle = Bundle.open(folder)
     loaded = bundle.method()

@@ -17,7 +17,7 @@ from pipeline.config.settings import load
 from pipeline.config.text import table_text
 from pipeline.config.yaml_files import METHODS as METHOD_FILES
 from pipeline.results.tables import Row
-from workers.errors import UserError, did_you_mean
+from workers.errors import UserError
 from workers.job import TrainSettings
 
 if TYPE_CHECKING:
@@ -123,10 +123,10 @@ def paper_config(method: str) -> Path:
 def list_settings(name: str) -> list[Setting]:
     """Return the settings of a method; raise `UserError` if there is no such method."""
     from workers.methods import METHODS  # imports torch
+    from workers.methods.registration import describe_unknown
 
     if name not in METHODS:
-        hint = did_you_mean(name, METHODS, f"there are: {', '.join(sorted(METHODS))}")
-        raise UserError(f"there is no method {name!r}; {hint}")
+        raise UserError(f"there is no method {name!r}; {describe_unknown(name)}")
     path = paper_config(name)
     in_paper: dict[str, Any] = {}
     if path.exists():  # a registered method has no file

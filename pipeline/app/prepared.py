@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup, Store
 from pipeline.results.tables import RunTables
 from workers.job import Task
+from workers.plugins import describe_package
 
 if TYPE_CHECKING:
     from pipeline.launch.cost import Forecast
@@ -117,6 +119,11 @@ def _describe_code() -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
+    registration = sys.modules.get("workers.methods.registration")
+    for method in registration.REGISTERED.values() if registration else ():
+        package = describe_package(method.__module__)
+        if package:
+            packages[package["package"]] = package["version"]
     return {
         "git_commit": versions.git_commit(),
         "packages": packages,

@@ -28,7 +28,7 @@ from pipeline.cli.help import GroupedParser, HelpFormatter, Parser, example_text
 from pipeline.config import invocation
 from pipeline.data.errors import UnfitSource
 from pipeline.graph import run_log
-from workers import preemption
+from workers import plugins, preemption
 from workers.errors import UserError
 from workers.storage import secrets
 
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         args = parser().parse_args(argv)
+        for module in args.plugins:
+            plugins.add_plugin(module)
         run_log.log_to_stderr(args.log_level)
         return args.command(args) or 0
     except UnfitSource as error:
@@ -163,7 +165,7 @@ def parser(program: str = "") -> argparse.ArgumentParser:
     program = program or invocation.program()
     top = GroupedParser(
         prog=program,
-        usage=f"{program} [--version] [--log-level LEVEL] COMMAND ...",
+        usage=f"{program} [--version] [--log-level LEVEL] [--plugin MODULE] COMMAND ...",
         description="Grow one vision transformer by one task at a time.",
     )
     top.add_argument(
@@ -175,6 +177,15 @@ def parser(program: str = "") -> argparse.ArgumentParser:
         default="warning",
         help="what is logged on stderr, before COMMAND (default: warning); a run logs at info into "
         "driver.log beside its record",
+    )
+    top.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        dest="plugins",
+        help="a module that defines methods, before COMMAND; it is imported and runs code. May be "
+        f"repeated, or stand in {plugins.VARIABLE}. Installed packages need none",
     )
     commands = top.add_subparsers(
         required=True, metavar="COMMAND", parser_class=Parser, prog=program

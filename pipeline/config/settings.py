@@ -47,6 +47,7 @@ from workers.job import (
     TrainSettings,
     find_idle,
 )
+from workers.plugins import MODULE
 from workers.storage.secrets import refuse_secrets
 
 if TYPE_CHECKING:
@@ -55,7 +56,13 @@ if TYPE_CHECKING:
 ConfigSource = str | Mapping[str, Any]  # path of a config file, or the values of one
 MAPPING = "the config"  # name of a config without a file in errors
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are not part of any key
+ELSEWHERE = (
+    "name",
+    "storage",
+    "cluster",
+    "tracking",
+    "plugins",
+)  # settings that are not part of any key
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
 MAX_PROBLEM_TEXT = 500  # characters; further mistakes of a file are counted
 LONGEST_VALUE = 80  # characters of a value in an error
@@ -521,6 +528,12 @@ class Config(Frozen):
     tracking: TrackingSettings = Field(
         TrackingSettings(), description="how the run is recorded in MLflow; `off`: not at all"
     )
+    plugins: tuple[Annotated[str, Field(pattern=rf"^{MODULE}$", max_length=200)], ...] = Field(
+        (),
+        exclude_if=lambda plugins: not plugins,
+        description="modules outside of Accrete that define methods of this config; they are "
+        "required, and never loaded by it: install their packages, or give `--plugin MODULE`",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -807,6 +820,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
         _check_methods(config, where)
         _check_train_and_data(config, where)
         _check_kinds_of_stages(config, where)
+        config = _with_plugins(config)
     return config
 
 
@@ -831,14 +845,19 @@ def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
 def _check_methods(config: Config, where: str) -> None:
     # imports torch, so it comes after everything that can be checked without
     from workers.methods import METHODS
-    from workers.methods.registration import why_not_importable
+    from workers.methods.registration import (
+        describe_unknown,
+        require_plugins,
+        why_not_importable,
+    )
 
+    require_plugins(config.plugins, where)
     for label, entry in config.methods.items():
         path = settings_path(label)
         if entry.method not in METHODS:
-            hint = did_you_mean(entry.method, METHODS, f"there are: {', '.join(sorted(METHODS))}")
             raise UserError(
-                f"{where}: {path} names method {entry.method!r}, which does not exist; {hint}"
+                f"{where}: {path} names method {entry.method!r}, which does not exist; "
+                f"{describe_unknown(entry.method)}"
             )
         scenarios = METHODS[entry.method].scenarios
         if config.stream.scenario not in scenarios:
@@ -855,6 +874,16 @@ def _check_methods(config: Config, where: str) -> None:
     for label, task in _labels_and_tasks(config):
         method_class = METHODS[config.methods[label].method]
         _check_entry(config, label, task, method_class, where)
+
+
+def _with_plugins(config: Config) -> Config:
+    """Return the config with the modules of all methods that are not part of Accrete."""
+    from workers.methods.registration import method_module
+
+    modules = [method_module(entry.method) for entry in config.methods.values()]
+    needed = [module for module in modules if module not in ("", "__main__")]
+    plugins = tuple(dict.fromkeys([*config.plugins, *needed]))
+    return config if plugins == config.plugins else config.model_copy(update={"plugins": plugins})
 
 
 def _check_kinds_of_stages(config: Config, where: str) -> None:

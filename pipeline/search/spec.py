@@ -30,6 +30,7 @@ from pipeline.search.warm_start import WarmStart, WarmStartSettings, choose_warm
 from workers.errors import UserError, did_you_mean
 from workers.job import Frozen, Neutral, key_inputs
 from workers.methods import METHODS
+from workers.methods.registration import describe_unknown, why_not_importable
 from workers.storage.artifact import exists, join, read_json, write_bytes
 
 MAX_GRID_POINTS = 10_000
@@ -453,7 +454,7 @@ def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, 
     if not search:
         remedy = "write a search file that has the config as `base`"
         if method not in METHODS:
-            remedy = did_you_mean(method, METHODS, remedy)
+            remedy = describe_unknown(method)
         raise UserError(f"{path}: method {method!r:.60} has no predefined search; {remedy}")
     changes: dict[str, Any] = {"methods": method}
     cluster = yaml_files.read_with_bases(file).get("cluster") or {}
@@ -532,6 +533,15 @@ def prepare(
             "one seed and one class order; search a config without them (`seeds` of the search are "
             "those of its winner)"
         )
+    for entry in config.methods.values():
+        reason = why_not_importable(entry.method)
+        if reason:
+            raise UserError(
+                f"{path}: method {entry.method!r} cannot be searched, because {reason}, and each "
+                "trial has a process of its own; move the class to the top of a module"
+            )
+    if config.plugins:
+        body, report_body = ({**b, "plugins": list(config.plugins)} for b in (body, report_body))
     storage = yaml_files.absolute(config.storage)
     store = Store(storage)
     store.check_writable()

@@ -33,6 +33,7 @@ from pipeline.search.population import choose_start
 from pipeline.search.space import Params
 from pipeline.search.spec import Search
 from pipeline.search.trial import PhasePlan, TrialFailed, now, read_record, run_trial, write_record
+from workers.plugins import add_plugin, import_plugins
 from workers.rng import derive_seed
 from workers.storage.artifact import delete_dir, join
 
@@ -412,6 +413,9 @@ class Unsaved:
 def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
     """Run a trial in its own process, and report its results to Tune."""
     number = tuned["number"]
+    for module in plan.body.get("plugins", ()):
+        add_plugin(module)
+    import_plugins()
 
     def report(result: TrialResult) -> None:
         metrics = {

@@ -1,8 +1,12 @@
-"""A config drawn at random from the JSON schema is refused by `plan`, or runs to its end."""
+"""A config drawn at random from the JSON schema is refused by `plan`, or runs to its end.
+
+Some facts are known only when a stage runs; it then stops with a sentence.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from random import Random
 from typing import Any
 
@@ -20,6 +24,10 @@ from workers.methods import METHODS
 NUM_RUNS = 300
 NUM_QUICK = 20  # of these runs are in `make test`
 OF_EVERY_METHOD = ("method", "train", "data", "steps", "tasks")
+SENTENCES = (  # of a stage, which no plan can foresee
+    r"the loss became .*, and training cannot continue; lower methods\..*train\.lr",
+    "has one step per epoch, and masks are hardened .*; lower train.batch_size",
+)
 SCHEMA = config_schema()
 DEFINITIONS = SCHEMA["definitions"]
 
@@ -65,9 +73,12 @@ def test_a_random_config_is_refused_or_runs_to_its_end(lab: Lab, number: int) ->
         run = lab.run_of(**body)
     except UserError:
         return
-    for task in range(2):
-        run.trained(task)
-        assert run.evaluated(task)
+    try:
+        for task in range(2):
+            run.trained(task)
+            assert run.evaluated(task)
+    except UserError as error:
+        assert any(re.search(words, str(error)) for words in SENTENCES)  # noqa: PT017
 
 
 def test_a_third_of_the_random_configs_run(lab: Lab) -> None:

@@ -93,6 +93,8 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("podnet", "clamp"): Change(0.01),
     ("ranpac", "prompts"): Change(beside={"first_session": "vpt-deep"}),
     ("rpsnet", "modules"): Change(4),
+    ("s_prompts", "centres"): Change(1, scenario="class"),
+    ("s_prompts", "distance"): Change("l2", scenario="class"),
     ("supsup", "budget"): Change(0.5),
     ("supsup", "weights"): Change("signed_constant", {"start": "kaiming"}),
     ("supsup", "infer"): Change("one_shot", {"objective": "entropy"}, scenario="class"),

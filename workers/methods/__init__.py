@@ -26,3 +26,13 @@ def find_methods() -> dict[str, type[Method]]:
 
 
 METHODS.update(find_methods())
+
+
+def load_others() -> None:
+    """Add the methods of installed packages and plugins, which import this package."""
+    from workers.methods.registration import load_plugins
+
+    load_plugins()
+
+
+load_others()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from importlib import import_module, reload
 from typing import Any, TypeVar
 
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
+from workers.plugins import find_missing, import_plugins, load_installed, missing_text
 
 REGISTERED: dict[str, type[Method[Any]]] = {}  # methods in `METHODS` that `register` added
+BROKEN: dict[str, str] = {}  # methods of installed packages that cannot be loaded -> the reason
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 MethodClass = TypeVar("MethodClass", bound=type[Method[Any]])
@@ -52,6 +55,44 @@ def register(method: MethodClass) -> MethodClass:
     REGISTERED[name] = method
     METHODS[name] = method
     return method
+
+
+def load_plugins() -> None:
+    """Register the methods of installed packages, and of the modules in ACCRETE_PLUGINS.
+
+    Raises:
+        UserError: If a module in ACCRETE_PLUGINS cannot be imported.
+    """
+    loaded, broken = load_installed()
+    BROKEN.update(broken)
+    for name, method in loaded.items():
+        try:
+            register(method)
+        except UserError as error:
+            BROKEN[name] = str(error)
+            continue
+        if method.name != name:
+            del METHODS[method.name], REGISTERED[method.name]
+            BROKEN[name] = f"its class is named {method.name!r}; give the entry point that name"
+    import_plugins()
+
+
+def describe_unknown(name: str) -> str:
+    """Return a remedy for a method that this process does not know."""
+    if name in BROKEN:
+        return f"the package that defines it cannot be used ({BROKEN[name]})"
+    return did_you_mean(name, METHODS, f"there are: {', '.join(sorted(METHODS))}")
+
+
+def require_plugins(modules: Iterable[str], where: str) -> None:
+    """Check that the modules which a file requires are loaded. Nothing is imported.
+
+    Raises:
+        UserError: If one of them is not.
+    """
+    missing = find_missing(modules, (method.__module__ for method in REGISTERED.values()))
+    if missing:
+        raise UserError(missing_text(where, missing))
 
 
 def get_code_digest(name: str) -> str:

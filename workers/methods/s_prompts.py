@@ -6,7 +6,7 @@ Incremental Learning, NeurIPS 2022. This is S-iPrompts, the form without a text 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -17,7 +17,7 @@ from workers.data.features import extract_features
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import ParamGroup, StepContext
-from workers.methods.bases.task_inference import ChoosesTask
+from workers.methods.bases.task_inference import NOT_GIVEN, ChoosesTask
 from workers.methods.train_defaults import TrainDefaults
 from workers.methods.vpt import Vpt, VptSettings
 from workers.model.kmeans import find_centres
@@ -31,8 +31,10 @@ class SPromptsSettings(VptSettings):
     """Settings of `s_prompts`."""
 
     prompts: PositiveInt = Field(10, description="p, number of prompt tokens that a block gets")
-    centres: PositiveInt = Field(5, description="number of centres of the features of a task")
-    distance: Literal["l1", "l2"] = Field(
+    centres: Annotated[PositiveInt, NOT_GIVEN] = Field(
+        5, description="number of centres of the features of a task"
+    )
+    distance: Annotated[Literal["l1", "l2"], NOT_GIVEN] = Field(
         "l1",
         description="distance from features to centres: `l1`: the sum of absolute differences, as "
         "in the released code; `l2`: Euclidean",

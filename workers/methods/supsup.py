@@ -24,7 +24,7 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import ActiveIf, DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
-from workers.methods.bases.task_inference import ChoosesTask
+from workers.methods.bases.task_inference import NOT_GIVEN, ChoosesTask
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
@@ -46,7 +46,6 @@ from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
-NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # settings that infer the task
 
 
 class SupSupSettings(WeightMaskSettings):

@@ -29,6 +29,7 @@ from workers.errors import UserError, describe_error
 from workers.job import BackboneSettings, StageJob, Task, with_neutral
 from workers.methods import METHODS
 from workers.methods.base import Method
+from workers.methods.registration import describe_unknown, require_plugins
 from workers.model import vit
 from workers.restore import merge_carried
 from workers.rng import derive_seed
@@ -164,6 +165,8 @@ class Bundle:
         }
         if limits.value_range is not None:
             body["range"] = list(limits.value_range)
+        if job.method_module not in ("", "__main__"):
+            body["plugins"] = [job.method_module]
 
         return cls(sealed(body), fetch, f"run of {job.method}", job)
 
@@ -255,13 +258,15 @@ class Bundle:
             backbone_settings = BackboneSettings.model_validate(
                 with_neutral(BackboneSettings, body["backbone"])
             )
+            require_plugins(body.get("plugins", ()), self.where)
             cls = METHODS[body["method"]].Settings
             settings = cls.model_validate(with_neutral(cls, body["settings"]))
         except KeyError as error:
             raise UserError(
-                f"{self.where}: its settings cannot be used here (method {error} is not known); "
-                "use the version of Accrete that wrote it, or, if the method is your own, ask the "
-                "model in Python where `pipeline.register` was called"
+                f"{self.where}: its settings cannot be used here (method {error} is not known: "
+                f"{describe_unknown(body['method'])}); use the version of Accrete that wrote it, "
+                "or, if the method is your own, ask the model in Python where `pipeline.register` "
+                "was called"
             ) from None
         except ValidationError as error:
             problem = error.errors()[0]["msg"]

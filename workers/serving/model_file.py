@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, Frozen, Task
+from workers.plugins import MODULE
 from workers.storage.artifact import compute_sha256, join, read_json, write_bytes
 
 FORMAT = 1
@@ -25,6 +26,7 @@ FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
+Module = Annotated[str, Field(pattern=rf"^{MODULE}$", max_length=200)]
 REMAKE = "write the folder again with `python -m pipeline bundle`"
 
 
@@ -62,6 +64,7 @@ class Body(Frozen):
     max_pixels: PositiveInt
     range: tuple[float, float] | None = None
     provenance: dict[str, Any]
+    plugins: tuple[Module, ...] = ()
     files: dict[File, FileBody]
     sha256: str
 

@@ -6,12 +6,14 @@ from abc import abstractmethod
 
 from torch import Tensor
 
+from workers.job import ActiveIf
 from workers.methods.base import S
 from workers.methods.bases.class_incremental import ClassIncremental
 
 # Logits of other tasks' classes are so far below those of the inferred task that their softmax is
 # zero.
 BELOW = 100.0
+NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # marks settings that infer the task
 
 
 class ChoosesTask(ClassIncremental[S]):

@@ -131,7 +131,8 @@ def keys_by_class(task: Task) -> dict[str, list[str]]:
 class Training:
     """A method in the middle of a stage; for a chain, in the training of a later task.
 
-    The later steps of the tasks before it are left out, but for the one that chooses exemplars.
+    Of the later steps of the tasks before it, it runs those that choose exemplars, and those without
+    training if the method loads the states of earlier tasks.
     """
 
     def __init__(
@@ -167,10 +168,13 @@ class Training:
         timed = (0, steps[0])  # position in the stream, step
         stages = [timed]
         if cls.carries:
-            timed = (conditions.position, steps[0])
-            before = [steps[0], *(step for step in steps if step == "herd")]
-            stages = [(i, step) for i in range(conditions.position) for step in before]
-            stages.append(timed)
+            for position in range(conditions.position):
+                for later in cls.steps_for(settings, position)[1:]:
+                    is_needed = later.name == "herd" or (cls.needs_states and not later.trains)
+                    if is_needed and not (later.later and position == 0):
+                        stages.append((position, later.name))
+                stages.append((position + 1, steps[0]))
+            timed = stages[-1]
         for position, step in stages:
             full_rate = optim.full_rate_steps(10 * STEPS, STEPS, train)
             rates = OptimPlan(train.lr, train.weight_decay, conditions.batch, full_rate)
@@ -178,8 +182,8 @@ class Training:
             self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0).to(device)
             self.method.scenario, self.method.stream = scenario, TASKS[: position + 1]
             if cls.loads_states(scenario):
-                for earlier in states.values():
-                    self.method.load_task(earlier)
+                for task in TASKS[:position]:
+                    self.method.load_task(states[task.name])
             context = StepContext(
                 TASKS[position],
                 rates,

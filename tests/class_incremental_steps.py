@@ -6,10 +6,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from stage_lab import TASKS, Lab, Run
 from step_contexts import step_context
 from torch import Tensor, nn
 
+from pipeline.testing.lab import TASKS, Lab, Run
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.dist import Group
@@ -80,7 +80,7 @@ def moved(method: Method) -> None:
 
 
 def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> Run:
-    """Run both tasks of `stage_lab` in scenario `class`, one epoch each.
+    """Run both tasks of `Lab` in scenario `class`, one epoch each.
 
     base: the name of the task that the backbone is trained on.
     """

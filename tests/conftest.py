@@ -18,10 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 # Modules besides test files whose failing assertions show the compared values.
 HELPERS = (
-    "checks",
     "class_incremental_steps",
     "cosine_head_steps",
-    "stage_lab",
+    "pipeline.testing.lab",
+    "pipeline.testing.promises",
+    "rank_runs",
     "on_strict_device",
     "strict_device",
     "method_steps",
@@ -93,9 +94,10 @@ def copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Run streams of tiny tasks through the real stages, each once: see `stage_lab.Lab`."""
+    """Run streams of tiny tasks through the real stages, each once: see `pipeline.testing.Lab`."""
     import torch
-    from stage_lab import Lab
+
+    from pipeline.testing.lab import Lab
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -33,8 +33,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from checks import Interrupted, interrupted_after
-from stage_lab import SETTINGS, TASKS, TINY, Lab, Run, again
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline import cli
@@ -44,6 +42,8 @@ from pipeline.growing import publishing
 from pipeline.launch.local import LocalExecutor
 from pipeline.report import page
 from pipeline.results.bundles import read_run_bundle
+from pipeline.testing.lab import SETTINGS, TASKS, TINY, Lab, Run, again
+from pipeline.testing.promises import Interrupted, interrupted_after
 from tests import golden_keys, small_run, strict_device
 from tests.strict_device import Counts
 from workers import loop
@@ -121,7 +121,7 @@ class Case:
             tasks[0]["role"] = "base"
         settings |= MORE_STEPS.get(self.method, {})
         stream = {"scenario": self.scenario, "tasks": tasks}
-        rest = {
+        rest: dict[str, Any] = {
             "stream": stream,
             "backbone": BACKBONES[self.backbone],
             "data": self.data,

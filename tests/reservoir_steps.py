@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from class_incremental_steps import START, begun
-from stage_lab import OPTIMIZERS, Lab, Run
 from torch import nn
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, Run
 from workers.data.batch import Batch
 from workers.data.feed import Feed, ReplayFeed
 from workers.dist import Group

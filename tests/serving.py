@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from stage_lab import TINY, Lab, Run
 
+from pipeline.testing.lab import TINY, Lab, Run
 from workers.data.rows import select
 from workers.job import Task
 from workers.serving.bundle import Bundle

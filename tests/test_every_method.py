@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import PROMISES, BrokenPromise
-from stage_lab import Lab, answers
 from torch import Tensor
 
+from pipeline.testing.lab import Lab, answers
+from pipeline.testing.promises import PROMISES, BrokenPromise, list_cases
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.finetune import FineTune, weight_groups
@@ -20,10 +20,8 @@ from workers.storage.taskstate import Carried
 
 EVERY = [
     pytest.param(method, optimizer, promise, id=f"{method}-{optimizer}-{promise}")
-    for method, cls in METHODS.items()
-    for promise, p in PROMISES.items()
-    if p.applies(cls)
-    for optimizer in p.optimizers
+    for method in METHODS
+    for promise, optimizer in list_cases(method)
 ]
 
 
@@ -432,7 +430,7 @@ def test_a_method_that_breaks_a_promise_is_found_out(
     sentence = str(error.value)
     assert sentence.startswith(f"method {Named.name!r} breaks the promise {promise!r}")
     assert PROMISES[promise].remedy in sentence
-    assert "tests/checks.py" in sentence, "where the promise is checked"
+    assert "pipeline/testing/promises.py" in sentence, "where the promise is checked"
 
 
 class RemembersUndeclared(FineTune):

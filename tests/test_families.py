@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checks import old_answers_stay
 from families import COMMAND, PAGE, SMALL, page
-from stage_lab import OPTIMIZERS, Lab, Run, answers
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, Run, answers
+from pipeline.testing.promises import old_answers_stay
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS

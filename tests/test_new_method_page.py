@@ -6,10 +6,10 @@ import re
 from types import ModuleType
 
 import pytest
-from checks import PROMISES
-from stage_lab import Lab
 
 from docs.site.pages import text_of
+from pipeline.testing.lab import Lab
+from pipeline.testing.promises import PROMISES
 from workers.methods import METHODS
 from workers.methods.base import Method
 

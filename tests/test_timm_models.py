@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stage_lab
 import timm
 import torch
-from stage_lab import OPTIMIZERS, Lab, answers, history
 
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import OPTIMIZERS, Lab, answers, history
 from tests.timm_models import COMMAND, FILE, REFUSED, modules, pinned
 from workers.errors import UserError
 from workers.job import BackboneSettings

@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from PIL import Image
 
 from pipeline.config.version import CHECKOUT
 
@@ -132,6 +134,45 @@ def test_the_wheel_trains_on_digits(workers: int, environment: Path, tmp_path: P
     text = run(environment, tmp_path, "accrete", "run", "configs/streams/digits.yaml", *options)
     assert "average accuracy" in text
     assert (tmp_path / "storage" / "runs").is_dir()
+
+
+@pytest.mark.slow
+def test_a_package_with_a_method_works_beside_the_wheel(environment: Path, tmp_path: Path) -> None:
+    """Its test passes, and commands, the trials of a search and a server know its method."""
+    text = run(environment, tmp_path, "accrete", "methods", "square", code=2)
+    assert "there is no method 'square'" in text
+    run(environment, tmp_path, "accrete", "methods", "new", "square")
+    options = ["-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    python = str(environment / "bin" / "python")
+    pip("--python", python, "install", *options, str(tmp_path / "square"))
+    text = run(environment, tmp_path / "square", "python", "-m", "pytest", "-q")
+    assert " passed" in text
+    assert "failed" not in text
+    config = {
+        "name": "mine",
+        "stream": {"tasks": [{"card": "digits", "split": 5}]},
+        "backbone": {"weights": "none", "img_size": 32},
+        "methods": ["square"],
+        "train": {"epochs": 1, "min_steps": 1},
+        "cluster": {"workers": 1},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    search = {
+        "name": "rates",
+        "base": "run.yaml",
+        "space": {"methods.square.weight": {"dist": "choice", "values": [0.01, 0.1]}},
+        "algorithm": "grid",
+        "protocol": "first_k_tasks",
+        "first_tasks": 1,
+    }
+    (tmp_path / "search.yaml").write_text(yaml.safe_dump(search))
+    assert "average accuracy" in run(environment, tmp_path, "accrete", "run", "run.yaml")
+    assert "winner" in run(environment, tmp_path, "accrete", "search", "search.yaml")
+    run(environment, tmp_path, "accrete", "bundle", "run.yaml", "--out", "model")
+    image = tmp_path / "image.png"
+    Image.new("L", (8, 8)).save(image)
+    arguments = ["model", str(image), "--task", "digits-1"]
+    assert "digits-1" in run(environment, tmp_path, "accrete", "predict", *arguments)
 
 
 def test_the_environment_of_the_tests_runs_this_checkout(tmp_path: Path) -> None:

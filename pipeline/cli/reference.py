@@ -5,16 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 
+from pipeline.app.method_package import write_method_package
 from pipeline.cli.arguments import AddCommand
+from workers.errors import UserError
 
 
 def add_commands(add_command: AddCommand) -> None:
     """Add the commands of this module to the command line."""
     methods_parser = add_command(
-        "methods", methods, "list the methods, or the settings of one", config=False
+        "methods",
+        methods,
+        "list the methods, or the settings of one, or write a package with a new one",
+        config=False,
     )
     methods_parser.add_argument(
-        "method", nargs="?", default="", help="name of a method, to see its settings"
+        "method",
+        nargs="?",
+        default="",
+        help="name of a method, to see its settings; `new` writes a package",
+    )
+    methods_parser.add_argument("name", nargs="?", default="", help="name of the new method")
+    methods_parser.add_argument(
+        "--out", default="", metavar="FOLDER", help="folder of the package (default: NAME)"
     )
     schema_parser = add_command(
         "schema",
@@ -29,10 +41,17 @@ def add_commands(add_command: AddCommand) -> None:
 
 
 def methods(args: argparse.Namespace) -> int:
-    """Print a line for each method, or the settings of one."""
+    """Print a line for each method, or the settings of one, or write a package with a new one."""
     from pipeline.app import method_list  # imports pydantic and torch
 
-    if args.method:
+    if args.method == "new":
+        if not args.name:
+            raise UserError("`methods new` writes a method; give its name: `methods new NAME`")
+        for path in write_method_package(args.name, args.out):
+            print(path)
+    elif args.name or args.out:
+        raise UserError("only `methods new NAME` takes a second name, or --out; leave it out")
+    elif args.method:
         print(method_list.describe_method(args.method))
     else:
         print(method_list.list_methods())

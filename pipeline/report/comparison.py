@@ -34,7 +34,7 @@ from pipeline.results.tables import Matrix, RunTables
 from workers.errors import UserError
 
 # Settings that do not separate runs: identity and seed, and those that change only rounding.
-IGNORED_SETTINGS = ("name", "seed", "storage", "cluster", "tracking")
+IGNORED_SETTINGS = ("name", "seed", "storage", "cluster", "tracking", "plugins")
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 from schema_draws import draw
-from stage_lab import TASKS, TINY, Lab
 
 from pipeline.app.schema import config_schema
 from pipeline.config.settings import Config
+from pipeline.testing.lab import TASKS, TINY, Lab
 from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
 from workers.methods import METHODS

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checks import PROMISES
-from stage_lab import SETTINGS
 from step_contexts import step_context
 from test_apd import (
     RATES,
@@ -25,6 +23,8 @@ from test_apd import (
 )
 from torch import Tensor
 
+from pipeline.testing.lab import SETTINGS
+from pipeline.testing.promises import PROMISES
 from workers.job import Task
 from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, mean_size
 

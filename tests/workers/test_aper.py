@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import method_steps
 import pytest
-import stage_lab
 import torch
-from checks import PROMISES
 from method_steps import ONE, THREE, TWO, images, vit
-from stage_lab import OPTIMIZERS, Lab
 from torch import Tensor, nn
 
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import OPTIMIZERS, Lab
+from pipeline.testing.promises import PROMISES
 from workers.data.features import FeatureBatch
 from workers.errors import UserError
 from workers.job import Task

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from stage_lab import OPTIMIZERS, TINY, Lab
 from test_context import LOCAL, built, images
 from torch import Tensor, nn
 
+from pipeline.testing.lab import OPTIMIZERS, TINY, Lab
 from workers import analysis
 from workers.analysis import (
     attacked,

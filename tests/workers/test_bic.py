@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from class_incremental_steps import SMALL, START, TRAIN, A, B, C, batch, begun, moved, stream, wide
-from stage_lab import Lab, Run, again, history, on_ranks
+from rank_runs import on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab, Run, again, history
 from workers import loop
 from workers.data.feed import Feed
 from workers.errors import UserError

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import safetensors.torch
-import stage_lab
 import torch
-from checks import PROMISES
 from pydantic import ValidationError
-from stage_lab import OPTIMIZERS, TINY, Lab, answers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import settings as config
 from pipeline.graph.store import compute_key
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, answers
+from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings, key_inputs
+from workers.methods import METHODS
 from workers.methods.finetune import weight_groups
 from workers.methods.hat import affine_names
 from workers.methods.meat import Meat, MeatSettings
@@ -491,7 +492,7 @@ def test_methods_learn_and_are_stored_with_it(
     # In 3 epochs its masks learn too little: 46 to 67 right answers with four seeds, 40 by chance.
     monkeypatch.setitem(stage_lab.SETTINGS, ("meat", "adamw"), {"train": {"epochs": 6}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
-        if PROMISES[name].applies(stage_lab.METHODS[method]):
+        if PROMISES[name].applies(METHODS[method]):
             PROMISES[name].check(lab, method, "adamw")
 
 

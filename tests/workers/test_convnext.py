@@ -11,10 +11,10 @@ import safetensors.torch
 import timm
 import torch
 from method_steps import images
-from stage_lab import OPTIMIZERS, Lab, answers
 from timm.models.convnext import ConvNeXt
 from torch import nn
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, answers
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings
 from workers.methods import METHODS

@@ -9,10 +9,10 @@ import pytest
 import torch
 from class_incremental_steps import START
 from reservoir_steps import H1, ONE, QUICK, Z1, Z2, Z, feed_of, identity, losses, rows, run_of
-from stage_lab import Lab, Run, history
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab, Run, history
 from workers import restore
 from workers.data.batch import Batch
 from workers.data.feed import Feed

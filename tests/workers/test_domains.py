@@ -11,9 +11,9 @@ import yaml
 from PIL import Image
 from serving import Finished
 from sklearn.datasets import load_digits
-from stage_lab import OPTIMIZERS, SETTINGS, Lab, Run
 from torch.nn import functional as F
 
+from pipeline.testing.lab import OPTIMIZERS, SETTINGS, Lab, Run
 from workers.evaluate import answers
 from workers.methods import METHODS
 from workers.methods.ranpac import solve_ridge

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from stage_lab import OPTIMIZERS, TASKS, Lab
 from step_contexts import step_context
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab
 from workers import optim
 from workers.data.batch import Batch
 from workers.errors import UserError

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from class_incremental_steps import START, A, B, C, batch, begun, moved, remembered, stream, wide
-from stage_lab import Lab, Run, history
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab, Run, history
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import StageJob

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rank_runs import on_ranks
 from reservoir_steps import ONE, Z2, Z, feed_of, identity, losses, rows, run_of
-from stage_lab import OPTIMIZERS, Lab, history, on_ranks
 from torch.nn import functional as F
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, history
 from workers.data.order import DrawnOrder
 from workers.dist import Group
 from workers.errors import UserError

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from stage_lab import OPTIMIZERS, TASKS, Lab, Run, again, history
 from torch import Tensor
 
+from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab, Run, again, history
 from workers import loop, optim, restore
 from workers.data.batch import Batch
 from workers.data.feed import Feed

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from stage_lab import TASKS, Lab, Run, history
 from torch import Tensor, nn
 
+from pipeline.testing.lab import TASKS, Lab, Run, history
 from workers.data.batch import Batch
 from workers.dist import Group
 from workers.job import Task

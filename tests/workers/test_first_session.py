@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 import method_steps
 import pytest
-import stage_lab
 import torch
-from checks import PROMISES
 from method_steps import images, other_vit, vit
-from stage_lab import OPTIMIZERS, TASKS, Lab, Run, answers
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab, Run, answers
+from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import find_idle, key_inputs
 from workers.methods.bases.first_session import (

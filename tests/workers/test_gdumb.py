@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from reservoir_steps import run_of
-from stage_lab import Lab, answers, history
 
+from pipeline.testing.lab import Lab, answers, history
 from workers.data.rows import list_keys
 from workers.dist import Group
 from workers.errors import UserError

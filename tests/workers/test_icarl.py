@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from class_incremental_steps import START, A, B, C, batch, begun, moved, remembered, stream, wide
-from stage_lab import Lab, again, on_ranks
+from rank_runs import on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab, again
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError

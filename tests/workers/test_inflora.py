@@ -13,10 +13,10 @@ import torch
 from method_steps import BASE, ONE, PROGRESS, TASKS, THREE, TWO, batch, begun, images, vit
 from pixel_feeds import data_of, learn_all, make, pixels_of, serve
 from serving import finished
-from stage_lab import Lab
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import base

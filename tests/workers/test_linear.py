@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from stage_lab import OPTIMIZERS, TINY, Lab, Run, again, history, on_ranks, small_batches
+from rank_runs import on_ranks, small_batches
 from test_feed import PLACES, feed_of, root  # noqa: F401 (a fixture)
 
+from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, Run, again, history
 from workers.dist import Group
 from workers.methods import METHODS
 from workers.methods.base import Method, ParamGroup, StepContext

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checks import CARRIED, STATE, Interrupted, interrupted_after
-from stage_lab import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
+from rank_runs import Steps, on_ranks, small_batches
 
+from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, Run, again, history
+from pipeline.testing.promises import CARRIED, STATE, Interrupted, interrupted_after
 from workers import loop, preemption
 from workers.dist import Group
 from workers.errors import UserError

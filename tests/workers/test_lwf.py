@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from method_steps import begun
-from stage_lab import TASKS, Lab
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.testing.lab import TASKS, Lab
 from workers import loop, optim
 from workers.data.batch import Batch
 from workers.dist import Group

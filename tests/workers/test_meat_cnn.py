@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import safetensors.torch
-import stage_lab
 import torch
-from checks import PROMISES
 from method_steps import PROGRESS
-from stage_lab import OPTIMIZERS, Lab, answers
 from step_contexts import step_context
 from test_meat import (
     OTHER,
@@ -27,6 +24,9 @@ from test_meat import (
 )
 from torch import Tensor, nn
 
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import OPTIMIZERS, Lab, answers
+from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS

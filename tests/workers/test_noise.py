@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stage_lab import TINY, Lab, again
 
+from pipeline.testing.lab import TINY, Lab, again
 from workers.job import BackboneSettings
 from workers.model import noise, vit
 from workers.model.noise import DrawnDropPath, draw_paths

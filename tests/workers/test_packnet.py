@@ -27,9 +27,9 @@ from method_steps import (
     train,
     vit,
 )
-from stage_lab import Lab, history
 from torch import Tensor, nn
 
+from pipeline.testing.lab import Lab, history
 from workers import optim
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task, TrainSettings

@@ -10,10 +10,10 @@ import pytest
 import torch
 from class_incremental_steps import SMALL, START, A, B, C, batch, moved, stream, wide
 from cosine_head_steps import begun, counted, trained
-from stage_lab import Lab
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.podnet import PodNet, PodNetSettings

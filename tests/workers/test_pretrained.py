@@ -11,9 +11,9 @@ import safetensors.torch
 import timm
 import torch
 from families import SMALL
-from stage_lab import Lab
 from torch import Tensor
 
+from pipeline.testing.lab import Lab
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import pretrained, vit

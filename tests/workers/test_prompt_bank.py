@@ -13,9 +13,9 @@ import pytest
 import torch
 from method_steps import BASE, ONE, PROGRESS, THREE, TWO, begun, images, vit
 from serving import finished
-from stage_lab import Lab
 from torch import Tensor
 
+from pipeline.testing.lab import Lab
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods import METHODS, base

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from class_incremental_steps import START, A, B, batch, begun, moved, wide
-from stage_lab import OPTIMIZERS, Lab, Run, again, history, on_ranks, small_batches
+from rank_runs import on_ranks, small_batches
 from step_contexts import step_context
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, Run, again, history
 from workers import restore
 from workers.data.feed import Feed
 from workers.dist import Group

@@ -12,13 +12,14 @@ from typing import Any
 import method_steps
 import pytest
 import torch
-from checks import PROMISES
 from class_incremental_steps import RATES, SMALL, START, A, B, C, batch, moved, stream, wide
-from stage_lab import SETTINGS, Lab, Run, again, on_ranks
+from rank_runs import on_ranks
 from step_contexts import step_context
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import SETTINGS, Lab, Run, again
+from pipeline.testing.promises import PROMISES
 from workers import loop, optim
 from workers.dist import Group
 from workers.errors import UserError

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from class_incremental_steps import SMALL
-from stage_lab import OPTIMIZERS, Lab
 from test_domains import NAMES, run_of
 from torch import Tensor
 
+from pipeline.testing.lab import OPTIMIZERS, Lab
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods import METHODS

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from pydantic import BaseModel
-from stage_lab import SETTINGS, Lab, Run, other_value
 
+from pipeline.testing.lab import SETTINGS, Lab, Run, other_value
 from workers.errors import UserError
 from workers.job import ActiveIf, DataSettings, StageJob, TrainSettings
 from workers.methods import METHODS

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from stage_lab import OPTIMIZERS, Lab, history
 from torch import Tensor, nn
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, history
 from workers.data.batch import Batch
 from workers.dist import Group
 from workers.job import Task

@@ -10,10 +10,10 @@ import method_steps
 import pytest
 import torch
 from method_steps import ONE, TWO, rates, vit
-from stage_lab import OPTIMIZERS, Lab, Run, again, answers
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, Run, again, answers
 from workers import loop
 from workers.errors import UserError
 from workers.methods.bases.alignment import (

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from stage_lab import OPTIMIZERS, Lab, again, on_ranks, small_batches
+from rank_runs import on_ranks, small_batches
 from torch import Tensor, nn
 
+from pipeline.testing.lab import OPTIMIZERS, Lab, again
 from workers.data.features import FeatureBatch, extract_features
 from workers.data.feed import Feed
 from workers.data.rows import list_keys

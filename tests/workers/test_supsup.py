@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from method_steps import PROGRESS
-from stage_lab import OPTIMIZERS, TASKS, Lab, Run
 from torch import Tensor
 from torch.nn import functional as F
 from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
 
+from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab, Run
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import safetensors.torch
-import stage_lab
 import torch
-from checks import PROMISES
 from method_steps import PROGRESS
-from stage_lab import Lab
 from step_contexts import step_context
 from test_meat import OTHER, RATES, TASK, batch, with_random_masks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import Lab
+from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods.finetune import FineTune

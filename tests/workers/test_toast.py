@@ -15,11 +15,11 @@ import method_steps
 import pytest
 import torch
 from method_steps import BASE, ONE, OTHER_VITS, PROGRESS, TWO, begun, images, other_vit, vit
-from stage_lab import TASKS, Lab, answers
 from timm.models.vision_transformer import ParallelThingsBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.testing.lab import TASKS, Lab, answers
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS

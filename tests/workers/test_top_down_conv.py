@@ -8,16 +8,16 @@ from typing import Any
 
 import method_steps
 import pytest
-import stage_lab
 import torch
-from checks import PROMISES
 from method_steps import BASE, ONE, PROGRESS, TWO, begun, images
-from stage_lab import TASKS, Lab, answers
 from test_convnext import SMALL, convnext
 from test_toast import moved
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.testing import lab as stage_lab
+from pipeline.testing.lab import TASKS, Lab, answers
+from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS

@@ -11,9 +11,10 @@ import pytest
 import torch
 from class_incremental_steps import SMALL, START, A, B, C, batch, moved, stream, wide
 from cosine_head_steps import begun, counted, feed_of_three_batches, trained
-from stage_lab import Lab, again, on_ranks
+from rank_runs import on_ranks
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab, again
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import UserError

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from class_incremental_steps import START, A, B, C, batch, begun, moved, stream, wide
-from stage_lab import Lab, history
 from torch.nn import functional as F
 
+from pipeline.testing.lab import Lab, history
 from workers import loop, optim
 from workers.dist import Group
 from workers.job import TrainSettings

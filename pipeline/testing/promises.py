@@ -1,5 +1,4 @@
-"""Promises that every method keeps. Each is a function of a `Lab` (stage_lab.py), a method's name
-and an optimizer.
+"""Promises that every method keeps: functions of a `Lab`, a method's name and an optimizer.
 
 Whether a promise applies follows from what the class declares (`carries`, `may_forget`,
 `freezes_backbone`, ...), never from its name. A promise is shown on every optimizer where the
@@ -11,9 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, product
@@ -22,9 +23,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
-from stage_lab import (
+from torch import Tensor
+
+from pipeline.testing.lab import (
     BESIDE,
     OPTIMIZERS,
     TASKS,
@@ -36,9 +38,6 @@ from stage_lab import (
     history,
     other_values,
 )
-from step_contexts import step_context
-from torch import Tensor
-
 from workers import evaluate, loop, restore
 from workers.data.feed import Feed
 from workers.data.rows import list_keys
@@ -47,14 +46,16 @@ from workers.errors import UserError
 from workers.evaluate import accuracy
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.methods.base import Method, OptimPlan, StepData
+from workers.methods.base import Method, OptimPlan, StepContext, StepData
+from workers.methods.registration import describe_unknown
 from workers.model.vit import compute_digest
 from workers.serving.bundle import Bundle, carried_file
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried, load_tensors
 
 Check = Callable[[Lab, str, str], None]
-TESTS = Path(__file__).parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]  # holds the packages pipeline and workers
 FIRST, SECOND = 0, 1  # places of the two tasks in the stream
 STATE, CARRIED = "task.safetensors", "carried.safetensors"
 QUICK = {"epochs": 1, "batch_size": 32}
@@ -80,6 +81,19 @@ class Promise:
 PROMISES: dict[str, Promise] = {}
 
 
+def list_cases(method: str) -> list[tuple[str, str]]:
+    """Return (promise, optimizer) for each promise that applies to a method.
+
+    Raises:
+        UserError: If there is no such method.
+    """
+    if method not in METHODS:
+        raise UserError(f"there is no method {method!r}; {describe_unknown(method)}")
+    cls = METHODS[method]
+    applying = [(name, promise) for name, promise in PROMISES.items() if promise.applies(cls)]
+    return [(name, optimizer) for name, promise in applying for optimizer in promise.optimizers]
+
+
 def promise(
     remedy: str,
     applies: Callable[[type[Method]], bool] = lambda cls: True,
@@ -94,7 +108,7 @@ def promise(
         def explained(lab: Lab, method: str, optimizer: str) -> None:
             try:
                 check(lab, method, optimizer)
-            except (AssertionError, pytest.fail.Exception) as error:
+            except AssertionError as error:
                 if is_seen_by_tests(error):
                     raise BrokenPromise(broken_promise(name, method, optimizer, error)) from error
                 raise BrokenPromise(stopped_before(name, method, optimizer, error)) from error
@@ -105,6 +119,18 @@ def promise(
         return explained
 
     return register
+
+
+@contextmanager
+def refusing(words: str) -> Iterator[None]:
+    """Context manager that raises `AssertionError` unless a `UserError` with these words occurs."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"no UserError with the words {words!r}")
+    assert words in text, text
 
 
 def trains_later(cls: type[Method]) -> bool:
@@ -122,7 +148,7 @@ def stage_with_epochs(run: Run) -> StageJob:
 def is_seen_by_tests(error: BaseException) -> bool:
     """Return whether the innermost frame is a test's, and not one of the code under test."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).parent == TESTS or isinstance(error, pytest.fail.Exception)
+    return Path(last.filename).parent == HERE
 
 
 def stopped_before(name: str, method: str, optimizer: str, error: BaseException) -> str:
@@ -131,13 +157,15 @@ def stopped_before(name: str, method: str, optimizer: str, error: BaseException)
     The promise's remedy is left out: it would not help.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    rooms = (TESTS, TESTS.parent / "workers", TESTS.parent / "pipeline")
-    project = [f for f in frames if any(map(Path(f.filename).is_relative_to, rooms))]
-    last = project[-1]
+    source = inspect.getfile(METHODS[method])
+    rooms = (ROOT / "workers", ROOT / "pipeline", Path(source).parent)
+    last = [f for f in frames if any(map(Path(f.filename).is_relative_to, rooms))][-1]
+    file = Path(last.filename)
+    place = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
     return (
         f"method {method!r} stopped under {optimizer} before the promise {name!r} could be "
-        f"checked: {type(error).__name__}: {error}. Method: {inspect.getfile(METHODS[method])}; "
-        f"raised at {Path(last.filename).relative_to(TESTS.parent)}:{last.lineno} in {last.name}"
+        f"checked: {type(error).__name__}: {error}. Method: {source}; raised at "
+        f"{place}:{last.lineno} in {last.name}"
     )
 
 
@@ -149,7 +177,7 @@ def broken_promise(name: str, method: str, optimizer: str, error: BaseException)
     source = inspect.getfile(METHODS[method])
     return (
         f"method {method!r} breaks the promise {name!r} under {optimizer}: "
-        f"{PROMISES[name].remedy}. Method: {source}; check: tests/checks.py:{line}. "
+        f"{PROMISES[name].remedy}. Method: {source}; check: pipeline/testing/promises.py:{line}. "
         f"Seen: {str(error) or 'an assertion without a message'}"
     )
 
@@ -161,6 +189,7 @@ def broken_promise(name: str, method: str, optimizer: str, error: BaseException)
     tuple(OPTIMIZERS),
 )
 def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> None:
+    """Training changes no tensor of a frozen backbone, and leaves it in evaluation mode."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         live = run.live(task)
@@ -178,12 +207,15 @@ def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> No
     tuple(OPTIMIZERS),
 )
 def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
-    """Bit for bit, with the later task loaded beside the earlier one. The optimizers catch a lock
-    that holds gradients back and forgets what weight decay and momentum do."""
+    """Logits of a finished task stay, bit for bit, with the later task loaded beside it.
+
+    Both optimizers, because weight decay and momentum move weights without gradients.
+    """
     old_answers_stay(lab.run(method, optimizer))
 
 
 def old_answers_stay(run: Run) -> None:
+    """Compare the logits of the first task before and after the second one was trained."""
     images = run.images(FIRST)
     alone, beside = run.served(FIRST), run.served(SECOND)
     assert torch.equal(
@@ -198,6 +230,7 @@ def old_answers_stay(run: Run) -> None:
 def check_old_answers_stay_under_accumulation_and_bf16(
     lab: Lab, method: str, optimizer: str
 ) -> None:
+    """The same with micro-batches, and in bf16."""
     old_answers_stay(lab.run(method, optimizer, accumulate=2, precision="bf16", epochs=1))
 
 
@@ -208,8 +241,10 @@ def check_old_answers_stay_under_accumulation_and_bf16(
 def check_another_tasks_training_leaves_a_loaded_task_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Its head gets no gradient, neither head nor loaded state change, and a star goes on giving
-    its answers."""
+    """The training of a later task changes no head and no loaded state of an earlier one.
+
+    A star also keeps its logits.
+    """
     run = lab.run(method, optimizer)
     task, state, images = run.order[FIRST], run.state(FIRST), run.images(FIRST)
     live, job = run.fresh(SECOND), again(run.stages(SECOND)[0], "beside")
@@ -227,8 +262,7 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     "detach and clone what finish() puts into the state and into what is carried",
 )
 def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
-    """What a task hands out shares no storage with the model, nor with what another task handed
-    out."""
+    """States and carried tensors share no memory with the model, or with those of another task."""
     run = lab.run(method, optimizer)
     taken: dict[int, str] = {}
     for task in (FIRST, SECOND):
@@ -254,8 +288,10 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
     ),
 )
 def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str) -> None:
-    """Packed and unpacked, a task gives the same logits; so does the method as training left it, up
-    to rounding."""
+    """A stored and loaded task gives the same logits as before, bit for bit.
+
+    The method as training left it gives them up to rounding.
+    """
     run = lab.run(method, optimizer)
     name, images, direct = run.order[FIRST], run.images(FIRST), run.fresh()
     state, carried = run.finished(FIRST)
@@ -301,8 +337,10 @@ def check_a_state_is_of_its_own_task(lab: Lab, method: str, optimizer: str) -> N
 def check_whatever_is_stored_has_a_part_in_the_answers(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Masks turned round, or any other kind of tensor moved, give other logits: what is stored is
-    what is served. Where class means answer, a head is there for the next task's teacher."""
+    """Each kind of stored tensor has an effect: inverted masks or other values give other logits.
+
+    Where class means answer, a head is stored for the teacher of the next task.
+    """
     run = lab.run(method, optimizer)
     name, images = run.order[FIRST], run.images(FIRST)
     expected = answers(run.served(FIRST), images, name)
@@ -335,8 +373,10 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
 def check_a_bundle_leaves_out_what_only_training_needs(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """It is smaller, gives the same answers, and names no training image. Each pattern of
-    `training_only` matches an entry."""
+    """A bundle gives the same answers without the carried entries of `training_only`.
+
+    It names no training image, and each pattern of `training_only` matches an entry.
+    """
     run = lab.run(method, optimizer)
     served, job = run.served(SECOND), run.evaluate_job(SECOND)
     folder = str(lab.folder / f"bundle-{job.key}")
@@ -374,6 +414,7 @@ def check_a_bundle_leaves_out_what_only_training_needs(
     "leave TaskState.sizes as it is, and store tensors in masks, tokens, head or copies",
 )
 def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optimizer: str) -> None:
+    """The recorded bytes of a task and of its carried state are those of the stored tensors."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         stored = run.trained(task)
@@ -390,11 +431,12 @@ def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optim
     "call super().load_task(state) first",
 )
 def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimizer: str) -> None:
+    """A state of another backbone, or of another method, raises a `UserError`."""
     run = lab.run(method, optimizer)
     state, other = run.state(FIRST), run.fresh()
-    with pytest.raises(UserError, match="belongs to backbone"):
+    with refusing("belongs to backbone"):
         other.load_task(replace(state, backbone_digest="0" * 64))
-    with pytest.raises(UserError, match="written by method"):
+    with refusing("written by method"):
         other.load_task(replace(state, method="another"))
 
 
@@ -404,6 +446,7 @@ def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimize
     lambda cls: cls.starts_as_backbone,
 )
 def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> None:
+    """Before the first optimizer step, features are those of the backbone."""
     run = lab.run(method, optimizer)
     job, images, plain = run.stages(FIRST)[0], run.images(FIRST), run.fresh().backbone.eval()
     live = begun(run)
@@ -420,7 +463,7 @@ def begun(run: Run) -> Method:
     tasks = (job.task,)
     plan = OptimPlan(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0)
     data = StepData(lambda split, training: Feed(job, tasks, split, Group(), training))
-    live.begin(step_context(job.task, job.step, None, plan, tasks, data))
+    live.begin(StepContext(job.task, plan, job.step, training_tasks=tasks, data=data))
     return live
 
 
@@ -433,8 +476,7 @@ def begun(run: Run) -> Method:
     lambda cls: cls.trains_on == "task" and not cls.carries,
 )
 def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: str) -> None:
-    """A star's task has the same key, and when it is run, the same bytes, wherever it stands in the
-    stream."""
+    """A task of a star has the same key and the same bytes at each place in the stream."""
     run = lab.run(method, optimizer)
     turned = lab.run(method, optimizer, order=(*reversed(run.order),))
     assert run.trained(SECOND).key == turned.stages(FIRST)[-1].key
@@ -457,6 +499,7 @@ def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: s
 def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
+    """A second run of a stage gives the same bytes, and no stage changes what it reads."""
     run = lab.run(method, optimizer)
     for job in run.stages(SECOND):
         stored = run.artifact(job)
@@ -515,14 +558,17 @@ def generators() -> dict[str, Any]:
 def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Whatever training keeps beside parameters must be in the checkpoint: a plain tensor would be
-    lost."""
+    """A stage that is interrupted and resumed gives the same bytes.
+
+    State beside parameters must be in the checkpoint; a plain tensor is not.
+    """
     run = lab.run(method, optimizer)
     job = stage_with_epochs(run)
     per_epoch = -(-history(run.artifact(job))[0]["images"] // job.train.batch_size)
     stored, resumed = run.artifact(job), again(job, "resumed", checkpoint_s=1e-9)
-    with pytest.raises(Interrupted), interrupted_after(per_epoch + 2):
+    with suppress(Interrupted), interrupted_after(per_epoch + 2):
         lab.stage(resumed)
+        raise AssertionError("the stage ended before the interruption")
     with interrupted_after(1000) as steps:
         repeated = lab.stage(resumed)
     # it did go on, and not start again
@@ -549,7 +595,7 @@ def assert_same_results(stage: str, repeated: Artifact, stored: Artifact) -> Non
 
 
 class Interrupted(RuntimeError):
-    pass
+    """Ends a stage in the middle of its training."""
 
 
 class interrupted_after:
@@ -583,8 +629,10 @@ class interrupted_after:
     lambda cls: bool(cls.carries) and not getattr(cls, "uses_class_means", False),
 )
 def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimizer: str) -> None:
-    """The last step of the second task is handed each kind of tensor that the first task left, and
-    leaves something else where these are others. Class means are computed again from exemplars."""
+    """Each kind of carried tensor of the first task reaches the second, and has an effect there.
+
+    Class means are left out: they are computed again from exemplars.
+    """
     run = lab.run(method, optimizer, epochs=1)
     stored = run.trained(SECOND)
     job = run.stages(SECOND)[-1]
@@ -628,6 +676,7 @@ def with_others(carried: Carried, kind: str) -> Carried | None:
     "read context.data.feed('train') or 'val' alone while training",
 )
 def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: str) -> None:
+    """No training step selects images of the test split."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         run.trained(task)
@@ -647,6 +696,7 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
     lambda cls: "seen" not in (cls.reads, cls.trains_on),
 )
 def check_a_step_looks_up_the_data_that_it_declares(lab: Lab, method: str, optimizer: str) -> None:
+    """A step selects images of its own task alone, unless it declares more."""
     run = lab.run(method, optimizer)
     run.trained(SECOND)
     for job in run.stages(SECOND):
@@ -662,8 +712,10 @@ def check_a_step_looks_up_the_data_that_it_declares(lab: Lab, method: str, optim
     optimizers=("sgd",),
 )
 def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optimizer: str) -> None:
-    """On SGD: Adam divides a gradient by its own size, so that the rounding of a vanishing one
-    becomes a whole step."""
+    """Two micro-batches give the results of one batch, up to rounding.
+
+    With SGD, because Adam turns the rounding of a vanishing gradient into a whole step.
+    """
     whole = lab.run(method, optimizer, epochs=1, batch_size=24)
     parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
     for task in (FIRST, SECOND):
@@ -674,9 +726,9 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
             f"with two micro-batches the logits of task {name!r} are {distance:.2g} apart"
         )
     for a, b in zip(history(whole.trained(FIRST)), history(parts.trained(FIRST)), strict=True):
-        assert {k: v for k, v in a.items() if k != "val_correct"} == pytest.approx(
-            {k: v for k, v in b.items() if k != "val_correct"}, abs=1e-3
-        )
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"val_correct"}:
+            assert math.isclose(a[name], b[name], rel_tol=1e-6, abs_tol=1e-3), name
 
 
 @promise(
@@ -712,8 +764,7 @@ def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     ),
 )
 def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, optimizer: str) -> None:
-    """They are those of a method that is asked for one task only, as many as the task has classes,
-    also where a later task has more."""
+    """Logits of a task do not depend on which task was asked for before."""
     run = lab.run(method, optimizer)
     served, images = run.served(SECOND), [run.images(task) for task in (FIRST, SECOND)]
     alone = [answers(run.served(SECOND), images[task], run.order[task]) for task in (FIRST, SECOND)]
@@ -730,9 +781,11 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
 def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """A task that was trained under other values is served, by a method that has the common ones,
-    as by one that has its own; so is the next task, which was trained under the common ones after
-    it. In every scenario that the method serves, and with what it picks."""
+    """Settings of `per_task` have no effect on serving, nor on other tasks.
+
+    A task trained under other values is served by a method with the common values as by one with
+    its own values. So is the next task. This is checked in every scenario of the method.
+    """
     own = other_values(method)
     beside = BESIDE.get(method, {})
     quick = {"train": QUICK} if METHODS[method].has_training() else {}
@@ -783,6 +836,7 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
     lambda cls: cls.has_training(),
 )
 def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: str) -> None:
+    """A stage gives the same bytes without validation after its epochs."""
     run = lab.run(method, optimizer)
     job = next(j for j in run.stages(FIRST) if history(run.artifact(j)))
     with mock.patch.object(loop, "accuracy", return_value=(0, 1)):
@@ -792,14 +846,17 @@ def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: st
 
 
 def modes_of(model: torch.nn.Module) -> dict[str, bool]:
+    """Return whether each module is in training mode, by name."""
     return {name: module.training for name, module in model.named_modules()}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers, by name."""
     return {
         name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Return whether two models have the same tensors, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

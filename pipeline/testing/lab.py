@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import pickle
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -21,7 +18,6 @@ import yaml
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from pipeline.config import settings as config
 from pipeline.graph.build import build_graph
@@ -29,7 +25,6 @@ from pipeline.graph.stage import IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import attempt
 from pipeline.launch.limits import Deadline
-from tests import small_run
 from workers import loop, restore
 from workers.data.feed import Feed
 from workers.data.shards import Shards
@@ -119,7 +114,7 @@ class Lab:
     # The group of one rank that runs every stage.
     group: Group = field(default_factory=Group)
     # Stage key -> the method object at the end of training.
-    live: dict[str, Method] = field(default_factory=dict)
+    live: dict[str, Any] = field(default_factory=dict)
     # Stage key -> what `Method.finish` returned.
     finished: dict[str, tuple[TaskState, Carried]] = field(default_factory=dict)
     # Stage key -> the splits that the stage selected images of.
@@ -174,11 +169,16 @@ class Lab:
         order: tuple[str, ...] = tuple(TASKS),
         **train: Any,
     ) -> Run:
-        """Return the run of a stream of the tasks `order` under one method.
+        """Return the run of a stream under one method.
 
-        train: settings of training beside those of the optimizer. By default it trains for two
-        epochs, in which some methods do not learn yet. Each stage runs when its result is first
-        asked for.
+        Each stage runs when its result is first asked for.
+
+        Args:
+            method: Name of the method.
+            optimizer: `adamw` or `sgd`.
+            order: Names of the tasks, in stream order.
+            train: Settings of training beside those of the optimizer. By default it trains for two
+                epochs, in which some methods do not learn yet.
         """
         return self.run_of(method, {**OPTIMIZERS[optimizer], "epochs": 2, **train}, order)
 
@@ -193,9 +193,13 @@ class Lab:
     ) -> Run:
         """Return a run as `run` does, of a config with these sections.
 
-        train: the section `train`, of so many epochs as the method needs to learn if it does not
-        say. settings: of the method, in place of those in `SETTINGS` and `EPOCHS`.
-        scenario: "" for `task` where the method serves it. rest: other sections, such as `data`.
+        Args:
+            method: Name of the method.
+            train: Section `train`. Without `epochs`, as many as the method needs to learn.
+            order: Names of the tasks, in stream order.
+            settings: Settings of the method, in place of those in `SETTINGS` and `EPOCHS`.
+            scenario: The scenario. "": `task` where the method serves it.
+            rest: Other sections, such as `data`.
         """
         epochs = 3
         if settings is None:
@@ -303,7 +307,7 @@ class Run:
         """Return the result of the last training step of a task."""
         return self.artifact(self.stages(task)[-1])
 
-    def live(self, task: int) -> Method:
+    def live(self, task: int) -> Any:
         """Return the method object at the end of the last training step of a task."""
         self.trained(task)
         return self.lab.live[self.stages(task)[-1].key]
@@ -329,12 +333,12 @@ class Run:
         """Return the stored carried state after a task."""
         return Carried.from_bytes(self.trained(task).read("carried.safetensors"))
 
-    def served(self, after: int) -> Method:
+    def served(self, after: int) -> Any:
         """Return a method with all tasks up to `after` loaded, as `evaluate` loads it."""
         self.prepare(self.evaluate_job(after))
         return restore.finished_method(self.evaluate_job(after), self.lab.group)
 
-    def fresh(self, task: int = 0) -> Method:
+    def fresh(self, task: int = 0) -> Any:
         """Return a method as the first stage of `task` makes it: the backbone, no task loaded."""
         job = self.stages(task)[0]
         backbone_job = next(other for other in self.jobs.values() if other.key == job.backbone)
@@ -347,85 +351,6 @@ class Run:
         assert job.task is not None
         feed = Feed(job, (job.task,), "test", self.lab.group, training=False)
         return next(iter(feed.evaluate())).images
-
-
-@dataclass
-class Steps:
-    """What one rank did in one stage. Each list has an entry a training step."""
-
-    # Positions in the global batch of the samples that the rank trained on.
-    rows: list[list[int]] = field(default_factory=list)
-    # Sum of the weights of its micro-batches.
-    weights: list[float] = field(default_factory=list)
-    # Bytes of gradients that were summed over the ranks.
-    synchronised: list[int] = field(default_factory=list)
-    # Number of trainable parameters.
-    trainable: int = 0
-
-
-def on_ranks(
-    jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None
-) -> list[list[Steps]]:
-    """Run stages on `world` processes that gloo connects.
-
-    stop_after: stage key -> the number of steps after which every rank stops the stage. Return what
-    each rank did in each stage: [rank][stage].
-    """
-    folder.mkdir()
-    small_run.processes()
-    start_processes(
-        _rank, (world, jobs, str(folder), stop_after or {}), nprocs=world, start_method="forkserver"
-    )
-    return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world)]
-
-
-def _rank(
-    rank: int, world: int, jobs: list[StageJob], folder: str, stop_after: dict[str, int]
-) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/meet", timeout=timedelta(seconds=120), rank=rank, world_size=world
-    )
-    steps_by_stage: list[Steps] = []
-    train_step = loop.train_step
-    sum_gradients = Group.sum_gradients
-
-    def recording_step(method: Method, optimizer: Any, batches: Any, *rest: Any) -> Any:
-        steps = steps_by_stage[-1]
-        if len(steps.rows) == stop_after.get(rest[1].key):
-            raise InterruptedError
-        rows = [batch.draw.positions.tolist() for batch in batches if batch.weight]
-        steps.rows.append(list(chain(*rows)))
-        steps.weights.append(sum(batch.weight for batch in batches))
-        steps.trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)
-        return train_step(method, optimizer, batches, *rest)
-
-    def recording_sum(group: Group, parameters: list[Tensor]) -> int:
-        num_bytes = sum_gradients(group, parameters)
-        steps_by_stage[-1].synchronised.append(num_bytes)
-        return num_bytes
-
-    with (
-        mock.patch.object(loop, "train_step", recording_step),
-        mock.patch.object(Group, "sum_gradients", recording_sum),
-    ):
-        group = Group(rank, world)
-        for job in jobs:
-            steps_by_stage.append(Steps())
-            with contextlib.suppress(InterruptedError), small_batches():
-                loop.run_stage(job, group, lambda event: None)
-            torch.distributed.barrier()
-    (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(steps_by_stage))
-    torch.distributed.destroy_process_group()
-
-
-def small_batches() -> Any:
-    """Return a context in which evaluation takes 16 images a batch.
-
-    Then even a tiny split has several batches, so that every rank gets some.
-    """
-    return mock.patch.object(Feed.evaluate, "__defaults__", (16,))
 
 
 @torch.no_grad()
@@ -459,7 +384,10 @@ def other_values(method: str) -> dict[str, Any]:
 def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
     """Return a value other than the usual one that a setting may have by its type alone.
 
-    name: of the setting in a config.
+    Args:
+        settings: Type of the settings.
+        name: Name of the setting in a config.
+        usual: Its usual value.
     """
     annotations = {i.alias or n: i.annotation for n, i in settings.model_fields.items()}
     for candidate in _candidates(usual, annotations[name]):

@@ -131,8 +131,8 @@ def keys_by_class(task: Task) -> dict[str, list[str]]:
 class Training:
     """A method in the middle of a stage; for a chain, in the training of a later task.
 
-    Of the later steps of the tasks before it, it runs those that choose exemplars, and those without
-    training if the method loads the states of earlier tasks.
+    Of the later steps of the tasks before it, those are run that choose exemplars, or have no
+    training where the method loads the states of earlier tasks.
     """
 
     def __init__(

@@ -18,6 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.settings import flatten
+from pipeline.report.fairness import (
+    Given,
+    count_exemplars,
+    describe_backbone,
+    describe_given,
+    find_advantages,
+    known,
+)
 from pipeline.report.files import Row
 from pipeline.results import answers
 from pipeline.results.answers import RightAnswers
@@ -138,6 +146,29 @@ class ComparedMethod:
                 return self._final_rates(task)
         raise KeyError(metric)
 
+    @cached_property
+    def given(self) -> Given:
+        """What the method was given, the mean of a replica."""
+        run = self.group.first
+        settings = self.group.settings
+        budgets = [each.budget(self.label) for each in self.group.runs.values()]
+        rows = [row for row in run.sizes(self.label) if row["role"] != "base"]
+        classes = {task["name"]: tuple(task["classes"]) for task in run.record["tasks"]}
+        matrix = next(iter(self.matrices.values()))
+        weights = settings.get("backbone.weights")
+        validation = settings.get("data.val_fraction")
+        return Given(
+            backbone=describe_backbone(settings),
+            weights=None if weights is None else str(weights),
+            order=tuple((task, classes.get(task, ())) for task in matrix.tasks),
+            validation=None if validation is None else float(validation),
+            seeds=tuple(map(str, self.group.runs)),
+            exemplars=count_exemplars(run, self.label),
+            epochs=known(statistics.fmean(budget.epochs for budget in budgets)),
+            images=known(statistics.fmean(budget.images for budget in budgets)),
+            parameters=max((row["trained_parameters"] or 0 for row in rows), default=None),
+        )
+
     def _final_rates(self, task: str) -> dict[Any, float]:
         """Return the accuracy on a task after the last one, by seed."""
         values = {}
@@ -247,7 +278,21 @@ class Comparison:
     def winner(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
         """Return the entry with the best mean of a metric, if it differs from all others.
 
-        None if its lead over another entry is within the noise. metric: as `interval` takes it.
+        None if its lead over another entry is within the noise, or may be due to what it was given
+        (`find_advantages`; sizes are not compared so). metric: as `interval` takes it.
+        """
+        leader = self.leader(metric, pick_best)
+        if leader is None or not _is_rate(metric):
+            return leader
+        others = [entry for entry in self.entries if entry is not leader]
+        if any(find_advantages(leader.given, other.given) for other in others):
+            return None
+        return leader
+
+    def leader(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
+        """Return the entry with the best mean, if its lead over all others exceeds the noise.
+
+        It may have been given more than others.
         """
         if pick_best is None or len(self.entries) < 2:
             return None
@@ -270,9 +315,8 @@ class Comparison:
             return differ(draws, differences)
         if not differences or any(map(math.isnan, differences)):
             return False
-        is_rate = metric not in METRICS or METRICS[metric].unit == "rate"
         if len(set(differences)) == 1:  # sizes do not vary with the seed
-            return differences[0] != 0 and not is_rate
+            return differences[0] != 0 and not _is_rate(metric)
         return t_interval(differences).excludes_zero
 
     def t_interval(
@@ -296,6 +340,24 @@ class Comparison:
             if candidate.label == entry.label:
                 return candidate
         return first_entries[0] if len(first_entries) == 1 else None
+
+    def fairness_notes(self) -> list[str]:
+        """Return sentences on what was equal for all methods, and on a lead that is not bold."""
+        sentences = describe_given([entry.given for entry in self.entries])
+        leader = self.leader("average_accuracy", max)
+        if leader is None:
+            return sentences
+        advantages: dict[str, list[str]] = {}
+        for entry in self.entries:
+            for title in find_advantages(leader.given, entry.given) if entry is not leader else ():
+                advantages.setdefault(title, []).append(entry.name)
+        if advantages:
+            parts = [f"{title} ({', '.join(names)})" for title, names in advantages.items()]
+            sentences.append(
+                f"{leader.name} has the best average by more than the noise but is not bold: "
+                f"it was given something else than others, or more: {'; '.join(parts)}."
+            )
+        return sentences
 
     # ---- tables ----------------------------------------------------------------------------------
     def summary_rows(self) -> list[Row]:
@@ -429,6 +491,11 @@ class Comparison:
             "stages": self.stage_rows(),
         }
         return {name: rows for name, rows in tables.items() if rows}
+
+
+def _is_rate(metric: str) -> bool:
+    """Return whether a metric is an accuracy or a difference of accuracies."""
+    return metric not in METRICS or METRICS[metric].unit == "rate"
 
 
 # ---- from runs to a comparison -------------------------------------------------------------------

@@ -213,8 +213,10 @@ def format_caption(comparison: Comparison) -> list[str]:
         sentences.append("One seed: differences between methods may be chance.")
     if comparison.draws:
         sentences.append("In brackets: 95 % bootstrap intervals over test images and replicas.")
-    sentences.append("Bold: best of its column by more than the noise (paired, 95 %).")
-    return sentences
+    sentences.append(
+        "Bold: best of its column by more than the noise (paired, 95 %), given no more than others."
+    )
+    return [*sentences, *comparison.fairness_notes()]
 
 
 # ---- budgets -------------------------------------------------------------------------------------

@@ -28,5 +28,6 @@ def render_table_of_tasks(comparison: Comparison) -> Markup:
         has_intervals=bool(comparison.draws),
         heading=["method", *table.heading],
         rows=paper.html_rows(table),
+        fairness=comparison.fairness_notes(),
         files=PAPER_FILES,
     )

@@ -123,6 +123,7 @@ def record(name: str = "tiny") -> Any:
             "weights": "none",
             "options": {"patch_size": 4},
         },
+        "data": {"val_fraction": 0.1},
         "train": {"epochs": 6, "lr": 0.001},
         "methods": {label: {"method": m} for label, m in METHODS.items()},
     }

@@ -1,0 +1,158 @@
+"""What the methods of a table were given: alike for all, or more for some.
+
+A method can lead because it had better weights, more exemplars or longer training. These facts
+stand under each table, and a lead that they may explain is not bold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pipeline.results.tables import RunTables
+
+# A method must have these in common with the others, and no more of those, for a bold value.
+SAME = ("backbone", "weights", "order", "validation", "seeds")
+NO_MORE = ("exemplars", "images")
+TOLERANCE = 1.01  # of the number of images: shares of steps are rounded
+TITLES = {
+    "backbone": "backbone",
+    "weights": "weights",
+    "order": "class order",
+    "validation": "share of images for validation",
+    "seeds": "seeds",
+    "exemplars": "exemplars",
+    "epochs": "epochs a task",
+    "images": "images trained on",
+    "parameters": "trained parameters",
+}
+MAX_VALUES = 3  # distinct texts of a fact that a sentence names
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a method was given. None: not known.
+
+    Attributes:
+        backbone: Name and image size.
+        weights: The initial weights.
+        order: The shared tasks in stream order, with their classes.
+        validation: Share of the training images that is held out.
+        seeds: Seeds, or other names of replicas.
+        exemplars: Images of earlier tasks that are trained on again, at most.
+        epochs: Epochs of a task, on average.
+        images: Images that training steps read, over all tasks and epochs.
+        parameters: Trained parameters of a task, at most.
+    """
+
+    backbone: str | None
+    weights: str | None
+    order: tuple[Any, ...]
+    validation: float | None
+    seeds: tuple[str, ...]
+    exemplars: int | None
+    epochs: float | None
+    images: float | None
+    parameters: float | None
+
+
+def count_exemplars(run: RunTables, label: str) -> int | None:
+    """Return the largest number of exemplars of a method; 0 if it has none, None if not known."""
+    stages = [stage for stage in run.record["stages"] if stage["label"] == label]
+    inputs = [stage["inputs"] for stage in stages if stage.get("inputs")]
+    if not inputs:
+        return None
+    settings: dict[str, Any] = {}
+    for values in inputs:
+        settings |= values.get("settings") or {}
+    if settings.get("per_class"):
+        classes = {name for task in run.record["tasks"] for name in task["classes"]}
+        return int(settings["per_class"]) * len(classes)
+    return int(settings.get("memory", 0))
+
+
+def find_advantages(best: Given, other: Given) -> list[str]:
+    """Return the titles of what `best` had other than another method, or more of.
+
+    A fact that is not known of one of them counts as an advantage.
+    """
+
+    def is_fair(name: str) -> bool:
+        ours, theirs = getattr(best, name), getattr(other, name)
+        if ours is None or theirs is None:
+            return False
+        return bool(ours == theirs if name in SAME else ours <= TOLERANCE * theirs)
+
+    return [TITLES[name] for name in (*SAME, *NO_MORE) if not is_fair(name)]
+
+
+def describe_given(given: Sequence[Given]) -> list[str]:
+    """Return sentences on what was equal for all methods of a table, and what was not."""
+    equal: list[str] = []
+    unequal: list[str] = []
+    unknown: list[str] = []
+    for field in fields(Given):
+        title = TITLES[field.name]
+        values = [getattr(each, field.name) for each in given]
+        if any(value is None for value in values):
+            unknown.append(title)
+        elif len(set(values)) == 1:
+            equal.append(f"{title}{_text_in_brackets(field.name, values)}")
+        else:
+            unequal.append(f"{title}{_text_in_brackets(field.name, values)}")
+    sentences = []
+    for start, titles in (
+        ("Equal for all", equal),
+        ("Not equal", unequal),
+        ("Not known for some", unknown),
+    ):
+        if titles:
+            sentences.append(f"{start}: {', '.join(titles)}.")
+    return sentences
+
+
+def _text_in_brackets(name: str, values: Sequence[Any]) -> str:
+    """Return ` (values)`, a range of numbers; "" for values that need more than a line."""
+    if name == "order":
+        return ""
+    distinct = list(dict.fromkeys(values))
+    if name == "seeds":
+        texts = [", ".join(seeds) for seeds in distinct]
+    elif name == "validation":
+        texts = [f"{100 * value:g} %" for value in distinct]
+    elif isinstance(distinct[0], str):
+        texts = distinct
+    else:
+        low, high = (_format_count(value) for value in (min(values), max(values)))
+        return f" ({low})" if low == high else f" ({low} to {high})"
+    if len(texts) > MAX_VALUES:
+        return f" ({len(texts)} different)"
+    return f" ({' / '.join(texts)})"
+
+
+def _format_count(value: float) -> str:
+    return f"{value:,.1f}".removesuffix(".0")
+
+
+def known(value: Any) -> Any:
+    """Return a value, or None in place of NaN."""
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def describe_backbone(settings: Mapping[str, Any]) -> str | None:
+    """Return name and image size of the backbone of a run; None where its settings are not known.
+
+    Other settings of the backbone are added where they are set.
+    """
+    name = settings.get("backbone.name")
+    if name is None:
+        return None
+    size = settings.get("backbone.img_size")
+    options = [
+        f"{key.removeprefix('backbone.').removeprefix('options.')} {value}"
+        for key, value in sorted(settings.items())
+        if key.startswith(("backbone.options.", "backbone.context.")) and value is not None
+    ]
+    return ", ".join([f"{name} at {size} px", *options])

@@ -1,0 +1,128 @@
+"""What methods were given stands under each table, and a lead that it may explain is not bold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_compare import run_of
+from test_paper import _answers_as_counted, comparison  # noqa: F401 (a fixture)
+
+from pipeline.report import comparison_page, paper, table_section
+from pipeline.report.comparison import ComparedMethod
+from pipeline.report.fairness import Given, count_exemplars, describe_given, find_advantages
+
+pytestmark = pytest.mark.usefixtures("small_pictures")
+GIVEN = Given(
+    backbone="vit_tiny_patch16_224 at 32 px",
+    weights="none",
+    order=(("a", ("x", "y")), ("b", ("z",))),
+    validation=0.1,
+    seeds=("0", "1", "2"),
+    exemplars=200,
+    epochs=5.0,
+    images=10_000.0,
+    parameters=8000.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "titles"),
+    [
+        ({}, []),
+        ({"backbone": "vit_base_patch16_224 at 32 px"}, ["backbone"]),
+        ({"weights": "timm"}, ["weights"]),
+        ({"order": (("b", ("z",)), ("a", ("x", "y")))}, ["class order"]),
+        ({"validation": 0.0}, ["share of images for validation"]),
+        ({"seeds": ("0", "1", "3")}, ["seeds"]),
+        ({"exemplars": 201, "images": 10_000.0}, []),
+        ({"exemplars": 400}, ["exemplars"]),
+        ({"images": 10_090.0}, []),
+        ({"images": 12_000.0, "epochs": 6.0}, ["images trained on"]),
+        ({"images": 100.0, "exemplars": 0, "epochs": 0.0}, []),
+        ({"parameters": 1e9}, []),
+        ({"exemplars": None}, ["exemplars"]),
+        (
+            {"validation": None, "images": None},
+            ["share of images for validation", "images trained on"],
+        ),
+    ],
+)
+def test_an_advantage_is_another_start_or_more_images(
+    changes: dict[str, Any], titles: list[str]
+) -> None:
+    """Less is no advantage; trained parameters and epochs are those of the method."""
+    assert find_advantages(replace(GIVEN, **changes), GIVEN) == titles
+
+
+def test_a_fact_that_is_not_known_of_the_other_method_counts_too() -> None:
+    assert find_advantages(GIVEN, replace(GIVEN, weights=None)) == ["weights"]
+
+
+def test_sentences_name_what_is_equal_and_what_is_not() -> None:
+    other = replace(GIVEN, exemplars=0, weights="timm", images=None, seeds=("0",))
+    assert describe_given([GIVEN, other]) == [
+        "Equal for all: backbone (vit_tiny_patch16_224 at 32 px), class order, share of images for "
+        "validation (10 %), epochs a task (5), trained parameters (8,000).",
+        "Not equal: weights (none / timm), seeds (0, 1, 2 / 0), exemplars (0 to 200).",
+        "Not known for some: images trained on.",
+    ]
+
+
+def with_given(compared: Any, monkeypatch: pytest.MonkeyPatch, **of_meat: Any) -> Any:
+    """Give all methods the same, but for these facts of `meat`."""
+    facts = {entry.name: GIVEN for entry in compared.entries}
+    facts["meat"] = replace(GIVEN, **of_meat)
+    monkeypatch.setattr(ComparedMethod, "given", property(lambda entry: facts[entry.name]))
+    return compared
+
+
+def test_a_lead_with_more_exemplars_is_not_bold_and_is_explained(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = with_given(comparison(storage), monkeypatch, exemplars=900)
+    table = paper.accuracy_table(compared)
+    assert not any(cell.is_best for cells in table.rows.values() for cell in cells)
+    sentence = (
+        "meat has the best average by more than the noise but is not bold: it was given something "
+        "else than others, or more: exemplars (finetune)."
+    )
+    assert compared.fairness_notes()[-1] == sentence
+    for text in (
+        paper.as_latex(table, paper.format_caption(compared)),
+        paper.as_markdown(table, paper.format_caption(compared)),
+        table_section.render_table_of_tasks(compared),
+        comparison_page.render_page(compared),
+    ):
+        assert sentence in text
+        assert "exemplars (200 to 900)" in text
+
+
+def test_a_lead_with_less_is_bold(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = with_given(comparison(storage), monkeypatch, exemplars=0, images=10.0)
+    assert paper.accuracy_table(compared).rows["meat"][0].is_best
+    assert not any("is not bold" in sentence for sentence in compared.fairness_notes())
+
+
+def test_sizes_are_compared_whatever_was_given(
+    storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = with_given(comparison(storage), monkeypatch, exemplars=900)
+    winner = compared.winner("bytes_per_task", min)
+    assert winner is not None
+    assert winner is compared.leader("bytes_per_task", min)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 0), ({"memory": 50}, 50), ({"memory": 50, "per_class": 2}, 28), (None, None)],
+)
+def test_exemplars_follow_from_the_settings_of_the_stages(
+    settings: dict[str, int] | None, count: int | None, storage: Any
+) -> None:
+    run = run_of(storage, "t-seed-0", 0, ("meat",))
+    for stage in run.record["stages"]:
+        if stage["label"] == "meat":
+            stage["inputs"] = {} if settings is None else {"settings": settings}
+    assert count_exemplars(run, "meat") == count

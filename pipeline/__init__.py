@@ -467,10 +467,10 @@ def collect_garbage(
 
 # ---- methods and data ----------------------------------------------------------------------------
 def methods() -> pd.DataFrame:
-    """Return a row for each method: family, scenarios, whether it forgets, stored state.
+    """Return a row for each method: scenarios, needed images, trained part, removal, stored state.
 
     Example:
-        >>> pipeline.methods().query("not forgets")
+        >>> pipeline.methods().query("not forgets and `old images` == 'none'")
     """
     from pipeline.app import method_list  # start-up time: imports torch
     from pipeline.results.data_frame import data_frame

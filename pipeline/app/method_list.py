@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 SHORTEST_LINE = 60  # characters; a narrower terminal wraps lines itself
 LONGEST_LINE = 100
 INDENT = "    "
+SCENARIOS = ("task", "class", "domain")
+OLD_IMAGES = ("none", "exemplars", "all")
+TRAINED = ("nothing", "modules", "backbone")
+GIVEN = "the task of an image must be given"
+NOT_GIVEN = {
+    "none": "without the task of an image, and without images of earlier tasks",
+    "exemplars": "without the task of an image, with some images of earlier tasks",
+    "all": "without the task of an image, with all images of earlier tasks",
+}
 SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
@@ -48,39 +57,83 @@ class Setting(NamedTuple):
 
 
 def method_rows() -> list[Row]:
-    """Return name, family, scenarios, forgetting and stored state of each method, by family."""
+    """Return a row for each method, by what a person must have for it.
+
+    Methods that serve images without a task come first, then those without images of earlier tasks,
+    then those that train less.
+    """
     from workers.methods import METHODS  # imports torch
+    from workers.serving.single_tasks import trains_shared
 
     rows: list[Row] = []
-    for name, method in sorted(METHODS.items(), key=lambda item: (item[1].family, item[0])):
+    for name, method in METHODS.items():
         rows.append(
             {
                 "method": name,
                 "family": method.family,
                 "scenarios": "/".join(sorted(method.scenarios)),
+                "old images": _old_images(method),
+                "trains": _trained_part(method),
+                "removal": "trains again" if trains_shared(method) else "exact",
                 "forgets": method.may_forget,
                 "keeps for each task": method.keeps,
             }
         )
-    return rows
+
+    def order(row: Row) -> tuple[Any, ...]:
+        images, part = OLD_IMAGES.index(row["old images"]), TRAINED.index(row["trains"])
+        return row["scenarios"] == "task", images, part, row["method"]
+
+    return sorted(rows, key=order)
+
+
+def _old_images(method: type[Method[Any]]) -> str:
+    """Return which images of earlier tasks the training of a task reads."""
+    if method.trains_on == "seen":
+        return "all"
+    return "exemplars" if method.reads == "seen" else "none"
+
+
+def _trained_part(method: type[Method[Any]]) -> str:
+    if not method.has_training():
+        return "nothing"
+    return "modules" if method.freezes_backbone else "backbone"
 
 
 def list_methods() -> str:
-    """Return a line for each method: name, family, scenarios, forgetting, and stored state."""
-    rows = []
+    """Return a line for each method, in groups of equal needs."""
+    groups: dict[str, list[list[str]]] = {}
     for row in method_rows():
-        forgets = "no"
-        if row["forgets"]:
-            forgets = "yes"
-        rows.append([*map(str, (row | {"forgets": forgets}).values())])
-    heading = ["method", "family", "scenarios", "forgets", "keeps for each task"]
-    table = table_text(heading, rows, left=heading).splitlines()
+        scenarios = str(row["scenarios"])
+        is_given = scenarios == "task"
+        group = GIVEN if is_given else NOT_GIVEN[row["old images"]]
+        letters = " ".join(name[0].upper() for name in SCENARIOS if name in scenarios)
+        groups.setdefault(group, []).append(
+            [
+                row["method"],
+                letters,
+                row["trains"],
+                row["removal"],
+                "yes" if row["forgets"] else "no",
+                row["keeps for each task"],
+            ]
+        )
+    heading = ["method", "scenarios", "trains", "removal", "forgets", "keeps for each task"]
+    rows = [row for group in groups.values() for row in group]
+    lines = [line.rstrip() for line in table_text(heading, rows, left=heading).splitlines()]
+    text = lines[: len(lines) - len(rows)]
+    position = len(text)
+    for title, group_rows in groups.items():
+        text += ["", f"{title}:", *lines[position : position + len(group_rows)]]
+        position += len(group_rows)
     return "\n".join(
         [
-            *(line.rstrip() for line in table),
+            *text,
             "",
-            "scenario `task`: the task of an image is given; `class`: one output space grows; "
-            "`domain`: the same classes in each task, which is not given.",
+            "scenarios: T (task): the task is given; C (class): one output space grows;",
+            "D (domain): the same classes in each task, which is not given.",
+            "trains: small modules and heads, the whole backbone, or nothing by gradients.",
+            "removal of a task: exact, or later tasks must train again.",
             "Give a method's name to see its settings.",
         ]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.app.method_list import describe_method, list_methods
+from pipeline.app.method_list import describe_method, list_methods, method_rows
 from pipeline.cli import main
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -14,9 +14,25 @@ def test_every_method_has_one_line_that_fits() -> None:
     lines = list_methods().splitlines()
     for name, method in METHODS.items():
         (line,) = [line for line in lines if line.split()[:1] == [name]]
-        assert method.family in line
+        assert all(name[0].upper() in line.split() for name in method.scenarios)
         assert line.endswith(method.keeps)
         assert len(line) <= 100
+
+
+def test_methods_are_in_groups_of_equal_needs() -> None:
+    text = list_methods()
+    order = [line.split()[0] for line in text.splitlines() if line.split()[:1][:1]]
+    given = order.index("the")
+    for name, method in METHODS.items():
+        assert (order.index(name) > given) == (method.scenarios == {"task"})
+    assert order.index("ncm") < order.index("ease") < order.index("finetune") < order.index("er")
+    rows = {row["method"]: row for row in method_rows()}
+    assert rows["ncm"]["trains"] == "nothing"
+    assert rows["lora"]["trains"] == "modules"
+    assert rows["finetune"]["trains"] == "backbone"
+    assert (rows["ncm"]["removal"], rows["ewc"]["removal"]) == ("exact", "trains again")
+    needs = {name: rows[name]["old images"] for name in ("meat", "icarl", "joint")}
+    assert needs == {"meat": "none", "icarl": "exemplars", "joint": "all"}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from pipeline.testing.lab import OPTIMIZERS, SETTINGS, Lab, Run
+from workers.data.feed import Feed
 from workers.evaluate import answers
 from workers.methods import METHODS
 from workers.methods.ranpac import solve_ridge
@@ -60,6 +61,29 @@ def run_of(lab: Lab, method: str, **settings: Any) -> Run:
         settings={**SETTINGS.get((method, "adamw"), {}), **settings},
         stream={"scenario": "domain", "tasks": tasks},
     )
+
+
+def test_soft_targets_are_over_the_classes_that_all_tasks_have(lab: Lab) -> None:
+    """Of joint training, whose feed has both tasks."""
+    cards = [make_card(lab.folder, quarters) for quarters in (0, 1)]
+    tasks = [{"card": card, "name": name} for card, name in zip(cards, NAMES, strict=True)]
+    run = lab.run_of(
+        "joint",
+        {**OPTIMIZERS["adamw"], "epochs": 1},
+        settings={},
+        data={"smoothing": 0.3},
+        stream={"scenario": "domain", "tasks": tasks},
+    )
+    (job,) = run.stages(1)
+    run.prepare(job)
+    feed = Feed(job, job.tasks, "train", lab.group, training=True)
+    (batch, *_) = next(iter(feed.epoch(0)))
+    assert batch.targets is not None
+    assert batch.targets.shape == (len(batch.images), 3)
+    assert torch.allclose(batch.targets.amax(1), torch.tensor(0.8))
+    assert torch.equal(batch.targets.argmax(1), batch.labels)
+    assert {0, 1} == {*batch.tasks.tolist()}
+    assert run.evaluated(1)["rows"]
 
 
 @pytest.mark.few(4)

@@ -66,7 +66,8 @@ from workers.data import accelerator
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
-from workers.serving.server import Answer, Predictor, Rule
+from workers.serving.model_file import Rule
+from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import Artifact
 
 # How far two devices may be apart. Another rounding of linear layers on the CPU (a rehearsal) moves

@@ -54,7 +54,8 @@ from workers.job import Task
 from workers.methods import METHODS
 from workers.methods.bases.rehearsal import Rehearsal
 from workers.serving.bundle import Bundle
-from workers.serving.reference import load_reference, with_reference
+from workers.serving.measuring import with_reference
+from workers.serving.reference import load_reference
 from workers.serving.server import Predictor
 
 WORKERS = Path(__file__).parents[1] / "workers"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.arguments import AddCommand
 from pipeline.data.csv_text import to_csv
@@ -37,8 +37,9 @@ def add_commands(add_command: AddCommand) -> None:
     ask.add_argument(
         "--rule",
         default="refuse",
-        help="for images without a task: `refuse`, or `confident`: take the task whose best class "
-        "is the most probable",
+        help="for images without a task: `refuse`, or a rule that chooses one: `confident` (the "
+        "most probable class), `entropy` (the least), `nearest` (the nearest class mean), or "
+        "`recommended` (of these, the one that was right most often when the model was written)",
     )
     ask.add_argument(
         "--top",
@@ -238,6 +239,21 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
     print(
         f"{out}: method {source.body['method']}, {len(source.tasks)} tasks, "
         f"{source.nbytes / 1e6:.1f} MB"
+    )
+    if "rules" in source.body:
+        print(describe_rules(source.body["rules"]))
+
+
+def describe_rules(rules: Mapping[str, Any]) -> str:
+    """Return a sentence on how often each rule for images without a task is right."""
+    from pipeline.config.text import format_percent
+
+    parts = [f"{rule} {format_percent(share)}" for rule, share in rules["accuracy"].items()]
+    split = {"val": "validation", "test": "test"}[rules["split"]]
+    return (
+        f"images without a task: --rule {rules['recommended']} is right most often, on "
+        f"{rules['images']} {split} images ({', '.join(parts)}; if the task is given "
+        f"{format_percent(rules['given'])})"
     )
 
 

@@ -22,8 +22,8 @@ from workers.errors import UserError
 from workers.evaluate import compute_logits, in_order, result
 from workers.job import StageJob, Task
 from workers.serving.bundle import Bundle
+from workers.serving.measuring import with_reference
 from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
-from workers.serving.reference import with_reference
 from workers.serving.versions import forget, publish
 from workers.storage.artifact import delete_dir, exists, is_local, join
 

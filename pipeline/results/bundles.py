@@ -15,8 +15,8 @@ from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving import single_tasks
 from workers.serving.bundle import Bundle, check_new
+from workers.serving.measuring import with_reference
 from workers.serving.model_file import MODEL
-from workers.serving.reference import with_reference
 from workers.storage.artifact import Artifact, exists, join
 from workers.storage.regular_file import read_regular, write_named_file
 

@@ -17,8 +17,8 @@ from workers.analysis import logits_with_task
 from workers.model.attention import record_class_attention
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
-from workers.serving.model_file import task_rows
-from workers.serving.server import Answer, Predictor, Rule
+from workers.serving.model_file import Rule, task_rows
+from workers.serving.server import Answer, Predictor
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -32,8 +32,9 @@ from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget
 from workers.serving.input_counts import find_obstacle
+from workers.serving.model_file import Rule
 from workers.serving.recorder import InputRecorder
-from workers.serving.server import Answer, Predictor, Rule
+from workers.serving.server import Answer, Predictor
 
 MAX_ONGOING_REQUESTS = 64  # per replica
 TARGET_ONGOING_REQUESTS = 16  # per replica; above this the autoscaler adds replicas

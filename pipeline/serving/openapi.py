@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from pipeline.serving.requests import ARRAY, FORM, OPTIONS
+from workers.serving.model_file import Rule
 
 FILE = "A JPEG, PNG or WebP file."
 
@@ -24,10 +25,11 @@ class RequestFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    rule: Literal["refuse", "confident"] = Field(
+    rule: Rule = Field(
         "refuse",
         description="For images without a task if the model cannot infer it: refuse them, or take "
-        "the task whose best class is the most probable.",
+        "the task with the most probable class (confident), the least entropy (entropy), or the "
+        "nearest class mean (nearest); recommended: the rule that was right most often.",
     )
     top: int = Field(0, ge=0, description="Number of classes in `probabilities`; 0: all.")
 

@@ -35,7 +35,7 @@ from pipeline.tracking import ui
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget, read_pixels
-from workers.serving.server import RULES
+from workers.serving.task_rules import RULES
 
 HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HALF_BODY = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"

@@ -36,7 +36,7 @@ from tests.several_nodes import nodes_up, wait_for
 from workers.serving import single_tasks
 from workers.serving.bundle import Bundle
 from workers.serving.input_counts import read_counts
-from workers.serving.reference import with_reference
+from workers.serving.measuring import with_reference
 
 PATIENCE_S = 300.0
 MANY = 32  # requests at a time, of which one replica is to have at most half

@@ -28,6 +28,7 @@ from workers.serving.input_counts import (
     read_counts,
     write_counts,
 )
+from workers.serving.measuring import with_reference
 from workers.serving.model_file import REFERENCE
 from workers.serving.recorder import InputRecorder, recording
 from workers.serving.reference import (
@@ -35,7 +36,6 @@ from workers.serving.reference import (
     OLD_FOLDER,
     TaskReference,
     load_reference,
-    with_reference,
 )
 from workers.serving.server import Predictor
 

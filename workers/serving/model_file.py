@@ -26,6 +26,9 @@ FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
+ChoosingRule = Literal["confident", "entropy", "nearest"]  # see task_rules.py
+Rule = Literal["refuse", "confident", "entropy", "nearest", "recommended"]
+Rate = Annotated[float, Field(ge=0, le=1)]
 Module = Annotated[str, Field(pattern=rf"^{MODULE}$", max_length=200)]
 REMAKE = "write the folder again with `python -m pipeline bundle`"
 
@@ -48,6 +51,18 @@ class TaskBody(Frozen):
     role: Literal["task", "base"]
 
 
+class RulesBody(Frozen):
+    """How often each rule chose the right class and task, on images of these tasks."""
+
+    tasks: tuple[Plain, ...]
+    split: Literal["val", "test"]
+    images: PositiveInt
+    given: Rate
+    accuracy: dict[ChoosingRule, Rate]
+    task_accuracy: dict[ChoosingRule, Rate]
+    recommended: ChoosingRule
+
+
 class Body(Frozen):
     """The schema of `model.json`, which is checked because a folder may be untrusted."""
 
@@ -65,6 +80,7 @@ class Body(Frozen):
     range: tuple[float, float] | None = None
     provenance: dict[str, Any]
     plugins: tuple[Module, ...] = ()
+    rules: RulesBody | None = None
     files: dict[File, FileBody]
     sha256: str
 

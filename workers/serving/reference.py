@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import safetensors.torch
@@ -17,19 +17,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from workers.data import accelerator
-from workers.data.rows import SampleTable, select
 from workers.errors import UserError, describe_error
 from workers.serving.bundle import Bundle
-from workers.serving.images import Limits
-from workers.serving.model_file import REFERENCE, REMAKE, sealed, state_file
-from workers.serving.server import Predictor
-from workers.storage.artifact import file_info
+from workers.serving.model_file import REFERENCE, REMAKE, state_file
 
 METADATA = "accrete.reference"
-MAX_CLASS_IMAGES = 32  # training images per class mean
-MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
-MAX_TEST_IMAGES = 256  # per task
 LEVELS = tuple(level / 20 for level in range(1, 20))  # 0.05, 0.1, ..., 0.95
 MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)
 OLD_FOLDER = (
@@ -102,73 +94,6 @@ def compute_nearest_distances(features: Tensor, means: Tensor) -> Tensor:
         tensor([5.])
     """
     return torch.cdist(features.float().cpu()[None], means[None])[0].amin(1)
-
-
-# ---- measuring a finished run --------------------------------------------------------------------
-def with_reference(bundle: Bundle) -> Bundle:
-    """Add a reference for all tasks to a bundle, measured on images of the run's storage.
-
-    At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images per task are read. If the images of a
-    task cannot be read, the file contains the reason instead.
-
-    Args:
-        bundle: The bundle of a run. The bundle of a folder is returned unchanged, because its
-            images are unknown.
-    """
-    if bundle.job is None:
-        return bundle
-    device = accelerator.make_device(float(accelerator.is_available()))
-    predictor = Predictor(bundle, device=device)
-    tensors: dict[str, Tensor] = {}
-    about: dict[str, dict[str, Any]] = {}
-    for task in bundle.tasks:
-        state = bundle.body["files"][state_file(task.name)]["sha256"]
-        try:
-            measured = _measure_task(predictor, task.name)
-        except (UserError, OSError) as error:
-            about[task.name] = {"state": state, "missing": " ".join(str(error).split())[:500]}
-            continue
-        tensors[f"means/{task.name}"] = measured.means
-        tensors[f"levels/{task.name}"] = measured.levels
-        about[task.name] = {"state": state, "test_images": measured.test_images}
-    data = safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
-    files = {**bundle.body["files"], REFERENCE: file_info(data)}
-
-    def fetch(name: str) -> bytes:
-        return data if name == REFERENCE else bundle.fetch(name)
-
-    return replace(bundle, body=sealed({**bundle.body, "files": files}), fetch=fetch)
-
-
-def _measure_task(predictor: Predictor, name: str) -> TaskReference:
-    """Measure the reference of a task on its training and test images."""
-    job = predictor.bundle.job
-    assert job is not None
-    task = next(task for task in job.tasks if task.name == name)
-    val_fraction = job.data.val_fraction
-    train = select(job.root, (task,), "train", val_fraction)
-    share = max(1, MAX_TRAIN_IMAGES // task.num_classes)
-    means: list[Tensor] = []
-    for label in range(task.num_classes):
-        rows = (train.labels == label).nonzero().flatten()[: min(share, MAX_CLASS_IMAGES)]
-        means.append(_read_features(predictor, train, rows.tolist(), name).mean(0))
-    test = select(job.root, (task,), "test", val_fraction)
-    count = min(len(test), MAX_TEST_IMAGES)
-    rows = torch.linspace(0, len(test) - 1, count).round().long()  # evenly from all classes
-    features = _read_features(predictor, test, rows.tolist(), name)
-    distances = compute_nearest_distances(features, torch.stack(means))
-    levels = torch.quantile(distances, torch.tensor(LEVELS))
-    if not levels.isfinite().all() or levels[MEDIAN] <= 0:
-        raise UserError(f"all test images of task {name!r} have the same features")
-    return TaskReference(torch.stack(means), levels, count)
-
-
-def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], task: str) -> Tensor:
-    """Return the features of some rows of a table, float32 (rows, d)."""
-    limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
-    images = [table.estimate_bytes(row) for row in rows]
-    pixels = predictor.read_pixels(images, limits)
-    return predictor.features(pixels, task)
 
 
 # ---- reading -------------------------------------------------------------------------------------

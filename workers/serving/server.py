@@ -7,7 +7,8 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +27,10 @@ from workers.methods.protocols import InfersTask, grouped_logits, list_candidate
 from workers.rng import StepRng
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget, read_pixels
+from workers.serving.model_file import Rule
+from workers.serving.reference import Reference, load_reference
+from workers.serving.task_rules import RULES, find_rule, score_by_logits
 
-Rule = Literal["refuse", "confident"]
-RULES = ("refuse", "confident")
 CACHE_BYTES = 1 << 30
 MAX_LISTED_TASKS = 12  # in an error
 
@@ -231,7 +233,7 @@ class Predictor:
                 Pillow images, in any mixture.
             tasks: One task for all images, or a task or None for each image. None: infer the task.
             rule: For images without a task if the method cannot infer it: `refuse` raises an
-                error, `confident` takes the task with the most probable class.
+                error, the others choose a task (`task_rules`).
             top: Number of probabilities per answer; 0: all.
             limits: Limits of a request; None: those of the bundle, and paths are allowed.
 
@@ -302,8 +304,11 @@ class Predictor:
             raise UserError(
                 f"method {self.method.name!r} needs to be told the task of each image; there are "
                 f"{', '.join(self.classes)}; or set rule=confident, which takes the task that "
-                "answers with the highest probability"
+                "answers with the highest probability, or another rule: "
+                f"{', '.join(RULES[2:])}"
             )
+        if None in image_tasks and not self.infers_task:
+            find_rule(rule, self.bundle.body, self.reference)
         return image_tasks
 
     def _unknown_task(self, name: Any) -> UserError:
@@ -445,21 +450,33 @@ class Predictor:
             logits = merge_domains(self.method, self.method.logits(images, None))
             shared = [("", name) for _, name in next(iter(self.classes.values()))]
             return [LogitGroup(rows, logits, shared)]
-        return self.take_most_confident(rows, images)
+        return self.choose_tasks(rows, images, find_rule(rule, self.bundle.body, self.reference))
 
-    def take_most_confident(self, rows: Tensor, images: Tensor) -> list[LogitGroup]:
-        """Assign each image to the task with the most probable class.
+    @cached_property
+    def reference(self) -> Reference:
+        """The class means of the tasks, which the rule `nearest` compares images with."""
+        return load_reference(self.bundle)
+
+    def choose_tasks(self, rows: Tensor, images: Tensor, rule: str) -> list[LogitGroup]:
+        """Assign each image to a task by a rule.
 
         Args:
             rows: Positions of the images in the batch.
             images: (b, 3, H, W).
+            rule: One of `task_rules.CHOOSING`.
         """
         all_rows = torch.arange(len(rows))
         logits = self.logits_with_task(images, dict.fromkeys(self.classes, all_rows))
         names = [*logits]
-        # For each task, the highest probability of each image, (b,).
-        highest = [task_logits.float().softmax(1).amax(1) for task_logits in logits.values()]
-        winners = torch.stack(highest).argmax(0).cpu()  # (b,), indices among names
+        scores: list[Tensor] = []  # of each task, (b,)
+        for name in names:
+            if rule == "nearest":
+                self.method.activate_task(name)
+                distances = self.reference.tasks[name].distances(self.method.features(images))
+                scores.append(-distances)
+            else:
+                scores.append(score_by_logits(rule, logits[name]).cpu())
+        winners = torch.stack(scores).argmax(0)  # (b,), indices among names
         groups = []
         for index in winners.unique().tolist():
             name = names[index]

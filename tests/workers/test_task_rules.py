@@ -1,0 +1,169 @@
+"""Rules that choose a task where a method needs to be told it, and which one a model recommends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import Finished, finished
+
+from pipeline.testing import Lab
+from workers.data.rows import select
+from workers.errors import UserError
+from workers.serving.bundle import Bundle
+from workers.serving.images import Limits
+from workers.serving.measuring import with_reference
+from workers.serving.model_file import sealed
+from workers.serving.reference import compute_nearest_distances, load_reference
+from workers.serving.server import Predictor
+from workers.serving.single_tasks import remove_task
+from workers.serving.task_rules import CHOOSING, recommend, score_by_logits
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return finished(Lab(tmp_path_factory.mktemp("rules")), "linear", "task", epochs=1)
+
+
+@pytest.fixture(scope="module")
+def model(run: Finished) -> Bundle:
+    return with_reference(run.bundle)
+
+
+def images_of(run: Finished) -> list[Any]:
+    return [image for name in run.names for image in run.images(name)[0][:8]]
+
+
+def held_out_images(run: Finished, name: str) -> tuple[list[bytes], list[str]]:
+    """Return the validation images of a task, and the names of their classes."""
+    task = run.bundle.task(name)
+    rows = select(run.run.lab.store.root, (task,), "val", 0.1)
+    data = [rows.estimate_bytes(row) for row in range(len(rows))]
+    return data, [task.classes[label] for label in rows.labels.tolist()]
+
+
+# ---- scores --------------------------------------------------------------------------------------
+def test_confidence_is_the_largest_probability() -> None:
+    logits = torch.tensor([[0.0, math.log(3)]])
+    assert score_by_logits("confident", logits).tolist() == pytest.approx([0.75])
+
+
+def test_entropy_is_relative_to_that_of_equal_probabilities() -> None:
+    """So that tasks of different sizes can be compared."""
+    for classes in (2, 5):
+        assert score_by_logits("entropy", torch.zeros(1, classes)).tolist() == pytest.approx([-1])
+    half = torch.tensor([[0.0, math.log(3)]])
+    expected = (0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
+    assert score_by_logits("entropy", half).tolist() == pytest.approx([expected])
+    assert score_by_logits("entropy", torch.tensor([[3.0]])).tolist() == [0]
+
+
+def test_of_equal_rules_the_first_is_recommended() -> None:
+    assert recommend({"confident": 0.5, "entropy": 0.7, "nearest": 0.7}) == "entropy"
+    assert recommend({"confident": 0.5, "entropy": 0.2, "nearest": 0.7}) == "nearest"
+
+
+# ---- answers -------------------------------------------------------------------------------------
+def test_the_nearest_task_has_the_nearest_class_mean_in_its_own_features(
+    run: Finished, model: Bundle
+) -> None:
+    predictor = Predictor(model)
+    images = images_of(run)
+    pixels = predictor.read_pixels(images, Limits())
+    reference = load_reference(model)
+    answers = predictor.predict(images, rule="nearest")
+    for row, answer in enumerate(answers):
+        distances = {}
+        for name, task in reference.tasks.items():
+            features = predictor.features(pixels[row : row + 1], name)
+            distances[name] = compute_nearest_distances(features, task.means) / task.levels[9]
+        assert answer.task == min(distances, key=lambda name: float(distances[name]))
+        (told,) = predictor.predict(images[row : row + 1], answer.task)
+        assert (answer.class_, answer.task) == (told.class_, told.task)
+
+
+def test_the_task_of_least_entropy_answers(run: Finished, model: Bundle) -> None:
+    predictor = Predictor(model)
+    images = images_of(run)
+    told = {name: predictor.predict(images, name, top=0) for name in run.names}
+    for row, answer in enumerate(predictor.predict(images, rule="entropy")):
+        entropies = {}
+        for name, answers in told.items():
+            values = torch.tensor([*answers[row].probabilities.values()])
+            entropies[name] = float(torch.special.entr(values).sum()) / math.log(len(values))
+        assert answer.task == min(entropies, key=lambda name: entropies[name])
+
+
+# ---- what a model records ------------------------------------------------------------------------
+def test_a_model_records_how_often_each_rule_is_right(run: Finished, model: Bundle) -> None:
+    rules = model.body["rules"]
+    assert rules["tasks"] == list(run.names)
+    job = run.bundle.job
+    assert job is not None
+    held_out = {name: held_out_images(run, name) for name in run.names}
+    count = sum(len(images) for images, _ in held_out.values())
+    assert (rules["split"], rules["images"]) == ("val", count)
+    assert rules["accuracy"].keys() == rules["task_accuracy"].keys() == {*CHOOSING}
+    predictor = Predictor(model)
+    for rule in CHOOSING:
+        right = named = given = 0
+        for name, (images, labels) in held_out.items():
+            for answer, label in zip(predictor.predict(images, rule=rule), labels, strict=True):
+                named += answer.task == name
+                right += (answer.task, answer.class_) == (name, label)
+            told = predictor.predict(images, name)
+            given += sum(a.class_ == label for a, label in zip(told, labels, strict=True))
+        assert rules["accuracy"][rule] == pytest.approx(right / count)
+        assert rules["task_accuracy"][rule] == pytest.approx(named / count)
+        assert rules["given"] == pytest.approx(given / count)
+    best = max(rules["accuracy"].values())
+    assert rules["accuracy"][rules["recommended"]] == best
+
+
+def test_without_held_out_images_rules_are_measured_on_test_images(run: Finished) -> None:
+    job = run.bundle.job
+    assert job is not None
+    data = job.data.model_copy(update={"val_fraction": 0.0})
+    rules = with_reference(replace(run.bundle, job=replace(job, data=data))).body["rules"]
+    assert (rules["split"], rules["images"]) == ("test", 100)
+
+
+def test_the_recommended_rule_answers(run: Finished, model: Bundle) -> None:
+    predictor = Predictor(model)
+    images = images_of(run)
+    by_name = predictor.predict(images, rule=model.body["rules"]["recommended"])
+    assert predictor.predict(images, rule="recommended") == by_name
+    with pytest.raises(UserError, match="needs to be told the task of each image"):
+        predictor.predict(images)
+
+
+def test_a_model_of_an_earlier_version_has_no_recommendation(run: Finished, model: Bundle) -> None:
+    body = {key: value for key, value in model.body.items() if key != "rules"}
+    old = Predictor(replace(model, body=sealed(body)))
+    images = images_of(run)
+    with pytest.raises(UserError, match=r"none was measured .*the model has none.*accrete bundle"):
+        old.predict(images, rule="recommended")
+    old.predict(images, rule="nearest")
+    with pytest.raises(UserError, match=r"'nearest' needs class means of each task, and 'two'"):
+        Predictor(run.bundle).predict(images, rule="nearest")
+
+
+def test_without_a_task_the_recommendation_is_gone(
+    run: Finished, model: Bundle, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "model")
+    model.write(folder)
+    images = images_of(run)
+    assert Predictor.open(folder).predict(images, rule="recommended")
+    remove_task(folder, "three")
+    with pytest.raises(UserError, match="its tasks have changed since"):
+        Predictor.open(folder).predict(images, rule="recommended")
+
+
+def test_a_method_that_infers_the_task_has_no_rules(lab: Lab) -> None:
+    bundle = with_reference(finished(lab, "ncm", "class", epochs=1).bundle)
+    assert "rules" not in bundle.body

@@ -1,0 +1,170 @@
+"""Measure a finished run for its bundle: class means of each task, and the rules for tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.data import accelerator
+from workers.data.rows import SampleTable, select
+from workers.errors import UserError
+from workers.job import Task
+from workers.serving.bundle import Bundle
+from workers.serving.images import Limits
+from workers.serving.model_file import REFERENCE, sealed, state_file
+from workers.serving.reference import (
+    LEVELS,
+    MEDIAN,
+    METADATA,
+    TaskReference,
+    compute_nearest_distances,
+)
+from workers.serving.server import Answer, Predictor
+from workers.serving.task_rules import CHOOSING, recommend
+from workers.storage.artifact import file_info
+
+MAX_CLASS_IMAGES = 32  # training images per class mean
+MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
+MAX_TEST_IMAGES = 256  # per task
+MAX_RULE_IMAGES = 64  # per task, for the rules
+MAX_RULE_PASSES = 4096  # of all tasks and images together
+
+
+def with_reference(bundle: Bundle) -> Bundle:
+    """Add a reference for all tasks to a bundle, measured on images of the run's storage.
+
+    At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images per task are read. If the images of a
+    task cannot be read, the file contains the reason instead. If the method needs to be told the
+    task, the rules of `task_rules` are measured, too.
+
+    Args:
+        bundle: The bundle of a run. The bundle of a folder is returned unchanged, because its
+            images are unknown.
+    """
+    if bundle.job is None:
+        return bundle
+    device = accelerator.make_device(float(accelerator.is_available()))
+    predictor = Predictor(bundle, device=device)
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for task in bundle.tasks:
+        state = bundle.body["files"][state_file(task.name)]["sha256"]
+        try:
+            measured = _measure_task(predictor, task.name)
+        except (UserError, OSError) as error:
+            about[task.name] = {"state": state, "missing": " ".join(str(error).split())[:500]}
+            continue
+        tensors[f"means/{task.name}"] = measured.means
+        tensors[f"levels/{task.name}"] = measured.levels
+        about[task.name] = {"state": state, "test_images": measured.test_images}
+    data = safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
+    files = {**bundle.body["files"], REFERENCE: file_info(data)}
+
+    def fetch(name: str) -> bytes:
+        return data if name == REFERENCE else bundle.fetch(name)
+
+    complete = replace(bundle, body=sealed({**bundle.body, "files": files}), fetch=fetch)
+    has_choice = len(bundle.tasks) > 1 and not predictor.infers_task
+    if not has_choice or any("missing" in entry for entry in about.values()):
+        return complete
+    predictor.bundle = complete  # with the class means, for the rule `nearest`
+    rules = measure_rules(predictor)
+    return replace(complete, body=sealed({**complete.body, "rules": rules}))
+
+
+def measure_rules(predictor: Predictor) -> dict[str, Any]:
+    """Measure how often each rule leads to the right class, and to the right task.
+
+    The images are held-out validation images of each task, or test images if there are none: at
+    most `MAX_RULE_IMAGES` of a task.
+
+    Returns:
+        `tasks`, `split`, `images` (their number), `given` (the accuracy if the task is given),
+        `accuracy` and `task_accuracy` by rule, and `recommended`.
+    """
+    job = predictor.bundle.job
+    assert job is not None
+    tasks = [task for task in job.tasks if task.name in predictor.classes]
+    count = max(1, min(MAX_RULE_IMAGES, MAX_RULE_PASSES // (2 * len(tasks) ** 2)))
+    val_fraction = job.data.val_fraction
+    split = "val"
+    try:
+        tables = [select(job.root, (task,), "val", val_fraction) for task in tasks]
+    except UserError:  # nothing is held out
+        split = "test"
+        tables = [select(job.root, (task,), "test", val_fraction) for task in tasks]
+    given = 0
+    images = 0
+    classes = dict.fromkeys(CHOOSING, 0)
+    names = dict.fromkeys(CHOOSING, 0)
+    for task, table in zip(tasks, tables, strict=True):
+        rows = torch.linspace(0, len(table) - 1, min(count, len(table))).round().long().tolist()
+        pixels = _read_pixels(predictor, table, rows)
+        labels = [task.classes[label] for label in table.labels[rows].tolist()]
+        images += len(rows)
+        told = predictor.answers(pixels, [task.name] * len(rows))
+        given += count_right(told, task, labels)
+        for rule in CHOOSING:
+            chosen = predictor.answers(pixels, [None] * len(rows), rule)
+            classes[rule] += count_right(chosen, task, labels)
+            names[rule] += sum(answer.task == task.name for answer in chosen)
+    accuracy = {rule: right / images for rule, right in classes.items()}
+    return {
+        "tasks": [task.name for task in predictor.tasks],
+        "split": split,
+        "images": images,
+        "given": given / images,
+        "accuracy": accuracy,
+        "task_accuracy": {rule: right / images for rule, right in names.items()},
+        "recommended": recommend(accuracy),
+    }
+
+
+def count_right(answers: Sequence[Answer], task: Task, labels: Sequence[str]) -> int:
+    """Return the number of answers with the right class of the right task."""
+    return sum(
+        (answer.task, answer.class_) == (task.name, label)
+        for answer, label in zip(answers, labels, strict=True)
+    )
+
+
+def _measure_task(predictor: Predictor, name: str) -> TaskReference:
+    """Measure the reference of a task on its training and test images."""
+    job = predictor.bundle.job
+    assert job is not None
+    task = next(task for task in job.tasks if task.name == name)
+    val_fraction = job.data.val_fraction
+    train = select(job.root, (task,), "train", val_fraction)
+    share = max(1, MAX_TRAIN_IMAGES // task.num_classes)
+    means: list[Tensor] = []
+    for label in range(task.num_classes):
+        rows = (train.labels == label).nonzero().flatten()[: min(share, MAX_CLASS_IMAGES)]
+        means.append(_read_features(predictor, train, rows.tolist(), name).mean(0))
+    test = select(job.root, (task,), "test", val_fraction)
+    count = min(len(test), MAX_TEST_IMAGES)
+    rows = torch.linspace(0, len(test) - 1, count).round().long()  # evenly from all classes
+    features = _read_features(predictor, test, rows.tolist(), name)
+    distances = compute_nearest_distances(features, torch.stack(means))
+    levels = torch.quantile(distances, torch.tensor(LEVELS))
+    if not levels.isfinite().all() or levels[MEDIAN] <= 0:
+        raise UserError(f"all test images of task {name!r} have the same features")
+    return TaskReference(torch.stack(means), levels, count)
+
+
+def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], task: str) -> Tensor:
+    """Return the features of some rows of a table, float32 (rows, d)."""
+    return predictor.features(_read_pixels(predictor, table, rows), task)
+
+
+def _read_pixels(predictor: Predictor, table: SampleTable, rows: list[int]) -> NDArray[np.uint8]:
+    """Return the images of some rows of a table, uint8 (rows, 3, S, S)."""
+    limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
+    return predictor.read_pixels([table.estimate_bytes(row) for row in rows], limits)

@@ -1,0 +1,76 @@
+"""Rules that choose the task of an image where a method needs to be told it.
+
+- `refuse`: none is chosen; the request is an error.
+- `confident`: the task with the most probable class.
+- `entropy`: the task whose probabilities have the least entropy, relative to that of equal ones.
+- `nearest`: the task with the nearest class mean, in the features of each task. A distance is
+  relative to that of the task's test images (`TaskReference.distances`).
+- `recommended`: of these, the rule that was right most often when the model was written.
+
+Each rule needs a forward pass for each task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from workers.errors import UserError
+from workers.serving.model_file import ChoosingRule, Rule
+from workers.serving.reference import Reference
+
+RULES: tuple[str, ...] = get_args(Rule)
+CHOOSING: tuple[ChoosingRule, ...] = get_args(ChoosingRule)
+
+
+def score_by_logits(rule: str, logits: Tensor) -> Tensor:
+    """Return how well a task fits images by its logits, (b,); larger is better.
+
+    Args:
+        rule: `confident` or `entropy`.
+        logits: Logits of the task, (b, K).
+    """
+    probabilities = logits.float().softmax(1)
+    if rule == "confident":
+        return probabilities.amax(1)
+    entropy: Tensor = torch.special.entr(probabilities).sum(1)
+    return -entropy / math.log(max(logits.shape[1], 2))
+
+
+def find_rule(rule: str, body: Mapping[str, Any], reference: Reference) -> str:
+    """Return the rule that a model applies: for `recommended` the measured one.
+
+    Args:
+        rule: One of `RULES`.
+        body: Content of `model.json`.
+        reference: The references of the model.
+
+    Raises:
+        UserError: If the model has not what the rule needs.
+    """
+    if rule == "recommended":
+        measured = body.get("rules")
+        names = [task["name"] for task in body["tasks"]]
+        if measured is None or measured["tasks"] != names:
+            reason = "the model has none" if measured is None else "its tasks have changed since"
+            raise UserError(
+                f"rule is 'recommended', and none was measured for these tasks ({reason}); write "
+                f"the model again with `accrete bundle`, or give one of {', '.join(CHOOSING)}"
+            )
+        rule = str(measured["recommended"])
+    if rule == "nearest" and reference.missing:
+        name, reason = next(iter(reference.missing.items()))
+        raise UserError(
+            f"rule 'nearest' needs class means of each task, and {name!r} has none ({reason}); "
+            "give rule=confident or rule=entropy"
+        )
+    return rule
+
+
+def recommend(accuracies: Mapping[ChoosingRule, float]) -> ChoosingRule:
+    """Return the rule with the best accuracy, the first of equal ones in `CHOOSING`."""
+    return max(CHOOSING, key=lambda rule: accuracies[rule])

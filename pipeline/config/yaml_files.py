@@ -28,7 +28,7 @@ MAX_VALUES = 200_000  # values, each alias counted in full
 MAX_LEVELS = 50  # levels of nesting
 MAX_FILES = 100  # files of a config, each counted as often as it is extended
 LONGEST_UTF8 = 4  # bytes of a character
-# Mutually exclusive settings: a file, or `--set`, with one of them replaces the other.
+# Mutually exclusive settings: a file, or `--set`, with one replaces the other.
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
 # In a checkout configs and cards are next to the packages, in a wheel they are in `pipeline`.
 PACKAGE = Path(__file__).resolve().parents[1]

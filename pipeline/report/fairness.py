@@ -76,7 +76,7 @@ def count_exemplars(run: RunTables, label: str) -> int | None:
 def find_advantages(best: Given, other: Given) -> list[str]:
     """Return the titles of what `best` had other than another method, or more of.
 
-    A fact that is not known of one of them counts as an advantage.
+    A fact that is not known of one method counts as an advantage.
     """
 
     def is_fair(name: str) -> bool:

@@ -136,7 +136,7 @@ class Lab:
 
     @cached_property
     def card(self) -> Path:
-        """Write scikit-learn's digits as PNG files, `PER_CLASS` of each class, and a card of them.
+        """Write scikit-learn's digits as PNG files, `PER_CLASS` of each class, and their card.
 
         Return the path of the card.
         """

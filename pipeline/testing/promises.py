@@ -414,7 +414,7 @@ def check_a_bundle_leaves_out_what_only_training_needs(
     "leave TaskState.sizes as it is, and store tensors in masks, tokens, head or copies",
 )
 def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optimizer: str) -> None:
-    """The recorded bytes of a task and of its carried state are those of the stored tensors."""
+    """The recorded bytes of a task, and those carried, are those of the stored tensors."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         stored = run.trained(task)

@@ -489,7 +489,7 @@ class Augment:
         return mix_by_blend(images, plan.partners, plan.mix)
 
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
-        """Draw N(0, 1) noise, equal on all ranks. Each sample uses a window of it.
+        """Draw N(0, 1) noise, equal on all ranks. Each sample uses a window.
 
         Separate noise for each sample of the global batch would cost each rank as much as the
         batch.

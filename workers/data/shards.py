@@ -114,7 +114,7 @@ class Shards:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.limits = get_limits(artifact)
         self.hold_out = read_hold_out(artifact)
-        # Objects need no file descriptor, and opening one is a request, so all of them are kept.
+        # Objects need no file descriptor, and opening one is a request, so they are all kept.
         self._objects: dict[str, RangeFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
         self._locations: dict[str, tuple[fs.FileSystem, str]] = {}

@@ -88,7 +88,7 @@ def require_plugins(modules: Iterable[str], where: str) -> None:
     """Check that the modules which a file requires are loaded. Nothing is imported.
 
     Raises:
-        UserError: If one of them is not.
+        UserError: If a module is not loaded.
     """
     missing = find_missing(modules, (method.__module__ for method in REGISTERED.values()))
     if missing:

@@ -328,7 +328,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         return super().training_weights(batch, progress) | self.fixed
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy; with shared outputs it is over all of them.
+        """Return the cross-entropy; with shared outputs it is over them all.
 
         It lowers the superfluous outputs.
         """

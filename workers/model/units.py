@@ -1,7 +1,7 @@
 """Hidden units of a ViT that a task can switch off, and the entries of weights of each unit.
 
 Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons of the
-FFN. Channels of the residual stream are not units: every task uses all of them. Biases of proj and
+FFN. Channels of the residual stream are not units: every task uses them all. Biases of proj and
 fc2, norms, layer scales and tokens act on that stream, and therefore belong to all tasks, like
 biases of relative positions.
 """

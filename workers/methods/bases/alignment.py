@@ -191,7 +191,7 @@ class AlignsHeads(SeparateHeads[S]):
         return super().begin(context)
 
     def fit_classes(self, context: StepContext) -> None:
-        """Fit the Gaussians of the task's classes to the features of its images."""
+        """Fit Gaussians to the features of the task's images, by class."""
         self.eval()
         batch = extract_features(self.features, context.data.feed("train"))
         gaussians = fit_gaussians(batch.features, batch.labels, context.task.num_classes)

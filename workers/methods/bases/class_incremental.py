@@ -53,7 +53,7 @@ class ClassIncremental(Method[S]):
         return torch.cat([self.heads[name](features) for name in self.head_names()], 1)
 
     def head_names(self) -> list[str]:
-        """Return the names of the heads that form the output space, in the order of its columns."""
+        """Return the names of the heads that form the output space, in column order."""
         names = list(self.class_slices())
         return names[:1] if self.heads.is_shared else names
 

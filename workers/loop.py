@@ -236,8 +236,8 @@ class Training(NamedTuple):
 
     Attributes:
         history: Metrics of each epoch, one row per epoch.
-        length: Length of the training as returned by `optim.describe_length`. Empty for a step
-            without training.
+        length: Length of the training as returned by `optim.describe_length`, and `replayed`, the
+            images that its replay batches read. Empty for a step without training.
     """
 
     history: list[dict[str, Any]]
@@ -296,7 +296,10 @@ def fit(
         if val is not None:  # validation is computed in fp32
             method.precompute(val)
     history = train_epochs(job, method, optimizer, feed, val, group, report)
-    return Training(history, optim.describe_length(job.train, feed.num_samples))
+    length = optim.describe_length(job.train, feed.num_samples)
+    if feed.replay is not None:
+        length["replayed"] = length["steps"] * feed.replay.images_per_step
+    return Training(history, length)
 
 
 class StepInputs(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from workers.job import TrainSettings, with_neutral
 
-Length = Mapping[str, int]  # images, batch_size, epochs, steps
+Length = Mapping[str, int]  # images, batch_size, epochs, steps; replayed images, if there are any
 
 
 @dataclass
@@ -79,7 +79,7 @@ def sum_budget(
             return TrainingBudget(math.nan, math.nan, math.nan, math.nan)
         length = manifest.get("length") or {}
         epochs += length.get("epochs", 0)
-        images += length.get("epochs", 0) * length.get("images", 0)
+        images += length.get("epochs", 0) * length.get("images", 0) + length.get("replayed", 0)
         device_s += (manifest.get("wall_s") or 0.0) * (manifest.get("workers") or 1)
     return TrainingBudget(epochs / tasks if tasks else 0.0, images, device_s, stored_bytes)
 

@@ -13,6 +13,7 @@ from rank_runs import on_ranks
 from reservoir_steps import ONE, Z2, Z, feed_of, identity, losses, rows, run_of
 from torch.nn import functional as F
 
+from pipeline.results.training import sum_budget
 from pipeline.testing.lab import OPTIMIZERS, Lab, history
 from workers.data.order import DrawnOrder
 from workers.dist import Group
@@ -51,6 +52,15 @@ def test_reservoir_of_parts_is_that_of_the_whole() -> None:
     assert len(list_slots(whole)) == 7
     assert {*list_slots(keep_reservoir(whole, 4, 3))} <= {*list_slots(whole)}
     assert keep_reservoir({"a": {"y": keys}}, 99, 3)["a"]["y"] != keys, "sorted by priority"
+
+
+def test_replayed_images_are_part_of_the_training_that_was_given(lab: Lab) -> None:
+    run = run_of(lab, replay_batch=7)
+    first, second = (run.artifact(run.stages(task)[0]).manifest for task in (0, 1))
+    assert "replayed" not in first["length"]
+    assert second["length"]["replayed"] == 7 * second["length"]["steps"]
+    own = second["length"]["images"] * second["length"]["epochs"]
+    assert sum_budget([second], 1, 0.0).images == own + second["length"]["replayed"]
 
 
 # ---- the batches ---------------------------------------------------------------------------------

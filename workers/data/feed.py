@@ -413,9 +413,17 @@ class ReplayFeed(Feed):
         owners = [tasks[index].name for index in self.samples.tasks.tolist()]
         self.slots = torch.tensor([slots[pair] for pair in zip(owners, keys, strict=True)])
 
+    @property
+    def images_per_step(self) -> int:
+        """Samples of a step, over all ranks."""
+        return self._draw(0).size(0)
+
+    def _draw(self, epoch: int) -> DrawnOrder:
+        return DrawnOrder(len(self.samples), self.num_draws, self.num_steps, self.seed, epoch)
+
     def draws(self, epoch: int, steps: range) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step, as `epoch` does."""
-        order = DrawnOrder(len(self.samples), self.num_draws, self.num_steps, self.seed, epoch)
+        order = self._draw(epoch)
         self.batch_size = order.size(0)
         yield from self._batches(epoch, order, steps, self._micro_batches)
 

@@ -286,6 +286,7 @@ def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # three tries of at most five minutes
 def test_job_is_stopped_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "job.jsonl"
     for _ in range(3):  # at most 5 minutes each; on a busy machine it needs several

@@ -89,6 +89,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(
     reference: Any, tmp_path: Path
 ) -> None:

@@ -26,8 +26,8 @@ DOCUMENTS = [
     *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("configs/**/*.md")),
 ]
 DESCRIPTION = (
-    "distributed continual-learning pipeline for vision transformers, task-, class- and domain-incremental, "
-    "orchestrated as a DAG of cached stages on Ray, recorded in MLflow."
+    "distributed continual-learning pipeline for vision transformers, task-, class- and "
+    "domain-incremental, orchestrated as a DAG of cached stages on Ray, recorded in MLflow."
 )
 FOLDERS = ("pipeline", "workers", "datasets", "configs", "tests", "benchmarks", "docs", "examples")
 # Names that stand for what a reader puts there.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,42 @@ HELPERS = (
     "two_domains",
 )
 pytest.register_assert_rewrite(*HELPERS)
+# Files whose slow tests start clusters, or kill processes at moments that a reference run gave. One
+# such test runs at a time: several beside each other exceed their time limits on two cores.
+ALONE = (
+    "test_failure_elsewhere.py",
+    "test_gpu_benchmark.py",
+    "test_growing_story.py",
+    "test_ingest_on_ray.py",
+    "test_killed_additions.py",
+    "test_kills.py",
+    "test_on_s3.py",
+    "test_outside_methods.py",
+    "test_plugins.py",
+    "test_recovery.py",
+    "test_recovery_of_a_chain.py",
+    "test_recovery_on_ray.py",
+    "test_removals.py",
+    "test_search.py",
+    "test_server_load.py",
+    "test_server_updates.py",
+    "test_servers.py",
+    "test_several_nodes.py",
+    "test_slurm.py",
+    "test_two_drivers.py",
+    "test_wheel.py",
+)
+LOCK = Path(tempfile.gettempdir()) / f"accrete-tests-{os.getuid()}.lock"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hold a lock while a slow test of `ALONE` runs. Waiting is not part of its time limit."""
+    if item.path.name not in ALONE or item.get_closest_marker("slow") is None:
+        return (yield)
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -125,8 +125,8 @@ def publish_removal(
         model: The folder. It is created if it does not exist.
         removed: Removed task. Empty: none.
         is_pending: Whether data are being removed. Then the folder's measurements of the images
-            (`REFERENCE`) are compared too, because they change with the test images although states
-            do not.
+            (`REFERENCE`, rules) are compared too, because they change with the images although
+            states do not.
 
     Returns:
         A sentence about the change. Empty if the folder is up to date.
@@ -140,7 +140,7 @@ def publish_removal(
         is_same = _list_contents(old) == _list_contents(new)
         if is_pending or not is_same:
             new = with_reference(new)
-            is_same = is_same and _reference_digest(old) == _reference_digest(new)
+            is_same = is_same and _list_measurements(old) == _list_measurements(new)
         if not is_same:
             number = publish(uri, new)
             sentence = f"{model}: version {number} serves {_list_tasks(new)}"
@@ -154,9 +154,10 @@ def publish_removal(
     return sentence
 
 
-def _reference_digest(bundle: Bundle) -> str:
+def _list_measurements(bundle: Bundle) -> tuple[str, Any]:
+    """Return what was measured on images: the digest of the reference, and the rules."""
     info = bundle.body["files"].get(REFERENCE)
-    return "" if info is None else info["sha256"]
+    return "" if info is None else info["sha256"], bundle.body.get("rules")
 
 
 def _list_tasks(bundle: Bundle) -> str:
@@ -164,10 +165,11 @@ def _list_tasks(bundle: Bundle) -> str:
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
-    """Return the contents of a model folder without the time and place of the creation."""
+    """Return the contents of a model folder, without measurements and circumstances of creation."""
     body = without_places(bundle.body)
     files = {name: info for name, info in body["files"].items() if name != REFERENCE}
-    rest = {name: value for name, value in body.items() if name not in ("provenance", "sha256")}
+    left_out = ("provenance", "sha256", "rules")
+    rest = {name: value for name, value in body.items() if name not in left_out}
     return rest | {"files": files}
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from serving import Finished, finished
 
+from pipeline.testing.lab import EPOCHS
 from tests import small_run
 from workers.errors import UserError
 from workers.serving import input_counts, recorder, single_tasks
@@ -50,7 +51,8 @@ def runs(lab: Any) -> Any:
 
     def run(name: str) -> Finished:
         if name not in made:
-            made[name] = finished(lab, name, METHODS[name], SETTINGS.get(name), epochs=4)
+            epochs = max(4, EPOCHS.get(name, 0))
+            made[name] = finished(lab, name, METHODS[name], SETTINGS.get(name), epochs=epochs)
         return made[name]
 
     return run

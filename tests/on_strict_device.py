@@ -54,7 +54,7 @@ from workers.job import Task
 from workers.methods import METHODS
 from workers.methods.bases.rehearsal import Rehearsal
 from workers.serving.bundle import Bundle
-from workers.serving.measuring import with_reference
+from workers.serving.measuring import with_measurements
 from workers.serving.reference import load_reference
 from workers.serving.server import Predictor
 
@@ -241,7 +241,7 @@ def measure_model(path: str) -> list[Any]:
     job = publishing.last_evaluation(run.graph, "meat")
 
     def measured() -> Any:
-        reference = load_reference(with_reference(bundle))
+        reference = load_reference(with_measurements(bundle))
         assert not reference.missing
         levels = {name: task.levels for name, task in reference.tasks.items()}
         return publishing.measure(bundle, job, bundle.tasks), levels

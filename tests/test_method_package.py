@@ -41,8 +41,10 @@ def test_another_name_gives_another_package(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("meat", "there is a method 'meat' already; give the new one another name"),
-        ("a b", "'a b' cannot be the name of a method; give it letters"),
+        ("a b", "'a b' cannot be the name of a method; give a letter first"),
         ("../up", "cannot be the name of a method"),
+        ("ends-", "cannot be the name of a method"),  # no package may be called so
+        ("new", "'new' cannot be the name of a method"),  # of the command itself
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused(name: str, words: str, tmp_path: Path) -> None:

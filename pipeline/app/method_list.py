@@ -29,8 +29,8 @@ INDENT = "    "
 SCENARIOS = ("task", "class", "domain")
 OLD_IMAGES = ("none", "exemplars", "all")
 TRAINED = ("nothing", "modules", "backbone")
-GIVEN = "the task of an image must be given"
-NOT_GIVEN = {
+TASK_NEEDED = "the task of an image must be given"
+TASK_NOT_NEEDED = {
     "none": "without the task of an image, and without images of earlier tasks",
     "exemplars": "without the task of an image, with some images of earlier tasks",
     "all": "without the task of an image, with all images of earlier tasks",
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 
 
 def method_rows() -> list[Row]:
-    """Return a row for each method, by what a person must have for it.
+    """Return a row for each method, sorted by its needs.
 
     Methods that serve images without a task come first, then those without images of earlier tasks,
     then those that train less.
@@ -102,11 +102,12 @@ def _trained_part(method: type[Method[Any]]) -> str:
 
 def list_methods() -> str:
     """Return a line for each method, in groups of equal needs."""
+    from workers.methods.registration import BROKEN  # imports torch
+
     groups: dict[str, list[list[str]]] = {}
     for row in method_rows():
         scenarios = str(row["scenarios"])
-        is_given = scenarios == "task"
-        group = GIVEN if is_given else NOT_GIVEN[row["old images"]]
+        group = TASK_NEEDED if scenarios == "task" else TASK_NOT_NEEDED[row["old images"]]
         letters = " ".join(name[0].upper() for name in SCENARIOS if name in scenarios)
         groups.setdefault(group, []).append(
             [
@@ -135,6 +136,7 @@ def list_methods() -> str:
             "trains: small modules and heads, the whole backbone, or nothing by gradients.",
             "removal of a task: exact, or later tasks must train again.",
             "Give a method's name to see its settings.",
+            *(f"installed, but not usable: {name} ({reason})" for name, reason in BROKEN.items()),
         ]
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from workers.errors import UserError
 
-NAME = r"[A-Za-z][A-Za-z0-9_.-]*"
+NAME = r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
 PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -44,8 +44,8 @@ class {class_name}Settings(MethodSettings):
 class {class_name}(Method[{class_name}Settings]):
     """A head for each task on a frozen backbone, with a penalty on large features.
 
-    Replace it by your method. The life cycle of a method, and what else a class can declare, is in
-    the docstrings of `workers.methods.base`; `workers.methods.bases` has classes to start from.
+    Replace it by your method. The docstrings of `workers.methods.base` describe the life cycle of a
+    method and all that a class can declare; `workers.methods.bases` has classes to start from.
     """
 
     name = "{name}"
@@ -59,7 +59,7 @@ class {class_name}(Method[{class_name}Settings]):
         return ce + penalty, {{"ce": ce.detach(), "penalty": penalty.detach()}}
 '''
 TEST = '''\
-"""The promises of `{name}`: what every method keeps, checked on tiny tasks."""
+"""Check the promises of every method for `{name}`, on tiny tasks."""
 
 import pytest
 from pipeline.testing import PROMISES, Lab, list_cases
@@ -81,7 +81,7 @@ A continual-learning method for Accrete.
 
 ```bash
 pip install -e .                # in the environment that has Accrete
-pytest                          # what every method promises
+pytest                          # checks the promises of every method
 accrete methods {name}
 accrete run configs/streams/digits.yaml --method {name}
 ```
@@ -103,10 +103,10 @@ def write_method_package(name: str, folder: str) -> list[Path]:
     """
     from workers.methods import METHODS  # imports torch
 
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(NAME, name) or name == "new":
         raise UserError(
-            f"{name!r:.80} cannot be the name of a method; give it letters, digits, '_', '.' and "
-            "'-', a letter first"
+            f"{name!r:.80} cannot be the name of a method; give a letter first, then letters, "
+            "digits, '_', '.' and '-', and a letter or digit last (not `new`, which is the command)"
         )
     if name in METHODS:
         raise UserError(f"there is a method {name!r} already; give the new one another name")

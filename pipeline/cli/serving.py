@@ -253,7 +253,7 @@ def describe_rules(rules: Mapping[str, Any]) -> str:
     return (
         f"images without a task: --rule {rules['recommended']} is right most often, on "
         f"{rules['images']} {split} images ({', '.join(parts)}; if the task is given "
-        f"{format_percent(rules['given'])})"
+        f"{format_percent(rules['with_task'])})"
     )
 
 

@@ -7,6 +7,8 @@ import shlex
 import shutil
 import sys
 
+from workers.plugins import list_plugins
+
 SCRIPT = "accrete"  # installed by pip, see `project.scripts` of pyproject.toml
 
 
@@ -19,8 +21,12 @@ def this_command() -> str:
     """Return the command that starts Accrete in the same way as this process.
 
     It is `accrete` if the script is on the search path of the shell, else its path, or the
-    interpreter with `-m pipeline`.
+    interpreter with `-m pipeline`, followed by `--plugin` for each plugin.
     """
+    return " ".join([_find_program(), *(f"--plugin {name}" for name in list_plugins())])
+
+
+def _find_program() -> str:
     script = sys.argv[0]
     if os.path.basename(script) != SCRIPT:
         return f"{this_python()} -m pipeline"

@@ -22,7 +22,7 @@ from workers.errors import UserError
 from workers.evaluate import compute_logits, in_order, result
 from workers.job import StageJob, Task
 from workers.serving.bundle import Bundle
-from workers.serving.measuring import with_reference
+from workers.serving.measuring import with_measurements
 from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
 from workers.serving.versions import forget, publish
 from workers.storage.artifact import delete_dir, exists, is_local, join
@@ -90,10 +90,10 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
                 f"accuracy on their test images ({listed}); the run is finished, and "
                 f"`--max-drop {max(worse.values()) + 0.1:.1f}` publishes it"
             )
-        number = publish(uri, with_reference(new))
+        number = publish(uri, with_measurements(new))
     else:
         number = 1
-        _write_new(with_reference(new), uri)
+        _write_new(with_measurements(new), uri)
     return Publication(f"{model}: version {number} serves {_list_tasks(new)}", True)
 
 
@@ -139,13 +139,13 @@ def publish_removal(
         _check_names(model, old, {*(task.name for task in new.tasks), removed})
         is_same = _list_contents(old) == _list_contents(new)
         if is_pending or not is_same:
-            new = with_reference(new)
+            new = with_measurements(new)
             is_same = is_same and _list_measurements(old) == _list_measurements(new)
         if not is_same:
             number = publish(uri, new)
             sentence = f"{model}: version {number} serves {_list_tasks(new)}"
     else:
-        _write_new(with_reference(new), uri)
+        _write_new(with_measurements(new), uri)
         sentence = f"{model}: version 1 serves {_list_tasks(new)}"
     forgotten = forget(uri)
     if forgotten:
@@ -155,7 +155,7 @@ def publish_removal(
 
 
 def _list_measurements(bundle: Bundle) -> tuple[str, Any]:
-    """Return what was measured on images: the digest of the reference, and the rules."""
+    """Return the measurements on images: the digest of the reference, and the rules."""
     info = bundle.body["files"].get(REFERENCE)
     return "" if info is None else info["sha256"], bundle.body.get("rules")
 

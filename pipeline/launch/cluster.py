@@ -23,7 +23,6 @@ from pipeline.config.yaml_files import IS_CHECKOUT, PACKAGE
 from pipeline.graph.failures import ANSI
 from pipeline.launch import ray_internals
 from workers.errors import UserError, describe_error, require_package
-from workers.plugins import VARIABLE, add_plugin, list_plugins
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
 from workers.storage.filesystem import without_retries
 
@@ -78,22 +77,16 @@ LEFT_AT_HOME = [
 
 
 # ---- joining or starting -------------------------------------------------------------------------
-def connect(cluster: ClusterSettings, plugins: Iterable[str] = ()) -> Any:
+def connect(cluster: ClusterSettings) -> Any:
     """Join the cluster of the config or of RAY_ADDRESS, or else start a private one.
 
     Ray's own search for a running cluster is not used: a forgotten cluster must not capture a run.
-
-    Args:
-        cluster: The settings of the cluster.
-        plugins: Modules with methods that worker processes load.
 
     Returns:
         The module `ray`.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    for module in plugins:
-        add_plugin(module)
     require_package("ray", "everything but a run with cluster.workers=0", "set that for a run")
     import ray  # after the environment is set; takes a second
 
@@ -204,8 +197,7 @@ def variables() -> dict[str, str]:
     """
     job = json.loads(os.environ.get(ray_internals.JOB_CONFIG_VARIABLE, "{}"))
     submitted = (job.get("runtime_env") or {}).get("env_vars", {})
-    names = [*ENVIRONMENT, *([VARIABLE] if list_plugins() else [])]
-    return {name: os.environ[name] for name in names if name not in submitted}
+    return {name: os.environ[name] for name in ENVIRONMENT if name not in submitted}
 
 
 def explain_refusal(error: Exception) -> str:

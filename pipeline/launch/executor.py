@@ -16,7 +16,6 @@ from pipeline.graph.store import Store
 from pipeline.graph.walk import Event
 from pipeline.launch.attempt import Progress, RunOnDriver
 from pipeline.launch.local import LocalExecutor
-from workers.job import StageJob
 
 
 def make_executor(
@@ -44,9 +43,7 @@ def make_executor(
     from pipeline.launch.groups import start_ray_executor  # a run without Ray must not import Ray
 
     width = count_parallel_stages(graph, todo)
-    modules = {stage.job.method_module for stage in graph if isinstance(stage.job, StageJob)}
-    plugins = sorted(modules - {"", "__main__"})
-    return start_ray_executor(store, cluster, run_on_driver, progress, width, plugins, sample_s)
+    return start_ray_executor(store, cluster, run_on_driver, progress, width, sample_s)
 
 
 class SharedExecutor:

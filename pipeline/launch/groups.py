@@ -106,7 +106,6 @@ def start_ray_executor(
     run_on_driver: RunOnDriver,
     progress: Progress,
     width: int,
-    plugins: Iterable[str] = (),
     sample_s: float = 0.0,
 ) -> RayExecutor:
     """Connect to Ray, check the nodes, and return the executor.
@@ -117,7 +116,6 @@ def start_ray_executor(
         run_on_driver: Runs stages without a job (the report).
         progress: Is called with events that change no state.
         width: Largest number of stages that can run in parallel.
-        plugins: Modules with methods that workers load.
         sample_s: See `run_segment`.
 
     Raises:
@@ -125,7 +123,7 @@ def start_ray_executor(
     """
     loaded = sys.modules.get("ray")
     is_connected = loaded is not None and loaded.is_initialized()  # in a search
-    ray = connect(cluster, plugins)
+    ray = connect(cluster)
     name = actor_name(ray)
     queue = register_actor(ray, QueueActor, name)
     try:

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from pipeline.config.settings import flatten
 from pipeline.report.fairness import (
-    Given,
+    Conditions,
     count_exemplars,
     describe_backbone,
-    describe_given,
+    describe_conditions,
     find_advantages,
-    known,
+    none_if_nan,
 )
 from pipeline.report.files import Row
 from pipeline.results import answers
@@ -147,8 +147,8 @@ class ComparedMethod:
         raise KeyError(metric)
 
     @cached_property
-    def given(self) -> Given:
-        """What the method was given, the mean of a replica."""
+    def conditions(self) -> Conditions:
+        """The conditions of the training; numbers are means over replicas."""
         run = self.group.first
         settings = self.group.settings
         budgets = [each.budget(self.label) for each in self.group.runs.values()]
@@ -157,15 +157,15 @@ class ComparedMethod:
         matrix = next(iter(self.matrices.values()))
         weights = settings.get("backbone.weights")
         validation = settings.get("data.val_fraction")
-        return Given(
+        return Conditions(
             backbone=describe_backbone(settings),
             weights=None if weights is None else str(weights),
             order=tuple((task, classes.get(task, ())) for task in matrix.tasks),
             validation=None if validation is None else float(validation),
             seeds=tuple(map(str, self.group.runs)),
             exemplars=count_exemplars(run, self.label),
-            epochs=known(statistics.fmean(budget.epochs for budget in budgets)),
-            images=known(statistics.fmean(budget.images for budget in budgets)),
+            epochs=none_if_nan(statistics.fmean(budget.epochs for budget in budgets)),
+            images=none_if_nan(statistics.fmean(budget.images for budget in budgets)),
             parameters=max((row["trained_parameters"] or 0 for row in rows), default=None),
         )
 
@@ -278,21 +278,21 @@ class Comparison:
     def winner(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
         """Return the entry with the best mean of a metric, if it differs from all others.
 
-        None if its lead over another entry is within the noise, or may be due to what it was given
-        (`find_advantages`; sizes are not compared so). metric: as `interval` takes it.
+        None if its lead over another entry is within the noise, or its conditions were better
+        (`find_advantages`; these do not matter for sizes). metric: as `interval` takes it.
         """
         leader = self.leader(metric, pick_best)
         if leader is None or not _is_rate(metric):
             return leader
         others = [entry for entry in self.entries if entry is not leader]
-        if any(find_advantages(leader.given, other.given) for other in others):
+        if any(find_advantages(leader.conditions, other.conditions) for other in others):
             return None
         return leader
 
     def leader(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
         """Return the entry with the best mean, if its lead over all others exceeds the noise.
 
-        It may have been given more than others.
+        Its conditions may have been better.
         """
         if pick_best is None or len(self.entries) < 2:
             return None
@@ -342,20 +342,22 @@ class Comparison:
         return first_entries[0] if len(first_entries) == 1 else None
 
     def fairness_notes(self) -> list[str]:
-        """Return sentences on what was equal for all methods, and on a lead that is not bold."""
-        sentences = describe_given([entry.given for entry in self.entries])
+        """Return sentences on the conditions of the methods, and on a lead that is not bold."""
+        sentences = describe_conditions([entry.conditions for entry in self.entries])
         leader = self.leader("average_accuracy", max)
         if leader is None:
             return sentences
         advantages: dict[str, list[str]] = {}
-        for entry in self.entries:
-            for title in find_advantages(leader.given, entry.given) if entry is not leader else ():
-                advantages.setdefault(title, []).append(entry.name)
+        for other in self.entries:
+            if other is leader:
+                continue
+            for title in find_advantages(leader.conditions, other.conditions):
+                advantages.setdefault(title, []).append(other.name)
         if advantages:
             parts = [f"{title} ({', '.join(names)})" for title, names in advantages.items()]
             sentences.append(
                 f"{leader.name} has the best average by more than the noise but is not bold: "
-                f"it was given something else than others, or more: {'; '.join(parts)}."
+                f"its conditions were other ones, or better: {'; '.join(parts)}."
             )
         return sentences
 

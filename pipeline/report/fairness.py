@@ -1,4 +1,4 @@
-"""What the methods of a table were given: alike for all, or more for some.
+"""The conditions under which the methods of a table were trained, and who had advantages.
 
 A method can lead because it had better weights, more exemplars or longer training. These facts
 stand under each table, and a lead that they may explain is not bold.
@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.results.tables import RunTables
 
-# A method must have these in common with the others, and no more of those, for a bold value.
+# A value is bold only if its method has these in common with the others, and no more of those.
 SAME = ("backbone", "weights", "order", "validation", "seeds")
 NO_MORE = ("exemplars", "images")
 TOLERANCE = 1.01  # of the number of images: shares of steps are rounded
@@ -32,8 +32,8 @@ MAX_VALUES = 3  # distinct texts of a fact that a sentence names
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a method was given. None: not known.
+class Conditions:
+    """The conditions of a method. None: not known.
 
     Attributes:
         backbone: Name and image size.
@@ -73,10 +73,11 @@ def count_exemplars(run: RunTables, label: str) -> int | None:
     return int(settings.get("memory", 0))
 
 
-def find_advantages(best: Given, other: Given) -> list[str]:
-    """Return the titles of what `best` had other than another method, or more of.
+def find_advantages(best: Conditions, other: Conditions) -> list[str]:
+    """Return the titles of the conditions in which `best` had an advantage over another method.
 
-    A fact that is not known of one method counts as an advantage.
+    These are other conditions, or more exemplars or images. A condition that is not known of one
+    method counts as an advantage.
     """
 
     def is_fair(name: str) -> bool:
@@ -88,14 +89,14 @@ def find_advantages(best: Given, other: Given) -> list[str]:
     return [TITLES[name] for name in (*SAME, *NO_MORE) if not is_fair(name)]
 
 
-def describe_given(given: Sequence[Given]) -> list[str]:
-    """Return sentences on what was equal for all methods of a table, and what was not."""
+def describe_conditions(conditions: Sequence[Conditions]) -> list[str]:
+    """Return sentences: conditions that were equal for all methods, unequal ones, unknown ones."""
     equal: list[str] = []
     unequal: list[str] = []
     unknown: list[str] = []
-    for field in fields(Given):
+    for field in fields(Conditions):
         title = TITLES[field.name]
-        values = [getattr(each, field.name) for each in given]
+        values = [getattr(each, field.name) for each in conditions]
         if any(value is None for value in values):
             unknown.append(title)
         elif len(set(values)) == 1:
@@ -136,7 +137,7 @@ def _format_count(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
 
 
-def known(value: Any) -> Any:
+def none_if_nan(value: Any) -> Any:
     """Return a value, or None in place of NaN."""
     return None if isinstance(value, float) and math.isnan(value) else value
 

@@ -214,7 +214,7 @@ def format_caption(comparison: Comparison) -> list[str]:
     if comparison.draws:
         sentences.append("In brackets: 95 % bootstrap intervals over test images and replicas.")
     sentences.append(
-        "Bold: best of its column by more than the noise (paired, 95 %), given no more than others."
+        "Bold: best of its column by more than the noise (paired, 95 %), not by better conditions."
     )
     return [*sentences, *comparison.fairness_notes()]
 

@@ -15,7 +15,7 @@ from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving import single_tasks
 from workers.serving.bundle import Bundle, check_new
-from workers.serving.measuring import with_reference
+from workers.serving.measuring import with_measurements
 from workers.serving.model_file import MODEL
 from workers.storage.artifact import Artifact, exists, join
 from workers.storage.regular_file import read_regular, write_named_file
@@ -104,7 +104,7 @@ def write_folder(bundle: Bundle, folder: str) -> Bundle:
     """
     uri = absolute(folder)
     check_new(uri)
-    complete = with_reference(bundle)
+    complete = with_measurements(bundle)
     complete.write(uri)
     return complete
 

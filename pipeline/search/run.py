@@ -94,7 +94,7 @@ def run_search(
 
     save_time()
     with screen.activity(lambda: "starting Ray"):
-        ray = connect(search.cluster, search.body.get("plugins", ()))
+        ray = connect(search.cluster)
     os.environ |= TUNE_ENVIRONMENT
     try:
         ingest(search, resume_command, screen.open_console)

@@ -541,7 +541,8 @@ def prepare(
                 "trial has a process of its own; move the class to the top of a module"
             )
     if config.plugins:
-        body, report_body = ({**b, "plugins": list(config.plugins)} for b in (body, report_body))
+        required = {"plugins": list(config.plugins)}
+        body, report_body = body | required, report_body | required
     storage = yaml_files.absolute(config.storage)
     store = Store(storage)
     store.check_writable()

@@ -1,4 +1,4 @@
-"""What methods were given stands under each table, and a lead that it may explain is not bold."""
+"""Conditions of methods stand under each table; a lead that they may explain is not bold."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from test_paper import _answers_as_counted, comparison  # noqa: F401 (a fixture)
 
 from pipeline.report import comparison_page, paper, table_section
 from pipeline.report.comparison import ComparedMethod
-from pipeline.report.fairness import Given, count_exemplars, describe_given, find_advantages
+from pipeline.report.fairness import (
+    Conditions,
+    count_exemplars,
+    describe_conditions,
+    find_advantages,
+)
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
-GIVEN = Given(
+CONDITIONS = Conditions(
     backbone="vit_tiny_patch16_224 at 32 px",
     weights="none",
     order=(("a", ("x", "y")), ("b", ("z",))),
@@ -53,16 +58,16 @@ def test_an_advantage_is_another_start_or_more_images(
     changes: dict[str, Any], titles: list[str]
 ) -> None:
     """Less is no advantage; trained parameters and epochs are those of the method."""
-    assert find_advantages(replace(GIVEN, **changes), GIVEN) == titles
+    assert find_advantages(replace(CONDITIONS, **changes), CONDITIONS) == titles
 
 
 def test_a_fact_that_is_not_known_of_the_other_method_counts_too() -> None:
-    assert find_advantages(GIVEN, replace(GIVEN, weights=None)) == ["weights"]
+    assert find_advantages(CONDITIONS, replace(CONDITIONS, weights=None)) == ["weights"]
 
 
 def test_sentences_name_what_is_equal_and_what_is_not() -> None:
-    other = replace(GIVEN, exemplars=0, weights="timm", images=None, seeds=("0",))
-    assert describe_given([GIVEN, other]) == [
+    other = replace(CONDITIONS, exemplars=0, weights="timm", images=None, seeds=("0",))
+    assert describe_conditions([CONDITIONS, other]) == [
         "Equal for all: backbone (vit_tiny_patch16_224 at 32 px), class order, share of images for "
         "validation (10 %), epochs a task (5), trained parameters (8,000).",
         "Not equal: weights (none / timm), seeds (0, 1, 2 / 0), exemplars (0 to 200).",
@@ -70,23 +75,23 @@ def test_sentences_name_what_is_equal_and_what_is_not() -> None:
     ]
 
 
-def with_given(compared: Any, monkeypatch: pytest.MonkeyPatch, **of_meat: Any) -> Any:
-    """Give all methods the same, but for these facts of `meat`."""
-    facts = {entry.name: GIVEN for entry in compared.entries}
-    facts["meat"] = replace(GIVEN, **of_meat)
-    monkeypatch.setattr(ComparedMethod, "given", property(lambda entry: facts[entry.name]))
+def with_conditions(compared: Any, monkeypatch: pytest.MonkeyPatch, **of_meat: Any) -> Any:
+    """Give all methods the same conditions, but for these of `meat`."""
+    facts = {entry.name: CONDITIONS for entry in compared.entries}
+    facts["meat"] = replace(CONDITIONS, **of_meat)
+    monkeypatch.setattr(ComparedMethod, "conditions", property(lambda entry: facts[entry.name]))
     return compared
 
 
 def test_a_lead_with_more_exemplars_is_not_bold_and_is_explained(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared = with_given(comparison(storage), monkeypatch, exemplars=900)
+    compared = with_conditions(comparison(storage), monkeypatch, exemplars=900)
     table = paper.accuracy_table(compared)
     assert not any(cell.is_best for cells in table.rows.values() for cell in cells)
     sentence = (
-        "meat has the best average by more than the noise but is not bold: it was given something "
-        "else than others, or more: exemplars (finetune)."
+        "meat has the best average by more than the noise but is not bold: its conditions "
+        "were other ones, or better: exemplars (finetune)."
     )
     assert compared.fairness_notes()[-1] == sentence
     for text in (
@@ -100,7 +105,7 @@ def test_a_lead_with_more_exemplars_is_not_bold_and_is_explained(
 
 
 def test_a_lead_with_less_is_bold(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = with_given(comparison(storage), monkeypatch, exemplars=0, images=10.0)
+    compared = with_conditions(comparison(storage), monkeypatch, exemplars=0, images=10.0)
     assert paper.accuracy_table(compared).rows["meat"][0].is_best
     assert not any("is not bold" in sentence for sentence in compared.fairness_notes())
 
@@ -108,7 +113,7 @@ def test_a_lead_with_less_is_bold(storage: Any, monkeypatch: pytest.MonkeyPatch)
 def test_sizes_are_compared_whatever_was_given(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared = with_given(comparison(storage), monkeypatch, exemplars=900)
+    compared = with_conditions(comparison(storage), monkeypatch, exemplars=900)
     winner = compared.winner("bytes_per_task", min)
     assert winner is not None
     assert winner is compared.leader("bytes_per_task", min)

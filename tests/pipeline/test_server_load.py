@@ -36,7 +36,7 @@ from tests.several_nodes import nodes_up, wait_for
 from workers.serving import single_tasks
 from workers.serving.bundle import Bundle
 from workers.serving.input_counts import read_counts
-from workers.serving.measuring import with_reference
+from workers.serving.measuring import with_measurements
 
 PATIENCE_S = 300.0
 MANY = 32  # requests at a time, of which one replica is to have at most half
@@ -145,7 +145,7 @@ def test_request_without_replica_is_refused_then_answered_by_the_next(
 @pytest.mark.slow
 def test_replicas_count_every_input_until_they_end(run: Finished, tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
-    with_reference(run.bundle).write(folder)
+    with_measurements(run.bundle).write(folder)
     images = run.images("three")[0][:5]
     with server(folder, "--replicas", "2") as (url, _):
         for _ in range(30):

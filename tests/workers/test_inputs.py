@@ -29,7 +29,7 @@ from workers.serving.input_counts import (
     read_counts,
     write_counts,
 )
-from workers.serving.measuring import with_reference
+from workers.serving.measuring import with_measurements
 from workers.serving.model_file import REFERENCE
 from workers.serving.recorder import InputRecorder, recording
 from workers.serving.reference import (
@@ -62,7 +62,7 @@ def runs(lab: Any) -> Any:
 def model(runs: Any, tmp_path: Path) -> str:
     """A model folder with a reference."""
     folder = str(tmp_path / "model")
-    with_reference(runs("meat").bundle).write(folder)
+    with_measurements(runs("meat").bundle).write(folder)
     return folder
 
 
@@ -96,7 +96,7 @@ def test_distance_is_relative_to_the_median_test_image() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_measures_its_own_test_images_as_near(runs: Any, name: str) -> None:
     run = runs(name)
-    reference = load_reference(with_reference(run.bundle))
+    reference = load_reference(with_measurements(run.bundle))
     assert reference.missing == {}
     for task in run.names:
         pixels = pixels_of(run, task)
@@ -112,7 +112,7 @@ def test_a_task_without_its_images_has_no_reference(runs: Any, tmp_path: Path) -
     bundle = runs("meat").bundle
     assert bundle.job is not None
     job = replace(bundle.job, tasks=tuple(replace(t, data="gone") for t in bundle.job.tasks))
-    complete = with_reference(replace(bundle, job=job))
+    complete = with_measurements(replace(bundle, job=job))
     reference = load_reference(complete)
     assert reference.tasks == {}
     assert all("gone" in reason for reason in reference.missing.values())

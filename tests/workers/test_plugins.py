@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.app.method_list import list_methods
 from pipeline.config import settings
+from pipeline.config.invocation import this_command
 from pipeline.config.version import CHECKOUT
 from workers import plugins
 from workers.errors import UserError
 from workers.methods import METHODS, registration
+from workers.methods.base import Method
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import sealed
 
@@ -104,7 +107,6 @@ def test_a_method_of_an_installed_package_is_known_by_its_entry_point(tmp_path: 
         (SOURCE, "square = my_package:Other", "AttributeError"),
         (SOURCE, "square = my_package", "is not a method; decorate a class"),
         (SOURCE, "cube = my_package:Square", "its class is named 'square'; give the entry point"),
-        (SOURCE.replace('"square"', '"meat"'), "meat2 = my_package:Square", "method of Accrete"),
     ],
 )
 def test_a_broken_package_stops_only_those_who_use_it(
@@ -119,6 +121,34 @@ def test_a_broken_package_stops_only_those_who_use_it(
     with pytest.raises(UserError, match=f"method '{name}', which does not exist; the package") as e:
         settings.check(config(methods={name: {}}), "a config")
     assert words in str(e.value)
+
+
+def test_a_package_that_takes_the_name_of_a_method_of_accrete_is_listed(tmp_path: Path) -> None:
+    """Its method is not used, and nobody who asks for `meat` would see an error."""
+    meat = METHODS["meat"]
+    install(tmp_path, SOURCE.replace('"square"', '"meat"'), "meat = my_package:Square")
+    registration.load_plugins()
+    assert METHODS["meat"] is meat
+    lines = list_methods().splitlines()
+    (line,) = [line for line in lines if line.startswith("installed, but not usable: meat")]
+    assert "which is a method of Accrete" in line
+
+
+def test_an_entry_point_of_another_name_leaves_the_method_of_that_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    square, other = (type("Square", (Method,), {"name": "square"}) for _ in range(2))
+    loaded = {"square": square, "cube": other}
+    monkeypatch.setattr(registration, "load_installed", lambda: (loaded, {}))
+    registration.load_plugins()
+    assert METHODS["square"] is square
+    assert "its class is named 'square'" in registration.BROKEN["cube"]
+
+
+def test_a_printed_command_names_the_plugin(tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(REGISTERED)
+    plugins.add_plugin("my_methods")
+    assert this_command().endswith(" --plugin my_methods")
 
 
 def test_a_name_that_two_packages_have_is_nobodys(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from workers.data.rows import select
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
-from workers.serving.measuring import with_reference
-from workers.serving.model_file import sealed
+from workers.serving.measuring import with_measurements
+from workers.serving.model_file import REFERENCE, sealed
 from workers.serving.reference import compute_nearest_distances, load_reference
 from workers.serving.server import Predictor
 from workers.serving.single_tasks import remove_task
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def model(run: Finished) -> Bundle:
-    return with_reference(run.bundle)
+    return with_measurements(run.bundle)
 
 
 def images_of(run: Finished) -> list[Any]:
@@ -119,7 +119,7 @@ def test_a_model_records_how_often_each_rule_is_right(run: Finished, model: Bund
             given += sum(a.class_ == label for a, label in zip(told, labels, strict=True))
         assert rules["accuracy"][rule] == pytest.approx(right / count)
         assert rules["task_accuracy"][rule] == pytest.approx(named / count)
-        assert rules["given"] == pytest.approx(given / count)
+        assert rules["with_task"] == pytest.approx(given / count)
     best = max(rules["accuracy"].values())
     assert rules["accuracy"][rules["recommended"]] == best
 
@@ -128,7 +128,7 @@ def test_without_held_out_images_rules_are_measured_on_test_images(run: Finished
     job = run.bundle.job
     assert job is not None
     data = job.data.model_copy(update={"val_fraction": 0.0})
-    rules = with_reference(replace(run.bundle, job=replace(job, data=data))).body["rules"]
+    rules = with_measurements(replace(run.bundle, job=replace(job, data=data))).body["rules"]
     assert (rules["split"], rules["images"]) == ("test", 100)
 
 
@@ -152,6 +152,22 @@ def test_a_model_of_an_earlier_version_has_no_recommendation(run: Finished, mode
         Predictor(run.bundle).predict(images, rule="nearest")
 
 
+def test_a_damaged_reference_stops_only_the_rule_that_needs_it(
+    run: Finished, model: Bundle
+) -> None:
+    def fetch(name: str) -> bytes:
+        if name == REFERENCE:
+            raise UserError("the file is damaged")
+        return model.fetch(name)
+
+    predictor = Predictor(replace(model, fetch=fetch))
+    images = images_of(run)
+    assert predictor.predict(images, rule="confident")
+    assert predictor.predict(images, rule="entropy")
+    with pytest.raises(UserError, match="damaged"):
+        predictor.predict(images, rule="nearest")
+
+
 def test_without_a_task_the_recommendation_is_gone(
     run: Finished, model: Bundle, tmp_path: Path
 ) -> None:
@@ -165,5 +181,5 @@ def test_without_a_task_the_recommendation_is_gone(
 
 
 def test_a_method_that_infers_the_task_has_no_rules(lab: Lab) -> None:
-    bundle = with_reference(finished(lab, "ncm", "class", epochs=1).bundle)
+    bundle = with_measurements(finished(lab, "ncm", "class", epochs=1).bundle)
     assert "rules" not in bundle.body

@@ -143,7 +143,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
 
     @torch.no_grad()
     def continue_adapters(self) -> None:
-        """Start the adapters as those of the task before, and find what they are merged with."""
+        """Start the adapters as those of the task before, and average those of earlier tasks."""
         earlier = [self.find_adapters(name) for name in self.loaded]
         self.merged = {}
         for name, tensor in self.adapters.tensors().items() if earlier else ():

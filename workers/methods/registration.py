@@ -66,14 +66,14 @@ def load_plugins() -> None:
     loaded, broken = load_installed()
     BROKEN.update(broken)
     for name, method in loaded.items():
+        own_name = getattr(method, "name", name)
+        if own_name != name:
+            BROKEN[name] = f"its class is named {own_name!r}; give the entry point that name"
+            continue
         try:
             register(method)
         except UserError as error:
             BROKEN[name] = str(error)
-            continue
-        if method.name != name:
-            del METHODS[method.name], REGISTERED[method.name]
-            BROKEN[name] = f"its class is named {method.name!r}; give the entry point that name"
     import_plugins()
 
 

@@ -38,8 +38,8 @@ MAX_RULE_IMAGES = 64  # per task, for the rules
 MAX_RULE_PASSES = 4096  # of all tasks and images together
 
 
-def with_reference(bundle: Bundle) -> Bundle:
-    """Add a reference for all tasks to a bundle, measured on images of the run's storage.
+def with_measurements(bundle: Bundle) -> Bundle:
+    """Add measurements on images of the run's storage to a bundle: references, and rules.
 
     At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images per task are read. If the images of a
     task cannot be read, the file contains the reason instead. If the method needs to be told the
@@ -87,7 +87,7 @@ def measure_rules(predictor: Predictor) -> dict[str, Any]:
     most `MAX_RULE_IMAGES` of a task.
 
     Returns:
-        `tasks`, `split`, `images` (their number), `given` (the accuracy if the task is given),
+        `tasks`, `split`, `images` (their number), `with_task` (the accuracy if the task is given),
         `accuracy` and `task_accuracy` by rule, and `recommended`.
     """
     job = predictor.bundle.job
@@ -101,7 +101,7 @@ def measure_rules(predictor: Predictor) -> dict[str, Any]:
     except UserError:  # nothing is held out
         split = "test"
         tables = [select(job.root, (task,), "test", val_fraction) for task in tasks]
-    given = 0
+    with_task = 0
     images = 0
     classes = dict.fromkeys(CHOOSING, 0)
     names = dict.fromkeys(CHOOSING, 0)
@@ -110,8 +110,8 @@ def measure_rules(predictor: Predictor) -> dict[str, Any]:
         pixels = _read_pixels(predictor, table, rows)
         labels = [task.classes[label] for label in table.labels[rows].tolist()]
         images += len(rows)
-        told = predictor.answers(pixels, [task.name] * len(rows))
-        given += count_right(told, task, labels)
+        known = predictor.answers(pixels, [task.name] * len(rows))
+        with_task += count_right(known, task, labels)
         for rule in CHOOSING:
             chosen = predictor.answers(pixels, [None] * len(rows), rule)
             classes[rule] += count_right(chosen, task, labels)
@@ -121,7 +121,7 @@ def measure_rules(predictor: Predictor) -> dict[str, Any]:
         "tasks": [task.name for task in predictor.tasks],
         "split": split,
         "images": images,
-        "given": given / images,
+        "with_task": with_task / images,
         "accuracy": accuracy,
         "task_accuracy": {rule: right / images for rule, right in names.items()},
         "recommended": recommend(accuracy),

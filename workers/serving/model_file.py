@@ -57,7 +57,7 @@ class RulesBody(Frozen):
     tasks: tuple[Plain, ...]
     split: Literal["val", "test"]
     images: PositiveInt
-    given: Rate
+    with_task: Rate
     accuracy: dict[ChoosingRule, Rate]
     task_accuracy: dict[ChoosingRule, Rate]
     recommended: ChoosingRule

@@ -27,7 +27,7 @@ from workers.serving.input_counts import (
     utc_day,
     write_counts,
 )
-from workers.serving.reference import Reference, load_reference
+from workers.serving.reference import Reference
 from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import resolve
 
@@ -83,7 +83,7 @@ class InputRecorder:
         self.rest_until = 0.0  # monotonic time before which no batch is measured
         self.batches: queue.Queue[MeasuredBatch | None] = queue.Queue(1)
         try:
-            self.reference = load_reference(predictor.bundle)
+            self.reference = predictor.reference
         except UserError as error:
             logger.warning("distances of inputs are not measured: %s", error)
         self.thread = threading.Thread(target=self._run, daemon=True, name="inputs")

@@ -29,7 +29,7 @@ from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget, read_pixels
 from workers.serving.model_file import Rule
 from workers.serving.reference import Reference, load_reference
-from workers.serving.task_rules import RULES, find_rule, score_by_logits
+from workers.serving.task_rules import RULES, check_nearest, find_recommended, score_by_logits
 
 CACHE_BYTES = 1 << 30
 MAX_LISTED_TASKS = 12  # in an error
@@ -303,13 +303,24 @@ class Predictor:
         if None in image_tasks and not self.infers_task and rule == "refuse":
             raise UserError(
                 f"method {self.method.name!r} needs to be told the task of each image; there are "
-                f"{', '.join(self.classes)}; or set rule=confident, which takes the task that "
-                "answers with the highest probability, or another rule: "
-                f"{', '.join(RULES[2:])}"
+                f"{', '.join(self.classes)}; or set rule=confident, which takes the task with the "
+                "most probable class (other rules: entropy, nearest, recommended)"
             )
         if None in image_tasks and not self.infers_task:
-            find_rule(rule, self.bundle.body, self.reference)
+            self.find_rule(rule)
         return image_tasks
+
+    def find_rule(self, rule: str) -> str:
+        """Return the rule to apply: in place of `recommended` the measured one.
+
+        Raises:
+            UserError: If the model lacks a measurement that the rule needs.
+        """
+        if rule == "recommended":
+            rule = find_recommended(self.bundle.body)
+        if rule == "nearest":
+            check_nearest(self.reference)
+        return rule
 
     def _unknown_task(self, name: Any) -> UserError:
         similar = difflib.get_close_matches(str(name), self.classes, 3, 0.5)
@@ -450,7 +461,7 @@ class Predictor:
             logits = merge_domains(self.method, self.method.logits(images, None))
             shared = [("", name) for _, name in next(iter(self.classes.values()))]
             return [LogitGroup(rows, logits, shared)]
-        return self.choose_tasks(rows, images, find_rule(rule, self.bundle.body, self.reference))
+        return self.choose_tasks(rows, images, self.find_rule(rule))
 
     @cached_property
     def reference(self) -> Reference:

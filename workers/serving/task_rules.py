@@ -41,34 +41,33 @@ def score_by_logits(rule: str, logits: Tensor) -> Tensor:
     return -entropy / math.log(max(logits.shape[1], 2))
 
 
-def find_rule(rule: str, body: Mapping[str, Any], reference: Reference) -> str:
-    """Return the rule that a model applies: for `recommended` the measured one.
+def find_recommended(body: Mapping[str, Any]) -> str:
+    """Return the rule that was right most often when a model was written.
 
     Args:
-        rule: One of `RULES`.
         body: Content of `model.json`.
-        reference: The references of the model.
 
     Raises:
-        UserError: If the model has not what the rule needs.
+        UserError: If none was measured for the tasks of the model.
     """
-    if rule == "recommended":
-        measured = body.get("rules")
-        names = [task["name"] for task in body["tasks"]]
-        if measured is None or measured["tasks"] != names:
-            reason = "the model has none" if measured is None else "its tasks have changed since"
-            raise UserError(
-                f"rule is 'recommended', and none was measured for these tasks ({reason}); write "
-                f"the model again with `accrete bundle`, or give one of {', '.join(CHOOSING)}"
-            )
-        rule = str(measured["recommended"])
-    if rule == "nearest" and reference.missing:
-        name, reason = next(iter(reference.missing.items()))
+    measured = body.get("rules")
+    names = [task["name"] for task in body["tasks"]]
+    if measured is None or measured["tasks"] != names:
+        reason = "the model has none" if measured is None else "its tasks have changed since"
+        raise UserError(
+            f"rule is 'recommended', and none was measured for these tasks ({reason}); write the "
+            f"model again with `accrete bundle`, or give one of {', '.join(CHOOSING)}"
+        )
+    return str(measured["recommended"])
+
+
+def check_nearest(reference: Reference) -> None:
+    """Raise `UserError` unless a model has class means of each task, for the rule `nearest`."""
+    for name, reason in reference.missing.items():
         raise UserError(
             f"rule 'nearest' needs class means of each task, and {name!r} has none ({reason}); "
             "give rule=confident or rule=entropy"
         )
-    return rule
 
 
 def recommend(accuracies: Mapping[ChoosingRule, float]) -> ChoosingRule:

@@ -14,8 +14,8 @@ class SquareSettings(MethodSettings):
 class Square(Method[SquareSettings]):
     """A head for each task on a frozen backbone, with a penalty on large features.
 
-    Replace it by your method. The life cycle of a method, and what else a class can declare, is in
-    the docstrings of `workers.methods.base`; `workers.methods.bases` has classes to start from.
+    Replace it by your method. The docstrings of `workers.methods.base` describe the life cycle of a
+    method and all that a class can declare; `workers.methods.bases` has classes to start from.
     """
 
     name = "square"

@@ -1,4 +1,4 @@
-"""The promises of `square`: what every method keeps, checked on tiny tasks."""
+"""Check the promises of every method for `square`, on tiny tasks."""
 
 import pytest
 from pipeline.testing import PROMISES, Lab, list_cases

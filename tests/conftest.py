@@ -161,8 +161,10 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture
 def clean_registry() -> Iterator[None]:
-    """Forget the methods that a test registers."""
+    """Forget the methods that a test registers, and its modules (`my_...`, `hostile`)."""
     from workers.methods import METHODS, registration
+
+    imported = {*sys.modules}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registration, "REGISTERED", {})
@@ -170,6 +172,9 @@ def clean_registry() -> Iterator[None]:
         yield
         METHODS.clear()
         METHODS.update(before)
+    for name in {*sys.modules} - imported:
+        if name.startswith(("my_", "hostile")):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("clean_registry")
 
 
 @pytest.fixture(autouse=True)
-def _search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in an empty folder, with no plugin, and restore what `add_plugin` changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
@@ -55,11 +54,6 @@ def _search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(registration, "BROKEN", {})
-    before = {*sys.modules}
-    yield
-    for name in {*sys.modules} - before:
-        if name.startswith(("my_", "hostile")):
-            del sys.modules[name]
 
 
 def install(folder: Path, source: str, entries: str, package: str = "my_package") -> None:

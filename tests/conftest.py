@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +31,9 @@ HELPERS = (
     "two_domains",
 )
 pytest.register_assert_rewrite(*HELPERS)
-# Files whose slow tests start clusters, or kill processes at moments that a reference run gave. One
-# such test runs at a time: several beside each other exceed their time limits on two cores.
+# Files whose tests start clusters, or kill processes at moments that a reference run gave. One
+# process runs them one after the other: several beside each other exceed their time limits on two
+# cores.
 ALONE = (
     "test_failure_elsewhere.py",
     "test_gpu_benchmark.py",
@@ -58,17 +57,19 @@ ALONE = (
     "test_two_drivers.py",
     "test_wheel.py",
 )
-LOCK = Path(tempfile.gettempdir()) / f"accrete-tests-{os.getuid()}.lock"
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Hold a lock while a slow test of `ALONE` runs. Waiting is not part of its time limit."""
-    if item.path.name not in ALONE or item.get_closest_marker("slow") is None:
-        return (yield)
-    with LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return (yield)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give the tests of a file to one process, and those of all files of `ALONE` to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "alone" if Path(file).name in ALONE else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

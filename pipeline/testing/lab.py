@@ -83,6 +83,7 @@ EPOCHS: dict[str, int] = {
     "der": 10,
     "der_p": 10,
     "dytox": 10,  # at the start its task tokens attend only weakly to the image
+    "foster": 10,
     "podnet": 6,
     "replay": 6,
     "rpsnet": 10,

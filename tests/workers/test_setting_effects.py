@@ -63,6 +63,8 @@ CHANGES: dict[tuple[str, str], Change] = {
     ("er_ace", "memory"): Change(10),
     ("ewc", "samples"): Change(20),
     ("ewc", "gamma"): Change(0.5, {"online": True}),
+    ("foster", "beta"): Change(0.5, {"memory": 20}),  # then classes differ in their images
+    ("foster", "compress_beta"): Change(0.5, {"memory": 20}),
     ("gdumb", "memory"): Change(10),
     ("gem", "gamma"): Change(5.0),
     ("gem", "eps"): Change(1.0, {"gamma": 0.0}),
@@ -113,6 +115,7 @@ CHANGES: dict[tuple[str, str], Change] = {
 NOT_SEEN = {
     ("bic", "bias_mode"): "from the third task on: the first has no correction",
     ("inflora", "expected_tasks"): "the second task's step is too small to add a direction",
+    ("memo", "blocks"): "the backbone has two blocks, and tasks share one",
     ("*", "td_value_bias"): "the biases of an untrained backbone are 0",
     ("*", "pretune"): "acts in streams with a base task or images without labels",
     ("*", "variational"): "acts in streams with a base task or images without labels",

@@ -149,7 +149,7 @@ class Der(Rehearsal[S]):
                         "weight_decay": context.optim.weight_decay,
                     }
                 )
-            groups += weight_groups(self.backbone, context.optim)
+            groups += self.extractor_groups(context.optim)
         self.start_classifier(context.step)
         return [*self.head_groups(context.optim, list(self.class_slices())), *groups]
 
@@ -161,6 +161,10 @@ class Der(Rehearsal[S]):
                 "weight_decay": optim.weight_decay,
             }
         ]
+
+    def extractor_groups(self, optim: OptimPlan) -> list[ParamGroup]:
+        """Return the parameters of the new extractor that `train` trains."""
+        return weight_groups(self.backbone, optim)
 
     def inherit(self) -> None:
         """Load the parameters of the newest extractor into the backbone."""
@@ -313,17 +317,26 @@ class Der(Rehearsal[S]):
         Raises:
             UserError: If they belong to another architecture.
         """
-        network = copy.deepcopy(self.backbone)
+        network = self.copy_backbone()
         if parts["copies"]:
             shapes = {name: p.shape for name, p in network.named_parameters()}
+            own_shapes = {name: shape for name, shape in shapes.items() if self.is_own(name)}
             stored_shapes = {name: t.shape for name, t in parts["copies"].items()}
-            if stored_shapes != shapes:
+            if stored_shapes not in (shapes, own_shapes):
                 raise UserError(
                     f"task {task!r}: the parameters of its extractor are not those of this "
                     "backbone; use the backbone of its run"
                 )
             network.load_state_dict(parts["copies"], strict=False)
         return network
+
+    def copy_backbone(self) -> nn.Module:
+        """Return the network that becomes a task's extractor."""
+        return copy.deepcopy(self.backbone)
+
+    def is_own(self, parameter: str) -> bool:
+        """Return whether every task has values of its own for this parameter of the backbone."""
+        return True
 
     def flops_share(self, state: TaskState) -> float:
         """Every image passes through all extractors."""

@@ -36,13 +36,24 @@ def _frozen(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).eval().requires_grad_(False)
 
 
-def kd_ce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
+def kd_ce(
+    student: Tensor, teacher: Tensor, tau: float, class_weights: Tensor | None = None
+) -> Tensor:
     """Return -mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c, in fp32 without tau^2.
 
-    z and y are the logits (b, classes) of student and teacher. The gradient is that of KL(softmax(y
-    / tau) || softmax(z / tau)), averaged over the batch.
+    The gradient is that of KL(softmax(y / tau) || softmax(z / tau)), averaged over the batch.
+
+    Args:
+        student: The logits z, (b, classes).
+        teacher: The logits y, (b, classes).
+        tau: The temperature.
+        class_weights: Factors (classes,) of the teacher's probabilities, which are then normalised.
     """
-    return F.cross_entropy(student.float() / tau, (teacher.float() / tau).softmax(1))
+    target = (teacher.float() / tau).softmax(1)
+    if class_weights is not None:
+        target = target * class_weights
+        target = target / target.sum(1, keepdim=True)
+    return F.cross_entropy(student.float() / tau, target)
 
 
 def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:

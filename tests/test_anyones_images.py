@@ -95,6 +95,13 @@ def test_one_command_leads_to_a_report(case: str, here: Path, quick: None) -> No
     run_to_a_report(FORMS[case], here)
 
 
+def test_data_sets_with_the_same_classes_run_as_domains(here: Path, quick: None) -> None:
+    paths = [str(class_folders(here.parent / name, NAMES, 5)) for name in ("a", "b")]
+    assert cli.main(["run", *paths, *QUICK, "--set=methods={finetune: {}}"]) == 0
+    assert "scenario: domain" in (here / "a.yaml").read_text()
+    assert list((here / "storage" / "runs").glob("*/report.html"))
+
+
 # ---- input that is not a data set ----------------------------------------------------------------
 def table(text: str | bytes, name: str = "t.csv") -> Callable[[Path], None]:
     def make(folder: Path) -> None:

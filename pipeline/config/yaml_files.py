@@ -260,13 +260,27 @@ def find_config(path: str) -> Path:
             on the console if the current folder has none.
     """
     file = Path(path)
-    if file.exists() or file.parts[:1] != ("configs",) or ".." in file.parts:
-        return file
-    shipped = CONFIGS.joinpath(*file.parts[1:])
-    if not shipped.exists():
+    shipped = find_shipped(file)
+    if file.exists() or not shipped.exists():
         return file
     _notify_once(f"{path} is the one that comes with Accrete, {shipped}")
     return shipped
+
+
+def find_shipped(file: Path) -> Path:
+    """Return the path of `configs/...` among the configs that come with Accrete; else `file`."""
+    if file.parts[:1] != ("configs",) or ".." in file.parts:
+        return file
+    return CONFIGS.joinpath(*file.parts[1:])
+
+
+def find_base(folder: Path, name: str) -> Path:
+    """Return the config that a file in `folder` names; it need not exist.
+
+    `configs/...` is the file that comes with Accrete, unless the folder has one of this name.
+    """
+    file = folder / name
+    return file if file.exists() or not (shipped := find_shipped(Path(name))).exists() else shipped
 
 
 @functools.cache
@@ -279,8 +293,8 @@ def _notify_once(text: str) -> None:
 def read_with_bases(file: Path) -> dict[str, Any]:
     """Return the values of a config, merged over those of the files that it `extends`.
 
-    `extends` is a path or a list of paths, relative to the folder of the file; later ones override
-    earlier ones.
+    `extends` is a path or a list of paths, relative to the folder of the file, or `configs/...` for
+    those that come with Accrete; later ones override earlier ones.
 
     Raises:
         UserError: If a file extends itself or a missing file, or there are too many files.
@@ -345,7 +359,7 @@ def _merged_over_bases(
     resolved_chain = [path.resolve() for path in chain]
     merged: dict[str, Any] = {}
     for base in bases:
-        base_path = file.parent / base
+        base_path = find_base(file.parent, base)
         if not base_path.exists():
             raise UserError(
                 f"{file}: extends {base!r}, which does not exist beside it; fix the path"
@@ -378,7 +392,7 @@ def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
     if bases is None:
         extends = read_yaml(file, "a config").get("extends", [])
         bases = [extends] if isinstance(extends, str) else extends
-    return find_stream(file.parent / bases[-1]) if bases else ""
+    return find_stream(find_base(file.parent, bases[-1])) if bases else ""
 
 
 def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def _counts_text(data_set: DataSet) -> str:
 def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) -> list[TaskPlan]:
     """Return the tasks of a stream, the base task first.
 
-    Several data sets are one task each. One data set is divided by its classes (`task_sizes`).
+    Several data sets are one task each. If all have the same classes (`are_domains`), none is the
+    base task. One data set is divided by its classes (`task_sizes`).
 
     Args:
         data_sets: The data sets.
@@ -105,8 +106,9 @@ def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) ->
         name: Name of the run.
     """
     if len(data_sets) > 1:
+        has_base = not are_domains(data_sets)
         return [
-            TaskPlan(data_set.name, card, len(data_set.classes), None, index == 0)
+            TaskPlan(data_set.name, card, len(data_set.classes), None, has_base and index == 0)
             for index, (data_set, card) in enumerate(zip(data_sets, cards, strict=True))
         ]
     classes = data_sets[0].classes
@@ -120,6 +122,11 @@ def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) ->
         tasks.append(TaskPlan(f"{name}-{number}", cards[0], size, part, number == 0))
         start += size
     return tasks
+
+
+def are_domains(data_sets: Sequence[DataSet]) -> bool:
+    """Return whether there are several data sets, and all have the same classes."""
+    return len(data_sets) > 1 and len({frozenset(d.classes) for d in data_sets}) == 1
 
 
 def task_sizes(num_classes: int) -> list[int]:
@@ -165,9 +172,12 @@ def config_text(
     """
     backbone = choose_backbone(data_sets)
     num_train = sum(data_set.counts["train"] for data_set in data_sets)
+    in_domains = are_domains(data_sets)
     num_classes = sum(len(data_set.classes) for data_set in data_sets)
+    if in_domains:
+        num_classes = len(data_sets[0].classes)
     val_fraction = 0.1
-    if num_train < 5 * num_classes:
+    if num_train < 5 * sum(len(data_set.classes) for data_set in data_sets):
         val_fraction = 0.0  # too few images to hold some out
     held_out = "of the train images, held out to choose by"
     if any("val" in data_set.counts for data_set in data_sets):
@@ -182,18 +192,25 @@ def config_text(
     text += _line("seed", 0)
     text += _line("storage", "storage", "all results, below the folder that it is run in")
     text += "stream:\n"
-    told = "an image comes with its task; class, domain: without it"
-    text += _line("scenario", "task", told, 2)
-    text += (
-        "  # Tasks are learned in this order. The backbone is trained on the base task, and every\n"
-        "  # method starts from it. Change classes, their order and the number of tasks.\n"
-        "  tasks:\n"
-    )
+    if in_domains:
+        told = "the same classes in all; an image comes without its task"
+        text += _line("scenario", "domain", told, 2)
+        text += "  # `task`: each has classes of its own. Tasks are learned in this order.\n"
+    else:
+        told = "an image comes with its task; class, domain: without it"
+        text += _line("scenario", "task", told, 2)
+        text += (
+            "  # Tasks are learned in this order. The backbone is trained on the base task, and "
+            "every\n"
+            "  # method starts from it. Change classes, their order and the number of tasks.\n"
+        )
+    text += "  tasks:\n"
     for task in tasks:
         text += _task_text(task)
+    no_base = "" if in_domains else ", and no task needs `role: base`"
     text += (
         "# A small vision transformer that learns from nothing on a CPU. With a GPU and a network\n"
-        "# a pretrained one is better, and no task needs `role: base`. Instead of this section:\n"
+        f"# a pretrained one is better{no_base}. Instead of this section:\n"
         "#   backbone: {name: vit_small_patch16_224, weights: hub}\n"
         "backbone:\n"
     )
@@ -208,9 +225,14 @@ def config_text(
     text += _line("flip", 0.0, "0.5: where a mirrored image has the same class", 2)
     text += _train_text(has_gpu)
     text += "# Side by side. docs/methods.md lists all that there are.\nmethods:\n"
-    text += _line("linear", {}, "a frozen backbone, a head per task: forgets nothing", 2)
+    if not in_domains:
+        text += _line("linear", {}, "a frozen backbone, a head per task: forgets nothing", 2)
     text += _line("finetune", {}, "all weights keep learning: forgets", 2)
-    text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
+    if in_domains:
+        text += _line("replay", {}, "learns with images of earlier tasks: forgets less", 2)
+        text += _line("joint", {}, "learns all tasks together: what could be reached", 2)
+    else:
+        text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
     text += "cluster:\n"
     text += _line("workers", 0, "0: in this process; 1 or more: worker groups of Ray", 2)
     threads = min(os.cpu_count() or 1, MAX_THREADS)

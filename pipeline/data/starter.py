@@ -24,7 +24,14 @@ from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX,
 from pipeline.data.formats.folder import LABEL, split_folders
 from pipeline.data.names import get_file_name, get_suffix, listed, printable
 from pipeline.data.preview import PAGE_START, PREVIEW, render_sheets
-from pipeline.data.proposal import TaskPlan, card_text, config_text, plan_tasks, relative_to_here
+from pipeline.data.proposal import (
+    TaskPlan,
+    are_domains,
+    card_text,
+    config_text,
+    plan_tasks,
+    relative_to_here,
+)
 from pipeline.data.splits import find_role
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
@@ -251,7 +258,7 @@ def propose(
     return Starter(
         config,
         files,
-        _stream_text(tasks),
+        _stream_text(tasks, are_domains(data_sets)),
         f"{program} {run_command}",
         f"{program} {init_command}",
     )
@@ -461,7 +468,7 @@ def _is_val_the_test(data_set: DataSet) -> bool:
     return any(find_role(part.rpartition("/")[2]) == "val" for part in parts)
 
 
-def _stream_text(tasks: Sequence[TaskPlan]) -> str:
+def _stream_text(tasks: Sequence[TaskPlan], in_domains: bool) -> str:
     parts: list[str] = []
     for task in tasks[:SHOWN_CLASSES]:
         role = ", the base" if task.is_base else ""
@@ -469,4 +476,10 @@ def _stream_text(tasks: Sequence[TaskPlan]) -> str:
     more = len(tasks) - SHOWN_CLASSES
     if more > 0:
         parts.append(f"{more} more")
-    return f"{format_count(len(tasks), 'task')}: {', '.join(parts)}"
+    text = f"{format_count(len(tasks), 'task')}: {', '.join(parts)}"
+    if in_domains:
+        text += (
+            "; all have the same classes, so they are domains, and no image comes with its task "
+            "(for tasks with classes of their own set stream.scenario to task)"
+        )
+    return text

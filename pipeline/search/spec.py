@@ -78,7 +78,9 @@ class SearchSettings(Frozen):
     name: str = Field(
         pattern=configs.NAME, description="name of the search and its files; default: the file's"
     )
-    base: str = Field(description="config to search, relative to this file")
+    base: str = Field(
+        description="config to search, relative to this file, or configs/... of Accrete"
+    )
     set: dict[str, Any] = Field(
         default_factory=dict, description="changes to the base, by dotted key"
     )
@@ -410,7 +412,7 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     for override in overrides:
         apply_override(raw, override)
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
-    base = file.parent / settings.base
+    base = yaml_files.find_base(file.parent, settings.base)
     if not base.exists():
         raise UserError(
             f"{path}: base {settings.base!r} does not exist beside it; correct the path"

@@ -715,6 +715,19 @@ def test_a_config_that_extends_nonsense_gets_one_sentence(
         load(path)
 
 
+def test_a_config_extends_one_that_comes_with_accrete(tmp_path: Path) -> None:
+    base = "configs/streams/digits.yaml"
+    path = written(tmp_path, top=f"extends: {base}\nname: top\nmethods: [linear]\n")
+    assert [task.name for task in load(path).stream.tasks][:2] == ["digits-0123", "digits-45"]
+    assert yaml_files.find_stream(Path(path)) == "digits", "its recommended settings apply"
+    (tmp_path / "configs" / "streams").mkdir(parents=True)
+    (tmp_path / base).write_text(STREAM)
+    assert [task.card for task in load(path).stream.tasks] == ["digits"]
+    gone = written(tmp_path, top="extends: configs/streams/no.yaml\nname: top\n")
+    with pytest.raises(UserError, match=r"configs/streams/no.yaml', which does not exist"):
+        load(gone)
+
+
 # ---- what --set makes of a run -------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("overrides", "name"),

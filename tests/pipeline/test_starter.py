@@ -99,6 +99,22 @@ def test_several_data_sets_are_a_task_each(here: Path) -> None:
     assert card_files.load(tasks[1].card).classes == ("x", "y")
 
 
+def test_data_sets_with_the_same_classes_are_domains(here: Path) -> None:
+    for domain in ("photo", "art", "sketch"):
+        class_folders(here.parent / "animals" / domain, NAMES, 4)
+    lines = init(*(f"../animals/{domain}" for domain in ("art", "photo", "sketch")))
+    assert any("all have the same classes, so they are domains" in line for line in lines)
+    config = configs.load("art.yaml")
+    assert config.stream.scenario == "domain"
+    assert [(task.name, task.role) for task in config.stream.tasks] == [
+        ("art", "task"),
+        ("photo", "task"),
+        ("sketch", "task"),
+    ]
+    assert {*config.methods} == {"finetune", "replay", "joint"}
+    assert "5 classes in 3 tasks" in Path("art.yaml").read_text()
+
+
 def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
     class_folders(here.parent / "zoos" / "a", NAMES)
     class_folders(here.parent / "zoos" / "b", ("elk", "fly", "gnu"))

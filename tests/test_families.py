@@ -93,5 +93,6 @@ def test_who_takes_plain_blocks_alone_says_why(family: str) -> None:
         assert cls.why_no_other_vit in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_page_on_methods_and_families_is_current() -> None:
     assert PAGE.read_text() == page(), f"run {COMMAND}"

@@ -191,6 +191,7 @@ def test_huge_sizes_in_the_headers_of_a_shard_in_place_take_no_memory(kind: Any,
     assert megabytes < 100
 
 
+@pytest.mark.few("read_in_place")
 @pytest.mark.parametrize("read", [list_one, read_in_place])
 def test_headers_for_all_later_members_take_no_memory(read: Any, site: Any) -> None:
     parts = []
@@ -1024,7 +1025,7 @@ def test_hostile_tensors_are_refused(case: Any) -> None:
         load_tensors(TENSORS[case], "a file")
 
 
-@pytest.mark.few("truncated", "old pickle", "torch.save")
+@pytest.mark.few("torch.save")
 @pytest.mark.parametrize("case", [*TENSORS, "torch.save"])
 def test_hostile_weights_of_a_backbone_are_refused(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str]

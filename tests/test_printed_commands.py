@@ -70,7 +70,7 @@ def test_the_commands_are_found() -> None:
     assert any("resnet50" in command for command in COMMANDS)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_printed_command_is_accepted(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

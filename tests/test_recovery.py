@@ -213,7 +213,7 @@ def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
 
 
 # ---- checkpoints inside a stage ------------------------------------------------------------------
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
 def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
     crash_at: int, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch

@@ -166,7 +166,7 @@ def test_batches_that_threads_make_are_those_of_the_cpu(device: Any) -> None:
     device.submit(on_strict_device.check, Case("finetune", "task", data=DATA["all"])).result()
 
 
-@pytest.mark.few("bf16", "best")
+@pytest.mark.few("bf16")
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: str) -> None:
     device.submit(

@@ -55,6 +55,7 @@ def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[st
     assert all(len(line) <= 160 and line == line.rstrip() for line in lines)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_card_has_the_sizes_that_its_authors_state(name: str) -> None:
     row = dict(zip(catalogue.HEADING, rows_by_name()[name], strict=True))

@@ -67,7 +67,7 @@ class Counting:
 
 
 # ---- requests ------------------------------------------------------------------------------------
-@pytest.mark.few(3)
+@pytest.mark.few("True-1-9")
 @pytest.mark.parametrize(("is_small", "of_shard", "others"), [(False, 2, 34), (True, 1, 9)])
 def test_the_digits_take_few_requests_of_a_bucket(
     is_small: bool,
@@ -165,6 +165,7 @@ def ingest_until(number: int, what: str, card: Card, root: str) -> None:
         run(card, root, Counting(kill_at))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("what", "number"), [("unit", 6), ("write", 2), ("write", 7), ("write", 36), ("write", 51)]
 )

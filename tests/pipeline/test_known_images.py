@@ -115,7 +115,7 @@ def rewrite_image(folder: Path) -> int:
     return 0  # it is read, and its bytes are the same
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "change",
     [

@@ -211,6 +211,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*MODELS])
 def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(
     lab: Any, tracking: Any, tmp_path: Path, name: Any

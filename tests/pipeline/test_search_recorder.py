@@ -311,7 +311,7 @@ def test_the_record_can_be_rewritten_from_the_store_and_twice_adds_nothing(
         SearchRecorder.rebuild(storage, "other")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_after_an_outage_the_server_has_the_whole_search_once(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch, how: str

@@ -160,6 +160,7 @@ def test_mixing_gives_the_same_bits_with_and_without_a_loop() -> None:
     assert torch.equal(mixed, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])
 def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct: float) -> None:
     settings = backbone(24, crop_pct)

@@ -319,7 +319,7 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
     assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(affine_names(model))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_block_has_it_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()

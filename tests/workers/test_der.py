@@ -537,6 +537,7 @@ def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str) -> No
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
 def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: str) -> None:
     run = stream(lab, name, memory=20, **({"sparsity": 0.3} if name == "der_p" else {}))

@@ -361,6 +361,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_batches_depend_on_the_images_of_a_task_alone(

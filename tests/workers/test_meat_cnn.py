@@ -319,6 +319,7 @@ def test_masks_that_never_flip_are_reported_by_their_names() -> None:
 
 
 # ---- physically pruned inference -----------------------------------------------------------------
+@pytest.mark.few(2)
 @BOTH
 @pytest.mark.parametrize("ffn", ["weight", "off"])
 def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(

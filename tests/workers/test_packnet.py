@@ -189,6 +189,7 @@ def forgotten(optimizer: str, **settings: Any) -> list[str]:
     return [TASKS[at].name for at, answers_now in late if not torch.equal(answers_now, right[at])]
 
 
+@pytest.mark.few(3)
 @OF_ANY
 @pytest.mark.parametrize(
     "settings",

@@ -71,6 +71,7 @@ def mixed(run: Finished, count: int = 5) -> tuple[list[bytes], list[str]]:
 
 
 # ---- answers -------------------------------------------------------------------------------------
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*TOLD, *FOUND_OUT])
 def test_as_many_answers_are_right_as_evaluation_recorded(runs: Any, name: Any) -> None:
     run, right = runs(name), {}

@@ -222,6 +222,7 @@ def test_a_first_task_is_not_warned_of_the_penalty_of_the_next() -> None:
     assert method.warnings() == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", ["class", "task"])
 @pytest.mark.parametrize(("method", "weight"), [("si", "c"), ("mas", "lambda")])
 def test_without_a_weight_it_is_fine_tuning(

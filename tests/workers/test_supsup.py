@@ -607,6 +607,7 @@ def test_measuring_records_what_was_picked_and_how_sure(lab: Lab) -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_methods_are_measured_as_before(lab: Lab) -> None:
     for run in (not_told(lab, "finetune"), lab.run("supsup")):
         assert not any("picks" in row for row in run.evaluated(1)["rows"])

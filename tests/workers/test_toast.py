@@ -263,7 +263,7 @@ def test_other_families_are_steered_by_their_values(form: dict[str, Any]) -> Non
     assert torch.equal(steered(method, images()), model(images()))
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
 def test_feedback_of_other_families_learns_and_is_stored(name: str, form: dict[str, Any]) -> None:

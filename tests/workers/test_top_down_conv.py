@@ -431,7 +431,7 @@ def test_what_a_convnext_cannot_do_is_refused(
         METHODS[name].check_backbone(METHODS[name].Settings(**settings), convnext())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "top"), [(0, 4), (1, 3)])
 def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: int) -> None:
     with torch.device("meta"):
@@ -554,7 +554,7 @@ ON_LAB = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("promise", [name for name, p in PROMISES.items() if p.applies(Toast)])
 @pytest.mark.parametrize("name", BOTH)
 def test_the_promises_of_every_method_hold_on_it(

@@ -277,10 +277,15 @@ def find_shipped(file: Path) -> Path:
 def find_base(folder: Path, name: str) -> Path:
     """Return the config that a file in `folder` names; it need not exist.
 
-    `configs/...` is the file that comes with Accrete, unless the folder has one of this name.
+    `configs/...` is the file that comes with Accrete, unless the folder has one of this name; the
+    console says so.
     """
     file = folder / name
-    return file if file.exists() or not (shipped := find_shipped(Path(name))).exists() else shipped
+    shipped = find_shipped(Path(name))
+    if file.exists() or not shipped.exists():
+        return file
+    _notify_once(f"{name} is the one that comes with Accrete, {shipped}")
+    return shipped
 
 
 @functools.cache

@@ -125,8 +125,13 @@ def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) ->
 
 
 def are_domains(data_sets: Sequence[DataSet]) -> bool:
-    """Return whether there are several data sets, and all have the same classes."""
-    return len(data_sets) > 1 and len({frozenset(d.classes) for d in data_sets}) == 1
+    """Return whether there are several data sets, and all have the same classes.
+
+    Classes named by numbers can mean other things in each data set.
+    """
+    names = {frozenset(data_set.classes) for data_set in data_sets}
+    has_words = not all(name.isdigit() for name in data_sets[0].classes)
+    return len(data_sets) > 1 and len(names) == 1 and has_words
 
 
 def task_sizes(num_classes: int) -> list[int]:
@@ -195,7 +200,10 @@ def config_text(
     if in_domains:
         told = "the same classes in all; an image comes without its task"
         text += _line("scenario", "domain", told, 2)
-        text += "  # `task`: each has classes of its own. Tasks are learned in this order.\n"
+        text += (
+            "  # Tasks are learned in this order. If only the names of the classes are the same:\n"
+            "  # `task`, and methods of that scenario, such as linear, finetune and meat.\n"
+        )
     else:
         told = "an image comes with its task; class, domain: without it"
         text += _line("scenario", "task", told, 2)

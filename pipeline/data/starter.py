@@ -479,7 +479,7 @@ def _stream_text(tasks: Sequence[TaskPlan], in_domains: bool) -> str:
     text = f"{format_count(len(tasks), 'task')}: {', '.join(parts)}"
     if in_domains:
         text += (
-            "; all have the same classes, so they are domains, and no image comes with its task "
-            "(for tasks with classes of their own set stream.scenario to task)"
+            "; all have the same classes, so they are domains (stream.scenario), and no image has "
+            "a task at test time"
         )
     return text

@@ -115,6 +115,14 @@ def test_data_sets_with_the_same_classes_are_domains(here: Path) -> None:
     assert "5 classes in 3 tasks" in Path("art.yaml").read_text()
 
 
+def test_data_sets_with_the_same_numbers_are_tasks(here: Path) -> None:
+    """The numbers can mean other things in each."""
+    for name in ("a", "b"):
+        class_folders(here.parent / name, ("0", "1", "2"), 4)
+    init("../a", "../b")
+    assert configs.load("a.yaml").stream.scenario == "task"
+
+
 def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
     class_folders(here.parent / "zoos" / "a", NAMES)
     class_folders(here.parent / "zoos" / "b", ("elk", "fly", "gnu"))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from workers.data.batch import Batch
 from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
-from workers.methods.finetune import weight_groups
+from workers.methods.finetune import collect_tensors, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.distill import kd_ce
 from workers.storage.taskstate import Carried, TaskState
@@ -55,25 +55,19 @@ class FosterSettings(RehearsalSettings):
 
 
 class Boosted(nn.Module):
-    """The frozen old extractor and a new one, with one classifier over the features of both.
+    """A frozen extractor beside that of the method, with one classifier over the features of both.
 
     Attributes:
         old: The network before the task. It stays in evaluation mode.
-        new: The extractor that learns the task.
         joint: Classifier of the 2 D features over all classes so far.
+        new: In step `compress`, the extractor that `train` trained. Before, it is the method's.
     """
 
     def __init__(self, backbone: nn.Module, width: int, classes: int):
         super().__init__()
         self.old = copy.deepcopy(backbone)
-        self.new = copy.deepcopy(backbone)
         self.joint = _classifier(2 * width, classes)
-
-    def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> (b, 2 D), those of the old extractor first and without a graph."""
-        with torch.no_grad():
-            old = self.old(images)
-        return torch.cat([old, self.new(images)], 1)
+        self.new: nn.Module | None = None
 
     def train(self, mode: bool = True) -> Boosted:
         super().train(mode)
@@ -92,11 +86,12 @@ class Foster(Rehearsal[FosterSettings]):
 
     The head `branch` is discarded. `compress`: a student starts as F with its head, and learns
     KD_ce(tau) from z. The teacher's probabilities are multiplied by w, with `compress_beta`, and
-    normalised. The student is served, and is the next task's F: the size stays constant. The loss
-    of the first task is CE, and it is not compressed.
+    normalised. The student is served, and is the next task's F: the size stays constant. The first
+    task is trained with the cross-entropy alone, and has no step `compress`.
 
     Differences from the released code: the classifier's new entries start with a standard deviation
-    of 0.02, as all heads here; weights are never aligned (an option there, off in its configs).
+    of 0.02, as all heads here; exemplars are chosen by the features of the student, there by those
+    of both extractors; weights are never aligned (an option there, off in its configs).
     """
 
     name = "foster"
@@ -124,7 +119,7 @@ class Foster(Rehearsal[FosterSettings]):
         super().__init__(backbone, settings, seed)
         self.boosted: Boosted | None = None
         self.branch: nn.Linear | None = None
-        self.carried_boost: dict[str, Tensor] = {}
+        self.carried_teacher: dict[str, Tensor] = {}
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -134,9 +129,12 @@ class Foster(Rehearsal[FosterSettings]):
         boosted = Boosted(self.backbone, self.heads.width, self.num_classes)
         self.boosted = boosted
         beta = self.settings.beta if context.step == "train" else self.settings.compress_beta
-        self.register_buffer("class_weights", weigh_classes(self.count_images(), beta))
+        weights = weigh_classes(self.count_images(), beta)
+        self.register_buffer("class_weights", weights, persistent=False)
         if context.step == "compress":
-            boosted.load_state_dict(self.carried_boost, strict=False)
+            boosted.new = copy.deepcopy(self.backbone)
+            teacher = {f"old.{name}": t for name, t in boosted.old.state_dict().items()}
+            boosted.load_state_dict(teacher | self.carried_teacher)
             return groups
         self.start_joint(boosted.joint)
         self.branch = _classifier(self.heads.width, self.num_classes)
@@ -152,7 +150,7 @@ class Foster(Rehearsal[FosterSettings]):
                 "params": [layer.bias for layer in layers],
                 "weight_decay": 0.0,
             },
-            *weight_groups(boosted.new, context.optim),
+            *weight_groups(self.backbone, context.optim),
         ]
 
     @torch.no_grad()
@@ -176,11 +174,13 @@ class Foster(Rehearsal[FosterSettings]):
         return self.step == "train" and self.boosted is not None
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> (b, D); (b, 2 D) while two extractors train."""
-        if self.boosts:
-            assert self.boosted is not None
-            return self.boosted.features(images)
-        return super().features(images)
+        """Images (b, 3, H, W) -> (b, D); (b, 2 D) in step `train`, the old extractor's first."""
+        if not self.boosts:
+            return super().features(images)
+        assert self.boosted is not None
+        with torch.no_grad():
+            old = self.boosted.old(images)
+        return torch.cat([old, super().features(images)], 1)
 
     def all_logits(self, features: Tensor) -> Tensor:
         if self.boosts:
@@ -189,13 +189,26 @@ class Foster(Rehearsal[FosterSettings]):
             return logits
         return super().all_logits(features)
 
+    def logits(self, images: Tensor, task: str | None) -> Tensor:
+        if task is not None and self.boosts:
+            return self.all_logits(self.features(images))[:, self.class_slices()[task]]
+        return super().logits(images, task)
+
+    @torch.no_grad()
+    def teach(self, images: Tensor) -> Tensor:
+        """Images (b, 3, H, W) -> the logits (b, classes so far) of the network of step `train`."""
+        assert self.boosted is not None
+        assert self.boosted.new is not None
+        features = torch.cat([self.boosted.old(images), self.boosted.new(images)], 1)
+        logits: Tensor = self.boosted.joint(features)
+        return logits
+
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         if self.boosted is None:
             return super().loss(batch, progress)
         if self.step == "compress":
-            with torch.no_grad():
-                teacher = self.boosted.joint(self.boosted.features(batch.images))
             student = self.all_logits(self.features(batch.images))
+            teacher = self.teach(batch.images)
             kd = kd_ce(student, teacher, self.settings.tau, self.class_weights)
             return kd, {"kd": kd.detach()}
         assert self.branch is not None
@@ -213,26 +226,28 @@ class Foster(Rehearsal[FosterSettings]):
 
     def train(self, mode: bool = True) -> Foster:
         super().train(mode)
-        if self.boosted is not None:
-            (self.boosted if self.step == "compress" else self.backbone).eval()
+        if self.boosted is not None and self.step == "compress":
+            self.boosted.eval()
         return self
 
     # ---- state -----------------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
         state, carried = super().finish()
-        if self.boosts:
+        if self.boosts:  # the student starts as the old network, and learns from the new one, too
             assert self.boosted is not None
-            for name, tensor in self.boosted.state_dict().items():
-                if not name.startswith("old."):  # it is the carried network
-                    carried.tensors[BOOSTED + name] = tensor.detach().clone()
+            for name, tensor in collect_tensors(self.backbone).items():
+                carried.tensors[f"{BOOSTED}new.{name}"] = tensor
+            for name, tensor in collect_tensors(self.boosted).items():
+                kind, _, rest = name.partition(".")
+                carried.tensors[f"backbone/{rest}" if kind == "old" else BOOSTED + name] = tensor
         return state, carried
 
     def load_carried(self, carried: Carried) -> None:
         network = {}
-        self.carried_boost = {}
+        self.carried_teacher = {}
         for name, tensor in carried.tensors.items():
             if name.startswith(BOOSTED):
-                self.carried_boost[name.removeprefix(BOOSTED)] = tensor
+                self.carried_teacher[name.removeprefix(BOOSTED)] = tensor
             else:
                 network[name] = tensor
         super().load_carried(Carried(network, carried.meta))

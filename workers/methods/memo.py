@@ -7,6 +7,7 @@ ICLR 2023.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -41,9 +42,10 @@ class Memo(Der[MemoSettings]):
     Stored per task: its own part; the first task also stores the shared one. With a base task the
     shared blocks are those of the backbone, and stay frozen.
 
-    Differences from the released code: a step `finetune` tunes the classifier on as many images of
-    each class, as in `der`; there the weights of new classes are scaled. The paper shares all but
-    the last stage of a convolutional network, here all but the last blocks of a ViT.
+    Differences from the authors' code: in each task the classifier starts anew, and a step
+    `finetune` tunes it on as many images of each class, as in `der`; there it keeps its rows of old
+    classes, and the weights of new classes are scaled. The paper shares all but the last stage of a
+    convolutional network, here all but the last blocks of a ViT.
     """
 
     name = "memo"
@@ -51,6 +53,9 @@ class Memo(Der[MemoSettings]):
     keeps = "its last blocks"
     paper = (
         "A Model or 603 Exemplars: Towards Memory-Efficient Class-Incremental Learning, ICLR 2023"
+    )
+    train_defaults = replace(
+        Der.train_defaults, source="the rates of `der`; not measured for this method"
     )
     needs_vit = True
     vits = BLOCK_VITS
@@ -65,7 +70,7 @@ class Memo(Der[MemoSettings]):
         if settings.blocks >= depth:
             raise UserError(
                 f"blocks is {settings.blocks}, and the backbone has {depth}, so that tasks would "
-                f"share none; give it {depth - 1} or less, or use der"
+                f"share none; {f'give it {depth - 1} or less, or ' * (depth > 1)}use der"
             )
 
     def __init__(self, backbone: Any, settings: MemoSettings, seed: int):

@@ -51,12 +51,14 @@ lint: .venv/.ready
 test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 
 # The checks of `lint` run beside the tests. Four processes share nothing; they wait in part, and fill two cores. Those tests
-# of a file that share what was run once stay together.
+# of a file that share what was run once stay together. In a fresh clone pytest first compiles all tests once, and not in each
+# of the four processes.
 test:
 	@$(MAKE) --no-print-directory -j 2 lint test-fast
 
 .PHONY: test-fast
 test-fast: .venv/.ready
+	@ls tests/__pycache__/*pytest* > /dev/null 2>&1 || $(BIN)/python -m pytest --collect-only -qq > /dev/null || :
 	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile
 
 test-all: lint

@@ -60,7 +60,13 @@ class JobSizes:
 
 
 REHEARSAL = JobSizes(
-    side=32, images=4, epochs=1, methods=("finetune", "linear"), tasks=2, stop_at=1
+    side=32,
+    images=4,
+    epochs=1,
+    methods=("finetune", "linear"),
+    tasks=2,
+    stop_at=1,
+    limit_s=400.0,  # on busy cores Ray alone takes one or two minutes to start
 )
 
 

@@ -133,7 +133,7 @@ def test_a_killed_worker_stands_in_the_log_of_a_run_that_goes_on(tmp_path: Path)
     """With the number of retries that there is without a setting."""
     with two_nodes(tmp_path, PRINT.replace("FAULT", "pass")) as nodes:
         cluster = {"workers": 1, "address": nodes.address, "checkpoint_s": 1e-6}
-        process = start(nodes, tmp_path, train={"epochs": 200}, cluster=cluster)
+        process = start(nodes, tmp_path, train={"epochs": 60}, cluster=cluster)
         until_checkpoint(tmp_path, STAGE, process, "out.txt")
         worker = training_worker(nodes)
         address = nodes.nodes[0].node_ip_address

@@ -54,6 +54,7 @@ ALONE = (
     "test_servers.py",
     "test_several_nodes.py",
     "test_slurm.py",
+    "test_stage_limits.py",
     "test_two_drivers.py",
     "test_wheel.py",
 )

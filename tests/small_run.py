@@ -15,6 +15,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,12 @@ def processes() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def start_server() -> None:
+    """Start the server of `processes` now: it keeps the environment that it starts with."""
+    processes()
+    forkserver.ensure_running()
 
 
 def start(

@@ -58,6 +58,7 @@ def two_nodes(folder: Path, module: str) -> Iterator[Nodes]:
 
     module: what Python imports at the start of each process of that node.
     """
+    small_run.start_server()  # later tests use it, and it must not import the module
     with nodes_up([]) as nodes, pytest.MonkeyPatch.context() as patch:
         (folder / "sitecustomize.py").write_text(module)
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)

@@ -67,7 +67,7 @@ class Postgres:
                 stderr=log,
                 user=account(),
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 900
         while subprocess.run([self._program("pg_isready"), "-q", *address], check=False).returncode:
             assert self.process.poll() is None, (self.folder / "log.txt").read_text()
             assert time.monotonic() < deadline, (self.folder / "log.txt").read_text()
@@ -77,7 +77,7 @@ class Postgres:
         """Let it break off all connections and end, as in a crash; the next start recovers."""
         if self.process:
             self.process.send_signal(signal.SIGQUIT)
-            self.process.wait(60)
+            self.process.wait(900)
             self.process = None
 
     def _program(self, name: str) -> Path:

@@ -292,7 +292,7 @@ class Server:
     def stop(self) -> None:
         """End the process, if there is one."""
         if self.process:
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=900)
             self.process = None
 
 

@@ -85,7 +85,7 @@ class Slurm:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=900,
             check=False,
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
@@ -153,7 +153,7 @@ def slurm_up(folder: Path) -> Iterator[Slurm]:
         for name in ("node1", "node2"):
             (folder / name).mkdir()
             slurm.nodes[name] = start(name, "slurmd", "-D", "-N", name)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 900
         while slurm.call("sinfo", "-h", "-o", "%T %D").split() != ["idle", "2"]:
             assert time.monotonic() < deadline, [
                 (folder / name).read_text() for name in ("controller.out", "node1.out", "node2.out")
@@ -163,7 +163,7 @@ def slurm_up(folder: Path) -> Iterator[Slurm]:
     finally:
         with contextlib.suppress(AssertionError):
             slurm.call("scancel", "--user=root")
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 900
             while slurm.call("squeue", "-h") and time.monotonic() < deadline:
                 time.sleep(0.5)
         for process in reversed(processes):

@@ -222,7 +222,7 @@ def kill_before_call(calls: int, by: int, within: str) -> None:
     vars(local)["run_stage"] = counting_run_stage
 
 
-def run(argv: list[str], out: Path, timeout: float = 240) -> str:
+def run(argv: list[str], out: Path, timeout: float = 900) -> str:
     """Run a command to its end in a new process, and return its output.
 
     Raise AssertionError when its exit code is not 0.

@@ -768,7 +768,7 @@ def in_a_process(argv: list[str]) -> str:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     return judge(done.returncode, done.stdout, done.stderr)

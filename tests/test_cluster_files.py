@@ -439,7 +439,7 @@ def test_slurm_job_starts_head_workers_driver_and_stops(
     slurm: Any, code: int, tmp_path: Path
 ) -> None:
     process = job({**slurm, "DRIVER_CODE": str(code)}, "configs/a b.yaml", "--set", "seed=1")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == code, out + err
     ray_log = tmp_path / "ray-42.log"
     assert ray_log.exists() == bool(code), "what Ray printed is kept when a run fails"
@@ -496,7 +496,7 @@ def test_slurm_job_starts_head_workers_driver_and_stops(
 
 def test_a_job_of_an_array_runs_one_seed(slurm: Any) -> None:
     process = job({**slurm, "SLURM_ARRAY_TASK_ID": "7"}, "configs/digits-seeds.yaml")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, out + err
     (driver,) = [line for line in logged_commands(slurm) if line.startswith("driver")]
     assert driver.startswith("driver -m pipeline run configs/digits-seeds.yaml --set seeds=[7] ")
@@ -511,7 +511,7 @@ def test_ray_runs_on_all_components_of_a_heterogeneous_job(slurm: Any) -> None:
         "SLURM_CPUS_PER_TASK_HET_GROUP_1": "16",
     }
     process = job({**slurm, **components}, "configs/demo.yaml")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, out + err
     lines = logged_commands(slurm)
     head, large = [line for line in lines if line.startswith("srun")]
@@ -525,7 +525,7 @@ def test_ray_runs_on_all_components_of_a_heterogeneous_job(slurm: Any) -> None:
 
 def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm: Any) -> None:
     process = job({**slurm, "HOST_ADDRESS": "127.0.1.1"}, "configs/demo.yaml")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, out + err
     assert any("--node-ip-address=10.0.0.7" in line for line in logged_commands(slurm))
 
@@ -544,7 +544,7 @@ def test_a_preempted_job_saves_and_goes_back_into_the_queue(
         assert process.poll() is None, process.communicate()
         os.sched_yield()
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == ends_with, out + err
     lines = logged_commands(slurm)
     assert lines.count("driver was asked to end") == 1
@@ -562,7 +562,7 @@ def test_two_signals_end_the_driver_once(slurm: Any) -> None:
             assert process.poll() is None, process.communicate()
             os.sched_yield()
         process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 143, out + err
     lines = logged_commands(slurm)
     assert lines.count("driver was asked to end") == 1
@@ -575,7 +575,7 @@ def test_slurm_may_put_the_job_back_into_the_queue() -> None:
 
 def test_failed_ray_start_ends_job_with_message(slurm: Any, tmp_path: Path) -> None:
     process = job({**slurm, "RAY_FAILS": "1"}, "configs/demo.yaml")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=900)
     assert process.returncode == 1
     assert "accrete: Ray did not start on a node" in err
     assert not any(line.startswith("driver") for line in logged_commands(slurm))

@@ -99,7 +99,7 @@ def test_no_dependency_has_a_known_vulnerability() -> None:
         "-r",
         str(CONSTRAINTS),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     try:
         report = json.loads(done.stdout)
     except ValueError:

@@ -27,7 +27,9 @@ leave({code})
 @pytest.mark.parametrize("code", [0, 2, 143])
 def test_a_thread_that_still_runs_changes_nothing(code: int) -> None:
     text = THREAD.format(code=code)
-    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=900
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "done\n", "")
 
 
@@ -39,7 +41,9 @@ def test_what_is_registered_for_the_end_is_done_and_threads_are_waited_for() -> 
         "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\n"
         "leave(0)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=900
+    )
     assert ended.stdout == "thread\nregistered\n"
 
 
@@ -61,7 +65,7 @@ def test_a_hundred_commands_end_with_success(tmp_path: Path) -> None:
 
     def run(argv: list[str]) -> tuple[int, str]:
         words = [sys.executable, "-m", "pipeline", *argv]
-        ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+        ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=900)
         return ended.returncode, ended.stderr[-500:]
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -78,6 +82,6 @@ def test_a_signal_before_the_first_output_is_answered_with_a_sentence() -> None:
             if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
                 break
         process.send_signal(signal.SIGTERM)
-        _, printed = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=900)
     assert process.returncode == 143
     assert printed == b"accrete: stopped before anything was started\n"

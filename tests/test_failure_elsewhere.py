@@ -78,7 +78,7 @@ def start(nodes: Nodes, folder: Path, **changes: Any) -> Any:
 
 def failed_output(process: Any, folder: Path) -> str:
     """Wait for the end of a run that fails, and return what it printed."""
-    process.join(240)
+    process.join(900)
     output = (folder / "out.txt").read_text()
     assert process.exitcode == 2, output
     assert "Traceback" not in output
@@ -100,7 +100,7 @@ def answer_of(*arguments: str) -> str:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout
@@ -139,7 +139,7 @@ def test_a_killed_worker_stands_in_the_log_of_a_run_that_goes_on(tmp_path: Path)
         worker = training_worker(nodes)
         address = nodes.nodes[0].node_ip_address
         worker.kill()
-        process.join(300)
+        process.join(900)
     output = (tmp_path / "out.txt").read_text()
     assert process.exitcode == 0, output
     died = f"rank 0 on {address} died: process {worker.pid} was killed or crashed"

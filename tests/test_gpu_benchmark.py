@@ -39,7 +39,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", absent + code],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
         cwd=CHECKOUT,
         env=environment,

@@ -74,7 +74,7 @@ def test_a_killed_worker_of_an_ingest_on_ray_costs_its_unit_alone(tmp_path: Path
     config = write_config(tmp_path)
     driver = small_run.start(["ingest", config], tmp_path / "out.txt")
     command = kill_one(driver, "ray::write_unit")
-    driver.join(240)
+    driver.join(900)
     output = (tmp_path / "out.txt").read_text()
     assert driver.exitcode == 0, output
     assert command, "a worker was killed in the middle of a unit"
@@ -98,7 +98,7 @@ def read_expected(folder: Path, name: str) -> bytes:
 def test_killed_ingest_on_ray_keeps_packed_shards(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     driver = small_run.start(["ingest", config], tmp_path / "out.txt")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     workers: list[psutil.Process] = []
     while driver.is_alive() and time.monotonic() < deadline:
         workers = processes_below(driver.pid, "ray::") or workers
@@ -106,7 +106,7 @@ def test_killed_ingest_on_ray_keeps_packed_shards(tmp_path: Path) -> None:
             break
         time.sleep(0.02)
     driver.kill()
-    driver.join(60)
+    driver.join(900)
     (packs,) = (tmp_path / "storage" / "stages").glob("*/packs-*")
     gone = [process for process in workers if process.is_running()]
     psutil.wait_procs(gone, timeout=60)  # Ray ends them when it misses the driver

@@ -65,7 +65,7 @@ def test_a_killed_addition_goes_on(addition: Addition, kill: int, tmp_path: Path
     addition.begin()
     calls = 1 + kill * CALLS // KILLS
     process = small_run.start(addition.argv, tmp_path / "out", kill_before=calls)
-    process.join(120)
+    process.join(900)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "out").read_text()
     parse_yaml(addition.run.text, "config")
     assert addition.served()[:2] == ["one", "two"]
@@ -83,7 +83,7 @@ def test_two_additions_wait_for_each_other(addition: Addition, tmp_path: Path) -
     outs = [tmp_path / name for name in ("first", "second")]
     processes = [small_run.start(addition.argv, out) for out in outs]
     for process in processes:
-        process.join(120)
+        process.join(900)
     texts = [out.read_text() for out in outs]
     assert [process.exitcode for process in processes] == [0, 0], texts
     assert sum("another command changes run small" in text for text in texts) == 1

@@ -41,7 +41,7 @@ def run(name: str, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -30,7 +30,7 @@ def through(
 ) -> tuple[int, str]:
     """Exit code, and what it said."""
     process = s3.start(argv, folder / "out.txt", s3.environment(bucket.port), stop_before)
-    process.join(300)
+    process.join(900)
     return process.exitcode, (folder / "out.txt").read_text()
 
 

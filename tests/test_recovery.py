@@ -45,7 +45,7 @@ def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
     process = small_run.start(
         ["run", reference.config(folder)], folder / "killed.txt", kill_before=call
     )
-    process.join(240)
+    process.join(900)
     assert process.exitcode in (-9, 0)
     before = published_attempts(folder)
     output = small_run.run(["run", reference.config(folder)], folder / "again.txt")
@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_numbers(
     before: dict[str, str] = {}
     for trial in range(10):
         process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=8 + 3 * trial)
-        process.join(240)
+        process.join(900)
         after = published_attempts(tmp_path)
         assert before.items() <= after.items()
         before = after
@@ -140,7 +140,7 @@ def test_sigterm_saves_checkpoint_and_run_resumes(reference: Any, tmp_path: Path
         by=signal.SIGTERM,
         within="meat/b/train",
     )
-    process.join(240)
+    process.join(900)
     assert process.exitcode == 143
     output = (tmp_path / "out.txt").read_text()
     assert (
@@ -170,7 +170,7 @@ def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
         kill_before=call,
         by=signal.SIGINT,
     )
-    process.join(60)
+    process.join(900)
     assert process.exitcode == 130
     last = (tmp_path / "out.txt").read_text().splitlines()[-1]
     assert (
@@ -281,7 +281,7 @@ def test_two_drivers_at_the_same_moment_publish_every_stage_once(
         for i, config in enumerate(configs)
     ]
     for i, process in enumerate(processes):
-        process.join(240)
+        process.join(900)
         assert process.exitcode == 0, (tmp_path / f"out{i}.txt").read_text()
         assert "tried again" not in (tmp_path / f"out{i}.txt").read_text()
     storage = tmp_path / "storage"

@@ -62,7 +62,7 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
         kill_before=CACHES[step] + CALLS * done + call,
         within=stage,
     )
-    process.join(240)
+    process.join(900)
     assert process.exitcode == -9
     before = published_attempts(tmp_path)
     assert stage not in before

@@ -154,7 +154,7 @@ def test_a_run_on_ray_ends_with_the_same_results_whichever_process_is_killed(
         processes = train_workers(process.pid)
         if processes:
             kill(random.Random(trial).choice(processes))
-        process.join(240)
+        process.join(900)
         output = (tmp_path / "killed.txt").read_text()
         assert process.exitcode == 0, output
     else:
@@ -240,7 +240,7 @@ def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
                         child.kill()
                         killed = True
         time.sleep(0.05)
-    process.join(120)
+    process.join(900)
     output = (tmp_path / "killed.txt").read_text()
     assert killed
     assert "Traceback" not in output
@@ -274,7 +274,7 @@ def test_a_run_that_is_told_to_stop_during_ingest_ends(tmp_path: Path) -> None:
         time.sleep(0.02)
     process.terminate()
     try:
-        code = process.wait(60)
+        code = process.wait(900)
     finally:
         process.kill()
     output = out.read_text()

@@ -294,7 +294,7 @@ def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
     run("bundle", config, "--out", model)
     command = ["remove", config, "--class", "bee", "--model", str(model), "--yes"]
     process = small_run.start(command, zoo.folder / "out.txt", kill_before=calls)
-    process.join(240)
+    process.join(900)
     assert process.exitcode == -9, (zoo.folder / "out.txt").read_text()
     small_run.run(command, zoo.folder / "again.txt")
     assert find_traces([zoo.folder / "storage", model], zoo.trace("*/bee/*.png")) == []

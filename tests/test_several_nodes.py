@@ -64,7 +64,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
         before = published_attempts(tmp_path)
         nodes.kill(victim)
         nodes.nodes.append(nodes.add(1))
-        process.join(240)
+        process.join(900)
         output = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, output
     # the second, where the work has gone on before Ray declares the node dead; the last, where
@@ -98,7 +98,7 @@ def test_preempted_stage_moves_without_losing_a_step(
         wait_for(lambda: "hat/base/train" in published_attempts(tmp_path), 200, process)
         [node] = working(nodes)
         nodes.announce_preemption(node)
-        process.join(240)
+        process.join(900)
         output = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, output
     assert "will be taken away; its stages are saved and moved" in output
@@ -128,7 +128,7 @@ def test_a_killed_controller_leaves_no_reservation_and_no_process(
         processes = nodes.all_processes()
         [controller] = [p for p in processes if "TrainController" in title(p)]
         controller.kill()
-        process.join(240)
+        process.join(900)
         assert process.exitcode == 0, (tmp_path / "out.txt").read_text()
 
         def group_has_ended() -> bool:
@@ -155,7 +155,7 @@ def test_an_elastic_group_continues_with_fewer_ranks_and_grows_when_a_node_joins
         nodes.kill(working(nodes)[0])
         wait_for(lambda: "hat/a/train" in published_attempts(tmp_path), 200, process)
         nodes.add(1)
-        process.join(300)
+        process.join(900)
         output = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, output
     manifests = small_run.manifests(tmp_path / "storage")
@@ -186,7 +186,7 @@ def test_two_drivers_on_one_cluster_train_each_stage_once(references: Any, tmp_p
             ["run", config, "--set", f"cluster.address={nodes.client}"], tmp_path / "outside.txt"
         )
         for process in (inside, outside):
-            process.join(300)
+            process.join(900)
         outputs = [(tmp_path / f"{name}.txt").read_text() for name in ("inside", "outside")]
         assert (inside.exitcode, outside.exitcode) == (0, 0), outputs
     assert small_run.results(tmp_path / "storage") == reference.expected
@@ -225,16 +225,16 @@ def test_submitted_job_equals_one_process_and_resumes(references: Any, tmp_path:
             [*ray, "submit", *where, "--submission-id", "first", "--no-wait", *run],
             check=True,
             capture_output=True,
-            timeout=120,
+            timeout=900,
         )
         wait_for(lambda: published_attempts(tmp_path), 240)
         stopped = subprocess.run(
-            [*ray, "stop", *where, "first"], capture_output=True, text=True, timeout=120
+            [*ray, "stop", *where, "first"], capture_output=True, text=True, timeout=900
         )
         assert "was stopped" in stopped.stdout + stopped.stderr
         before = published_attempts(tmp_path)
         done = subprocess.run(
-            [*ray, "submit", *where, *run], capture_output=True, text=True, timeout=300
+            [*ray, "submit", *where, *run], capture_output=True, text=True, timeout=900
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(reference.expected) + 1 - len(before)} stages run" in done.stdout + done.stderr

@@ -114,7 +114,7 @@ def write_config(reference: Reference, folder: Path, experiment: str, **tracking
 
 def wait_for(condition: Callable[[], object], process: Any, output: Path) -> None:
     """Wait until a condition holds; raise AssertionError when the process has ended before."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while not condition():
         assert process.is_alive(), output.read_text()
         assert time.monotonic() < deadline, output.read_text()
@@ -154,7 +154,7 @@ def essence(recorded: dict[tuple[str, str], RecordedRun]) -> dict[tuple[str, str
 
 def finish(process: Any, output: Path) -> str:
     """Wait for a process that succeeds; return what it printed."""
-    process.join(240)
+    process.join(900)
     assert process.exitcode == 0, output.read_text()
     return output.read_text()
 

@@ -25,7 +25,7 @@ def raced(reference: Reference, storage_folder: Path, between_s: float) -> None:
     time.sleep(between_s)
     second = small_run.start(["run", config], storage_folder / "second.txt")
     for process in (first, second):
-        process.join(240)
+        process.join(900)
     assert (first.exitcode, second.exitcode) == (0, 0), [
         (storage_folder / f"{name}.txt").read_text() for name in ("first", "second")
     ]

@@ -62,7 +62,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pip(*arguments: str) -> None:
     """Run pip of the environment of the tests."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=900)
 
 
 def run(environment: Path, folder: Path, *argv: str, code: int = 0, **variables: str) -> str:
@@ -74,7 +74,7 @@ def run(environment: Path, folder: Path, *argv: str, code: int = 0, **variables:
         env={**inherited, **variables},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert process.returncode == code, process.stdout + process.stderr

@@ -746,7 +746,7 @@ def test_run_waits_for_gc_before_look_up(
     monkeypatch.setattr(runs, "look_up_all", look_up)
     delete_garbage(run_store, [path for path, *_ in find_garbage(run_store)])
     assert order == ["delete"] * 5
-    begun.join(120)
+    begun.join(900)
     assert order[5] == "look up"
     assert len(small_run.attempts(littered.storage)) == STAGES, (
         "all that was deleted is there again"

@@ -266,7 +266,7 @@ def test_wrong_or_missing_token_is_reported_quickly(
             [sys.executable, "-c", ASK, f"{scheme}127.0.0.1:{port}"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=900,
             check=True,
             env={**bare, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", **environment},
         )

@@ -179,7 +179,7 @@ def test_a_killed_ingest_repeats_its_unfinished_units_and_shards_alone(
         target=ingest_until, args=(number, what, card, str(root))
     )
     process.start()
-    process.join(60)
+    process.join(900)
     assert process.exitcode == -signal.SIGKILL
     left = {path: (root / "k" / path).stat() for path in list_files(str(root / "k"))}
     tables = {Path(path).stem for path in left if path.endswith(packs.TABLE_SUFFIX)}

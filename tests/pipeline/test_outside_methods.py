@@ -143,7 +143,7 @@ def answer_of(script: Path, *arguments: str) -> Any:
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     result = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, timeout=400, env=environment
+        command, check=True, stdout=subprocess.PIPE, text=True, timeout=900, env=environment
     )
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -406,7 +406,7 @@ def test_the_mlflow_model_loads_where_there_is_no_checkout(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -226,7 +226,7 @@ def test_a_gpu_without_figures_of_its_use_does_not_end_the_sampling(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     samples: list[MachineSample] = []
     with sampling(torch.device("cuda", 1), samples.append, 0.01):
-        wait_until = time.monotonic() + 30
+        wait_until = time.monotonic() + 900
         while len(samples) < 2 and time.monotonic() < wait_until:
             time.sleep(0.01)
     assert len(samples) >= 2
@@ -298,7 +298,7 @@ def test_prometheus_answers_documented_queries(
         targets = [urllib.parse.urlsplit(run_url).netloc, f"127.0.0.1:{port}"]
         targets.append(urllib.parse.urlsplit(search_url).netloc)
         with running_prometheus(tmp_path, targets) as url:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 900
             missing = ["up == 1", *queries()]
             assert len(missing) > 5
             while missing:

@@ -497,7 +497,7 @@ def started(path: str, out: Path, *more: str) -> subprocess.Popen[bytes]:
 
 def searched(path: str, out: Path, *more: str) -> str:
     process = started(path, out, *more)
-    assert process.wait(500) == 0, out.read_text()
+    assert process.wait(900) == 0, out.read_text()
     assert "Traceback" not in out.read_text()
     return out.read_text()
 
@@ -562,7 +562,7 @@ def test_a_killed_search_resumes_and_has_the_same_winner(tmp_path: Path) -> None
     searched(written(whole, **more), tmp_path / "out")
     path = written(killed, **more)
     process = started(path, tmp_path / "killed.out")
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while len(finished(records(killed))) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None, (tmp_path / "killed.out").read_text()

@@ -126,7 +126,7 @@ def until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def ended(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(60)
+        process.wait(900)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -397,7 +397,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it started in its group."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
-        process.wait(60)
+        process.wait(900)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -372,7 +372,7 @@ def test_workers_on_ray_are_ended_and_the_next_run_goes_on(tmp_path: Path) -> No
     path = small_run.write_config(tmp_path / "c.yaml", body)
     out = tmp_path / "out.txt"
     endless = small_run.start(["run", path, "--set", "train.epochs=100000"], out)
-    endless.join(500)  # a busy machine takes minutes to start groups
+    endless.join(900)  # a busy machine takes minutes to start groups
     text = out.read_text()
     assert endless.exitcode == 2, text
     assert text.count("'train' took longer than 6 s") == 3, "once for each try, once at the end"

@@ -36,7 +36,7 @@ def heavy_imports(folder: Path, *argv: str) -> list[str]:
     """Run a command in a fresh process; return the heavy packages that it imported."""
     answer = folder / "modules.json"
     command = [sys.executable, "-c", SCRIPT, str(answer), *argv]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=900)
     code, modules = json.loads(answer.read_text())
     assert code == 0
     return [name for name in HEAVY if name in modules]

@@ -205,7 +205,7 @@ def test_killed_database_creation_is_recovered(
     monkeypatch.setattr(filesystem, "notify", lines.append)
     killed = subprocess.run(
         [sys.executable, "-c", MAKE_AND_DIE, str(tmp_path), str(statement), where],
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL

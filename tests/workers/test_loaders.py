@@ -345,7 +345,7 @@ def test_loaders_exit_with_killed_trainer(root: Path, number: signal.Signals) ->
 
 def wait_until_gone(pids: list[int]) -> None:
     """Wait until none of some processes lives."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 900
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
         time.sleep(0.01)

@@ -51,7 +51,7 @@ def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
     assert not got.wait(0.3)
     leave.set()
     assert got.wait(60)
-    process.join(60)
+    process.join(900)
     assert not any((tmp_path / "claims").iterdir())
 
 
@@ -70,7 +70,7 @@ def test_waiting_for_lock_is_reported_repeatedly(
 
     with stage_lock(root, "k", on_wait=say):
         assert len(calls) >= 3
-    process.join(60)
+    process.join(900)
     calls.clear()
     with stage_lock(root, "k", on_wait=say):
         assert calls == [], "nobody holds it"
@@ -145,5 +145,5 @@ def test_never_two_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(900)
     assert log.read_text() == "200"

@@ -241,7 +241,7 @@ def accrete(folder: Path, *argv: str, code: int = 0) -> str:
         env={**os.environ, "PYTHONPATH": str(CHECKOUT), plugins.VARIABLE: ""},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
     )
     assert process.returncode == code, process.stdout + process.stderr

@@ -590,6 +590,16 @@ class Task:
     shard_urls: ShardUrls | None = None  # None: the shards lie in the ingest stage
     # Whether the data set has validation images; otherwise some are held out of train.
     has_val: bool = False
+    # For a slice of a stream: the part of each class's images that it has, as [start, stop) of
+    # their order by sha256. It has no images of other classes. None: all images of all classes.
+    parts: dict[str, tuple[float, float]] | None = None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of the images of each class that belong to the task."""
+        if self.parts is None:
+            return dict.fromkeys(self.classes, 1.0)
+        return {name: stop - start for name, (start, stop) in self.parts.items()}
 
     @property
     def num_classes(self) -> int:

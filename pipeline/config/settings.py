@@ -95,8 +95,36 @@ def as_name(value: Any) -> str:
 Name = Annotated[str, BeforeValidator(as_name)]
 
 
+class Slices(Frozen):
+    """How images are divided into tasks whose classes come back, each image into one task."""
+
+    kind: Literal["blurry", "repeating"] = Field(
+        description="`blurry`: a class comes mainly in one task (i-Blurry); `repeating`: a class "
+        "comes equally in several tasks (the slots of CIR)"
+    )
+    tasks: int = Field(ge=2, le=1000, description="number of tasks")
+    disjoint: Annotated[float, ActiveIf("kind", ("blurry",))] = Field(
+        0.5, ge=0, le=1, description="share of the classes that come in one task only"
+    )
+    blur: Annotated[float, ActiveIf("kind", ("blurry",))] = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of the images of each other class that come in other tasks than its "
+        "main task",
+    )
+    classes: Annotated[int, ActiveIf("kind", ("repeating",))] = Field(
+        2, ge=1, description="number of classes with images in each task"
+    )
+    seed: int = Field(0, ge=0, description="draws which class comes in which task")
+
+
 class TaskEntry(Frozen):
-    """A task of the stream; with `split`, several tasks of equal size in the card's class order."""
+    """A task of the stream.
+
+    With `split` it is several tasks, with equally many classes each in the card's order. With
+    `slices` it is several tasks with all classes, and images of some of them.
+    """
 
     card: str = Field(
         description="name of a card in `datasets`, or path of a card's file, or of the folder that "
@@ -117,6 +145,9 @@ class TaskEntry(Frozen):
     split: int = Field(
         0, ge=0, description="number of tasks that the classes are divided into; 0: one task"
     )
+    slices: Slices | None = Field(
+        None, description="divides the images of all classes into tasks, in scenario `domain`"
+    )
     role: Literal["task", "base", "unlabelled"] = Field(
         "task",
         description="`base`: the backbone is trained on it before the other tasks; "
@@ -126,10 +157,11 @@ class TaskEntry(Frozen):
     def list_task_names(self, card: str) -> list[str]:
         """Return the names of the tasks that the entry stands for. card: name of its card."""
         name = self.name or card
-        if not self.split:
+        count = self.slices.tasks if self.slices else self.split
+        if not count:
             return [name]
-        digits = len(str(self.split - 1))
-        return [f"{name}-{index:0{digits}d}" for index in range(self.split)]
+        digits = len(str(count - 1))
+        return [f"{name}-{index:0{digits}d}" for index in range(count)]
 
 
 class StreamSettings(Frozen):
@@ -816,6 +848,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
         for step in dict.fromkeys(("train", *config.merge_entry(label, task).steps)):
             config.configured_keep(label, step, where, task)
     _check_orders(config, where)
+    _check_slices(config, where)
     if with_methods:
         _check_methods(config, where)
         _check_train_and_data(config, where)
@@ -831,6 +864,29 @@ def _check_orders(config: Config, where: str) -> None:
             f"{where}: orders is {list(config.orders)}, and no task of stream.tasks has `split`, "
             "so there are no classes to divide in another order; leave orders out"
         )
+
+
+def _check_slices(config: Config, where: str) -> None:
+    """Raise `UserError` if images are divided where they cannot be, or by an unused setting."""
+    for index, entry in enumerate(config.stream.tasks):
+        if entry.slices is None:
+            continue
+        path = f"stream.tasks.{index}.slices"
+        if config.stream.scenario != "domain":
+            raise UserError(
+                f"{where}: {path} makes tasks with the same classes, and stream.scenario is "
+                f"{config.stream.scenario!r}; set it to `domain`, where tasks have one output space"
+            )
+        if entry.split or entry.role != "task":
+            key = "split" if entry.split else "role"
+            raise UserError(
+                f"{where}: {path} and stream.tasks.{index}.{key} both say which tasks there are; "
+                "leave one out"
+            )
+        idle = find_idle(entry.slices)
+        for key in sorted(idle.keys() & entry.slices.model_fields_set):
+            value = getattr(entry.slices, key)
+            raise UserError(f"{where}: {_idle_text(path, key, value, *idle[key])}")
 
 
 def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
@@ -865,6 +921,8 @@ def _check_methods(config: Config, where: str) -> None:
                 f"{where}: {path} cannot serve stream.scenario {config.stream.scenario!r}; "
                 f"{entry.method!r} serves {', '.join(sorted(scenarios))}"
             )
+        if any(task.slices for task in config.stream.tasks):
+            _check_takes_slices(METHODS[entry.method], path, where)
         reason = why_not_importable(entry.method)
         if reason and config.cluster.workers:
             raise UserError(
@@ -874,6 +932,19 @@ def _check_methods(config: Config, where: str) -> None:
     for label, task in _labels_and_tasks(config):
         method_class = METHODS[config.methods[label].method]
         _check_entry(config, label, task, method_class, where)
+
+
+def _check_takes_slices(method_class: type[Method[Any]], path: str, where: str) -> None:
+    """Raise `UserError` if a method cannot learn a task with images of some of its classes."""
+    from workers.methods import METHODS
+
+    if method_class.shares_head:
+        return
+    able = ", ".join(sorted(name for name, other in METHODS.items() if other.shares_head))
+    raise UserError(
+        f"{where}: {path} names {method_class.name!r}, which has a head for each task, and a slice "
+        f"has no images for some of its classes; methods with one head for all tasks are {able}"
+    )
 
 
 def _with_plugins(config: Config) -> Config:

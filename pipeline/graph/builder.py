@@ -107,8 +107,9 @@ class Builder:
             if known is None:
                 digests[task.name] = f"{UNKNOWN} {task.data}"
                 continue
-            parts = [[known.get(split, {}).get(name) for name in task.classes] for split in splits]
-            digests[task.name] = compute_key({"images": parts}, ())
+            images = [[known.get(split, {}).get(name) for name in task.classes] for split in splits]
+            parts = {} if task.parts is None else {"parts": task.parts}
+            digests[task.name] = compute_key({"images": images, **parts}, ())
         return digests
 
     def append(self, stage: Stage) -> Stage:

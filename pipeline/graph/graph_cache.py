@@ -213,7 +213,10 @@ def _from_json(content: Mapping[str, Any]) -> CachedGraph:
     for entry in content["tasks"]:
         if "shard_urls" in entry:
             raise ValueError("a task places its shards")
-        tasks.append(Task(**{**entry, "classes": tuple(entry["classes"])}))
+        parts = entry.get("parts")
+        if parts is not None:
+            parts = {name: tuple(part) for name, part in parts.items()}
+        tasks.append(Task(**{**entry, "classes": tuple(entry["classes"]), "parts": parts}))
     return CachedGraph(Graph.of(content["name"], stages), tasks)
 
 

@@ -53,6 +53,7 @@ class TaskRecord(TypedDict):
         role: Role of the task.
         classes: Its classes.
         data: Key of the ingest stage of the card.
+        shares: Of a slice of a stream, the share of the images of each class that it has.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TaskRecord(TypedDict):
     role: str
     classes: list[str]
     data: str
+    shares: NotRequired[dict[str, float]]
 
 
 class RunRecord(TypedDict):
@@ -114,16 +116,18 @@ def make_record(
         if stage.replica:
             entry["replica"] = stage.replica
         stages.append(entry)
-    task_records: list[TaskRecord] = [
-        {
+    task_records: list[TaskRecord] = []
+    for task in tasks:
+        task_record: TaskRecord = {
             "name": task.name,
             "card": task.card,
             "role": task.role,
             "classes": list(task.classes),
             "data": task.data,
         }
-        for task in tasks
-    ]
+        if task.parts is not None:
+            task_record["shares"] = task.shares
+        task_records.append(task_record)
     record: RunRecord = {
         "name": graph.name,
         "key_version": KEY_VERSION,

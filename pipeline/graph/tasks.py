@@ -14,6 +14,7 @@ from pipeline.data.names import nfc
 from pipeline.data.source_checks import check_source
 from pipeline.graph import raw_data
 from pipeline.graph.builder import Builder
+from pipeline.graph.slices import cut_slices
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
 from workers.errors import UserError
@@ -217,6 +218,10 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     urls = in_place.get_shard_urls(card)
     has_val = "val" in card.source.named_splits()
     names = entry.list_task_names(card.name)
+    if entry.slices:
+        whole = Task(name, card.name, key, tuple(classes), entry.role, urls, has_val)
+        parts = cut_slices(entry.slices, classes, name)
+        return [replace(whole, name=n, parts=p) for n, p in zip(names, parts, strict=True)]
     if len(classes) % len(names):
         raise UserError(
             f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "

@@ -302,6 +302,11 @@ class StreamEditor:
                 f"{config_path}: it repeats its run in several class orders (`orders`), in which "
                 "classes that come or go have no place; take `orders` out"
             )
+        if any(entry.slices for entry in config.stream.tasks):
+            raise UserError(
+                f"{config_path}: it divides images into slices (`slices`), in which images or "
+                "classes that come or go change every task; change the source and run the config"
+            )
 
     def changes(self) -> FileChanges:
         """Return the changes so far."""

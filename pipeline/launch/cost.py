@@ -86,11 +86,11 @@ class TaskData(NamedTuple):
 
     Attributes:
         key: Key of the ingested data.
-        classes: Classes of the task.
+        shares: See `Task.shares`.
     """
 
     key: str
-    classes: tuple[str, ...]
+    shares: Mapping[str, float]
 
 
 class SourceKind(NamedTuple):
@@ -217,7 +217,7 @@ class Images:
             self.counts[data.key] = self._read_index(data.key)
         counts = self.counts[data.key]
         if counts is not None:
-            return float(sum(counts.get((split, name), 0) for name in data.classes))
+            return sum(counts.get((split, name), 0) * share for name, share in data.shares.items())
         card = self.cards.get(data.key)
         if card is None:
             return None
@@ -229,7 +229,7 @@ class Images:
             number = self.listed[data.key].get(split)
         if number is None:
             return None
-        return float(number * len(data.classes) / len(card.classes))
+        return float(number * sum(data.shares.values()) / len(card.classes))
 
     def _read_index(self, key: str) -> Mapping[tuple[str, str], int] | None:
         artifact = Artifact.open(self.store.root, key)
@@ -392,7 +392,8 @@ def read_sources(
         tasks = {}
         for task in record.get("tasks", ()):
             if "data" in task:
-                tasks[task["name"]] = TaskData(task["data"], tuple(task["classes"]))
+                shares = task.get("shares") or dict.fromkeys(task["classes"], 1.0)
+                tasks[task["name"]] = TaskData(task["data"], shares)
         for stage in record["stages"]:
             inputs = stage.get("inputs") or {}
             step = stage.get("step", "")
@@ -562,11 +563,11 @@ class Speeds:
 
 def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
     """Return the data of tasks by name: of `tasks`, and of all tasks in the graph's jobs."""
-    by_name = {task.name: TaskData(task.data, task.classes) for task in tasks}
+    by_name = {task.name: TaskData(task.data, task.shares) for task in tasks}
     for stage in graph:
         if isinstance(stage.job, StageJob) and stage.job.task:
             task = stage.job.task
-            by_name[task.name] = TaskData(task.data, task.classes)
+            by_name[task.name] = TaskData(task.data, task.shares)
     return by_name
 
 

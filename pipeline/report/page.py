@@ -68,7 +68,8 @@ def build(
 
 def one_run(tables: RunTables) -> Comparison:
     """Return the comparison of the methods of one run, as for a run of several seeds."""
-    return compare_replicas(str(tables.record["name"]), {"": tables})
+    seed = str(tables.record["config"].get("seed", ""))
+    return compare_replicas(str(tables.record["name"]), {seed: tables})
 
 
 def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row]]:
@@ -117,6 +118,7 @@ def render_page(
         base_task=next((t["name"] for t in record["tasks"] if t["role"] == "base"), None),
         created=record.get("created", ""),
         scenario=tables.scenario,
+        has_slices=any("shares" in task for task in tables.record["tasks"]),
         labels=tables.labels,
         tasks=[task["name"] for task in record["tasks"]],
         MAX_TASKS=MAX_TASKS,

@@ -197,7 +197,7 @@ class Lab:
         Args:
             method: Name of the method.
             train: Section `train`. Without `epochs`, as many as the method needs to learn.
-            order: Names of the tasks, in stream order.
+            order: Names of the tasks, in stream order; of those of `rest`, if it has a stream.
             settings: Settings of the method, in place of those in `SETTINGS` and `EPOCHS`.
             scenario: The scenario. "": `task` where the method serves it.
             rest: Other sections, such as `data`.
@@ -211,7 +211,8 @@ class Lab:
         scenarios = METHODS[method].scenarios
         scenario = scenario or ("task" if "task" in scenarios else min(scenarios - {"domain"}))
         tasks = [
-            {"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order
+            {"card": str(self.card), "name": name, "classes": list(TASKS.get(name, ()))}
+            for name in order
         ]
         body = {
             "name": "lab",

@@ -203,6 +203,11 @@ def test_registered_metric_appears_everywhere(
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
+def test_the_page_names_the_seed_of_a_single_run(tables: Any) -> None:
+    (method, *_) = page.one_run(tables).entries
+    assert method.conditions.seeds == (str(tables.record["config"]["seed"]),)
+
+
 def test_sizes_are_those_of_the_states_with_masks_as_packed_bits(tables: Any) -> None:
     rows = tables.sizes("meat")
     assert [r["after"] for r in rows] == ["shapes", "birds", "leaves", "roots"]

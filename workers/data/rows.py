@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -214,13 +214,33 @@ def _find_rows(shards: Shards, task: Task, split: str, val_fraction: float) -> p
     are a part of the training images.
     """
     if split == "test":
-        return shards.select(split, task.classes)
+        return _select_own(shards, task, split)
     if task.has_val:
-        own = shards.select("val", task.classes)
+        own = _select_own(shards, task, "val")
         if len(own):
-            return own if split == "val" else shards.select(split, task.classes)
-    train, val = hold_out(shards.select("train", task.classes), val_fraction, shards.hold_out)
+            return own if split == "val" else _select_own(shards, task, split)
+    own = _select_own(shards, task, "train")
+    train, val = hold_out(own, val_fraction, shards.hold_out)
     return val if split == "val" else train
+
+
+def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
+    """Return the rows of a split of the data that belong to a task, of a slice: see `Task.parts`.
+
+    Raises:
+        UserError: If a class of a slice has no train image in the data.
+    """
+    rows = shards.select(split, task.classes)
+    if task.parts is None:
+        return rows
+    if split == "train":
+        _refuse_missing(task, rows, task.parts)
+    keys: list[str] = []
+    for name, (start, stop) in task.parts.items():
+        own = rows.filter(pc.equal(rows["class"], name))
+        own = own.sort_by([("sha256", "ascending"), ("key", "ascending")])["key"].to_pylist()
+        keys += own[round(start * len(own)) : round(stop * len(own))]
+    return rows.filter(pc.is_in(rows["key"], pa.array(keys, pa.string())))
 
 
 def has_validation(root: str, task: Task, val_fraction: float) -> bool:
@@ -260,15 +280,21 @@ def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -
             f"{val_fraction}, as the data have none and no class has more than one train image to "
             "spare; set it to 0 (with keep: last), or add images to the source"
         )
-    missing: list[str] = []
-    if split == "train":
-        missing = sorted(set(task.classes) - set(part["class"].to_pylist()))
-    if len(part) and not missing:
+    if split == "train" and task.parts is None:
+        _refuse_missing(task, part, task.classes)
+    if len(part):
         return
-    owner = f"task {task.name!r}"
-    if missing:
-        owner = f"class {missing[0]!r} of {owner}"
+    remedy = "take it out of the stream" if task.parts is None else "make fewer slices"
     raise UserError(
-        f"{owner} has no {split} images in card {task.card!r}; take it out of the stream or add "
-        "images to the source"
+        f"task {task.name!r} has no {split} images in card {task.card!r}; {remedy} or add images "
+        "to the source"
     )
+
+
+def _refuse_missing(task: Task, rows: pa.Table, classes: Iterable[str]) -> None:
+    missing = sorted({*classes} - {*rows["class"].to_pylist()})
+    if missing:
+        raise UserError(
+            f"class {missing[0]!r} of task {task.name!r} has no train images in card "
+            f"{task.card!r}; take it out of the stream or add images to the source"
+        )

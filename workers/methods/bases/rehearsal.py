@@ -223,6 +223,8 @@ class Rehearsal(CarriesMemory[S]):
         select = SELECTIONS[self.settings.selection]
         for label, class_name in enumerate(task.classes):
             rows = (is_of_task & (batch.labels == label)).nonzero().squeeze(1)
+            if not len(rows):  # a slice of a stream has no images of some classes
+                continue
             seed = derive_seed(self.seed, "exemplars", task.name, class_name)
             generator = torch.Generator().manual_seed(seed)
             positions = select(batch.features[rows], count, generator)

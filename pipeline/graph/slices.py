@@ -1,0 +1,95 @@
+"""Streams whose classes come back: the images of each class are cut into parts for several tasks.
+
+The tasks have one output space, in scenario `domain`. A task has images of some of its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from pipeline.config.settings import Slices
+from workers.errors import UserError
+from workers.rng import derive_seed
+
+Parts = dict[str, tuple[float, float]]  # class -> the part of its images, see `Task.parts`
+
+
+def cut_slices(slices: Slices, classes: Sequence[str], name: str) -> list[Parts]:
+    """Return the part of each class's images that each task has.
+
+    Each image is in exactly one task. The same seed gives the same parts.
+
+    Args:
+        slices: How the images are divided.
+        classes: The classes.
+        name: Name of the entry of the stream in errors.
+
+    Raises:
+        UserError: If there are too few classes for the tasks, or too many.
+    """
+    generator = Random(derive_seed(slices.seed, "slices", slices.kind))
+    # a class is drawn by its place among the sorted names, not by the order on the card
+    names = sorted(classes)
+    generator.shuffle(names)
+    if slices.kind == "blurry":
+        return _cut_blurry(slices, names, generator, name)
+    return _cut_repeating(slices, names, generator, name)
+
+
+def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str) -> list[Parts]:
+    """Cut as i-Blurry does (Koh et al., ICLR 2022).
+
+    Some classes are in one task only. Each other class has a main task, and the share `blur` of its
+    images is divided equally among the other tasks.
+    """
+    if len(names) < slices.tasks:
+        raise UserError(
+            f"stream.tasks: {entry!r} has {len(names)} classes for slices.tasks = {slices.tasks}; "
+            "with `kind: blurry` each task is the main task of a class: give fewer tasks"
+        )
+    num_disjoint = round(slices.disjoint * len(names))
+    tasks: list[Parts] = [{} for _ in range(slices.tasks)]
+    for position, name in enumerate(names):
+        main = position % slices.tasks
+        if position < num_disjoint:
+            tasks[main][name] = (0.0, 1.0)
+            continue
+        others = [index for index in range(slices.tasks) if index != main]
+        generator.shuffle(others)
+        bounds = [1 - slices.blur * (1 - i / len(others)) for i in range(len(others) + 1)]
+        tasks[main][name] = (0.0, bounds[0])
+        for index, start, stop in zip(others, bounds[:-1], bounds[1:], strict=True):
+            tasks[index][name] = (start, stop)
+    return tasks
+
+
+def _cut_repeating(slices: Slices, names: list[str], generator: Random, entry: str) -> list[Parts]:
+    """Cut as the slots of CIR (Hemati et al., CoLLAs 2023).
+
+    Each task has images of `classes` classes. Each class is in equally many tasks, or in one more
+    than another, and its images are divided equally among them.
+    """
+    num_slots = slices.tasks * slices.classes
+    if not slices.classes <= len(names) <= num_slots:
+        raise UserError(
+            f"stream.tasks: slices of {entry!r} have {slices.tasks} tasks with {slices.classes} "
+            f"classes each, for {len(names)} classes; with `kind: repeating` slices.classes is at "
+            f"most {len(names)}, and slices.tasks * slices.classes at least {len(names)}"
+        )
+    times = {
+        name: num_slots // len(names) + (position < num_slots % len(names))
+        for position, name in enumerate(names)
+    }
+    left = dict(times)
+    tasks: list[Parts] = []
+    for tasks_left in range(slices.tasks, 0, -1):
+        chosen = [name for name in names if left[name] == tasks_left]  # it has no later place
+        rest = [name for name in names if 0 < left[name] < tasks_left]
+        chosen += generator.sample(rest, slices.classes - len(chosen))
+        tasks.append({})
+        for name in sorted(chosen):
+            number = times[name] - left[name]
+            tasks[-1][name] = (number / times[name], (number + 1) / times[name])
+            left[name] -= 1
+    return tasks

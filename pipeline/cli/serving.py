@@ -38,8 +38,9 @@ def add_commands(add_command: AddCommand) -> None:
         "--rule",
         default="refuse",
         help="for images without a task: `refuse`, or a rule that chooses one: `confident` (the "
-        "most probable class), `entropy` (the least), `nearest` (the nearest class mean), or "
-        "`recommended` (of these, the one that was right most often when the model was written)",
+        "most probable class), `entropy` (the least), `nearest` (the nearest class mean), `ranpac` "
+        "(ridge regression on the frozen backbone), or `recommended` (of these, the one that was "
+        "right most often when the model was written)",
     )
     ask.add_argument(
         "--top",

@@ -28,8 +28,9 @@ class RequestFields(BaseModel):
     rule: Rule = Field(
         "refuse",
         description="For images without a task if the model cannot infer it: refuse them, or take "
-        "the task with the most probable class (confident), the least entropy (entropy), or the "
-        "nearest class mean (nearest); recommended: the rule that was right most often.",
+        "the task with the most probable class (confident), the least entropy (entropy), the "
+        "nearest class mean (nearest), or the best class of a ridge regression on the frozen "
+        "backbone (ranpac); recommended: the rule that was right most often.",
     )
     top: int = Field(0, ge=0, description="Number of classes in `probabilities`; 0: all.")
 

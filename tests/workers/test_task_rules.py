@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from serving import Finished, finished
 
 from pipeline.testing import Lab
 from workers.data.rows import select
 from workers.errors import UserError
+from workers.methods.ranpac import PENALTIES, is_validated, solve_ridge
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
-from workers.serving.measuring import with_measurements
-from workers.serving.model_file import REFERENCE, sealed
+from workers.serving.measuring import choose_train_rows, with_measurements
+from workers.serving.model_file import REFERENCE, ChoosingRule, sealed
 from workers.serving.reference import compute_nearest_distances, load_reference
+from workers.serving.router import Router
 from workers.serving.server import Predictor
 from workers.serving.single_tasks import remove_task
 from workers.serving.task_rules import CHOOSING, recommend, score_by_logits
+from workers.storage.artifact import file_info
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +69,15 @@ def test_entropy_is_relative_to_that_of_equal_probabilities() -> None:
 
 
 def test_of_equal_rules_the_first_is_recommended() -> None:
-    assert recommend({"confident": 0.5, "entropy": 0.7, "nearest": 0.7}) == "entropy"
-    assert recommend({"confident": 0.5, "entropy": 0.2, "nearest": 0.7}) == "nearest"
+    rates: dict[ChoosingRule, float] = {
+        "confident": 0.5,
+        "entropy": 0.7,
+        "nearest": 0.7,
+        "ranpac": 0.1,
+    }
+    assert recommend(rates) == "entropy"
+    rates["entropy"] = 0.2
+    assert recommend(rates) == "nearest"
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -83,6 +96,59 @@ def test_the_nearest_task_has_the_nearest_class_mean_in_its_own_features(
             distances[name] = compute_nearest_distances(features, task.means) / task.levels[9]
         assert answer.task == min(distances, key=lambda name: float(distances[name]))
         (told,) = predictor.predict(images[row : row + 1], answer.task)
+        assert (answer.class_, answer.task) == (told.class_, told.task)
+
+
+def test_the_router_is_ridge_regression_on_the_frozen_backbone(
+    run: Finished, model: Bundle
+) -> None:
+    """The task of the best class, on the images that the model measured."""
+    backbone = model.backbone().eval()
+    router = Router(model, torch.device("cpu"))
+    width = router.method.heads.width
+    predictor = Predictor(model)
+    rows: list[torch.Tensor] = []
+    columns: list[int] = []
+    keys: list[str] = []
+    offset = 0
+    names: list[str] = []  # of the task of each column
+    for name in run.names:
+        task = run.bundle.task(name)
+        train = select(run.run.lab.store.root, (task,), "train", 0.1)
+        chosen = [row for rows in choose_train_rows(task, train) for row in rows]
+        data = [train.estimate_bytes(row) for row in chosen]
+        images = predictor.network_input(predictor.read_pixels(data, Limits()))
+        with torch.no_grad():
+            rows.append(router.method.project(backbone(images)))
+        columns += [offset + int(label) for label in train.labels[chosen]]
+        keys += train.keys(np.array(chosen))
+        offset += task.num_classes
+        names += [name] * task.num_classes
+    hidden = torch.cat(rows).double()
+    one_hot = torch.nn.functional.one_hot(torch.tensor(columns)).double()
+    reference = load_reference(model)
+    stored = torch.cat([reference.tasks[name].router for name in run.names])  # type: ignore[misc]
+    assert stored.shape == (offset, width)
+    fits = torch.tensor([not is_validated(key) for key in keys])
+    errors = {}
+    for penalty in PENALTIES:
+        weights = solve_ridge(
+            hidden[fits].T @ hidden[fits], hidden[fits].T @ one_hot[fits], penalty
+        )
+        error = float(((hidden[~fits] @ weights - one_hot[~fits]) ** 2).mean())
+        errors[penalty] = error if math.isfinite(error) else math.inf
+    best = min(errors, key=lambda penalty: errors[penalty])
+    expected = solve_ridge(hidden.T @ hidden, hidden.T @ one_hot, best)
+    torch.testing.assert_close(stored.T.double(), expected, rtol=1e-3, atol=1e-4)
+    images_and_answers = images_of(run)
+    pixels = predictor.read_pixels(images_and_answers, Limits())
+    with torch.no_grad():
+        hidden = router.method.project(backbone(predictor.network_input(pixels)))
+    winners = (hidden @ stored.T).argmax(1).tolist()
+    answers = predictor.predict(images_and_answers, rule="ranpac")
+    assert [answer.task for answer in answers] == [names[winner] for winner in winners]
+    for row, answer in enumerate(answers):
+        (told,) = predictor.predict(images_and_answers[row : row + 1], answer.task)
         assert (answer.class_, answer.task) == (told.class_, told.task)
 
 
@@ -150,6 +216,17 @@ def test_a_model_of_an_earlier_version_has_no_recommendation(run: Finished, mode
     old.predict(images, rule="nearest")
     with pytest.raises(UserError, match=r"'nearest' needs class means of each task, and 'two'"):
         Predictor(run.bundle).predict(images, rule="nearest")
+    with pytest.raises(UserError, match=r"'ranpac' needs router weights of each task, and 'two'"):
+        Predictor(run.bundle).predict(images, rule="ranpac")
+
+
+def test_a_model_without_a_router_says_so(run: Finished, model: Bundle) -> None:
+    """One that was written before there was this rule."""
+    predictor = Predictor(model)
+    tasks = {n: replace(task, router=None) for n, task in predictor.reference.tasks.items()}
+    vars(predictor)["reference"] = replace(predictor.reference, tasks=tasks)
+    with pytest.raises(UserError, match=r"'ranpac' needs router .*'two' has none.*accrete bundle"):
+        predictor.predict(images_of(run), rule="ranpac")
 
 
 def test_a_damaged_reference_stops_only_the_rule_that_needs_it(
@@ -183,3 +260,21 @@ def test_without_a_task_the_recommendation_is_gone(
 def test_a_method_that_infers_the_task_has_no_rules(lab: Lab) -> None:
     bundle = with_measurements(finished(lab, "ncm", "class", epochs=1).bundle)
     assert "rules" not in bundle.body
+
+
+@pytest.mark.parametrize("shape", [(3, 1000), (2, 999), (2, 20_000), (2000,)])
+def test_router_weights_that_do_not_fit_are_refused(model: Bundle, shape: tuple[int, ...]) -> None:
+    """Of task `two`, with two classes: as a folder from a stranger may have them."""
+    data = model.read(REFERENCE)
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    tensors = safetensors.torch.load(data)
+    tensors["router/two"] = torch.zeros(shape)
+    changed = safetensors.torch.save(tensors, metadata)
+    files = {**model.body["files"], REFERENCE: file_info(changed)}
+
+    def fetch(name: str) -> bytes:
+        return changed if name == REFERENCE else model.fetch(name)
+
+    with pytest.raises(UserError, match="reference.safetensors cannot be used .*router"):
+        load_reference(replace(model, body=sealed({**model.body, "files": files}), fetch=fetch))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from workers.data.decoding import ANY_RANGE, ImageLimits
 from workers.errors import UserError, describe_error
@@ -243,6 +244,40 @@ class Bundle:
             write_bytes(join(uri, name), self.read(name))
         write_model(uri, without_places(self.body))
 
+    def backbone(self) -> nn.Module:
+        """Build the frozen backbone, without anything that a task changes, on the CPU.
+
+        Raises:
+            UserError: If its settings are invalid, or the weights are not those that the tasks were
+                trained on.
+        """
+        body = self.body
+        try:
+            settings = BackboneSettings.model_validate(
+                with_neutral(BackboneSettings, body["backbone"])
+            )
+        except ValidationError as error:
+            raise self._unusable_settings(error) from None
+        self._check_sizes(settings)
+        weights = self.read(BACKBONE)
+        with torch.random.fork_rng(devices=[]):
+            backbone = vit.build(settings)
+        vit.from_bytes(backbone, weights, f"backbone of {self.where}")
+        check_values(backbone.state_dict().values(), f"backbone of {self.where}")
+        if vit.compute_digest(backbone) != body["backbone_digest"]:
+            raise UserError(
+                f"{self.where}: its backbone is not the one that its tasks were trained on; "
+                f"{REMAKE}"
+            )
+        return backbone
+
+    def _unusable_settings(self, error: ValidationError) -> UserError:
+        problem = error.errors()[0]["msg"]
+        return UserError(
+            f"{self.where}: its settings cannot be used here ({problem}); use the version of "
+            "Accrete that wrote it"
+        )
+
     def method(self, device: torch.device | None = None) -> Method:
         """Build the method and load all tasks, in evaluation mode.
 
@@ -255,9 +290,6 @@ class Bundle:
         """
         body = self.body
         try:
-            backbone_settings = BackboneSettings.model_validate(
-                with_neutral(BackboneSettings, body["backbone"])
-            )
             require_plugins(body.get("plugins", ()), self.where)
             cls = METHODS[body["method"]].Settings
             settings = cls.model_validate(with_neutral(cls, body["settings"]))
@@ -269,23 +301,10 @@ class Bundle:
                 "was called"
             ) from None
         except ValidationError as error:
-            problem = error.errors()[0]["msg"]
-            raise UserError(
-                f"{self.where}: its settings cannot be used here ({problem}); use the version "
-                "of Accrete that wrote it"
-            ) from None
-        self._check_sizes(backbone_settings)
-        weights = self.read(BACKBONE)
+            raise self._unusable_settings(error) from None
         # The constructor of the method may draw random numbers: use the seed of the evaluation.
         with torch.random.fork_rng(devices=[]):
-            backbone = vit.build(backbone_settings)
-            vit.from_bytes(backbone, weights, f"backbone of {self.where}")
-            check_values(backbone.state_dict().values(), f"backbone of {self.where}")
-            if vit.compute_digest(backbone) != body["backbone_digest"]:
-                raise UserError(
-                    f"{self.where}: its backbone is not the one that its tasks were trained on; "
-                    f"{REMAKE}"
-                )
+            backbone = self.backbone()
             last_task = self.tasks[-1].name if self.tasks else ""
             torch.manual_seed(derive_seed(body["seed"], "begin", last_task, "evaluate"))
             method = METHODS[body["method"]](backbone, settings, body["seed"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data import accelerator
+from workers.data.feed import EVAL_BATCH
 from workers.data.rows import SampleTable, select
 from workers.errors import UserError
 from workers.job import Task
@@ -27,6 +29,7 @@ from workers.serving.reference import (
     TaskReference,
     compute_nearest_distances,
 )
+from workers.serving.router import Router
 from workers.serving.server import Answer, Predictor
 from workers.serving.task_rules import CHOOSING, recommend
 from workers.storage.artifact import file_info
@@ -65,6 +68,11 @@ def with_measurements(bundle: Bundle) -> Bundle:
         tensors[f"means/{task.name}"] = measured.means
         tensors[f"levels/{task.name}"] = measured.levels
         about[task.name] = {"state": state, "test_images": measured.test_images}
+    has_choice = len(bundle.tasks) > 1 and not predictor.infers_task
+    is_incomplete = any("missing" in entry for entry in about.values())
+    if has_choice and not is_incomplete:
+        for name, weight in fit_router(predictor).items():
+            tensors[f"router/{name}"] = weight
     data = safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
     files = {**bundle.body["files"], REFERENCE: file_info(data)}
 
@@ -72,12 +80,39 @@ def with_measurements(bundle: Bundle) -> Bundle:
         return data if name == REFERENCE else bundle.fetch(name)
 
     complete = replace(bundle, body=sealed({**bundle.body, "files": files}), fetch=fetch)
-    has_choice = len(bundle.tasks) > 1 and not predictor.infers_task
-    if not has_choice or any("missing" in entry for entry in about.values()):
+    if not has_choice or is_incomplete:
         return complete
-    predictor.bundle = complete  # with the class means, for the rule `nearest`
+    predictor.bundle = complete  # with the class means and the router
     rules = measure_rules(predictor)
     return replace(complete, body=sealed({**complete.body, "rules": rules}))
+
+
+def fit_router(predictor: Predictor) -> dict[str, Tensor]:
+    """Return the weights of the rule `ranpac` for each task, from the images of the class means."""
+    job = predictor.bundle.job
+    assert job is not None
+    router = Router(predictor.bundle, predictor.device)
+    tasks = {task.name: task for task in job.tasks}
+    for name in predictor.classes:
+        task = tasks[name]
+        train = select(job.root, (task,), "train", job.data.val_fraction)
+        rows = [*chain(*choose_train_rows(task, train))]
+        pixels = _read_pixels(predictor, train, rows)
+        parts = [
+            router.features(predictor.network_input(pixels[start : start + EVAL_BATCH])).cpu()
+            for start in range(0, len(rows), EVAL_BATCH)
+        ]
+        router.add(task, torch.cat(parts), train.labels[rows], train.keys(np.array(rows)))
+    return router.weights()
+
+
+def choose_train_rows(task: Task, train: SampleTable) -> list[list[int]]:
+    """Return the rows of the training images that are measured, for each class of a task."""
+    share = min(max(1, MAX_TRAIN_IMAGES // task.num_classes), MAX_CLASS_IMAGES)
+    return [
+        (train.labels == label).nonzero().flatten()[:share].tolist()
+        for label in range(task.num_classes)
+    ]
 
 
 def measure_rules(predictor: Predictor) -> dict[str, Any]:
@@ -143,15 +178,14 @@ def _measure_task(predictor: Predictor, name: str) -> TaskReference:
     task = next(task for task in job.tasks if task.name == name)
     val_fraction = job.data.val_fraction
     train = select(job.root, (task,), "train", val_fraction)
-    share = max(1, MAX_TRAIN_IMAGES // task.num_classes)
-    means: list[Tensor] = []
-    for label in range(task.num_classes):
-        rows = (train.labels == label).nonzero().flatten()[: min(share, MAX_CLASS_IMAGES)]
-        means.append(_read_features(predictor, train, rows.tolist(), name).mean(0))
+    means = [
+        _read_features(predictor, train, rows, name).mean(0)
+        for rows in choose_train_rows(task, train)
+    ]
     test = select(job.root, (task,), "test", val_fraction)
     count = min(len(test), MAX_TEST_IMAGES)
-    rows = torch.linspace(0, len(test) - 1, count).round().long()  # evenly from all classes
-    features = _read_features(predictor, test, rows.tolist(), name)
+    spread = torch.linspace(0, len(test) - 1, count).round().long()  # evenly from all classes
+    features = _read_features(predictor, test, spread.tolist(), name)
     distances = compute_nearest_distances(features, torch.stack(means))
     levels = torch.quantile(distances, torch.tensor(LEVELS))
     if not levels.isfinite().all() or levels[MEDIAN] <= 0:

@@ -26,8 +26,8 @@ FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
-ChoosingRule = Literal["confident", "entropy", "nearest"]  # see task_rules.py
-Rule = Literal["refuse", "confident", "entropy", "nearest", "recommended"]
+ChoosingRule = Literal["confident", "entropy", "nearest", "ranpac"]  # see task_rules.py
+Rule = Literal["refuse", "confident", "entropy", "nearest", "ranpac", "recommended"]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Module = Annotated[str, Field(pattern=rf"^{MODULE}$", max_length=200)]
 REMAKE = "write the folder again with `python -m pipeline bundle`"

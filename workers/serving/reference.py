@@ -1,8 +1,9 @@
 """The reference of training: class means, and the distances of test images to them.
 
-`reference.safetensors` of a bundle has two tensors per task: `means/TASK`, float32 (classes, d),
-and `levels/TASK`, float32 (19,). The metadata contain for each task the digest of the measured
-state, and the number of test images or the reason why the reference is missing.
+`reference.safetensors` of a bundle has three tensors per task: `means/TASK`, float32 (classes, d),
+`levels/TASK`, float32 (19,), and `router/TASK`, float32 (classes, random features), for the rule
+`ranpac`; a model of one task has no router. The metadata contain for each task the digest of the
+measured state, and the number of test images or the reason why the reference is missing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from workers.serving.model_file import REFERENCE, REMAKE, state_file
 
 METADATA = "accrete.reference"
 LEVELS = tuple(level / 20 for level in range(1, 20))  # 0.05, 0.1, ..., 0.95
+MAX_PROJECTION = 10_000  # random features of a router
 MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)
 OLD_FOLDER = (
-    "the model folder was written without class means; write a new one with `accrete bundle`, "
+    "the model folder was written without them; write a new one with `accrete bundle`, "
     "from the storage of its run"
 )
 CHANGED_TASK = "the task was imported or replaced after the folder was written"
@@ -40,11 +42,13 @@ class TaskReference:
         levels: Distances of test images to the nearest class mean at the quantiles `LEVELS`,
             float32 (19,), in units of the features.
         test_images: Number of test images in `levels`.
+        router: Weights of the rule `ranpac`, float32 (classes, random features), or None.
     """
 
     means: Tensor
     levels: Tensor
     test_images: int
+    router: Tensor | None = None
 
     def distances(self, features: Tensor) -> Tensor:
         """Compute the relative distance of images to the task's training images.
@@ -121,6 +125,7 @@ def _parse_reference(
     """Convert the content of the file to references. Raise `ValueError` if it is invalid."""
     tasks: dict[str, TaskReference] = {}
     missing: dict[str, str] = {}
+    widths: set[int] = set()
     for task in bundle.tasks:
         entry = about.get(task.name)
         state = bundle.body["files"][state_file(task.name)]["sha256"]
@@ -134,7 +139,17 @@ def _parse_reference(
                 raise ValueError(f"the means of task {task.name!r} have shape {tuple(means.shape)}")
             if levels.shape != (len(LEVELS),) or not levels[MEDIAN] > 0:
                 raise ValueError(f"the levels of task {task.name!r} are not positive")
+            router = tensors.get(f"router/{task.name}")
+            if router is not None:
+                widths.add(router.shape[-1])
+                if router.ndim != 2 or len(router) != task.num_classes:
+                    raise ValueError(f"the router of task {task.name!r} has another shape")
             tasks[task.name] = TaskReference(
-                means.float(), levels.float(), int(entry["test_images"])
+                means.float(),
+                levels.float(),
+                int(entry["test_images"]),
+                None if router is None else router.float(),
             )
+    if len(widths) > 1 or max(widths, default=0) > MAX_PROJECTION:
+        raise ValueError(f"the routers have {max(widths)} random features")
     return Reference(tasks, missing)

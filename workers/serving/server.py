@@ -29,7 +29,8 @@ from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget, read_pixels
 from workers.serving.model_file import Rule
 from workers.serving.reference import Reference, load_reference
-from workers.serving.task_rules import RULES, check_nearest, find_recommended, score_by_logits
+from workers.serving.router import Router
+from workers.serving.task_rules import RULES, check_measured, find_recommended, score_by_logits
 
 CACHE_BYTES = 1 << 30
 MAX_LISTED_TASKS = 12  # in an error
@@ -304,7 +305,7 @@ class Predictor:
             raise UserError(
                 f"method {self.method.name!r} needs to be told the task of each image; there are "
                 f"{', '.join(self.classes)}; or set rule=confident, which takes the task with the "
-                "most probable class (other rules: entropy, nearest, recommended)"
+                "most probable class (other rules: entropy, nearest, ranpac, recommended)"
             )
         if None in image_tasks and not self.infers_task:
             self.find_rule(rule)
@@ -318,8 +319,8 @@ class Predictor:
         """
         if rule == "recommended":
             rule = find_recommended(self.bundle.body)
-        if rule == "nearest":
-            check_nearest(self.reference)
+        if rule in ("nearest", "ranpac"):
+            check_measured(rule, self.reference)
         return rule
 
     def _unknown_task(self, name: Any) -> UserError:
@@ -468,6 +469,15 @@ class Predictor:
         """The class means of the tasks, which the rule `nearest` compares images with."""
         return load_reference(self.bundle)
 
+    @cached_property
+    def router(self) -> Router:
+        """The router of the rule `ranpac`, with a backbone of its own."""
+        weights = {}
+        for name, task in self.reference.tasks.items():
+            assert task.router is not None, "see `check_measured`"
+            weights[name] = task.router
+        return Router.load(self.bundle, weights, self.device)
+
     def choose_tasks(self, rows: Tensor, images: Tensor, rule: str) -> list[LogitGroup]:
         """Assign each image to a task by a rule.
 
@@ -476,25 +486,30 @@ class Predictor:
             images: (b, 3, H, W).
             rule: One of `task_rules.CHOOSING`.
         """
-        all_rows = torch.arange(len(rows))
-        logits = self.logits_with_task(images, dict.fromkeys(self.classes, all_rows))
-        names = [*logits]
-        scores: list[Tensor] = []  # of each task, (b,)
-        for name in names:
-            if rule == "nearest":
-                self.method.activate_task(name)
-                distances = self.reference.tasks[name].distances(self.method.features(images))
-                scores.append(-distances)
-            else:
-                scores.append(score_by_logits(rule, logits[name]).cpu())
-        winners = torch.stack(scores).argmax(0)  # (b,), indices among names
-        groups = []
-        for index in winners.unique().tolist():
-            name = names[index]
-            is_winner = winners == index
-            winning_logits = logits[name][is_winner.to(self.device)]
-            groups.append(LogitGroup(rows[is_winner], winning_logits, self.classes[name]))
-        return groups
+        names = [*self.classes]
+        logits: dict[str, Tensor] = {}
+        if rule == "ranpac":
+            scores = self.router.scores(images)
+        elif rule == "nearest":
+            scores = {name: self._score_by_distance(images, name) for name in names}
+        else:
+            all_rows = torch.arange(len(rows))
+            logits = self.logits_with_task(images, dict.fromkeys(names, all_rows))
+            scores = {name: score_by_logits(rule, logits[name]) for name in names}
+        winners = torch.stack([scores[name].cpu() for name in names]).argmax(0)  # (b,)
+        chosen = {names[i]: (winners == i).nonzero().flatten() for i in winners.unique().tolist()}
+        if logits:
+            logits = {name: logits[name][index.to(self.device)] for name, index in chosen.items()}
+        else:
+            logits = self.logits_with_task(images, chosen)
+        return [
+            LogitGroup(rows[index], logits[name], self.classes[name])
+            for name, index in chosen.items()
+        ]
+
+    def _score_by_distance(self, images: Tensor, name: str) -> Tensor:
+        self.method.activate_task(name)
+        return -self.reference.tasks[name].distances(self.method.features(images))
 
     def infer_task(
         self, rows: Tensor, images: Tensor, candidate_tasks: list[tuple[str, ...]]

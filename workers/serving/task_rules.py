@@ -5,9 +5,10 @@
 - `entropy`: the task whose probabilities have the least entropy, relative to that of equal ones.
 - `nearest`: the task with the nearest class mean, in the features of each task. A distance is
   relative to that of the task's test images (`TaskReference.distances`).
+- `ranpac`: the task of the class that a ridge regression on random features of the frozen backbone
+  prefers (`router.py`). It needs two forward passes for any number of tasks; the other rules need
+  one for each task.
 - `recommended`: of these, the rule that was right most often when the model was written.
-
-Each rule needs a forward pass for each task.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from workers.errors import UserError
 from workers.serving.model_file import ChoosingRule, Rule
-from workers.serving.reference import Reference
+from workers.serving.reference import OLD_FOLDER, Reference
 
 RULES: tuple[str, ...] = get_args(Rule)
 CHOOSING: tuple[ChoosingRule, ...] = get_args(ChoosingRule)
@@ -61,11 +62,24 @@ def find_recommended(body: Mapping[str, Any]) -> str:
     return str(measured["recommended"])
 
 
-def check_nearest(reference: Reference) -> None:
-    """Raise `UserError` unless a model has class means of each task, for the rule `nearest`."""
-    for name, reason in reference.missing.items():
+def check_measured(rule: str, reference: Reference) -> None:
+    """Check that a model has what a rule needs of each task.
+
+    Args:
+        rule: `nearest` or `ranpac`.
+        reference: Measurements of the model.
+
+    Raises:
+        UserError: If there is nothing of a task.
+    """
+    needed = {"nearest": "class means", "ranpac": "router weights"}[rule]
+    missing = dict(reference.missing)
+    if rule == "ranpac":
+        unrouted = [name for name, task in reference.tasks.items() if task.router is None]
+        missing |= dict.fromkeys(unrouted, OLD_FOLDER)
+    for name, reason in missing.items():
         raise UserError(
-            f"rule 'nearest' needs class means of each task, and {name!r} has none ({reason}); "
+            f"rule {rule!r} needs {needed} of each task, and {name!r} has none ({reason}); "
             "give rule=confident or rule=entropy"
         )
 

@@ -276,5 +276,5 @@ def test_router_weights_that_do_not_fit_are_refused(model: Bundle, shape: tuple[
     def fetch(name: str) -> bytes:
         return changed if name == REFERENCE else model.fetch(name)
 
-    with pytest.raises(UserError, match="reference.safetensors cannot be used .*router"):
+    with pytest.raises(UserError, match=r"reference.safetensors cannot be used .*router"):
         load_reference(replace(model, body=sealed({**model.body, "files": files}), fetch=fetch))

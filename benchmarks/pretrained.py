@@ -1,0 +1,189 @@
+"""Compare methods on pretrained backbones with the passes that they cannot do without.
+
+`python -m benchmarks.pretrained`; ViT-Ti, fp32, one rank, one thread, some minutes. Class statistics
+at 224 px: the stages of a task against one forward pass over its decoded images, and the solution
+of the ridge regression. Prompts at 96 px: a training step against a query pass and a prompted pass
+that are written by hand. Rehearsal at 96 px: a step with a replayed batch against fine-tuning on as
+many images. Weights are random, which does not change the amount of work.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import stream
+from benchmarks.harness import Report, interleave, start
+from benchmarks.methods import BACKBONE, BATCH, CLASSES, Conditions, Training
+from workers import dist, feature_stage, loop, restore
+from workers.data.feed import Feed
+from workers.methods.ranpac import PENALTIES, solve_ridge
+
+STATISTICS_DEMAND = 1.10  # the stages of a task / a forward pass (and the solution)
+PROMPT_DEMAND = 1.05  # a training step / a query pass and a prompted pass
+REPLAY_DEMAND = 1.03  # a step with a replayed batch / fine-tuning on as many images
+SIDE, IMAGES, ROUNDS = 224, 40, 7  # images of each class
+GROUP = dist.Group()
+STATISTICS = ("simplecil", "ncm", "slda", "fecam", "ranpac")
+REPLAYING = ("er", "er_ace", "dark_replay")
+
+
+def ignore(event: Any) -> None:
+    """Drop a progress report."""
+
+
+# ---- class statistics ----------------------------------------------------------------------------
+def compare_statistics(report: Report, folder: Path) -> None:
+    """Time the stages of a task with class statistics against a pass over its images."""
+    card = stream.draw_images(folder, 4, train=IMAGES, test=1, sides=(SIDE,))
+    backbone = {"name": "vit_tiny_patch16_224", "img_size": SIDE, "crop_pct": 1.0}
+    store, graph, _ = stream.plan(
+        folder, card, 1, backbone=backbone, methods={name: {} for name in STATISTICS}
+    )
+    stream.ingest(store, graph)
+    loop.run_stage(stream.job_of(graph, "backbone"), GROUP, ignore)
+    features_job = stream.job_of(graph, "features/t-0")
+    loop.run_stage(features_job, GROUP, ignore)
+    assert features_job.task is not None
+    network = restore.load_backbone(features_job).eval()
+    feed = Feed(features_job, (features_job.task,), "train", GROUP, training=False)
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return torch.cat([network(batch.images) for batch in feed.evaluate()])
+
+    labels = torch.cat([batch.labels for batch in feed.evaluate()])
+    targets = F.one_hot(labels).double()
+    projection = torch.randn(network.num_features, 2000)
+
+    @torch.no_grad()
+    def forward_and_solve() -> None:
+        """Fit on all rows but the last fifth with each penalty, and on all rows with one."""
+        hidden = F.relu(forward() @ projection).double()
+        for penalty in (*PENALTIES, 1.0):
+            part = slice(0, len(hidden) - len(hidden) // 5 * (penalty != 1.0))
+            rows = hidden[part]
+            solve_ridge(rows.T @ rows, rows.T @ targets[part], penalty)
+
+    def run(name: str) -> None:
+        feature_stage.compute_features(features_job, GROUP, ignore)
+        loop.train_task(stream.job_of(graph, f"{name}/t-0/statistics"), GROUP, ignore)
+
+    variants: dict[str, Callable[[], object]] = {name: partial(run, name) for name in STATISTICS}
+    variants |= {"forward": forward, "forward and solve": forward_and_solve}
+    timing = interleave(variants, rounds=5)
+    for name in STATISTICS:
+        limit = "forward and solve" if name == "ranpac" else "forward"
+        what = f"{name}, features and statistics of a task against {limit}"
+        report.at_most(what, timing.ratio(name, limit), STATISTICS_DEMAND)
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+class PromptedPass:
+    """A query pass and a training step of a prompted ViT, written by hand.
+
+    tokens: number of prompt tokens in front of the patches, whose outputs the head reads.
+    rows: number of prefix rows of each block, from the first on.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, tokens: int = 0, rows: tuple[int, ...] = ()):
+        self.images, self.labels = images, labels
+        self.vit: Any = BACKBONE
+        width = self.vit.embed_dim
+        self.prompts = nn.Parameter(torch.rand(tokens, width))
+        self.prefixes = nn.ParameterList(torch.rand(2, count, width) for count in rows)
+        self.head = nn.Linear(width, CLASSES)
+        parameters = [self.prompts, *self.prefixes, *self.head.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, fused=True)
+        self.vit.requires_grad_(False)
+
+    def step(self) -> Tensor:
+        """Return the loss of a step."""
+        with torch.no_grad():
+            self.vit(self.images)
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.head(self.features()), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def features(self) -> Tensor:
+        """Return the features of the images, with prompts."""
+        vit = self.vit
+        x = vit._pos_embed(vit.patch_embed(self.images))
+        count = len(self.prompts)
+        if count:
+            prompts = self.prompts.expand(len(x), -1, -1)
+            x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)
+        for index, block in enumerate(vit.blocks):
+            prefix = self.prefixes[index] if index < len(self.prefixes) else None
+            x = x + block.ls1(self.attend(block.attn, block.norm1(x), prefix))
+            x = x + block.ls2(block.mlp(block.norm2(x)))
+        x = vit.norm(x)
+        return x[:, 1 : 1 + count].mean(1) if count else x[:, 0]
+
+    def attend(self, attn: Any, x: Tensor, prefix: Tensor | None) -> Tensor:
+        """Return the output of attention with keys and values of a prefix in front."""
+        batch, count, width = x.shape
+        qkv = attn.qkv(x).reshape(batch, count, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        if prefix is not None:
+            split = prefix.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)[:, None]
+            k = torch.cat([split[0].expand(batch, -1, -1, -1), k], 2)
+            v = torch.cat([split[1].expand(batch, -1, -1, -1), v], 2)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        projected: Tensor = attn.proj(mixed.transpose(1, 2).reshape(batch, count, width))
+        return projected
+
+
+def compare_prompts(report: Report) -> None:
+    """Time a training step of each method with prompts against the passes by hand."""
+    for name in ("l2p", "dualprompt", "coda"):
+        training = Training(name, BACKBONE, "class", Conditions())
+        settings: Any = training.method.settings
+        images, labels = training.images, training.labels
+        if name == "l2p":
+            by_hand = PromptedPass(images, labels, tokens=settings.top * settings.length)
+        else:
+            rows = (settings.length,) * settings.blocks
+            if name == "dualprompt":
+                rows = (settings.general_length,) * settings.general_blocks + rows
+            by_hand = PromptedPass(images, labels, rows=rows)
+        timing = interleave({"hand": by_hand.step, name: training.step}, 2 * ROUNDS)
+        what = f"{name}, a training step against a query pass and a prompted pass"
+        report.at_most(what, timing.ratio(name, "hand"), PROMPT_DEMAND)
+
+
+# ---- rehearsal -----------------------------------------------------------------------------------
+def compare_replay(report: Report) -> None:
+    """Time a step with a replayed batch against fine-tuning on as many images."""
+    for name in REPLAYING:
+        training = Training(name, BACKBONE, "class")
+        plain = Training(
+            "finetune", BACKBONE, "class", Conditions(batch=BATCH + training.num_replayed)
+        )
+        timing = interleave({"plain": plain.step, name: training.step}, 2 * ROUNDS)
+        what = f"{name}, a step on {BATCH} + {training.num_replayed} images against fine-tuning"
+        report.at_most(what, timing.ratio(name, "plain"), REPLAY_DEMAND)
+
+
+def main() -> None:
+    """Measure all of it."""
+    start()
+    report = Report()
+    compare_prompts(report)
+    compare_replay(report)
+    with tempfile.TemporaryDirectory() as temporary:
+        compare_statistics(report, Path(temporary))
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()

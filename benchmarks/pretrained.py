@@ -1,10 +1,10 @@
 """Compare methods on pretrained backbones with the passes that they cannot do without.
 
-`python -m benchmarks.pretrained`; ViT-Ti, fp32, one rank, one thread, some minutes. Class statistics
-at 224 px: the stages of a task against one forward pass over its decoded images, and the solution
-of the ridge regression. Prompts at 96 px: a training step against a query pass and a prompted pass
-that are written by hand. Rehearsal at 96 px: a step with a replayed batch against fine-tuning on as
-many images. Weights are random, which does not change the amount of work.
+`python -m benchmarks.pretrained`; ViT-Ti, fp32, one rank, one thread, some minutes. Class
+statistics at 224 px: the stages of a task against one forward pass over its decoded images, and the
+solution of the ridge regression. Prompts at 96 px: a training step against a query pass and a
+prompted pass that are written by hand. Rehearsal at 96 px: a step with a replayed batch against
+fine-tuning on as many images. Weights are random, which does not change the amount of work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def compare_statistics(report: Report, folder: Path) -> None:
 
     labels = torch.cat([batch.labels for batch in feed.evaluate()])
     targets = F.one_hot(labels).double()
-    projection = torch.randn(network.num_features, 2000)
+    width = 192  # of ViT-Ti
+    projection = torch.randn(width, 2000)
 
     @torch.no_grad()
     def forward_and_solve() -> None:
@@ -96,7 +97,7 @@ class PromptedPass:
     def __init__(self, images: Tensor, labels: Tensor, tokens: int = 0, rows: tuple[int, ...] = ()):
         self.images, self.labels = images, labels
         self.vit: Any = BACKBONE
-        width = self.vit.embed_dim
+        width: int = vars(BACKBONE)["embed_dim"]
         self.prompts = nn.Parameter(torch.rand(tokens, width))
         self.prefixes = nn.ParameterList(torch.rand(2, count, width) for count in rows)
         self.head = nn.Linear(width, CLASSES)
@@ -127,7 +128,8 @@ class PromptedPass:
             x = x + block.ls1(self.attend(block.attn, block.norm1(x), prefix))
             x = x + block.ls2(block.mlp(block.norm2(x)))
         x = vit.norm(x)
-        return x[:, 1 : 1 + count].mean(1) if count else x[:, 0]
+        features: Tensor = x[:, 1 : 1 + count].mean(1) if count else x[:, 0]
+        return features
 
     def attend(self, attn: Any, x: Tensor, prefix: Tensor | None) -> Tensor:
         """Return the output of attention with keys and values of a prefix in front."""

@@ -6,7 +6,7 @@ Also the schema of all settings that can change a result.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -590,21 +590,30 @@ class Task:
     shard_urls: ShardUrls | None = None  # None: the shards lie in the ingest stage
     # Whether the data set has validation images; otherwise some are held out of train.
     has_val: bool = False
-    # For a slice of a stream: the part of each class's images that it has, as [start, stop) of
-    # their order by sha256. It has no images of other classes. None: all images of all classes.
-    parts: dict[str, tuple[float, float]] | None = None
+    # For a slice of a stream: (class, start, stop), the part [start, stop) of the class's images in
+    # the order of their sha256. It has no images of other classes. None: all images of all classes.
+    parts: tuple[tuple[str, float, float], ...] | None = None
 
     @property
     def shares(self) -> dict[str, float]:
         """Return the share of the images of each class that belong to the task."""
         if self.parts is None:
             return dict.fromkeys(self.classes, 1.0)
-        return {name: stop - start for name, (start, stop) in self.parts.items()}
+        return {name: stop - start for name, start, stop in self.parts}
 
     @property
     def num_classes(self) -> int:
         """Return the number of classes."""
         return len(self.classes)
+
+
+def count_classes(tasks: Iterable[Task]) -> int:
+    """Return the number of classes that share a memory; a class of several slices counts once."""
+    classes: set[tuple[str, str]] = set()
+    for task in tasks:
+        owner = task.name if task.parts is None else ""
+        classes.update((owner, name) for name in task.classes)
+    return len(classes)
 
 
 @dataclass(frozen=True)

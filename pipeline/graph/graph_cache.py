@@ -215,7 +215,7 @@ def _from_json(content: Mapping[str, Any]) -> CachedGraph:
             raise ValueError("a task places its shards")
         parts = entry.get("parts")
         if parts is not None:
-            parts = {name: tuple(part) for name, part in parts.items()}
+            parts = tuple(tuple(part) for part in parts)
         tasks.append(Task(**{**entry, "classes": tuple(entry["classes"]), "parts": parts}))
     return CachedGraph(Graph.of(content["name"], stages), tasks)
 

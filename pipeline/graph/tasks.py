@@ -220,8 +220,12 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     names = entry.list_task_names(card.name)
     if entry.slices:
         whole = Task(name, card.name, key, tuple(classes), entry.role, urls, has_val)
-        parts = cut_slices(entry.slices, classes, name)
-        return [replace(whole, name=n, parts=p) for n, p in zip(names, parts, strict=True)]
+        parts_of_tasks = cut_slices(entry.slices, classes, name)
+        tasks = []
+        for task_name, by_class in zip(names, parts_of_tasks, strict=True):
+            parts = tuple((class_name, *part) for class_name, part in by_class.items())
+            tasks.append(replace(whole, name=task_name, parts=parts))
+        return tasks
     if len(classes) % len(names):
         raise UserError(
             f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "

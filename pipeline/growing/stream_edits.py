@@ -304,8 +304,9 @@ class StreamEditor:
             )
         if any(entry.slices for entry in config.stream.tasks):
             raise UserError(
-                f"{config_path}: it divides images into slices (`slices`), in which images or "
-                "classes that come or go change every task; change the source and run the config"
+                f"{config_path}: it divides images into slices (`slices`), so that classes that "
+                "come or go, and images that go, change every task; change the source and run the "
+                "config"
             )
 
     def changes(self) -> FileChanges:

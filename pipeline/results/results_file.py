@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from pipeline.config.settings import ELSEWHERE, NAME, checked
+from pipeline.graph.run_record import TaskRecord
 from pipeline.results.imported import (
     MAX_CELLS,
     MAX_TASKS,
@@ -62,6 +63,7 @@ class ResultTaskBody(Strict):
     classes: list[Text] = Field(default_factory=list)
     role: Literal["task", "base"] = "task"
     images_sha256: Text | None = None
+    shares: dict[Text, Rate] | None = None
     chance: Any = None
 
 
@@ -142,6 +144,8 @@ def _run_body(run: RunTables) -> dict[str, Any]:
             "role": task["role"],
             "chance": 1 / max(len(task["classes"]), 1),
         }
+        if "shares" in task:
+            entry["shares"] = task["shares"]
         if task["name"] in digests:
             entry["images_sha256"] = digests[task["name"]]
         tasks.append(entry)
@@ -310,10 +314,18 @@ def _make_tables(path: str, run: RunBody) -> ImportedTables:
         twice = {value for value in values if values.count(value) > 1}
         if twice:
             raise UserError(f"{path}: {kind} {min(twice)!r:.80} is there twice; name each once")
-    record["tasks"] = [
-        {"name": t.name, "card": "", "role": t.role, "classes": t.classes, "data": ""}
-        for t in run.tasks
-    ]
+    record["tasks"] = []
+    for t in run.tasks:
+        task: TaskRecord = {
+            "name": t.name,
+            "card": "",
+            "role": t.role,
+            "classes": t.classes,
+            "data": "",
+        }
+        if t.shares is not None:
+            task["shares"] = {**t.shares}
+        record["tasks"].append(task)
     roles = {task.name: task.role for task in run.tasks}
     methods = {method.label: _make_method(path, method, roles) for method in run.methods}
     digests = {t.name: t.images_sha256 for t in run.tasks if t.images_sha256}

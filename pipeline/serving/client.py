@@ -54,7 +54,8 @@ class Client:
             images: Paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
                 (N, 3, H, W).
             tasks: One task for all images, or a task or None for each image.
-            rule: For images without a task: `refuse` or `confident`.
+            rule: For images without a task: `refuse`, `confident`, `entropy`, `nearest`,
+                `ranpac` or `recommended`.
             top: Number of probabilities per image; 0: all.
 
         Raises:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -12,10 +15,16 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from pipeline.testing.lab import OPTIMIZERS, SETTINGS, Lab, Run
-from workers.data.rows import select
+from workers.data.rows import _select_own, select
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods import METHODS
+from workers.methods.bases.rehearsal import MEMORY
+from workers.methods.gdumb import GdumbSettings
+from workers.serving.bundle import Bundle
+from workers.serving.measuring import with_measurements
+from workers.serving.reference import load_reference
+from workers.storage.taskstate import Carried
 
 SHARED = [name for name, method in METHODS.items() if method.shares_head]
 NAMES = ("cut-0", "cut-1", "cut-2")
@@ -42,13 +51,15 @@ def card(lab: Lab) -> str:
     return str(path)
 
 
-def run_of(lab: Lab, card: str, method: str, **slices: Any) -> Run:
+def run_of(
+    lab: Lab, card: str, method: str, settings: dict[str, Any] | None = None, **slices: Any
+) -> Run:
     slices = slices or {"kind": "repeating", "tasks": 3, "classes": 3}
     return lab.run_of(
         method,
         {**OPTIMIZERS["adamw"], "epochs": 2},
         order=NAMES,
-        settings=SETTINGS.get((method, "adamw"), {}),
+        settings=SETTINGS.get((method, "adamw"), {}) | (settings or {}),
         stream={"scenario": "domain", "tasks": [{"card": card, "slices": slices}]},
     )
 
@@ -91,6 +102,116 @@ def rows_of(lab: Lab, task: Task, splits: tuple[str, ...]) -> list[tuple[str, st
 
 def test_a_slice_without_images_is_refused(lab: Lab, card: str) -> None:
     task = run_of(lab, card, "finetune").stages(2)[0].tasks[0]
-    empty = dataclasses.replace(task, parts=dict.fromkeys(task.shares, (0.0, 0.01)))
+    empty = dataclasses.replace(task, parts=tuple((name, 0.0, 0.01) for name in task.shares))
     with pytest.raises(UserError, match=r"'cut-0' has no train images.*make fewer slices"):
         select(str(lab.store.root), (empty,), "train", 0.0)
+
+
+def test_a_model_of_slices_is_written_and_measured(lab: Lab, card: str) -> None:
+    """Of slices that lack a class, which has no mean there."""
+    run = run_of(lab, card, "er")
+    last = run.evaluate_job(2)
+    run.evaluated(2)
+    bundle = with_measurements(Bundle.of_job(last))
+    reference = load_reference(bundle)
+    assert not reference.missing
+    assert [len(task.means) for task in reference.tasks.values()] == [3] * 3
+    assert len({*last.tasks}) == 3, "tasks are hashable"
+
+
+def test_validation_images_are_held_out_of_whole_classes(lab: Lab, card: str) -> None:
+    """So that a small part of a class is not halved."""
+    slices: dict[str, Any] = {"kind": "blurry", "tasks": 3, "blur": 0.5, "disjoint": 0.0}
+    tasks = run_of(lab, card, "finetune", **slices).stages(2)[0].tasks
+    whole = dataclasses.replace(tasks[0], parts=None)
+    held_out = [key for key, _ in rows_of(lab, whole, ("val",))]
+    found = []
+    for task in tasks:
+        rows = rows_of(lab, task, ("train", "val"))
+        found += [key for key, _ in rows if key in held_out]
+        assert {key for key, _ in rows_of(lab, task, ("train",))}.isdisjoint(held_out)
+    assert sorted(found) == sorted(held_out)
+
+
+def test_copies_of_an_image_are_in_one_slice() -> None:
+    rows = pa.table(
+        {
+            "class": ["a"] * 6 + ["b"],
+            "sha256": ["1", "2", "2", "2", "3", "4", "2"],
+            "key": [*"uvwxyzq"],
+        }
+    )
+    shards: Any = SimpleNamespace(select=lambda split, classes: rows)
+    parts = [(("a", 0.0, 0.5), ("b", 0.0, 1.0)), (("a", 0.5, 1.0),)]
+    keys = []
+    for part in parts:
+        task = Task("t", "c", "d", ("a", "b"), parts=part)
+        keys.append("".join(_select_own(shards, task, "test")["key"].to_pylist()))
+    assert keys == ["uvwxq", "yz"]
+
+
+# ---- methods -------------------------------------------------------------------------------------
+def memory_of(run: Run, task: int) -> dict[str, dict[str, list[str]]]:
+    """Return the exemplars after a task, by task and class."""
+    artifact = run.artifact(next(job for job in run.stages(task) if job.step == "herd"))
+    assert artifact is not None
+    carried = Carried.from_bytes(artifact.read("carried.safetensors"))
+    memory: dict[str, dict[str, list[str]]] = carried.meta[MEMORY]
+    return memory
+
+
+def test_slices_share_the_exemplars_of_a_class(lab: Lab, card: str) -> None:
+    slices = {"kind": "blurry", "tasks": 3, "blur": 0.4, "disjoint": 0.0}
+    run = run_of(lab, card, "replay", {"memory": 40}, **slices)
+    counts: Counter[str] = Counter()
+    for classes in memory_of(run, 2).values():
+        counts.update({name: len(keys) for name, keys in classes.items()})
+    assert counts.keys() == {*"0123"}
+    assert all(8 <= count <= 10 for count in counts.values()), counts
+
+
+def test_gdumb_balances_classes_over_slices() -> None:
+    keys = {"x": {"a": 100, "b": 90}, "y": {"b": 5, "c": 100}, "z": {"b": 5, "d": 100}}
+    tasks = tuple(
+        Task(name, "c", "d", (*"abcd",), parts=tuple((label, 0.0, 1.0) for label in labels))
+        for name, labels in keys.items()
+    )
+    method = METHODS["gdumb"].__new__(METHODS["gdumb"])
+    vars(method).update(settings=GdumbSettings(memory=60), seed=0)
+    data = SimpleNamespace(
+        keys=lambda task: {
+            label: [f"{task.name}/{label}/{i}" for i in range(count)]
+            for label, count in keys[task.name].items()
+        }
+    )
+    context: Any = SimpleNamespace(stream=tasks, data=data)
+    memory: Any = method
+    kept = [key for names in memory.memory(context).values() for key in names]
+    assert Counter(key.split("/")[1] for key in kept) == dict.fromkeys("abcd", 15)
+
+
+def test_a_memory_counts_a_class_of_several_slices_once(lab: Lab, card: str) -> None:
+    run_of(lab, card, "replay", {"memory": 4})
+    with pytest.raises(UserError, match="memory is 3, and the stream has 4 classes"):
+        run_of(lab, card, "replay", {"memory": 3})
+
+
+def test_er_ace_leaves_outputs_of_absent_classes_alone(lab: Lab, card: str) -> None:
+    """Its first term compares the classes that come in the slice."""
+    run = run_of(lab, card, "er_ace")
+    job = run.stages(2)[0]
+    assert job.task is not None
+    method: Any = run.live(2)
+    absent = [name not in job.task.shares for name in job.task.classes]
+    assert sum(absent) == 1
+    features = torch.randn(5, method.heads.width)
+    labels = torch.tensor([absent.index(False)] * 5)
+    method.features = lambda images: features
+    batch: Any = SimpleNamespace(images=None, labels=labels)
+    method.requires_grad_(True).zero_grad()
+    loss, _ = method.loss(batch, None)
+    loss.backward()
+    gradient = method.heads[job.task.name].weight.grad
+    assert (gradient[torch.tensor(absent)] == 0).all()
+    assert (gradient[~torch.tensor(absent)] != 0).any(1).all()
+    assert method.competing_outputs() == 3

@@ -26,7 +26,13 @@ from workers.serving.reference import compute_nearest_distances, load_reference
 from workers.serving.router import Router
 from workers.serving.server import Predictor
 from workers.serving.single_tasks import remove_task
-from workers.serving.task_rules import CHOOSING, recommend, score_by_logits
+from workers.serving.task_rules import (
+    CHOOSING,
+    RULES,
+    find_recommended,
+    recommend,
+    score_by_logits,
+)
 from workers.storage.artifact import file_info
 
 
@@ -253,8 +259,17 @@ def test_without_a_task_the_recommendation_is_gone(
     images = images_of(run)
     assert Predictor.open(folder).predict(images, rule="recommended")
     remove_task(folder, "three")
+    rest = Bundle.open(folder)
     with pytest.raises(UserError, match="its tasks have changed since"):
-        Predictor.open(folder).predict(images, rule="recommended")
+        find_recommended(rest.body)
+    reference = load_reference(rest)
+    assert reference.tasks.keys() == {"two"}
+    assert reference.tasks["two"].router is None, "it depends on the images of the other task"
+    assert not any("three" in name for name in safetensors.torch.load(rest.read(REFERENCE)))
+    for rule in RULES:
+        if rule != "refuse":  # there is one task to choose
+            answers = Predictor(rest).predict(images, rule=rule)  # type: ignore[arg-type]
+            assert {answer.task for answer in answers} == {"two"}
 
 
 def test_a_method_that_infers_the_task_has_no_rules(lab: Lab) -> None:
@@ -262,7 +277,7 @@ def test_a_method_that_infers_the_task_has_no_rules(lab: Lab) -> None:
     assert "rules" not in bundle.body
 
 
-@pytest.mark.parametrize("shape", [(3, 1000), (2, 999), (2, 20_000), (2000,)])
+@pytest.mark.parametrize("shape", [(3, 1000), (2, 999), (2, 20_000), (2, 0), (2000,)])
 def test_router_weights_that_do_not_fit_are_refused(model: Bundle, shape: tuple[int, ...]) -> None:
     """Of task `two`, with two classes: as a folder from a stranger may have them."""
     data = model.read(REFERENCE)

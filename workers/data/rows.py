@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -216,16 +216,21 @@ def _find_rows(shards: Shards, task: Task, split: str, val_fraction: float) -> p
     if split == "test":
         return _select_own(shards, task, split)
     if task.has_val:
-        own = _select_own(shards, task, "val")
-        if len(own):
-            return own if split == "val" else _select_own(shards, task, split)
-    own = _select_own(shards, task, "train")
-    train, val = hold_out(own, val_fraction, shards.hold_out)
+        own_val = _select_own(shards, task, "val")
+        if len(own_val):
+            return own_val if split == "val" else _select_own(shards, task, split)
+    train, val = hold_out(shards.select("train", task.classes), val_fraction, shards.hold_out)
+    if task.parts is not None:
+        # held out of whole classes, because a part of a class may have two images
+        own = _select_own(shards, task, "train")["key"]
+        train, val = (rows.filter(pc.is_in(rows["key"], own)) for rows in (train, val))
     return val if split == "val" else train
 
 
 def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
-    """Return the rows of a split of the data that belong to a task, of a slice: see `Task.parts`.
+    """Return the rows of a split of the data that belong to a task.
+
+    Of a slice these are parts of its classes (`Task.parts`); copies of an image stay together.
 
     Raises:
         UserError: If a class of a slice has no train image in the data.
@@ -234,13 +239,23 @@ def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
     if task.parts is None:
         return rows
     if split == "train":
-        _refuse_missing(task, rows, task.parts)
-    keys: list[str] = []
-    for name, (start, stop) in task.parts.items():
-        own = rows.filter(pc.equal(rows["class"], name))
-        own = own.sort_by([("sha256", "ascending"), ("key", "ascending")])["key"].to_pylist()
-        keys += own[round(start * len(own)) : round(stop * len(own))]
-    return rows.filter(pc.is_in(rows["key"], pa.array(keys, pa.string())))
+        _refuse_missing(task, rows, task.shares)
+    columns = ["class", "sha256"]
+    images = rows.select(columns).group_by(columns).aggregate([])
+    images = images.sort_by([(name, "ascending") for name in columns])
+    names = images["class"].to_numpy()
+    parts = [images.slice(0, 0)]
+    for name, start, stop in task.parts:
+        first, last = np.searchsorted(names, [name, name + "\0"])
+        begin, end = (first + round(share * (last - first)) for share in (start, stop))
+        parts.append(images.slice(begin, end - begin))
+    own = pa.concat_tables(parts)
+    return rows.filter(pc.is_in(_join(rows), _join(own)))
+
+
+def _join(rows: pa.Table) -> Any:
+    """Return the class and the sha256 of each row as one text."""
+    return pc.binary_join_element_wise(rows["class"], rows["sha256"], "/")
 
 
 def has_validation(root: str, task: Task, val_fraction: float) -> bool:
@@ -248,7 +263,7 @@ def has_validation(root: str, task: Task, val_fraction: float) -> bool:
     if val_fraction:
         return True
     urls = task.shard_urls
-    return task.has_val and len(Shards.open(root, task.data, urls).select("val", task.classes)) > 0
+    return task.has_val and len(_select_own(Shards.open(root, task.data, urls), task, "val")) > 0
 
 
 def list_keys(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
@@ -275,10 +290,13 @@ def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -
 
 def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -> None:
     if split == "val" and not len(part):
+        reason = "no class has more than one train image to spare"
+        if task.parts is not None:
+            reason = "its slice is too small; make fewer slices"
         raise UserError(
             f"task {task.name!r} has no validation images with data.val_fraction = "
-            f"{val_fraction}, as the data have none and no class has more than one train image to "
-            "spare; set it to 0 (with keep: last), or add images to the source"
+            f"{val_fraction}, as the data have none and {reason}; set it to 0 (with keep: last), "
+            "or add images to the source"
         )
     if split == "train" and task.parts is None:
         _refuse_missing(task, part, task.classes)

@@ -41,8 +41,8 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     """L = CE(z(x), y) + alpha mean (z(x') - h')^2 + beta CE(z(x''), y'').
 
     x' and x'' are independent draws of `replay_batch` exemplars, h' the stored logits. The squared
-    distance is a mean over exemplars and over the outputs that h' has: those of classes that came
-    later are not compared. In scenario `task` both terms use the outputs of an exemplar's task.
+    distance is a mean over exemplars and over the outputs that h' has: those of later heads are not
+    compared. In scenario `task` both terms use the outputs of an exemplar's task.
 
     `herd` stores the logits of new exemplars, under the evaluation transform. Logits of older ones
     stay as they are.

@@ -6,11 +6,12 @@ ICLR 2022.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data.batch import Batch
-from workers.methods.base import Progress, StepContext
+from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import flatten
 from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
 from workers.methods.train_defaults import TrainDefaults
@@ -48,15 +49,26 @@ class ErAce(Reservoir[ReservoirSettings]):
             return flatten(self.next_memory(context))
         return super().memory(context)
 
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        task = context.task
+        self.is_absent: Tensor | None = None  # (K,); of the outputs of the task
+        if task.parts is not None:
+            absent = [name not in task.shares for name in task.classes]
+            self.is_absent = torch.tensor(absent, device=self.device)
+        return groups
+
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.task is not None
         logits = self.heads[self.task.name](self.features(batch.images)).float()
+        if self.is_absent is not None:
+            logits = logits.masked_fill(self.is_absent, -torch.inf)
         ce = F.cross_entropy(logits, batch.labels)
         return ce, {"ce": ce.detach()}
 
     def competing_outputs(self) -> int:
         assert self.task is not None
-        return self.heads[self.task.name].out_features
+        return len(self.task.shares)
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.replay is not None

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from torch import nn
 
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import Task, count_classes
 from workers.methods.base import MethodSettings, StepContext
 from workers.methods.joint import Joint
 from workers.methods.train_defaults import TrainDefaults
@@ -55,7 +55,7 @@ class Gdumb(Joint):
         cls, settings: Any, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        classes = sum(task.num_classes for task in tasks)
+        classes = count_classes(tasks)
         if settings.memory < classes:
             raise UserError(
                 f"memory is {settings.memory}, and the stream has {classes} classes, so that some "
@@ -64,8 +64,9 @@ class Gdumb(Joint):
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         """Return the keys of the memory by task, as `RemembersSamples` does."""
-        arrivals: list[tuple[str, str]] = []  # task and class of each image, in order
-        keys: dict[tuple[str, str], list[str]] = {}
+        # The class of each image in order, with its task unless a class comes in several slices.
+        arrivals: list[tuple[str, str]] = []
+        keys: dict[tuple[str, str], list[tuple[str, str]]] = {}  # tasks and keys of images
         for task in context.stream:
             images = []
             for class_name, class_keys in context.data.keys(task).items():
@@ -73,12 +74,14 @@ class Gdumb(Joint):
                     priority = derive_seed(self.seed, "gdumb", task.name, key)
                     images.append((priority, class_name, key))
             for _, class_name, key in sorted(images):
-                arrivals.append((task.name, class_name))
-                keys.setdefault(arrivals[-1], []).append(key)
+                owner = task.name if task.parts is None else ""
+                arrivals.append((owner, class_name))
+                keys.setdefault(arrivals[-1], []).append((task.name, key))
         memory: dict[str, list[str]] = {}
         for label, count in balanced_counts(arrivals, self.settings.memory).items():
             # Images of a class come in random order: the first ones are a random choice.
-            memory.setdefault(label[0], []).extend(keys[label][:count])
+            for task_name, key in keys[label][:count]:
+                memory.setdefault(task_name, []).append(key)
         return memory
 
 

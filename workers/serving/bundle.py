@@ -10,7 +10,8 @@ tasks/NAME.safetensors      state of a task
 carried/STEP.safetensors    carried state of a chain, or of a star with common first steps,
                             without the entries of `Method.training_only`
 versions/                   `model.json` of earlier versions (see versions.py)
-reference.safetensors       class means of training images (see reference.py); optional
+reference.safetensors       class means of training images, and weights of the rule `ranpac`
+                            (see reference.py); optional
 inputs/                     counts of the inputs by day (see input_counts.py); in no digest
 """
 

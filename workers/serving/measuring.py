@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data import accelerator
-from workers.data.feed import EVAL_BATCH
 from workers.data.rows import SampleTable, select
 from workers.errors import UserError
 from workers.job import Task
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
-from workers.serving.model_file import REFERENCE, sealed, state_file
+from workers.serving.model_file import REFERENCE, ChoosingRule, sealed, state_file
 from workers.serving.reference import (
     LEVELS,
     MEDIAN,
@@ -68,11 +67,15 @@ def with_measurements(bundle: Bundle) -> Bundle:
         tensors[f"means/{task.name}"] = measured.means
         tensors[f"levels/{task.name}"] = measured.levels
         about[task.name] = {"state": state, "test_images": measured.test_images}
+    has_router = True
     has_choice = len(bundle.tasks) > 1 and not predictor.infers_task
     is_incomplete = any("missing" in entry for entry in about.values())
     if has_choice and not is_incomplete:
-        for name, weight in fit_router(predictor).items():
-            tensors[f"router/{name}"] = weight
+        try:
+            for name, weight in fit_router(predictor).items():
+                tensors[f"router/{name}"] = weight
+        except (UserError, OSError):  # it is measured without the rule `ranpac`
+            has_router = False
     data = safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
     files = {**bundle.body["files"], REFERENCE: file_info(data)}
 
@@ -83,7 +86,7 @@ def with_measurements(bundle: Bundle) -> Bundle:
     if not has_choice or is_incomplete:
         return complete
     predictor.bundle = complete  # with the class means and the router
-    rules = measure_rules(predictor)
+    rules = measure_rules(predictor, [rule for rule in CHOOSING if rule != "ranpac" or has_router])
     return replace(complete, body=sealed({**complete.body, "rules": rules}))
 
 
@@ -97,29 +100,33 @@ def fit_router(predictor: Predictor) -> dict[str, Tensor]:
         task = tasks[name]
         train = select(job.root, (task,), "train", job.data.val_fraction)
         rows = [*chain(*choose_train_rows(task, train))]
-        pixels = _read_pixels(predictor, train, rows)
-        parts = [
-            router.features(predictor.network_input(pixels[start : start + EVAL_BATCH])).cpu()
-            for start in range(0, len(rows), EVAL_BATCH)
-        ]
+        parts = []
+        for start in range(0, len(rows), MAX_CLASS_IMAGES):
+            pixels = _read_pixels(predictor, train, rows[start : start + MAX_CLASS_IMAGES])
+            parts.append(router.features(predictor.network_input(pixels)).cpu())
         router.add(task, torch.cat(parts), train.labels[rows], train.keys(np.array(rows)))
     return router.weights()
 
 
 def choose_train_rows(task: Task, train: SampleTable) -> list[list[int]]:
-    """Return the rows of the training images that are measured, for each class of a task."""
-    share = min(max(1, MAX_TRAIN_IMAGES // task.num_classes), MAX_CLASS_IMAGES)
-    return [
-        (train.labels == label).nonzero().flatten()[:share].tolist()
+    """Return the rows of the training images that are measured, for each class with images."""
+    per_class = min(max(1, MAX_TRAIN_IMAGES // task.num_classes), MAX_CLASS_IMAGES)
+    rows_by_class = [
+        (train.labels == label).nonzero().flatten()[:per_class].tolist()
         for label in range(task.num_classes)
     ]
+    return [rows for rows in rows_by_class if rows]
 
 
-def measure_rules(predictor: Predictor) -> dict[str, Any]:
-    """Measure how often each rule leads to the right class, and to the right task.
+def measure_rules(predictor: Predictor, choosing: Sequence[ChoosingRule]) -> dict[str, Any]:
+    """Measure the accuracy of rules that choose the task of an image: of the class, and the task.
 
-    The images are held-out validation images of each task, or test images if there are none: at
+    The images are held-out validation images of each task, or test images if a task has none: at
     most `MAX_RULE_IMAGES` of a task.
+
+    Args:
+        predictor: The model, with what the rules need.
+        choosing: The rules.
 
     Returns:
         `tasks`, `split`, `images` (their number), `with_task` (the accuracy if the task is given),
@@ -138,8 +145,8 @@ def measure_rules(predictor: Predictor) -> dict[str, Any]:
         tables = [select(job.root, (task,), "test", val_fraction) for task in tasks]
     with_task = 0
     images = 0
-    classes = dict.fromkeys(CHOOSING, 0)
-    names = dict.fromkeys(CHOOSING, 0)
+    right_classes = dict.fromkeys(choosing, 0)
+    right_tasks = dict.fromkeys(choosing, 0)
     for task, table in zip(tasks, tables, strict=True):
         rows = torch.linspace(0, len(table) - 1, min(count, len(table))).round().long().tolist()
         pixels = _read_pixels(predictor, table, rows)
@@ -147,18 +154,18 @@ def measure_rules(predictor: Predictor) -> dict[str, Any]:
         images += len(rows)
         known = predictor.answers(pixels, [task.name] * len(rows))
         with_task += count_right(known, task, labels)
-        for rule in CHOOSING:
+        for rule in choosing:
             chosen = predictor.answers(pixels, [None] * len(rows), rule)
-            classes[rule] += count_right(chosen, task, labels)
-            names[rule] += sum(answer.task == task.name for answer in chosen)
-    accuracy = {rule: right / images for rule, right in classes.items()}
+            right_classes[rule] += count_right(chosen, task, labels)
+            right_tasks[rule] += sum(answer.task == task.name for answer in chosen)
+    accuracy = {rule: right / images for rule, right in right_classes.items()}
     return {
         "tasks": [task.name for task in predictor.tasks],
         "split": split,
         "images": images,
         "with_task": with_task / images,
         "accuracy": accuracy,
-        "task_accuracy": {rule: right / images for rule, right in names.items()},
+        "task_accuracy": {rule: right / images for rule, right in right_tasks.items()},
         "recommended": recommend(accuracy),
     }
 
@@ -189,7 +196,9 @@ def _measure_task(predictor: Predictor, name: str) -> TaskReference:
     distances = compute_nearest_distances(features, torch.stack(means))
     levels = torch.quantile(distances, torch.tensor(LEVELS))
     if not levels.isfinite().all() or levels[MEDIAN] <= 0:
-        raise UserError(f"all test images of task {name!r} have the same features")
+        raise UserError(
+            f"the features of the test images of task {name!r} are all equal, or not finite"
+        )
     return TaskReference(torch.stack(means), levels, count)
 
 

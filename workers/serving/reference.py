@@ -21,14 +21,19 @@ from torch import Tensor
 from workers.errors import UserError, describe_error
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import REFERENCE, REMAKE, state_file
+from workers.storage.taskstate import check_values
 
 METADATA = "accrete.reference"
 LEVELS = tuple(level / 20 for level in range(1, 20))  # 0.05, 0.1, ..., 0.95
 MAX_PROJECTION = 10_000  # random features of a router
 MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)
 OLD_FOLDER = (
-    "the model folder was written without them; write a new one with `accrete bundle`, "
+    "the model folder was written without class means; write a new one with `accrete bundle`, "
     "from the storage of its run"
+)
+NO_ROUTER = (
+    "the model folder was written without a router, or a task was removed since; write a new one "
+    "with `accrete bundle`, from the storage of its run"
 )
 CHANGED_TASK = "the task was imported or replaced after the folder was written"
 
@@ -38,7 +43,7 @@ class TaskReference:
     """The reference of one task, to which features of inputs are compared.
 
     Attributes:
-        means: Mean features of training images of each class, float32 (classes, d).
+        means: Mean features of training images of each class with images, float32 (classes, d).
         levels: Distances of test images to the nearest class mean at the quantiles `LEVELS`,
             float32 (19,), in units of the features.
         test_images: Number of test images in `levels`.
@@ -100,6 +105,26 @@ def compute_nearest_distances(features: Tensor, means: Tensor) -> Tensor:
     return torch.cdist(features.float().cpu()[None], means[None])[0].amin(1)
 
 
+def forget_task(data: bytes, name: str) -> bytes:
+    """Return the file of the references without a task.
+
+    It has no router: the weights of all tasks depend on the images of each.
+
+    Args:
+        data: The file.
+        name: Name of the task.
+    """
+    length = int.from_bytes(data[:8], "little")
+    about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][METADATA])
+    about.pop(name, None)
+    tensors = {
+        key: tensor
+        for key, tensor in safetensors.torch.load(data).items()
+        if not key.startswith("router/") and key.partition("/")[2] != name
+    }
+    return safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
+
+
 # ---- reading -------------------------------------------------------------------------------------
 def load_reference(bundle: Bundle) -> Reference:
     """Read the reference of a bundle. Raise `UserError` if the file is damaged."""
@@ -111,6 +136,7 @@ def load_reference(bundle: Bundle) -> Reference:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
         about = json.loads(metadata[METADATA])
         tensors = safetensors.torch.load(data)
+        check_values(tensors.values(), f"{REFERENCE} of {bundle.where}")
         return _parse_reference(bundle, about, tensors)
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         reason = describe_error(error)
@@ -135,7 +161,7 @@ def _parse_reference(
             missing[task.name] = str(entry["missing"])
         else:
             means, levels = tensors[f"means/{task.name}"], tensors[f"levels/{task.name}"]
-            if means.ndim != 2 or len(means) != task.num_classes:
+            if means.ndim != 2 or not 1 <= len(means) <= task.num_classes:
                 raise ValueError(f"the means of task {task.name!r} have shape {tuple(means.shape)}")
             if levels.shape != (len(LEVELS),) or not levels[MEDIAN] > 0:
                 raise ValueError(f"the levels of task {task.name!r} are not positive")
@@ -150,6 +176,6 @@ def _parse_reference(
                 int(entry["test_images"]),
                 None if router is None else router.float(),
             )
-    if len(widths) > 1 or max(widths, default=0) > MAX_PROJECTION:
+    if len(widths) > 1 or not 1 <= max(widths, default=1) <= MAX_PROJECTION:
         raise ValueError(f"the routers have {max(widths)} random features")
     return Reference(tasks, missing)

@@ -46,7 +46,7 @@ class Answer:
         task: Task of this class; "" if the inferred mask belongs to no task.
         confidence: How certain the task is, in [0, 1]: 1 if the request named the task; the
             method's confidence if the method infers the task; the total probability of the task's
-            classes if all classes compete; `probability` under the rule `confident`.
+            classes if all classes compete; `probability` if a rule chose the task.
         probabilities: Class name -> probability, the largest first.
     """
 
@@ -172,6 +172,7 @@ class Predictor:
         if self.compact is None:
             self.method.override_cache = self._cached_weights
         self.lock = threading.Lock()
+        self.router_lock = threading.Lock()
         # Called with pixels, requested tasks and answers of each batch.
         self.on_answers: Callable[[NDArray[Any], Sequence[str | None], list[Answer]], None] | None
         self.on_answers = None
@@ -317,10 +318,15 @@ class Predictor:
         Raises:
             UserError: If the model lacks a measurement that the rule needs.
         """
+        if len(self.tasks) == 1:
+            return "confident"
         if rule == "recommended":
             rule = find_recommended(self.bundle.body)
         if rule in ("nearest", "ranpac"):
             check_measured(rule, self.reference)
+        if rule == "ranpac":
+            with self.router_lock:  # other requests are answered while it is loaded
+                self.router  # noqa: B018
         return rule
 
     def _unknown_task(self, name: Any) -> UserError:
@@ -466,7 +472,7 @@ class Predictor:
 
     @cached_property
     def reference(self) -> Reference:
-        """The class means of the tasks, which the rule `nearest` compares images with."""
+        """The class means of the tasks, and their router weights, for rules that choose a task."""
         return load_reference(self.bundle)
 
     @cached_property

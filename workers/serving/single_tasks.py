@@ -15,7 +15,8 @@ from workers.job import Frozen, Task, with_neutral
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.serving.bundle import Bundle, carried_file
-from workers.serving.model_file import NAME, TaskBody, state_file, task_body
+from workers.serving.model_file import NAME, REFERENCE, TaskBody, state_file, task_body
+from workers.serving.reference import forget_task, load_reference
 from workers.serving.versions import Versions, changing
 from workers.storage.artifact import file_info
 from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors
@@ -240,6 +241,9 @@ def _remove(versions: Versions, name: str) -> str:
             data = Carried(tensors, carried.meta).to_bytes()
             new_names[step] = carried_file(f"{step}-{file_info(data)['sha256'][:8]}")
             new_files[new_names[step]] = data
+    if REFERENCE in bundle.body["files"]:
+        load_reference(bundle)  # a damaged one is an error
+        new_files[REFERENCE] = forget_task(bundle.read(REFERENCE), name)
     changed = bundle.with_tasks(remaining, new_files, new_names)
     if not same_answers(bundle, changed):
         raise UserError(

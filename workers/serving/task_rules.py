@@ -22,7 +22,7 @@ from torch import Tensor
 
 from workers.errors import UserError
 from workers.serving.model_file import ChoosingRule, Rule
-from workers.serving.reference import OLD_FOLDER, Reference
+from workers.serving.reference import NO_ROUTER, Reference
 
 RULES: tuple[str, ...] = get_args(Rule)
 CHOOSING: tuple[ChoosingRule, ...] = get_args(ChoosingRule)
@@ -76,7 +76,7 @@ def check_measured(rule: str, reference: Reference) -> None:
     missing = dict(reference.missing)
     if rule == "ranpac":
         unrouted = [name for name, task in reference.tasks.items() if task.router is None]
-        missing |= dict.fromkeys(unrouted, OLD_FOLDER)
+        missing |= dict.fromkeys(unrouted, NO_ROUTER)
     for name, reason in missing.items():
         raise UserError(
             f"rule {rule!r} needs {needed} of each task, and {name!r} has none ({reason}); "
@@ -86,4 +86,5 @@ def check_measured(rule: str, reference: Reference) -> None:
 
 def recommend(accuracies: Mapping[ChoosingRule, float]) -> ChoosingRule:
     """Return the rule with the best accuracy, the first of equal ones in `CHOOSING`."""
-    return max(CHOOSING, key=lambda rule: accuracies[rule])
+    measured = [rule for rule in CHOOSING if rule in accuracies]
+    return max(measured, key=lambda rule: accuracies[rule])

@@ -5,6 +5,7 @@ The output space holds all classes so far.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +17,7 @@ from typing_extensions import TypeVar
 
 from workers.data.features import FeatureBatch, extract_features
 from workers.errors import UserError
-from workers.job import ActiveIf, Task
+from workers.job import ActiveIf, Task, count_classes
 from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.base import S as AnySettings
 from workers.methods.bases.class_incremental import ClassIncremental
@@ -155,7 +156,7 @@ class Rehearsal(CarriesMemory[S]):
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        classes = sum(task.num_classes for task in tasks)
+        classes = count_classes(tasks)
         if not settings.per_class and settings.memory < classes:
             raise UserError(
                 f"memory is {settings.memory}, and the stream has {classes} classes, so that "
@@ -212,12 +213,13 @@ class Rehearsal(CarriesMemory[S]):
             sharers: Number of classes that share the memory. 0: all so far, in scenario `domain`
                 those of each task.
         """
-        slices = self.class_slices().values()
-        count = self.share(sharers or sum(part.stop - part.start for part in slices))
+        counts = self.count_exemplars(sharers)
         batch = self.extract_features()
         memory: Memory = {}
         for name, classes in self.exemplars.items():
-            memory[name] = {class_name: keys[:count] for class_name, keys in classes.items()}
+            memory[name] = {
+                class_name: keys[: counts[name, class_name]] for class_name, keys in classes.items()
+            }
         memory.setdefault(task.name, {})
         is_of_task = batch.tasks == self.task_names().index(task.name)
         select = SELECTIONS[self.settings.selection]
@@ -227,12 +229,36 @@ class Rehearsal(CarriesMemory[S]):
                 continue
             seed = derive_seed(self.seed, "exemplars", task.name, class_name)
             generator = torch.Generator().manual_seed(seed)
+            count = counts[task.name, class_name]
             positions = select(batch.features[rows], count, generator)
             keys = [batch.keys[rows[position]] for position in positions]
             memory[task.name][class_name] = keys
         self.exemplars = memory
         if self.uses_class_means:
             self.means = self.exemplar_means(batch)
+
+    def count_exemplars(self, sharers: int) -> dict[tuple[str, str], int]:
+        """Return the number of exemplars of each task and class.
+
+        Slices of a stream share the exemplars of a class as they share its images.
+
+        Args:
+            sharers: See `herd`.
+        """
+        slices = self.class_slices()
+        tasks = [task for task in self.stream if task.name in slices]
+        if all(task.parts is None for task in tasks):
+            count = self.share(sharers or sum(part.stop - part.start for part in slices.values()))
+            return {(task.name, name): count for task in tasks for name in task.classes}
+        totals: Counter[str] = Counter()
+        for task in tasks:
+            totals.update(task.shares)
+        count = self.share(sharers or len(totals))
+        return {
+            (task.name, name): int(count * share / totals[name])
+            for task in tasks
+            for name, share in task.shares.items()
+        }
 
     def exemplar_means(self, batch: FeatureBatch) -> Tensor:
         """Return the mean feature (classes so far, d) of the exemplars of each class."""

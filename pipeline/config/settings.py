@@ -145,7 +145,7 @@ class TaskEntry(Frozen):
     split: int = Field(
         0, ge=0, description="number of tasks that the classes are divided into; 0: one task"
     )
-    slices: Slices | None = Field(
+    slices: Annotated[Slices | None, Neutral(None)] = Field(
         None, description="divides the images of all classes into tasks, in scenario `domain`"
     )
     role: Literal["task", "base", "unlabelled"] = Field(

@@ -50,12 +50,12 @@ def test_task_of_more_than_weights_is_refused(lab: Any, tmp_path: Path) -> None:
 def test_weights_that_do_not_give_the_logits_are_never_written(
     packnet: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folded = timm_model._fold_weights
+    collect = timm_model._collect_state_dict
 
     def other(*arguments: Any) -> dict[str, torch.Tensor]:
-        tensors = folded(*arguments)
+        tensors = collect(*arguments)
         return {name: tensor * 1.01 for name, tensor in tensors.items()}
 
-    monkeypatch.setattr(timm_model, "_fold_weights", other)
+    monkeypatch.setattr(timm_model, "_collect_state_dict", other)
     with pytest.raises(UserError, match="gives logits that differ by"):
         timm_model.export_timm_files(packnet.bundle, "two")

@@ -22,8 +22,8 @@ from workers.serving.bundle import Bundle, check_new
 from workers.storage.artifact import join, write_bytes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TOLERANCE = 1e-5  # relative to the largest absolute logit, at least to 1
-CHECKED_IMAGES = 4  # images of noise on which both models are compared
+TOLERANCE = 1e-5  # largest accepted result of `_compute_difference`
+CHECKED_IMAGES = 4  # noise images on which the timm model is compared with the bundle
 
 
 def write(bundle: Bundle, task_name: str, uri: str) -> None:
@@ -52,14 +52,14 @@ def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
     task = bundle.task(task_name)
     method = bundle.method()
     settings = BackboneSettings.model_validate(bundle.body["backbone"])
-    reason = _find_obstacle(settings)
+    reason = _find_export_obstacle(settings)
     if reason:
         raise _make_error(bundle, task_name, reason)
-    arguments = _list_arguments(settings)
+    arguments = _make_model_arguments(settings)
     classes = list(task.classes)
     try:
         model: Any = timm.create_model(settings.name, num_classes=len(classes), **arguments)
-        model.load_state_dict(_fold_weights(method, model, task_name))
+        model.load_state_dict(_collect_state_dict(method, model, task_name))
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         detail = " ".join(str(error).split())
         reason = f"its weights do not fit timm's model ({detail:.200})"
@@ -83,7 +83,7 @@ def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
     }
     files = {CONFIG: json.dumps(config, indent=1).encode(), WEIGHTS: vit.to_bytes(model)}
     difference = _compute_difference(files, method, settings.img_size, task_name)
-    if not difference <= TOLERANCE:
+    if not difference <= TOLERANCE:  # `not <=` also refuses NaN
         reason = f"a plain timm model gives logits that differ by {difference:.1e}"
         raise _make_error(bundle, task_name, reason)
     return files
@@ -97,8 +97,8 @@ def _make_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
     )
 
 
-def _find_obstacle(settings: BackboneSettings) -> str:
-    """Return why a plain timm model cannot replace the backbone, or ""."""
+def _find_export_obstacle(settings: BackboneSettings) -> str:
+    """Return why timm's own model cannot represent the backbone, or ""."""
     module = timm.model_entrypoint(settings.name.partition(".")[0]).__module__
     if not module.startswith("timm."):
         return f"{settings.name!r} is not a model of timm"
@@ -107,16 +107,23 @@ def _find_obstacle(settings: BackboneSettings) -> str:
     return ""
 
 
-def _list_arguments(settings: BackboneSettings) -> dict[str, Any]:
-    """Return the arguments of timm's model, without those for training."""
+def _make_model_arguments(settings: BackboneSettings) -> dict[str, Any]:
+    """Return the keyword arguments for `timm.create_model`.
+
+    Training-only arguments such as `drop_path_rate` are omitted.
+    """
     arguments = dict(settings.options)
     if "img_size" in signature.list_arguments(settings.name.partition(".")[0]):
         arguments["img_size"] = settings.img_size
     return arguments
 
 
-def _fold_weights(method: Method, model: Any, task_name: str) -> dict[str, Tensor]:
-    """Return the weights of the model that serves a task: masked or copied ones, and its head."""
+def _collect_state_dict(method: Method, model: Any, task_name: str) -> dict[str, Tensor]:
+    """Return the state dict with which a timm model serves one task.
+
+    It has the backbone's weights, with the task's masked or copied weights in their place, and the
+    task's head under the name of the classifier in `model`.
+    """
     method.activate_task(task_name)
     tensors = dict(method.backbone.state_dict())
     for name, tensor in method.weight_overrides.items():
@@ -132,7 +139,10 @@ def _fold_weights(method: Method, model: Any, task_name: str) -> dict[str, Tenso
 def _compute_difference(
     files: dict[str, bytes], method: Method, side: int, task_name: str
 ) -> float:
-    """Return the largest difference of the logits of both models, relative to the largest."""
+    """Return the largest absolute difference between the logits of the two models.
+
+    It is divided by the largest absolute logit, or by 1 if that is smaller.
+    """
     images = torch.randn(
         (CHECKED_IMAGES, 3, side, side), generator=torch.Generator().manual_seed(0)
     )

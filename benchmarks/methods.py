@@ -211,7 +211,7 @@ class Training:
             if (position, step) != timed:
                 state, carried = self.method.finish()
                 states[state.task] = state
-        self.optimizer = optim.build(groups, train)
+        self.optimizer = optim.build_optimizer(groups, train)
         self.method.train()
         generator = torch.Generator().manual_seed(1)
         self.size = conditions.batch

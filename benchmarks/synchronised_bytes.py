@@ -79,7 +79,7 @@ def count(job: StageJob, group: dist.Group) -> Counts:
     method = METHODS[job.method](restore.load_backbone(job), restore.load_settings(job), job.seed)
     plan = OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS)
     groups = method.begin(StepContext(job.task, plan, training_tasks=(job.task,)))
-    optimizer = optim.build(groups, job.train)
+    optimizer = optim.build_optimizer(groups, job.train)
     feed = Feed(job, (job.task,), "train", group, training=True)
     method.train()
     sent: list[int] = []

@@ -75,7 +75,7 @@ class TrainLoop:
 
     def build_optimizer(self) -> None:
         """Build the optimizer, after a copy of the parameters was taken."""
-        self.optimizer = optim.build(self.groups, self.job.train)
+        self.optimizer = optim.build_optimizer(self.groups, self.job.train)
 
     def step(self) -> Tensor:
         """Run one training step and return its loss."""
@@ -97,7 +97,9 @@ class PlainLoop:
         defaults = {"lr": train.lr, "weight_decay": train.weight_decay}
         self.optimizer = torch.optim.AdamW([{**defaults, **group} for group in groups], fused=True)
         steps = len(self.batches)
-        factor = partial(optim.factor, total=EPOCHS * steps, per_epoch=steps, train=train)
+        factor = partial(
+            optim.compute_lr_factor, total=EPOCHS * steps, per_epoch=steps, train=train
+        )
         self.schedule = LambdaLR(self.optimizer, factor)
         self.positions = positions(steps)
 

@@ -55,7 +55,7 @@ def counted(b: Batch, *tasks: Task) -> Batch:
 
 def trained(method: Any, *tasks: Task, steps: int = 2) -> Any:
     """Return the method after some steps of SGD, with momentum and weight decay."""
-    optimizer = optim.build(method.groups, TRAIN)
+    optimizer = optim.build_optimizer(method.groups, TRAIN)
     job: Any = SimpleNamespace(train=TRAIN)
     for step in range(steps):
         batches = [counted(batch(*tasks, step=step), *tasks)]

@@ -288,7 +288,7 @@ def fit(
         p.requires_grad_(id(p) in trained_ids)
     if job.train.compile:
         vit.compile_blocks(method.backbone)
-    optimizer = optim.build(param_groups, job.train)
+    optimizer = optim.build_optimizer(param_groups, job.train)
     method.train()
     if isinstance(method, PrecomputesFeatures):
         with autocast_context(job, group):
@@ -488,7 +488,7 @@ def train_step(
     Return the loss and its terms by name. The sum of a value over all ranks is its mean over the
     global batch.
     """
-    lr_factor = optim.factor(
+    lr_factor = optim.compute_lr_factor(
         progress.global_step, progress.total, progress.steps_per_epoch, job.train
     )
     optim.scale_rates(optimizer, lr_factor)

@@ -1,7 +1,7 @@
 """Optimizer, learning-rate schedule and length of training.
 
-All parameter groups share one cosine schedule with linear warm-up. One rule gives tasks with few
-images enough optimizer steps.
+All parameter groups share one cosine schedule with linear warm-up. `fit_to_images` reduces the
+batch size, or adds epochs, for tasks with few images.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def fit_to_images(train: TrainSettings, num_images: int) -> TrainSettings:
 
     As long as `epochs` epochs have fewer than `min_steps` optimizer steps, the batch size is
     halved, but not below `min_batch_size` or the number of micro-batches. If that is not enough,
-    the number of epochs is raised, at most to `max_epochs`. With `min_steps: 0` nothing changes.
+    the number of epochs is raised. `max_epochs` limits the result in any case, even if `epochs` is
+    larger. With `min_steps: 0` the settings are returned unchanged.
 
     Args:
         train: The settings.
@@ -49,7 +50,12 @@ def fit_to_images(train: TrainSettings, num_images: int) -> TrainSettings:
 
 
 def describe_length(train: TrainSettings, num_images: int) -> dict[str, int]:
-    """Return batch size, epochs and optimizer steps of settings fitted to `num_images`."""
+    """Return the length of a training as a dict: `images`, `batch_size`, `epochs` and `steps`.
+
+    Args:
+        train: The settings, fitted to `num_images`.
+        num_images: Samples of an epoch.
+    """
     return {
         "images": num_images,
         "batch_size": train.batch_size,
@@ -58,12 +64,19 @@ def describe_length(train: TrainSettings, num_images: int) -> dict[str, int]:
     }
 
 
-def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float:
-    """Learning rate at step `step` (from 0) of `total`, relative to each group's peak.
+def compute_lr_factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float:
+    """Return the learning rate at a step, relative to the peak of each parameter group.
 
-    `schedule: epoch` has one rate per epoch: timm's cosine as DeiT and DyTox step it. They pass the
-    number of the epoch that ended, so that the first two epochs have the same rate. Their cosine is
-    over all epochs, so that warm-up cuts off its beginning.
+    With `schedule: epoch` the rate changes only between epochs, as with timm's cosine scheduler in
+    the training scripts of DeiT and DyTox. Those call `scheduler.step(epoch)` after epoch `epoch`;
+    therefore the first two epochs have the same rate. The cosine covers all epochs, and warm-up
+    replaces its beginning.
+
+    Args:
+        step: Index of the optimizer step, from 0.
+        total: Number of optimizer steps.
+        per_epoch: Optimizer steps per epoch.
+        train: The settings.
     """
     if train.schedule == "epoch":
         epochs = total // per_epoch
@@ -88,14 +101,14 @@ def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float
 
 def full_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
     """Return the sum of the schedule's factors: the equivalent number of steps at the peak rate."""
-    return sum(factor(step, total, per_epoch, train) for step in range(total))
+    return sum(compute_lr_factor(step, total, per_epoch, train) for step in range(total))
 
 
-def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Optimizer:
-    """Make a new optimizer; momentum never carries over to another task.
+def build_optimizer(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Optimizer:
+    """Return a new optimizer, without state from earlier tasks.
 
-    Groups without `lr` or `weight_decay` get the configured ones; groups without parameters are
-    left out.
+    Groups without `lr` or `weight_decay` get the configured values; groups without parameters are
+    omitted. Each group stores its learning rate as `peak`, which `scale_rates` multiplies.
     """
     defaults = {"lr": train.lr, "weight_decay": train.weight_decay}
     full = [{**defaults, **group} for group in groups if group["params"]]
@@ -114,10 +127,15 @@ def scale_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 @contextlib.contextmanager
 def ascend(parameters: list[Tensor], rho: float) -> Iterator[None]:
-    """Within the context, move each weight w to w + rho w^2 g / || |w| g ||, g its gradient.
+    """Perturb the weights along their gradients inside the context.
 
-    The norm is over all weights. This is the ascent step of ASAM (Kwon et al., ICML 2021), which is
-    invariant to rescaling of weights. On exit all weights are restored to the last bit.
+    Each weight w with gradient g becomes w + rho w^2 g / || |w| g ||; the norm is over all weights.
+    This is the ascent step of ASAM (Kwon et al., ICML 2021), which is invariant to rescaling of
+    weights. On exit, the weights are restored exactly.
+
+    Args:
+        parameters: The weights; at least one must have a gradient.
+        rho: Size of the perturbation.
     """
     originals: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter and a copy of the values
     with torch.no_grad():

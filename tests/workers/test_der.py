@@ -131,7 +131,7 @@ def stepped(
     train = TrainSettings(optimizer="sgd", lr=lr)
     job: Any = type("Job", (), {"train": train})
     loop.train_step(
-        method, optim.build(method.groups, train), [batch(*tasks)], progress, job, Group()
+        method, optim.build_optimizer(method.groups, train), [batch(*tasks)], progress, job, Group()
     )
     return {name: not torch.equal(p, before[name]) for name, p in method.named_parameters()}
 

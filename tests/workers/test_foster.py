@@ -59,7 +59,9 @@ def stepped(method: Any, *tasks: Task) -> set[str]:
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     train = TrainSettings(optimizer="sgd", lr=0.1)
     job: Any = type("Job", (), {"train": train})
-    loop.train_step(method, optim.build(method.groups, train), [batch(*tasks)], START, job, Group())
+    loop.train_step(
+        method, optim.build_optimizer(method.groups, train), [batch(*tasks)], START, job, Group()
+    )
     return {name for name, p in method.named_parameters() if not torch.equal(p, before[name])}
 
 

@@ -155,7 +155,7 @@ def test_distillation_keeps_the_old_answers_on_new_images(number: int) -> None:
         assert method.teacher is not None
         images = batch(3, number).images
         teacher_logits = method.teacher.logits(images)["a"]
-        optimizer = optim.build(method.groups, train)
+        optimizer = optim.build_optimizer(method.groups, train)
         for step in range(20):
             job: Any = SimpleNamespace(train=train)
             progress = Progress(0, step, 1, 20)
@@ -191,7 +191,7 @@ def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(
 ) -> None:
     """Neither weight decay nor momentum moves what waits."""
     method = lwf(A, B, head_first=0.4)
-    optimizer = optim.build(method.groups, train)
+    optimizer = optim.build_optimizer(method.groups, train)
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
     new = {id(p) for p in method.heads["b"].parameters()}
     steps(method, train, range(4), optimizer)

@@ -11,12 +11,13 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from workers.job import TrainSettings
-from workers.optim import build, factor, full_rate_steps, scale_rates
+from workers.optim import build_optimizer, compute_lr_factor, full_rate_steps, scale_rates
 
 
 def factors(total: int, **settings: Any) -> list[float]:
     return [
-        factor(step, total, total, TrainSettings.model_validate(settings)) for step in range(total)
+        compute_lr_factor(step, total, total, TrainSettings.model_validate(settings))
+        for step in range(total)
     ]
 
 
@@ -37,7 +38,7 @@ def test_no_step_is_without_a_rate_or_above_the_peak(
     total: int, warmup: float, floor: float, schedule: str
 ) -> None:
     train = TrainSettings.model_validate({"warmup": warmup, "floor": floor, "schedule": schedule})
-    rates = [factor(step, total, 1, train) for step in range(total)]
+    rates = [compute_lr_factor(step, total, 1, train) for step in range(total)]
     assert all(0 < f <= 1 for f in rates)
     risen = int(warmup * total) if schedule == "step" else round(warmup * total) + 1
     assert floor < 1 or all(f == 1 for f in rates[risen:])
@@ -72,7 +73,7 @@ def test_epoch_schedule_equals_timm() -> None:
         schedule="epoch", warmup=0.01, warmup_start=1e-6 / 2.5e-4, floor=1e-5 / 2.5e-4
     )
     our_rates = [
-        [2.5e-4 * factor(3 * epoch + step, 1500, 3, train) for step in range(3)]
+        [2.5e-4 * compute_lr_factor(3 * epoch + step, 1500, 3, train) for step in range(3)]
         for epoch in range(500)
     ]
     assert [rates[0] for rates in our_rates] == pytest.approx(timm_optimizer, rel=1e-9)
@@ -86,7 +87,7 @@ def layers(count: int) -> list[nn.Parameter]:
 
 def test_every_group_follows_the_schedule_from_its_own_peak() -> None:
     own_layer, configured = layers(2)
-    optimizer = build(
+    optimizer = build_optimizer(
         [{"params": [own_layer], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01)
     )
     for scale in (1.0, 0.25, 0.5):
@@ -105,7 +106,7 @@ def test_groups_take_what_they_do_not_name_from_the_settings(kind: str) -> None:
         {"params": [configured]},
         {"params": []},
     ]
-    optimizer = build(groups, train)
+    optimizer = build_optimizer(groups, train)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.3]
     assert kind == "adamw" or all(g["momentum"] == 0.7 for g in optimizer.param_groups)
     assert "lr" not in groups[0], "the method's own groups are not changed"
@@ -116,12 +117,12 @@ def test_a_new_optimizer_has_no_past(kind: str) -> None:
     (p,) = layers(1)
     train = TrainSettings.model_validate({"optimizer": kind, "lr": 0.1, "weight_decay": 0.0})
     for _ in range(3):
-        optimizer = build([{"params": [p]}], train)
+        optimizer = build_optimizer([{"params": [p]}], train)
         assert not optimizer.state
         p.grad = torch.ones(2)
         optimizer.step()
         assert optimizer.state
-    optimizer = build([{"params": [p]}], train)
+    optimizer = build_optimizer([{"params": [p]}], train)
     before, p.grad = p.detach().clone(), torch.zeros(2)
     optimizer.step()
     assert torch.equal(p, before), "without a gradient, momentum alone would move it"

@@ -54,7 +54,9 @@ def begun(
     carried: Carried | None,
     train: TrainSettings = TRAININGS["adamw"],
 ) -> torch.optim.Optimizer:
-    return optim.build(method_steps.begun(method, task, carried, step, rates(STEPS, train)), train)
+    return optim.build_optimizer(
+        method_steps.begun(method, task, carried, step, rates(STEPS, train)), train
+    )
 
 
 def learn(

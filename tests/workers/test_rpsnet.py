@@ -144,7 +144,7 @@ def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
 
 def trained(method: Any, *tasks: Task, steps: int = 3) -> Any:
     train = TrainSettings(lr=1e-2, weight_decay=0.05)
-    optimizer = optim.build(method.groups, train)
+    optimizer = optim.build_optimizer(method.groups, train)
     job: Any = SimpleNamespace(train=train)
     for step in range(steps):
         loop.train_step(method, optimizer, [batch(*tasks, step=step)], START, job, Group())

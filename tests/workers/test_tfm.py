@@ -61,7 +61,7 @@ def trained(
 ) -> Left:
     method_steps.train(
         method,
-        optim.build(begun(method, task, carried, train), train),
+        optim.build_optimizer(begun(method, task, carried, train), train),
         lambda progress: batch(classes=task.num_classes),
         steps=4,
     )

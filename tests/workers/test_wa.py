@@ -137,7 +137,9 @@ def test_weights_of_all_heads_are_clamped_at_zero_where_that_is_asked_for(
         TrainSettings(optimizer="sgd", lr=0.1),
     )
     job: Any = type("Job", (), {"train": train})
-    loop.train_step(method, optim.build(method.groups, train), [batch(A, B)], START, job, Group())
+    loop.train_step(
+        method, optim.build_optimizer(method.groups, train), [batch(A, B)], START, job, Group()
+    )
     least = [method.heads[name].weight.min().item() for name in "ab"]
     assert (min(least) == max(least) == 0) if nonnegative else max(least) < 0
     assert min(p.min().item() for p in method.backbone.parameters()) < 0

@@ -53,7 +53,7 @@ def training(
     groups = begun(method, task, carried, rates=rates(STEPS, train))
     if optimizer == "sgd":  # scores have small gradients, and the default rate is for adamw
         next(group for group in groups if group["name"] == "masks")["lr"] = 10.0
-    yield from each_step(method, optim.build(groups, train), task, STEPS)
+    yield from each_step(method, optim.build_optimizer(groups, train), task, STEPS)
 
 
 def stream(

@@ -211,13 +211,13 @@ def add_data(
     Raises:
         UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
     """
-    from pipeline.app.experiment import choose_stream, make_console, printer
+    from pipeline.app.experiment import choose_stream, make_console, make_printer
     from pipeline.config.invocation import this_command
     from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
     from pipeline.shell.console import ending
 
     source = os.fspath(config)
-    say = printer(choose_stream(quiet))
+    say = make_printer(choose_stream(quiet))
     request = AddRequest(
         source, os.fspath(data), kind, into, name, os.fspath(model), method, max_drop
     )
@@ -257,7 +257,7 @@ def remove_data(
     Raises:
         UserError: If it cannot be removed, or a stage fails.
     """
-    from pipeline.app.experiment import choose_stream, make_console, printer
+    from pipeline.app.experiment import choose_stream, make_console, make_printer
     from pipeline.config import settings as configs
     from pipeline.config.invocation import this_command
     from pipeline.growing.add import changing  # start-up time: imports torch
@@ -265,7 +265,7 @@ def remove_data(
     from pipeline.growing.remove import RemoveRequest, remove
 
     source = os.fspath(config)
-    say = printer(choose_stream(quiet))
+    say = make_printer(choose_stream(quiet))
     target = Target(task, class_name, os.fspath(images))
     request = RemoveRequest(source, target, os.fspath(model), method)
     with changing(configs.load(source), say):

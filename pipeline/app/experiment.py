@@ -1,4 +1,4 @@
-"""A config in Python: it can be planned, run and looked at. `pipeline.load` makes one."""
+"""The Python interface to one config: `Experiment`, which `pipeline.load` creates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pipeline.results.model import Model
     from pipeline.results.tables import RunTables
 
-AGAIN = "the same `pipeline.load(...).{}()`"  # where no command could do the same
+# in messages, instead of a command line, if the config or a method exists only in Python
+REPEAT_IN_PYTHON = "the same `pipeline.load(...).{}()`"
 Names = str | Sequence[str]  # one name or several
 
 
@@ -35,8 +36,9 @@ class Experiment:
         source: Path of the config, or its values.
         overrides: Overrides in the form of `--set`.
         config: All settings at the time of loading.
-        folder: Folder of relative paths: the current one at loading. The process works in this
-            folder during a call.
+        folder: Folder that relative paths refer to: the working directory at the time of loading.
+            Methods change the working directory of the process to it while they run, so they are
+            not thread-safe.
     """
 
     source: ConfigSource
@@ -90,9 +92,11 @@ class Experiment:
         return data_frame(rows)
 
     def training(self) -> pd.DataFrame:
-        """Return a row for each training step of each method: its optimizer, and how long it is.
+        """Return the optimizer and the training length of each method.
 
-        Both are texts, as `plan` prints them; tasks of equal settings are together.
+        There is a row for each step of a method that trains, for example `train` or `finetune`
+        (column `step`; not a step of the optimizer). The columns `optimizer` and `length` are text,
+        as in the output of `accrete plan`. Tasks with equal settings share a row.
         """
         from pipeline.app import runs as app
         from pipeline.results.data_frame import data_frame
@@ -113,10 +117,10 @@ class Experiment:
                 like `plan --calibrate`.
 
         Returns:
-            A row for each method, and `together` for all: `stages`, `images` times epochs,
-            `device_hours` and `wall_hours` with the limits of their likely ranges (`_low`,
-            `_high`), and the number of stages by source of the estimate. Hours are NaN if no number
-            of images is known.
+            A row for each method, and a row `together` for all. Columns: `stages`; `images`, a sum
+            of images times epochs; `device_hours` and `wall_hours`, each also with `_low` and
+            `_high`, the ends of its likely range; and for each basis of an estimate (for example
+            `calibration`) the number of stages. Hours are NaN if no number of images is known.
         """
         from pipeline.app import runs as app
         from pipeline.launch import cost  # start-up time: imports torch
@@ -127,11 +131,11 @@ class Experiment:
         return data_frame([cost.label_row(forecast, label) for label in forecast.walls])
 
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:
-        """Return the picture of the graph as SVG.
+        """Return a drawing of the graph as SVG text.
 
         Args:
-            of: `plan`: hits and misses. `status`: state and duration of each stage of a started
-                run.
+            of: What the colours show. `plan`: hits and misses. `status`: state and duration of
+                each stage of a started run.
         """
         from pipeline.app import runs as app
         from pipeline.graph import diagram
@@ -146,7 +150,7 @@ class Experiment:
 
     # ---- running ---------------------------------------------------------------------------------
     def ingest(self, quiet: bool = False) -> pd.DataFrame:
-        """Ingest the raw data, and train nothing.
+        """Ingest the raw data without training.
 
         Args:
             quiet: Print nothing.
@@ -162,9 +166,9 @@ class Experiment:
         from pipeline.results.data_frame import data_frame
 
         stream = choose_stream(quiet)
-        with self._in_folder() as change_folder:
-            run = self._prepare(to_run=True, with_jobs=True, say=printer(stream))
-            command = self._command("run", run, change_folder)
+        with self._in_folder() as cd_prefix:
+            run = self._prepare(to_run=True, with_jobs=True, say=make_printer(stream))
+            command = self._command("run", run, cd_prefix)
             ingested = app.ingest(run, make_console(stream), command)
         rows = []
         for card in ingested:
@@ -186,12 +190,12 @@ class Experiment:
         The stages run according to `cluster`: with `workers: 0` in this process, otherwise on Ray.
 
         Args:
-            quiet: Print nothing: no line for a finished stage, no progress of a long one, no
-                warnings, and no location of the report and the record in MLflow.
-            only: Stages, in the form of `accrete run --only`.
-            start: Stages, in the form of `--from`.
-            until: Stages, in the form of `--until`.
-            force: Stages, in the form of `--force`.
+            quiet: Do not print progress, warnings, or the locations of the report and the MLflow
+                record.
+            only: Run only these stages, as with `accrete run --only`.
+            start: Run these stages and their descendants, as with `--from` (a Python keyword).
+            until: Run these stages and their ancestors, as with `--until`.
+            force: Run these stages again, as with `--force`.
 
         Raises:
             UserError: If a stage fails.
@@ -206,13 +210,13 @@ class Experiment:
 
         stream = choose_stream(quiet)
         selection = StageSelection(*map(list_names, (only, start, until, force)))
-        with self._in_folder() as change_folder:
-            run = self._prepare(to_run=True, say=printer(stream))
+        with self._in_folder() as cd_prefix:
+            run = self._prepare(to_run=True, say=make_printer(stream))
             result = app.execute(
                 run,
                 make_console(stream),
-                self._command("run", run, change_folder, selection.resume_options),
-                self._command("report", run, change_folder),
+                self._command("run", run, cd_prefix, selection.resume_options),
+                self._command("report", run, cd_prefix),
                 selection,
             )
         print(*ending(result.outcome, result.report.lines), sep="\n", file=stream)
@@ -227,7 +231,7 @@ class Experiment:
         this state and `wall_s` the duration, in seconds; NaN if unknown.
 
         Raises:
-            UserError: If the run was never started.
+            UserError: If the run has not been started.
         """
         from pipeline.report.run_text import progress_line
         from pipeline.results.data_frame import data_frame
@@ -243,19 +247,19 @@ class Experiment:
 
         Args:
             stage: Id of a stage as in `plan()`.
-            every: Include all old events and failures.
+            every: Include all old events and failures, as with `--all`.
 
         Raises:
-            UserError: If the run was never started, or has no such stage.
+            UserError: If the run has not been started, or has no such stage.
         """
         from pipeline.report.log_text import log_text
 
         return log_text(self._storage(), self.name, stage or "", every)
 
     def results(self) -> Results:
-        """Return the stored results; for an unfinished run, the existing ones.
+        """Return the results in the store; for an unfinished run, the results so far.
 
-        Nothing is run.
+        No stage runs.
 
         Raises:
             UserError: If the config or its storage cannot be used.
@@ -275,9 +279,9 @@ class Experiment:
         """
         from pipeline.app import reports
 
-        with self._in_folder() as change_folder:
+        with self._in_folder() as cd_prefix:
             run = self._prepare()
-            return reports.report(run, self._command("report", run, change_folder))
+            return reports.report(run, self._command("report", run, cd_prefix))
 
     def analyse(
         self,
@@ -288,15 +292,20 @@ class Experiment:
         on: Names = (),
         quiet: bool = False,
     ) -> AnalysisResult:
-        """Measure the attention of the finished run, and add it to its report and its record.
+        """Measure attention, and optionally robustness, of the finished run.
+
+        The measurements are added to its report and its MLflow record.
 
         Args:
             *others: Further finished runs for comparison.
             images: Approximate number of test images per task.
-            maps: Approximate number of images for maps.
-            robustness: Also measure occluded and adversarial images.
-            on: Cards to test on in addition.
+            maps: Approximate number of test images per task for attention maps.
+            robustness: Also measure accuracy on occluded and adversarial images.
+            on: Cards with further test images of the same classes.
             quiet: Print nothing.
+
+        Returns:
+            Tables of the measurements, the paths of the pictures, and the report.
 
         Raises:
             UserError: If a run is not finished.
@@ -310,7 +319,7 @@ class Experiment:
                     yield app.prepare(experiment.source, experiment.overrides)
 
         screen = make_console(choose_stream(quiet))
-        command = AGAIN.format("analyse")
+        command = REPEAT_IN_PYTHON.format("analyse")
         cards = list_names(on)
         return analysis.analyse(prepared(), screen, command, images, maps, robustness, cards)
 
@@ -330,21 +339,21 @@ class Experiment:
             return absolute(self.config.storage)
 
     def _command(
-        self, command: str, run: PreparedRun, change_folder: str, options: Sequence[str] = ()
+        self, command: str, run: PreparedRun, cd_prefix: str, options: Sequence[str] = ()
     ) -> str:
         """Return the command line for a command on this config.
 
         Args:
             command: The command.
             run: The prepared run.
-            change_folder: Prefix that changes the folder, if needed.
+            cd_prefix: `cd FOLDER && `, or an empty string.
             options: Options of the command.
         """
         from pipeline.app import runs as app
 
         if not isinstance(self.source, str) or run.graph.has_outside_code:
-            return AGAIN.format(command)
-        return change_folder + app.command_text(command, self.source, self.overrides, options)
+            return REPEAT_IN_PYTHON.format(command)
+        return cd_prefix + app.command_text(command, self.source, self.overrides, options)
 
     def _results(self, run: PreparedRun, tables: Mapping[str, RunTables]) -> Results:
         from pipeline.app import runs as app
@@ -369,10 +378,16 @@ class Experiment:
 # ---- experiments and searches --------------------------------------------------------------------
 @contextlib.contextmanager
 def in_folder(folder: str, loaded: object) -> Iterator[str]:
-    """Context manager that works in the folder of loading; yields the command to change to it.
+    """Change the working directory to `folder` inside the context.
 
-    Relative paths of a config, its cards, its weights and its storage then keep their meaning. The
-    command is empty in that folder.
+    Relative paths of a config, its cards, its weights and its storage then keep their meaning.
+
+    Args:
+        folder: Working directory at the time of loading.
+        loaded: The loaded object, for the error message.
+
+    Yields:
+        The prefix `cd FOLDER && ` for command lines; empty if the process is already in `folder`.
 
     Raises:
         UserError: If the folder no longer exists.
@@ -385,7 +400,7 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
     words = shlex.quote(folder)
     if not os.path.isdir(folder):
         raise UserError(
-            f"the folder {words}, in which {loaded!r} was loaded, is gone; "
+            f"folder {words} no longer exists; {loaded!r} was loaded in it; "
             "call `pipeline.load` again"
         )
     with contextlib.chdir(folder):
@@ -398,11 +413,11 @@ def list_names(names: Names) -> list[str]:
 
 
 def choose_stream(quiet: bool) -> TextIO:
-    """Return where a run prints: standard output, or a text that nobody reads."""
+    """Return the stream for output: standard output, or a discarded buffer if `quiet`."""
     return StringIO() if quiet else sys.stdout
 
 
-def printer(stream: TextIO) -> Callable[[str], None]:
+def make_printer(stream: TextIO) -> Callable[[str], None]:
     """Return a function that prints a line on a stream."""
     return lambda line: print(line, file=stream)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.app import reports
 from pipeline.app import runs as app
-from pipeline.app.experiment import choose_stream, in_folder, printer
+from pipeline.app.experiment import choose_stream, in_folder, make_printer
 from pipeline.config.yaml_files import parse_yaml
 from pipeline.results import trials
 from pipeline.results.data_frame import data_frame
@@ -127,13 +127,13 @@ class SearchExperiment:
             UserError: If the search has no winner, or another process runs it.
         """
         stream = choose_stream(quiet)
-        with in_folder(self.folder, self) as change_folder:
-            search = self._prepare(printer(stream))
+        with in_folder(self.folder, self) as cd_prefix:
+            search = self._prepare(make_printer(stream))
             searches.execute(
                 search,
                 SearchScreen(search, stream),
-                change_folder + app.command_text("search", self.source, self.overrides),
-                change_folder + app.command_text("report", self.source, self.overrides),
+                cd_prefix + app.command_text("search", self.source, self.overrides),
+                cd_prefix + app.command_text("report", self.source, self.overrides),
             )
         return read_results(search)
 

@@ -16,7 +16,7 @@ import pytest
 import pipeline
 from docs.site.pages import text_of
 from pipeline.app import runs as app
-from pipeline.app.experiment import AGAIN
+from pipeline.app.experiment import REPEAT_IN_PYTHON
 from tests import small_run
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -122,7 +122,7 @@ def test_what_fails_names_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = small_run.write_config(tmp_path / "config.yaml", config_body(tmp_path))
     with pytest.raises(UserError, match="a stage failed"):
         pipeline.load(path).run()
-    assert commands == [AGAIN.format("run"), AGAIN.format("report")]
+    assert commands == [REPEAT_IN_PYTHON.format("run"), REPEAT_IN_PYTHON.format("report")]
 
 
 # ---- other processes -----------------------------------------------------------------------------

@@ -268,7 +268,9 @@ def test_an_experiment_stays_where_it_was_loaded(
     assert Path.cwd() == elsewhere
     assert list(elsewhere.iterdir()) == []
     gone = replace(experiment, folder=str(tmp_path / "gone"))
-    with pytest.raises(UserError, match=r"<Experiment small: config\.yaml> was loaded, is gone"):
+    with pytest.raises(
+        UserError, match=r"gone no longer exists; <Experiment small: config\.yaml> was"
+    ):
         gone.plan()
 
 

@@ -1,9 +1,9 @@
-"""Modules of other people that define methods.
+"""Plugins: third-party modules that define methods.
 
 Loading such a module runs its code with the rights of this process. It is loaded only if it belongs
 to an installed package with an entry point in the group `accrete.methods`, or if `--plugin` or the
-variable ACCRETE_PLUGINS names it. A config, a record and a bundle can require a module, and load
-none.
+variable ACCRETE_PLUGINS names it. A config, a run record or a bundle can name the modules that it
+requires, but never causes one to be loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from workers.errors import UserError
 
-GROUP = "accrete.methods"
+ENTRY_POINT_GROUP = "accrete.methods"
 VARIABLE = "ACCRETE_PLUGINS"  # modules, separated by commas; worker processes inherit it
-MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+MODULE_NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"  # a regular expression
 
 
 def list_plugins() -> list[str]:
@@ -33,17 +33,18 @@ def list_plugins() -> list[str]:
 def add_plugin(module: str) -> None:
     """Add a module to ACCRETE_PLUGINS.
 
-    It is looked for on Python's search path, and then in the current folder, also by the processes
-    that this one starts. It is not imported yet.
+    Its folder is also added to `sys.path` and `PYTHONPATH`, so that this process and its children
+    find it: the folder on Python's search path that has the module, or else the current folder. The
+    module is not imported yet.
 
     Raises:
-        UserError: If this is not the name of a module.
+        UserError: If `module` is not a valid module name.
     """
-    if module.endswith(".py") or not re.fullmatch(MODULE, module, re.ASCII):
+    if module.endswith(".py") or not re.fullmatch(MODULE_NAME, module, re.ASCII):
         remedy = "give the name by which Python imports it, as in my_package.methods"
         if module.endswith(".py"):
             remedy = f"leave .py out: {re.sub(r'/+', '.', module[:-3]).lstrip('.')}"
-        raise UserError(f"plugin {module!r:.80} is not the name of a module; {remedy}")
+        raise UserError(f"plugin {module!r:.80} is not a valid module name; {remedy}")
     if module not in list_plugins():
         os.environ[VARIABLE] = ",".join([*list_plugins(), module])
     folder = _find_folder(module.partition(".")[0])
@@ -55,7 +56,10 @@ def add_plugin(module: str) -> None:
 
 
 def _find_folder(package: str) -> str:
-    """Return the folder that Python finds a package or module in; else the current folder."""
+    """Return the folder that contains a package or module.
+
+    It is the current folder if Python does not find the module.
+    """
     spec = find_spec(package)
     if spec is None:
         return os.getcwd()
@@ -90,18 +94,20 @@ def import_plugins() -> None:
 def load_installed() -> tuple[dict[str, Any], dict[str, str]]:
     """Load the entry points of installed packages in the group `accrete.methods`.
 
-    A package that cannot be loaded stops nothing, because other methods do not need it.
+    A package that fails to load raises no error, because the other methods do not need it.
 
     Returns:
-        The loaded objects by the name of their entry point, and for the others the reason.
+        The loaded objects by the name of their entry point, and the reason of each failure by the
+        name of its entry point.
     """
     loaded: dict[str, Any] = {}
     broken: dict[str, str] = {}
     values: dict[str, str] = {}
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         if values.setdefault(entry.name, entry.value) != entry.value:
             broken[entry.name] = (
-                f"two packages define it, {values[entry.name]} and {entry.value}; uninstall one"
+                f"two packages define this entry point, {values[entry.name]} and {entry.value}; "
+                "uninstall one"
             )
             loaded.pop(entry.name, None)
             continue
@@ -116,7 +122,9 @@ def load_installed() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def find_missing(required: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the required modules of packages that this process has not loaded.
+    """Return the required modules that are not loaded, judged by their top-level package.
+
+    The modules in ACCRETE_PLUGINS count as loaded.
 
     Args:
         required: Names of modules, from a file.
@@ -126,19 +134,19 @@ def find_missing(required: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in required if name.partition(".")[0] not in packages]
 
 
-def missing_text(where: str, modules: Iterable[str]) -> str:
-    """Return the sentence about a file that requires modules which are not loaded."""
+def describe_missing(where: str, modules: Iterable[str]) -> str:
+    """Return the error message about a file that requires modules which are not loaded."""
     names = list(modules)
     flags = " ".join(f"--plugin {name}" for name in names)
     return (
         f"{where}: it needs methods of {', '.join(map(repr, names))}, which this process has not "
-        "loaded, because a module runs code; if you trust it, install the package that has it, or "
-        f"give {flags} before the command"
+        "loaded. Loading a module runs its code, so a file cannot do it; if you trust the module, "
+        f"install its package, or run accrete {flags} COMMAND"
     )
 
 
 def describe_package(module: str) -> dict[str, str]:
-    """Return name and version of the installed package that has a module; {} if there is none."""
+    """Return the name and version of the installed package of a module, or an empty dict."""
     root = module.partition(".")[0]
     for name in importlib.metadata.packages_distributions().get(root, []):
         return {"package": name, "version": importlib.metadata.version(name)}

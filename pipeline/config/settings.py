@@ -47,7 +47,7 @@ from workers.job import (
     TrainSettings,
     find_idle,
 )
-from workers.plugins import MODULE
+from workers.plugins import MODULE_NAME
 from workers.storage.secrets import refuse_secrets
 
 if TYPE_CHECKING:
@@ -560,7 +560,7 @@ class Config(Frozen):
     tracking: TrackingSettings = Field(
         TrackingSettings(), description="how the run is recorded in MLflow; `off`: not at all"
     )
-    plugins: tuple[Annotated[str, Field(pattern=rf"^{MODULE}$", max_length=200)], ...] = Field(
+    plugins: tuple[Annotated[str, Field(pattern=rf"^{MODULE_NAME}$", max_length=200)], ...] = Field(
         (),
         exclude_if=lambda plugins: not plugins,
         description="modules outside of Accrete that define methods of this config; they are "

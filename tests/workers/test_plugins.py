@@ -62,7 +62,7 @@ def install(folder: Path, source: str, entries: str, package: str = "my_package"
     info = folder / f"{package}-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{entries}\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.ENTRY_POINT_GROUP}]\n{entries}\n")
     (info / "top_level.txt").write_text(f"{package}\n")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -151,7 +151,7 @@ def test_a_name_that_two_packages_have_is_nobodys(tmp_path: Path) -> None:
     registration.load_plugins()
     assert "square" not in METHODS
     assert registration.describe_unknown("square").startswith("the package that defines it")
-    assert "two packages define it" in registration.BROKEN["square"]
+    assert "two packages define this entry point" in registration.BROKEN["square"]
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def test_a_plugin_is_imported_from_the_path_or_the_current_folder(tmp_path: Path
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("my_methods.py", "is not the name of a module; leave .py out: my_methods"),
+        ("my_methods.py", "is not a valid module name; leave .py out: my_methods"),
         ("./inner/my_methods.py", "leave .py out: inner.my_methods"),
         ("a b", "give the name by which Python imports it"),
-        ("os;import sys", "is not the name of a module"),
+        ("os;import sys", "is not a valid module name"),
     ],
 )
 def test_what_is_no_module_is_refused(module: str, words: str) -> None:
@@ -207,7 +207,9 @@ def test_a_config_loads_no_code(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     (tmp_path / "run.yaml").write_text("extends: base.yaml\nname: other\n")
     for file in ("base.yaml", "run.yaml"):
-        with pytest.raises(UserError, match=r"needs methods of 'hostile'.*--plugin hostile before"):
+        with pytest.raises(
+            UserError, match=r"needs methods of 'hostile'.*accrete --plugin hostile COMMAND"
+        ):
             settings.load(file)
     with pytest.raises(UserError, match="plugins"):
         settings.check(config(plugins=["hostile; import os"]), "a config")
@@ -226,7 +228,7 @@ def test_a_bundle_loads_no_code(tmp_path: Path) -> None:
             "backbone": {"name": "vit_tiny_patch16_224"},
         }
     )
-    with pytest.raises(UserError, match=r"a model: it needs methods of 'hostile'.*if you trust it"):
+    with pytest.raises(UserError, match=r"a model: it needs methods of 'hostile'.*if you trust"):
         Bundle(body, lambda name: b"", "a model").method()
     assert "hostile" not in sys.modules
     assert not (tmp_path / "was-run").exists()

@@ -13,7 +13,7 @@ from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
-from workers.plugins import find_missing, import_plugins, load_installed, missing_text
+from workers.plugins import describe_missing, find_missing, import_plugins, load_installed
 
 REGISTERED: dict[str, type[Method[Any]]] = {}  # methods in `METHODS` that `register` added
 BROKEN: dict[str, str] = {}  # methods of installed packages that cannot be loaded -> the reason
@@ -92,7 +92,7 @@ def require_plugins(modules: Iterable[str], where: str) -> None:
     """
     missing = find_missing(modules, (method.__module__ for method in REGISTERED.values()))
     if missing:
-        raise UserError(missing_text(where, missing))
+        raise UserError(describe_missing(where, missing))
 
 
 def get_code_digest(name: str) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, Frozen, Task
-from workers.plugins import MODULE
+from workers.plugins import MODULE_NAME
 from workers.storage.artifact import compute_sha256, join, read_json, write_bytes
 
 FORMAT = 1
@@ -29,7 +29,7 @@ Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
 ChoosingRule = Literal["confident", "entropy", "nearest", "ranpac"]  # see task_rules.py
 Rule = Literal["refuse", "confident", "entropy", "nearest", "ranpac", "recommended"]
 Rate = Annotated[float, Field(ge=0, le=1)]
-Module = Annotated[str, Field(pattern=rf"^{MODULE}$", max_length=200)]
+Module = Annotated[str, Field(pattern=rf"^{MODULE_NAME}$", max_length=200)]
 REMAKE = "write the folder again with `python -m pipeline bundle`"
 
 

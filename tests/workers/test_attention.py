@@ -27,9 +27,9 @@ from workers.methods.linear import Linear
 from workers.model import top_down
 from workers.model.attention import (
     AttentionStatistics,
-    distance,
-    entropy,
-    patch_distances,
+    compute_distance,
+    compute_entropy,
+    compute_patch_distances,
     record_attention,
     record_class_attention,
 )
@@ -50,27 +50,28 @@ def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[T
 # ---- measures ------------------------------------------------------------------------------------
 def test_entropy_and_distance_of_known_attention() -> None:
     uniform, identity = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
-    apart = patch_distances((2, 2))
+    apart = compute_patch_distances((2, 2))
     assert apart.tolist()[0] == pytest.approx([0, 1, 1, math.sqrt(2)])
-    assert entropy(uniform).item() == pytest.approx(math.log(4))
-    assert entropy(identity).item() == 0
-    assert distance(uniform, apart).item() == pytest.approx(1)
-    assert distance(identity, apart).item() == 0
+    assert compute_entropy(uniform).item() == pytest.approx(math.log(4))
+    assert compute_entropy(identity).item() == 0
+    assert compute_distance(uniform, apart).item() == pytest.approx(1)
+    assert compute_distance(identity, apart).item() == 0
     some = torch.tensor([[[[0.25, 0.75], [0.5, 0.5]]]])
-    assert entropy(some).item() == pytest.approx(
+    assert compute_entropy(some).item() == pytest.approx(
         (-0.25 * math.log(0.25) - 0.75 * math.log(0.75) + math.log(2)) / 2
     )
-    assert distance(some, patch_distances((1, 2))).item() == pytest.approx(1.25)
-    assert distance(some * 0.3, patch_distances((1, 2))).item() == pytest.approx(1.25), (
-        "what goes to the class token has no place"
+    row_distances = compute_patch_distances((1, 2))
+    assert compute_distance(some, row_distances).item() == pytest.approx(1.25)
+    assert compute_distance(some * 0.3, row_distances).item() == pytest.approx(1.25), (
+        "attention to the class token is ignored"
     )
-    assert distance(torch.zeros(1, 1, 2, 2), patch_distances((1, 2))).item() == 0
+    assert compute_distance(torch.zeros(1, 1, 2, 2), row_distances).item() == 0
 
 
 def test_the_class_token_has_entropy_and_no_place() -> None:
     identity = torch.eye(5)[None, None]
     identity[..., 0, :] = 0.2
-    layer = AttentionStatistics("", 0, patch_distances((2, 2)))
+    layer = AttentionStatistics("", 0, compute_patch_distances((2, 2)))
     layer.add(identity)
     assert layer.rows()[0]["distance"] == 0
     assert layer.rows()[0]["entropy"] == pytest.approx(math.log(5) / 5)

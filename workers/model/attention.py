@@ -1,6 +1,6 @@
-"""Measure the attention of the heads of a ViT during any forward pass.
+"""Measure the attention maps of a ViT with forward hooks.
 
-Hooks read queries and keys; nothing of the model is copied.
+The hooks read queries and keys; the model is neither changed nor copied.
 
 Entropy and distance as in Hyeon-Woo et al.: Scratching Visual Transformer's Back with Uniform
 Attention, ICCV 2023. Axes: B images, H heads, N tokens (prefix first), n patches.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from workers.model.context import ScaledContext
 from workers.model.convit import GatedAttention
 
-L = TypeVar("L", "AttentionStatistics", "ClassAttention")
+RecordT = TypeVar("RecordT", "AttentionStatistics", "ClassAttention")
 
 
 @dataclass
@@ -30,15 +30,21 @@ class AttentionStatistics:
     """Sums over images for one attention layer of one network.
 
     Attributes:
-        apart: Distances between patches.
-        entropy: One sum per head, (H,).
-        distance: One sum per head, (H,).
-        scale: Mean |Lambda| of the block's context, or None.
+        network: Path of the ViT in the model, or "" for the model itself.
+        block: Index of the block.
+        patch_distances: Distances between patches, (n, n).
+        context: The block's Context Broadcasting, or None.
+        tokens: Number of tokens N in the last batch.
+        images: Number of images so far.
+        entropy: Sum over images of the entropy of each head, (H,).
+        distance: Sum over images of the distance of each head, (H,).
+        scale: Mean absolute scale Lambda of the block's Context Broadcasting (`ScaledContext`), or
+            None if it has no scale.
     """
 
     network: str
     block: int
-    apart: Tensor  # (n, n), from patch to patch
+    patch_distances: Tensor
     context: nn.Module | None = None
     tokens: int = 0
     images: int = 0
@@ -47,13 +53,18 @@ class AttentionStatistics:
     scale: float | None = None
 
     def add(self, attention: Tensor) -> None:
-        """Add a batch. attention: (B, H, N, N), rows sum to 1."""
+        """Add the attention maps of a batch.
+
+        Args:
+            attention: (B, H, N, N). Each row sums to 1.
+        """
         self.tokens = attention.shape[-1]
         self.images += len(attention)
-        self.entropy = self.entropy + entropy(attention).sum(0).cpu()
-        patches = len(self.apart)  # the last tokens, after any prefix
+        self.entropy = self.entropy + compute_entropy(attention).sum(0).cpu()
+        patches = len(self.patch_distances)  # the last tokens, after any prefix
         between_patches = attention[..., -patches:, -patches:]  # (B, H, n, n)
-        self.distance = self.distance + distance(between_patches, self.apart).sum(0).cpu()
+        distances = compute_distance(between_patches, self.patch_distances)  # (B, H)
+        self.distance = self.distance + distances.sum(0).cpu()
         if isinstance(self.context, ScaledContext):
             self.scale = float(self.context.scale.abs().mean())
 
@@ -88,6 +99,9 @@ class ClassAttention:
     """Attention of the class token to the patches, in one block of one network.
 
     Attributes:
+        network: Path of the ViT in the model, or "" for the model itself.
+        block: Index of the block.
+        grid: Rows h and columns w of the grid of patches.
         passes: For each forward pass a map (B, h, w) over the grid of patches, averaged over heads.
             Values are relative to uniform attention, which is 1 everywhere. Attention to other
             tokens is ignored.
@@ -99,14 +113,18 @@ class ClassAttention:
     passes: list[Tensor] = field(default_factory=list)
 
     def add(self, attention: Tensor) -> None:
-        """Add a forward. attention: (B, H, N, N)."""
+        """Add the attention maps of a forward pass.
+
+        Args:
+            attention: (B, H, N, N). Each row sums to 1.
+        """
         tokens = attention.shape[-1]
         patches = math.prod(self.grid)
         to_patches = attention[:, :, 0, -patches:].mean(1)  # (B, n)
         self.passes.append(tokens * to_patches.unflatten(1, self.grid).cpu())
 
 
-def entropy(attention: Tensor) -> Tensor:
+def compute_entropy(attention: Tensor) -> Tensor:
     """Return - sum_j A_ij ln A_ij, averaged over queries i: (B, H, N, N) -> (B, H).
 
     The maximum is ln N, for uniform attention.
@@ -115,18 +133,19 @@ def entropy(attention: Tensor) -> Tensor:
     return terms.sum(-1).mean(-1)
 
 
-def distance(attention: Tensor, apart: Tensor) -> Tensor:
-    """Return the mean distance of attention between patches: (B, H, n, n) -> (B, H).
+def compute_distance(attention: Tensor, patch_distances: Tensor) -> Tensor:
+    """Return the mean attention distance: (B, H, n, n) -> (B, H).
 
-    For a patch i it is sum_j A_ij d_ij / sum_j A_ij over patches j. The mean over i is relative to
-    uniform attention, which has 1. Class and register tokens have no position and are left out.
+    For a patch i it is sum_j A_ij d_ij / sum_j A_ij over patches j. The mean over i is divided by
+    the mean distance under uniform attention. Class and register tokens have no position and are
+    omitted.
     """
-    seen = attention.sum(-1).clamp(min=torch.finfo(attention.dtype).tiny)
-    far = (attention * apart.to(attention)).sum(-1) / seen
-    return far.mean(-1) / apart.mean().to(attention)
+    total = attention.sum(-1).clamp(min=torch.finfo(attention.dtype).tiny)
+    distances = (attention * patch_distances.to(attention)).sum(-1) / total  # (B, H, n)
+    return distances.mean(-1) / patch_distances.mean().to(attention)
 
 
-def patch_distances(grid: tuple[int, int]) -> Tensor:
+def compute_patch_distances(grid: tuple[int, int]) -> Tensor:
     """Return the Euclidean distances between the patches of a grid, (n, n), in patches."""
     rows, columns = grid
     positions = torch.cartesian_prod(torch.arange(float(rows)), torch.arange(float(columns)))
@@ -134,40 +153,56 @@ def patch_distances(grid: tuple[int, int]) -> Tensor:
 
 
 def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionStatistics]]:
-    """Context manager that measures every forward pass of a ViT that is, or is in, `model`.
+    """Record attention statistics of every forward pass inside the context.
 
-    It uses the effective weights and masks of the forward pass.
+    Args:
+        model: A ViT, or a module that contains ViTs.
+
+    Yields:
+        A record for each attention layer. It reflects the weights and masks in effect.
     """
 
-    def statistics_of(name: str, index: int, vit: Any) -> AttentionStatistics:
-        apart = patch_distances(tuple(vit.patch_embed.grid_size))
+    def create_record(name: str, index: int, vit: Any) -> AttentionStatistics:
+        distances = compute_patch_distances(tuple(vit.patch_embed.grid_size))
         block_context = getattr(vit.blocks[index].mlp, "context", None)
-        return AttentionStatistics(name, index, apart, block_context)
+        return AttentionStatistics(name, index, distances, block_context)
 
-    return _listening(model, statistics_of)
+    return _record_layers(model, create_record)
 
 
 def record_class_attention(model: nn.Module) -> AbstractContextManager[list[ClassAttention]]:
-    """Inside, record the attention of class tokens; a ViT without a class token is left out."""
+    """Record the attention of class tokens of every forward pass inside the context.
 
-    def class_attention_of(name: str, index: int, vit: Any) -> ClassAttention | None:
+    Args:
+        model: A ViT, or a module that contains ViTs. ViTs without a class token are skipped.
+
+    Yields:
+        A record for each attention layer.
+    """
+
+    def create_record(name: str, index: int, vit: Any) -> ClassAttention | None:
         if not vit.has_class_token:
             return None
         return ClassAttention(name, index, tuple(vit.patch_embed.grid_size))
 
-    return _listening(model, class_attention_of)
+    return _record_layers(model, create_record)
 
 
 @contextmanager
-def _listening(
-    model: nn.Module, record_of: Callable[[str, int, Any], L | None]
-) -> Iterator[list[L]]:
-    """Context manager that passes each attention of each ViT to the record of the layer.
+def _record_layers(
+    model: nn.Module, create_record: Callable[[str, int, Any], RecordT | None]
+) -> Iterator[list[RecordT]]:
+    """Add the attention maps of each forward pass to the records of the layers.
 
-    It yields the records. `record_of(network, block, vit)` creates one, or returns None to skip the
-    layer.
+    Args:
+        model: A ViT, or a module that contains ViTs.
+        create_record: Creates the record of a layer from the path of the ViT, the index of the
+            block and the ViT. None: the layer is skipped.
+
+    Yields:
+        A record for each attention layer.
     """
-    records: list[L] = []
+    records: list[RecordT] = []
     handles: list[Any] = []
     for name, vit in model.named_modules():
         if not isinstance(vit, VisionTransformer):
@@ -175,10 +210,10 @@ def _listening(
         for index, block in enumerate(vit.blocks):
             if not isinstance(getattr(block, "attn", None), (Attention, GatedAttention)):
                 continue
-            record = record_of(name, index, vit)
+            record = create_record(name, index, vit)
             if record is not None:
                 records.append(record)
-                handles += _listen(block.attn, record.add)
+                handles += _register_hooks(block.attn, record.add)
     try:
         yield records
     finally:
@@ -186,8 +221,12 @@ def _listening(
             handle.remove()
 
 
-def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
-    """Call `add` with the attention (B, H, N, N) of each forward; return the hooks' handles."""
+def _register_hooks(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
+    """Register hooks that call `add` with the attention (B, H, N, N) of each forward pass.
+
+    Returns:
+        The handles of the hooks.
+    """
     outputs: dict[str, Tensor] = {}
     if isinstance(attn, GatedAttention):
         sources = {"qk": attn.qk}
@@ -203,9 +242,9 @@ def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
     @torch.no_grad()
     def measure(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if "qk" in outputs:
-            add(_gated(attn, outputs["qk"]))
+            add(_compute_gated_attention(attn, outputs["qk"]))
         else:
-            add(_softmax(attn, outputs["q"], outputs["k"]))
+            add(_compute_attention(attn, outputs["q"], outputs["k"]))
         outputs.clear()
 
     handles = [source.register_forward_hook(keep(name)) for name, source in sources.items()]
@@ -213,16 +252,27 @@ def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
     return handles
 
 
-def _softmax(attn: Any, q: Tensor, k: Tensor) -> Tensor:
-    """Compute the attention (B, H, N, N) of `q` and `k` (B, H, N, d), without masked keys."""
+def _compute_attention(attn: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return softmax(q k^T), (B, H, N, N), of `q` and `k` (B, H, N, d).
+
+    With `KeyMasks`, pairs of a query and a key with policy 0 get no attention.
+    """
     scores: Tensor = (q * attn.scale) @ k.transpose(-2, -1)
     if getattr(attn, "keys", None) is not None:
         scores = scores.masked_fill(attn.policy() == 0, -torch.inf)
     return scores.softmax(-1)
 
 
-def _gated(attn: GatedAttention, qk: Tensor) -> Tensor:
-    """(B, N, 2 D) -> (B, H, N, N): content and positions, mixed by the gate."""
+def _compute_gated_attention(attn: GatedAttention, qk: Tensor) -> Tensor:
+    """Return the attention of a layer of ConViT: content and positions, mixed by its gate.
+
+    Args:
+        attn: The layer.
+        qk: Queries and keys (B, N, 2 D).
+
+    Returns:
+        Attention (B, H, N, N).
+    """
     q, k = attn.split(qk)
     gate = attn.gate.sigmoid().view(-1, 1, 1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])

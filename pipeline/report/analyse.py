@@ -20,7 +20,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.report import files, plots
 from pipeline.report.analysis_section import AnalysisPart
-from pipeline.report.attention import draw_attention, draw_heads, draw_robustness, level_text
+from pipeline.report.attention import describe_level, draw_attention, draw_heads, draw_robustness
 from pipeline.report.figures import FigureFile
 from pipeline.report.files import Row
 from pipeline.report.maps import draw_maps
@@ -305,7 +305,7 @@ def heads_part(rows: list[Row]) -> AnalysisPart:
         body.append([row["family"], str(row["heads"]), accuracy, row["name"]])
     picture = FigureFile(
         "heads.png",
-        "Heads against accuracy",
+        "Accuracy against number of heads",
         "Accuracy, an average over tasks, of networks that differ in the number of heads; "
         "a line joins the same method with the same kind of context.",
         plots.to_png(draw_heads(rows)),
@@ -363,7 +363,9 @@ def robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
         accuracies: dict[tuple[str, str], list[float]] = {}
         for row in rows:
             if row["kind"] == kind:
-                accuracies.setdefault((row["name"], level_text(row)), []).append(row["accuracy"])
+                accuracies.setdefault((row["name"], describe_level(row)), []).append(
+                    row["accuracy"]
+                )
         names = dict.fromkeys(name for name, _ in accuracies)
         levels = dict.fromkeys(level for _, level in accuracies)
         body = []

@@ -1,4 +1,4 @@
-"""Figures of attention, heads and robustness: one line per method, faint lines for its tasks."""
+"""Figures for `accrete analyse`: attention, heads and robustness."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from pipeline.report.plots import (
 )
 
 ROBUSTNESS_TITLES = {  # title and label of the x axis, by kind
-    "occlusion": ("Hidden centre", "share of the image"),
-    "fgsm": ("FGSM", "epsilon, in 255ths"),
-    "shifted": ("Other images", ""),
+    "occlusion": ("Occluded centre", "share of the image"),
+    "fgsm": ("FGSM", "epsilon (1/255)"),
+    "shifted": ("Images of another card", ""),
 }
 
 
 def draw_attention(rows: Sequence[Row]) -> Figure:
-    """Draw entropy and distance by block, means over heads and images, and scales of context."""
-    names = _names(rows)
+    """Draw entropy and distance by block, averaged over heads and images.
+
+    If a row has a scale of Context Broadcasting, there is a third panel for it. Methods are lines,
+    and their tasks are faint lines.
+    """
+    names = _list_names(rows)
     has_scale = any(row["scale"] is not None for row in rows)
     if has_scale:
         figure, axes = new_figure(10.4, 3.9, 1, 3)
@@ -39,15 +43,15 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
     panels = (
         ("entropy", "Entropy of attention", "nats"),
         ("distance", "Distance of attention", "relative to uniform"),
-        ("scale", "Scale of context", "mean |Λ|"),
+        ("scale", "Context Broadcasting scale", "mean |Λ|"),
     )
-    for ax, (value, title, y) in zip(axes, panels, strict=False):
-        style_axes(ax, title, "block", y)
+    for ax, (value, title, y_label) in zip(axes, panels, strict=False):
+        style_axes(ax, title, "block", y_label)
         measured_rows = [row for row in rows if row[value] is not None]
         _draw_lines(ax, names, measured_rows, "block", value)
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    most_tokens = max(row["tokens"] for row in rows)
-    _mark_uniform(axes[0], float(np.log(most_tokens)))
+    max_tokens = max(row["tokens"] for row in rows)  # of any method: others have a lower maximum
+    _mark_uniform(axes[0], float(np.log(max_tokens)))
     _mark_uniform(axes[1], 1.0)
     add_legend(figure, list_handles(axes[0]), columns=5)
     return figure
@@ -71,11 +75,11 @@ def _mark_uniform(axes: Axes, value: float) -> None:
 
 
 def draw_robustness(rows: Sequence[Row]) -> Figure:
-    """Draw accuracy by hidden share of the image, by strength of the attack, and on other cards.
+    """Draw accuracy by occluded share of the image, by FGSM strength, and by card.
 
-    Kinds without rows are left out.
+    Kinds without rows are omitted.
     """
-    names = _names(rows)
+    names = _list_names(rows)
     measured_kinds = {row["kind"] for row in rows}
     kinds = [kind for kind in ROBUSTNESS_TITLES if kind in measured_kinds]
     figure, axes = new_figure(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
@@ -96,8 +100,12 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def level_text(row: Row) -> str:
-    """Return the level of a robustness row in words: a strength, or the images of a card."""
+def describe_level(row: Row) -> str:
+    """Return the label of a robustness row.
+
+    It is a number, the name of another card, or `own (CARD)` for the task's own images of the
+    classes of that card.
+    """
     if row["kind"] != "shifted":
         return f"{row['level']:g}"
     if row["images"] == row["card"]:
@@ -106,9 +114,13 @@ def level_text(row: Row) -> str:
 
 
 def draw_heads(rows: Sequence[Row]) -> Figure:
-    """Draw accuracy by number of heads: a point per run, a line through the means of a family."""
+    """Draw accuracy against the number of heads.
+
+    Each method of a run is a point. Each family, a method with one kind of context, has a line
+    through its means.
+    """
     figure, (axes,) = new_figure(5.4, 3.9)
-    style_axes(axes, "Heads against accuracy", "heads", "average accuracy")
+    style_axes(axes, "Accuracy against number of heads", "heads", "average accuracy")
     families = list(dict.fromkeys(row["family"] for row in rows))
     for index, family in enumerate(families):
         style = method_style(index)
@@ -116,7 +128,7 @@ def draw_heads(rows: Sequence[Row]) -> Figure:
         heads = [row["heads"] for row in members]
         accuracies = [row["accuracy"] for row in members]
         axes.scatter(heads, accuracies, s=14, color=style["color"], alpha=0.5, linewidths=0)
-        xs, means = _means(members, "heads", "accuracy")
+        xs, means = _compute_means(members, "heads", "accuracy")
         axes.plot(xs, means, label=family, linewidth=1.8, markersize=6, **style)
     axes.set_xticks(sorted({row["heads"] for row in rows}))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
@@ -126,13 +138,13 @@ def draw_heads(rows: Sequence[Row]) -> Figure:
 
 def _draw_bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
     """Draw a group of bars per set of images, with one bar per method."""
-    levels = list(dict.fromkeys(map(level_text, rows)))
+    levels = list(dict.fromkeys(map(describe_level, rows)))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         accuracies: dict[str, list[float]] = {}
         for row in rows:
             if row["name"] == name:
-                accuracies.setdefault(level_text(row), []).append(row["accuracy"])
+                accuracies.setdefault(describe_level(row), []).append(row["accuracy"])
         offset = (index - (len(names) - 1) / 2) * width
         xs = []
         heights = []
@@ -144,14 +156,20 @@ def _draw_bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
     axes.set_xticks(range(len(levels)), levels)
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _list_names(rows: Sequence[Row]) -> list[str]:
+    """Return the distinct names of the rows, in order of appearance."""
     return list(dict.fromkeys(row["name"] for row in rows))
 
 
 def _draw_lines(axes: Axes, names: Sequence[str], rows: Sequence[Row], x: str, value: str) -> None:
     """Draw the mean of the column `value` by the column `x`, for each method and for its tasks.
 
-    names: the methods; a name has the same colour in all panels.
+    Args:
+        axes: Axes to draw on.
+        names: All methods, in the order of their colours.
+        rows: Rows with the columns `name`, `task`, `x` and `value`.
+        x: Column of the x axis.
+        value: Column of the y axis.
     """
     for index, name in enumerate(names):
         style = nested_line_style(index)
@@ -161,14 +179,14 @@ def _draw_lines(axes: Axes, names: Sequence[str], rows: Sequence[Row], x: str, v
             rows_by_task.setdefault(row["task"], []).append(row)
         if len(rows_by_task) > 1:
             for task_rows in rows_by_task.values():
-                xs, means = _means(task_rows, x, value)
+                xs, means = _compute_means(task_rows, x, value)
                 axes.plot(xs, means, color=style["color"], linewidth=0.8, alpha=0.3)
-        xs, means = _means(method_rows, x, value)
+        xs, means = _compute_means(method_rows, x, value)
         axes.plot(xs, means, label=name, **style)
 
 
-def _means(rows: Sequence[Row], x: str, value: str) -> tuple[list[float], list[float]]:
-    """Return the values of the column `x` in order, and the mean of the column `value` at each."""
+def _compute_means(rows: Sequence[Row], x: str, value: str) -> tuple[list[float], list[float]]:
+    """Return the sorted values of the column `x`, and the mean of the column `value` for each."""
     values: dict[float, list[float]] = {}
     for row in rows:
         values.setdefault(row[x], []).append(row[value])

@@ -182,7 +182,7 @@ def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str],
         ("scaled", "finetune", "finetune, cbs", 2),
     ]
     assert (out(configs, "one-head") / "heads.png").read_bytes().startswith(b"\x89PNG")
-    assert "Heads against accuracy" in page_of(configs, "one-head")
+    assert "Accuracy against number of heads" in page_of(configs, "one-head")
 
 
 @pytest.mark.parametrize(

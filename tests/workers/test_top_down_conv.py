@@ -115,7 +115,7 @@ def test_the_golden_mask() -> None:
     method = method_of(feedback_from=1)  # behind an early stage nothing is normalised
     x = torch.tensor([[3.0, -1.0, 0.0], [4.0, 0.0, 2.0]])[None, :, None]
     assert torch.allclose(
-        method.top_down.selected(x, torch.tensor([2.0, 0.0])),
+        method.top_down.select_positions(x, torch.tensor([2.0, 0.0])),
         torch.tensor([[1.8, 0.0, 0.0], [2.4, 0.0, 0.0]])[None, :, None],
     )
     last = method_of()
@@ -123,7 +123,7 @@ def test_the_golden_mask() -> None:
     prior = last.backbone.head.norm(maps)[
         1, :, 0, 1
     ]  # one place, as the norm leaves it, is looked for
-    assert torch.allclose(last.top_down.selected(maps, prior)[1, :, 0, 1], maps[1, :, 0, 1])
+    assert torch.allclose(last.top_down.select_positions(maps, prior)[1, :, 0, 1], maps[1, :, 0, 1])
 
 
 def test_conv_mask_depends_on_direction_of_prior() -> None:
@@ -134,7 +134,7 @@ def test_conv_mask_depends_on_direction_of_prior() -> None:
     prior = torch.randn(32, generator=torch.Generator().manual_seed(1))
 
     def mask(prior: Tensor) -> Tensor:
-        scales: Tensor = top_down.selected(x, prior) / x
+        scales: Tensor = top_down.select_positions(x, prior) / x
         return scales[:, 0]
 
     assert ((mask(prior) >= 0) & (mask(prior) <= 1)).all()
@@ -202,14 +202,14 @@ def test_feedback_maps_have_input_shape_of_stage(
     layers = method.top_down.folded(layers_of(method), method.own["transform"])
     u = torch.randn(seen.shape, generator=torch.Generator().manual_seed(2)).double()
     one, two, both = (
-        method.top_down.handed_down(r, layers) for r in (u, u.flip(0) + 1, u + u.flip(0) + 1)
+        method.top_down.propagate_feedback(r, layers) for r in (u, u.flip(0) + 1, u + u.flip(0) + 1)
     )
     assert [t.shape for t in one] == [t.shape for t in stage_inputs]
     assert all(
         torch.allclose(a + b, c, rtol=1e-12, atol=1e-11)
         for a, b, c in zip(one, two, both, strict=True)
     )
-    assert not any(t.any() for t in method.top_down.handed_down(0 * u, layers))
+    assert not any(t.any() for t in method.top_down.propagate_feedback(0 * u, layers))
 
 
 @torch.no_grad()
@@ -592,5 +592,5 @@ def test_a_fresh_prior_is_one_that_places_of_any_image_look_towards() -> None:
     top_down = method_of().top_down
     prior = top_down.prior(torch.Generator().manual_seed(3))
     assert not torch.equal(prior, top_down.prior(torch.Generator().manual_seed(4)))
-    chosen = top_down.selected(top_down.first_pass(images())[1], prior)
+    chosen = top_down.select_positions(top_down.first_pass(images())[1], prior)
     assert (chosen.abs().sum(1) > 0).float().mean() > 0.9

@@ -1,4 +1,4 @@
-"""One output space over the classes of all tasks: scenarios `class` and `domain`."""
+"""Base class of methods that predict without the task: scenarios `class` and `domain`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from workers.methods.base import Method, OptimPlan, ParamGroup, S, StepContext
 
 
 class ClassIncremental(Method[S]):
-    """A method that can answer without being given the task: the heads of all tasks compete.
+    """A method that can predict without the task: the logits of all heads form one output space.
 
-    In scenario `task` it works as any other `Method`. In scenario `domain` all tasks have the same
-    classes: with `shares_head` one head has an output for each class, otherwise the output space
-    has the classes of each task, as in scenario `class`.
+    In scenario `task` it works like any other `Method`. In scenario `domain`, where all tasks have
+    the same classes, all tasks use one head if the method has `shares_head`. Otherwise each task
+    has its own head, and the output space repeats the classes for each task.
     """
 
-    _starts: Tensor | None = None  # of each task's classes, on the device
-    _start_numbers: tuple[int, ...] = ()
+    # cache of `global_labels`: the first column of each training task, as a tensor and as a key
+    _first_columns: Tensor | None = None
+    _first_column_key: tuple[int, ...] = ()
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        """Unless the task is given, train the heads of all tasks, since they answer together."""
+        """Prepare a step. Except in scenario `task`, the heads of all tasks so far are trained."""
         groups = super().begin(context)
         if self.scenario == "task":
             return groups
         return self.head_groups(context.optim, self.head_names())
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Unless the task is given, the cross-entropy is over the outputs of all tasks so far."""
+        """Return the cross-entropy over the logits of all tasks so far.
+
+        In scenario `task` it is over the logits of the sample's own task.
+        """
         if self.scenario == "task":
             return super().classification_loss(features, batch)
         logits = self.all_logits(features).float()
@@ -43,13 +47,17 @@ class ClassIncremental(Method[S]):
         return sum(self.heads[name].out_features for name in self.head_names())
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """With task None: logits over all classes so far, in the order of `class_slices`."""
+        """Return the logits of a task's head.
+
+        If `task` is None, return the logits over all classes so far, in the order of
+        `class_slices`.
+        """
         if task is None:
             return self.all_logits(self.features(images))
         return super().logits(images, task)
 
     def all_logits(self, features: Tensor) -> Tensor:
-        """Features (b, d) -> (b, classes so far), in the order of `class_slices`."""
+        """Return the logits (b, classes so far) of features (b, d), ordered as `class_slices`."""
         return torch.cat([self.heads[name](features) for name in self.head_names()], 1)
 
     def head_names(self) -> list[str]:
@@ -58,37 +66,39 @@ class ClassIncremental(Method[S]):
         return names[:1] if self.heads.is_shared else names
 
     def class_slices(self) -> dict[str, slice]:
-        """Return the positions of each task's classes in the one output space.
+        """Return the slice of the output space of each task.
 
-        They are the loaded tasks and the current one, in stream order. With a shared head all have
-        the same positions.
+        The tasks are the loaded ones and the current one, in stream order. With a shared head, all
+        slices are equal.
         """
         names = [task.name for task in self.stream if task.name in self.heads.names]
         slices = {}
         start = 0
-        for name in names or self.heads.names:
+        for name in names or self.heads.names:  # the latter without `join_stream`
             stop = start + self.heads[name].out_features
             slices[name] = slice(start, stop)
             start = 0 if self.heads.is_shared else stop
         return slices
 
     def global_labels(self, batch: Batch) -> Tensor:
-        """Return each sample's class among all classes so far, (b,)."""
+        """Return the index of each sample's class in `all_logits`, (b,)."""
         slices = self.class_slices()
         starts = tuple(slices[task.name].start for task in self.training_tasks)
         device = batch.tasks.device
-        if self._starts is None or self._starts.device != device or self._start_numbers != starts:
-            self._start_numbers = starts
-            self._starts = torch.tensor(starts, device=device)  # once: the host waits for it
-        return batch.labels + self._starts[batch.tasks]
+        cached = self._first_columns
+        if cached is None or cached.device != device or self._first_column_key != starts:
+            # built once: copying to the device blocks the host
+            cached = torch.tensor(starts, device=device)
+            self._first_columns, self._first_column_key = cached, starts
+        return batch.labels + cached[batch.tasks]
 
     def global_targets(self, batch: Batch) -> Tensor:
-        """Return each sample's targets over all classes so far, one-hot or soft, (b, classes)."""
+        """Return the targets over all classes so far, one-hot or soft, (b, classes so far)."""
         slices = self.class_slices()
         num_classes = max(task_slice.stop for task_slice in slices.values())
         if batch.targets is None:
             return F.one_hot(self.global_labels(batch), num_classes).float()
-        if len(self.training_tasks) > 1:  # the feed gave targets over all classes
+        if len(self.training_tasks) > 1:  # the feed made them for all classes
             return batch.targets
         task_slice = slices[self.training_tasks[0].name]
         return F.pad(batch.targets, (task_slice.start, num_classes - task_slice.stop))
@@ -97,14 +107,15 @@ class ClassIncremental(Method[S]):
 class SeparateHeads(ClassIncremental[S]):
     """Each task trains its own head, with the cross-entropy over its own classes, in any scenario.
 
-    The heads of finished tasks stay as they are while another task trains.
+    The heads of earlier tasks are frozen.
     """
 
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        """Return the parameter groups of the head of the task in training."""
+        """Return the parameter groups of the head of the task in training; `names` is ignored."""
         assert self.task is not None
         return super().head_groups(optim, [self.task.name])
 
+    # The next two skip `ClassIncremental`, because only the current task's head is trained.
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         return Method.classification_loss(self, features, batch)
 

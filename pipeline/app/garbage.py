@@ -1,4 +1,4 @@
-"""Garbage collection: results that no named run and no search needs."""
+"""Find and delete results that no run record and no search needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def find_garbage(
     older_than_s: float = 0.0,
     keep_bytes: float = 0.0,
 ) -> list[Garbage]:
-    """Return folders of the storage that no named run and no search needs, by path.
+    """Return the folders of the storage that no run record and no search needs, sorted by path.
 
     Args:
         store: The store.
-        changed: Names of runs with earlier records; include results that only these need.
-        older_than_s: Include only older folders, in seconds.
-        keep_bytes: Keep the newest folders up to this size.
+        changed: Names of runs that were changed. Their earlier records are ignored, so results that
+            only those need are included.
+        older_than_s: Include only folders whose last write is at least this many seconds ago. 0:
+            all.
+        keep_bytes: Omit the newest garbage, up to this total size in bytes.
 
     Raises:
         UserError: If the storage does not exist, a record cannot be read, or a limit is negative or
@@ -34,7 +36,7 @@ def find_garbage(
     for kind, limit in (("age", older_than_s), ("size", keep_bytes)):
         if not math.isfinite(limit) or limit < 0:
             raise UserError(
-                f"the limit on the {kind} of garbage is {limit}; give a finite number of at least 0"
+                f"the {kind} limit of garbage is {limit}; it must be a finite number of at least 0"
             )
     store.check_exists()
     garbage = store.garbage(keys_of_searches(store.storage), changed)
@@ -57,14 +59,16 @@ def delete_garbage(
 
     Args:
         store: The store.
-        paths: The folders.
-        changed: Names of runs; also delete their earlier records if none of their results is left.
+        paths: Paths of the folders, relative to the storage.
+        changed: Names of runs, as in `find_garbage`. Their earlier records are deleted too, except
+            those that need a result which remains.
 
     Returns:
-        The paths that a run needs by now, and those that a process is computing.
+        Two lists of paths that were not deleted: folders that are no longer garbage or no longer
+        exist, and folders that another process has locked.
 
     Raises:
-        UserError: If the storage is read-only.
+        UserError: If the storage is read-only or does not exist, or a record cannot be read.
     """
     try:
         return _delete_garbage(store, paths, changed)
@@ -72,14 +76,15 @@ def delete_garbage(
         if error.errno not in READ_ONLY:
             raise
         raise UserError(
-            f"storage {store.storage!r} may only be read here ({error.strerror or error}), and gc "
-            "deletes from it; run gc as a user, and on a machine, that may write there"
+            f"storage {store.storage!r} is read-only here ({error.strerror or error}); run gc as a "
+            "user and on a machine with write access to it"
         ) from None
 
 
 def _delete_garbage(
     store: Store, paths: list[str], changed: Collection[str]
 ) -> tuple[list[str], list[str]]:
+    """Implement `delete_garbage`, under the lock of gc."""
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():
@@ -88,8 +93,9 @@ def _delete_garbage(
             if path not in remaining_paths:
                 needed_again.append(path)
                 continue
+            key = path.split("/")[1]
             try:
-                with stage_lock(store.root, path.split("/")[1], wait=False):
+                with stage_lock(store.root, key, wait=False):
                     delete_dir(join(store.storage, path))
                 remaining_paths.remove(path)
             except BlockingIOError:

@@ -305,7 +305,7 @@ def test_unreadable_earlier_record_is_kept(
 def test_bounds_of_garbage_that_cannot_be_are_refused(
     bounds: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="give a finite number of at least 0"):
+    with pytest.raises(UserError, match="must be a finite number of at least 0"):
         find_garbage(Store(str(tmp_path)), **bounds)
 
 

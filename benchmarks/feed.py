@@ -152,7 +152,7 @@ def expected_batch(feed: Feed) -> Tensor:
     side = feed.augment.side
     images = []
     for position, row in zip(positions.tolist(), order.rows(0, positions).tolist(), strict=True):
-        image = Image.open(io.BytesIO(feed.samples.estimate_bytes(row))).convert("RGB")
+        image = Image.open(io.BytesIO(feed.samples.read_bytes(row))).convert("RGB")
         box = crops.box(position, image.height, image.width)
         planes = v2.functional.pil_to_tensor(image)
         crop = v2.functional.resized_crop(planes, *box, size=[side, side], antialias=True)
@@ -173,7 +173,7 @@ def check_pixels(report: Report, feeds: dict[str, Feed]) -> None:
 
 def compare_decoders(report: Report, feed: Feed, source_side: int) -> None:
     """Print how long decoders of JPEG take, whole and at half and a quarter of the sides."""
-    records = [feed.samples.estimate_bytes(row) for row in range(DECODED)]
+    records = [feed.samples.read_bytes(row) for row in range(DECODED)]
     buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in records]
 
     def simplejpeg_at(scale: int) -> None:

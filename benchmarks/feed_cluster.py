@@ -263,7 +263,7 @@ def measure_cpu(report: Report, epoch_s: float) -> CpuCosts:
         samples = select(folder, (task,), "train", 0.0)
         costs = CpuCosts(
             epoch_s / (ROWS / (NODES * RANKS)),
-            cpu_seconds(samples.estimate_bytes, range(len(samples))),
+            cpu_seconds(samples.read_bytes, range(len(samples))),
             cpu_seconds(lambda row: decode_record(samples, row), range(DISTINCT)),
         )
     costs = costs._replace(decode=costs.decode - costs.read)
@@ -278,7 +278,7 @@ def measure_cpu(report: Report, epoch_s: float) -> CpuCosts:
 
 def decode_record(samples: SampleTable, row: int) -> np.ndarray:
     """Read and decode a row."""
-    return decode(samples.estimate_bytes(row), SIDE)
+    return decode(samples.read_bytes(row), SIDE)
 
 
 def report_rates(report: Report, costs: CpuCosts, node_bytes: float, node_requests: float) -> None:

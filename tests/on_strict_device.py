@@ -176,7 +176,7 @@ def served(run: Run) -> dict[str, Any]:
     names = []
     for row in range(6):
         for name, task_rows in rows.items():
-            images.append(task_rows.estimate_bytes(row))
+            images.append(task_rows.read_bytes(row))
             names.append(name)
     answers_with_task = model.predict(images, names)
     answers_without_task = model.predict(images, None, rule="confident")

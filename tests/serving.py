@@ -38,7 +38,7 @@ class Finished:
         """Return the test images of a task, encoded as in the shards, and their classes' names."""
         task = self.bundle.task(name)
         rows = select(self.run.lab.store.root, (task,), "test", 0.1)
-        data = [rows.estimate_bytes(row) for row in range(len(rows))]
+        data = [rows.read_bytes(row) for row in range(len(rows))]
         return data, [task.classes[label] for label in rows.labels.tolist()]
 
     def recorded(self) -> dict[str, int]:

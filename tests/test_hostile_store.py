@@ -58,9 +58,9 @@ def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
     key = ingested(site, index, data=bytes(600) + pickled + bytes(1024))
     samples = select(str(site.own_folder), (Task("t", "card", key, ("a",)),), "train", 0.0)
     with pytest.raises(UserError, match="cannot be decoded"):
-        decode(samples.estimate_bytes(1), 8)
+        decode(samples.read_bytes(1), 8)
     with pytest.raises(DamagedArtifact, match="train/a/0"):
-        samples.estimate_bytes(0)
+        samples.read_bytes(0)
 
 
 def test_a_digest_of_another_length_in_an_index_is_damage_of_that_image(site: Any) -> None:
@@ -74,9 +74,9 @@ def test_a_digest_of_another_length_in_an_index_is_damage_of_that_image(site: An
         key = ingested(site, other)
         samples = select(str(site.own_folder), (Task("t", "card", key, ("a",)),), "train", 0.0)
         bad = samples.keys(np.arange(2)).index("train/a/1")
-        assert samples.estimate_bytes(1 - bad) == bytes(70)
+        assert samples.read_bytes(1 - bad) == bytes(70)
         with pytest.raises(DamagedArtifact, match="train/a/1"):
-            samples.estimate_bytes(bad)
+            samples.read_bytes(bad)
 
 
 def rows(**changes: Any) -> bytes:
@@ -354,7 +354,7 @@ def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, 
         assert not {"..", ".", ""} & {*path.split("/")}
     tasks = (Task("t", "card", key, ("a", name)),)
     samples = select(str(site.own_folder / "storage" / "stages"), tasks, "train", 0.0)
-    assert [samples.estimate_bytes(row)[:4] for row in range(4)] == [b"\x89PNG"] * 4
+    assert [samples.read_bytes(row)[:4] for row in range(4)] == [b"\x89PNG"] * 4
 
 
 def test_a_label_of_the_source_does_not_fill_the_terminal(

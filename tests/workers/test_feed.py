@@ -230,7 +230,7 @@ def test_every_sample_comes_exactly_once_per_epoch(root: Any, storage_kind: Any)
     table = feed.samples.table
     expected: Counter[bytes] = Counter()
     for row in range(len(feed.samples)):
-        pixels = torch.from_numpy(decode(feed.samples.estimate_bytes(row), SIDE).copy()).permute(
+        pixels = torch.from_numpy(decode(feed.samples.read_bytes(row), SIDE).copy()).permute(
             2, 0, 1
         )
         expected[feed.augment.normalise(pixels).numpy().tobytes()] += 1

@@ -190,7 +190,7 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
     for cache in (Cache(str(tmp_path / "cache"), 10**9), None):
         kept = KeptPictures(table, LONGEST, 2, cache)
         for row in (3, 16, 0, 3):
-            original = Image.open(io.BytesIO(table.estimate_bytes(row)))
+            original = Image.open(io.BytesIO(table.read_bytes(row)))
             (picture,) = kept.read(np.array([row]), Arena())
             assert (picture.width, picture.height) == original.size
             assert max(picture.pixels.shape) <= LONGEST
@@ -205,7 +205,7 @@ def test_memory_that_is_used_again_overwrites_no_picture(
     cache = Cache(str(tmp_path / "cache"), 10**9) if has_cache else None
     kept = KeptPictures(table, LONGEST, 1, cache)
     for row in range(17):
-        expected = read_picture(table.estimate_bytes(row), LONGEST)
+        expected = read_picture(table.read_bytes(row), LONGEST)
         (picture,) = kept.read(np.array([row]), Arena())
         assert np.array_equal(picture.pixels, expected.pixels), row
 
@@ -239,12 +239,10 @@ def test_a_full_disk_says_that_fewer_may_be_kept(
 def test_what_is_kept_is_told_from_the_pixels_of_some_images(
     table: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = [read_picture(table.estimate_bytes(row), LONGEST).pixels.nbytes for row in range(17)]
+    sizes = [read_picture(table.read_bytes(row), LONGEST).pixels.nbytes for row in range(17)]
     assert are_small(table, LONGEST, sum(sizes))
     assert not are_small(table, LONGEST, sum(sizes) - 1)
-    monkeypatch.setattr(
-        SampleTable, "estimate_bytes", lambda table, row: pytest.fail("it was read")
-    )
+    monkeypatch.setattr(SampleTable, "read_bytes", lambda table, row: pytest.fail("it was read"))
     assert are_small(table, LONGEST, 17 * 3 * LONGEST**2)
     assert not are_small(table, LONGEST, 0)
 

@@ -689,7 +689,7 @@ def test_an_object_is_opened_once_however_many_shards_there_are(
     monkeypatch.setattr(Bucket, "open_input_file", count)
     for _ in range(2):
         for row in range(270):
-            table.estimate_bytes(row)
+            table.read_bytes(row)
     assert set(opened.values()) == {1}
     assert len(opened) == 270
 

@@ -54,7 +54,7 @@ def held_out_images(run: Finished, name: str) -> tuple[list[bytes], list[str]]:
     """Return the validation images of a task, and the names of their classes."""
     task = run.bundle.task(name)
     rows = select(run.run.lab.store.root, (task,), "val", 0.1)
-    data = [rows.estimate_bytes(row) for row in range(len(rows))]
+    data = [rows.read_bytes(row) for row in range(len(rows))]
     return data, [task.classes[label] for label in rows.labels.tolist()]
 
 
@@ -122,7 +122,7 @@ def test_the_router_is_ridge_regression_on_the_frozen_backbone(
         task = run.bundle.task(name)
         train = select(run.run.lab.store.root, (task,), "train", 0.1)
         chosen = [row for rows in choose_train_rows(task, train) for row in rows]
-        data = [train.estimate_bytes(row) for row in chosen]
+        data = [train.read_bytes(row) for row in chosen]
         images = predictor.network_input(predictor.read_pixels(data, Limits()))
         with torch.no_grad():
             rows.append(router.method.project(backbone(images)))

@@ -240,7 +240,7 @@ class KeptPictures:
     def _make(self, row: int) -> Pixels:
         """Decode one row again, from where it is stored."""
         limits = self.samples.limits(row)
-        return self.decode(self.samples.estimate_bytes(row), limits, Arena()).pixels
+        return self.decode(self.samples.read_bytes(row), limits, Arena()).pixels
 
     def _in_memory(self) -> tuple[Blocks, NDArray[np.uint32]]:
         """Write an anonymous file in memory."""
@@ -324,7 +324,7 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
     rows = np.unique(np.linspace(0, num_rows - 1, ESTIMATE_ROWS).astype(np.int64))
 
     def size(row: int) -> int:
-        data = samples.estimate_bytes(row)
+        data = samples.read_bytes(row)
         return read_picture(data, longest_side, samples.limits(row)).pixels.nbytes
 
     with ThreadPoolExecutor(ESTIMATE_THREADS) as pool:

@@ -66,7 +66,7 @@ class DiskReader:
 
     def read(self, row: int) -> bytes:
         """See `Reader.read`."""
-        return self.samples.estimate_bytes(row)
+        return self.samples.read_bytes(row)
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Reader.ahead`; nothing is fetched ahead."""
@@ -323,7 +323,7 @@ class BucketReader:
             if self.samples.is_intact(row, data):
                 return data
             if self.cache is None:
-                return self.samples.estimate_bytes(row)
+                return self.samples.read_bytes(row)
             return self._mended(row, self.cache)
         finally:
             self._note_read(int(self.ranges.of_row[row]))
@@ -497,7 +497,7 @@ class BucketReader:
                 return data
             number = int(self.ranges.of_row[row])
             cache.forget(self._name(number))
-            data = self.samples.estimate_bytes(row)
+            data = self.samples.read_bytes(row)
             filesystem.notify(
                 f"cache: image {self.samples.table['key'][row].as_py()!r} in {cache.folder} is not "
                 "what was written there; its part of the shard is fetched again"

@@ -88,7 +88,7 @@ class SampleTable:
             _column(self.table, "bytes").to_numpy(),
         )
 
-    def estimate_bytes(self, row: int) -> bytes:
+    def read_bytes(self, row: int) -> bytes:
         """Read the bytes of one image where they are stored, and verify them; thread-safe."""
         locations = self.locations
         shards, shard = locations.files[locations.shards[row]]

@@ -145,7 +145,7 @@ class Resident:
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
         limits = self.samples.limits(row)
-        return ReadSquare(self.view)(self.samples.estimate_bytes(row), limits, Arena()).pixels
+        return ReadSquare(self.view)(self.samples.read_bytes(row), limits, Arena()).pixels
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)

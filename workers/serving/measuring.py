@@ -210,4 +210,4 @@ def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], ta
 def _read_pixels(predictor: Predictor, table: SampleTable, rows: list[int]) -> NDArray[np.uint8]:
     """Return the images of some rows of a table, uint8 (rows, 3, S, S)."""
     limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
-    return predictor.read_pixels([table.estimate_bytes(row) for row in rows], limits)
+    return predictor.read_pixels([table.read_bytes(row) for row in rows], limits)

@@ -438,10 +438,13 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
         card(source={"format": "floppy"}),
         ["source.format is 'floppy'", "'folder'"],
     ),
-    "class twice": (card(classes=["2", "3", "2"]), ["class '2' is listed twice", "one place"]),
+    "class twice": (
+        card(classes=["2", "3", "2"]),
+        ["class '2' is listed twice", "list each class once"],
+    ),
     "number of classes": (
         card(num_classes=3),
-        ["num_classes is 3, but there are 2 classes", "fix"],
+        ["num_classes is 3, but there are 2 classes", "correct `num_classes`"],
     ),
     "classes that are numbers": (card(classes=[2, 3]), ["classes.0 is 2", "write it in quotes"]),
     "no yaml": (

@@ -1135,13 +1135,13 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        sentence = describe_error(error, model, prefix, body)
+        sentence = describe_validation_error(error, model, prefix, body)
         if where:
             sentence = f"{where}: {sentence}"
         raise UserError(sentence) from None
 
 
-def describe_error(
+def describe_validation_error(
     error: ValidationError, model: type[BaseModel], prefix: str = "", body: Any = None
 ) -> str:
     """Describe a validation error in one sentence: key, value, rule, remedy.

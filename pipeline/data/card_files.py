@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config.settings import describe_error
+from pipeline.config.settings import describe_validation_error
 from pipeline.config.yaml_files import CARDS, expand, is_path_of_card, read_yaml
 from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.names import nfc
@@ -22,98 +22,108 @@ from pipeline.data.source_classes import Memory, labels_of_source
 from workers.errors import UserError, did_you_mean
 from workers.storage.regular_file import read_regular
 
-SEED = re.compile("[0-9]{1,9}")  # in place of the name of a class order: it permutes the classes
-MAX_LIST_BYTES = 256 << 20  # of a file that names images
+SEED = re.compile("[0-9]{1,9}")  # a class order may be the seed of a permutation
+MAX_LIST_BYTES = 256 << 20  # maximum size of a file that lists images
 FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
 
 
 def load(name: str, memory: Memory | None = None) -> Card:
-    """Load a card by name, or by the path of the file, or of the folder with its card.yaml.
+    """Load a card.
 
     Args:
-        name: Name or path.
-        memory: Returns the remembered classes of a card with classes from its source, if the source
-            no longer exists.
+        name: Name of a card in `datasets`, path of a card file, or path of a folder with a
+            card.yaml.
+        memory: Remembers the classes of a card with `classes: from_source`, for a source that no
+            longer exists or is unchanged.
 
     Raises:
         UserError: If there is no such card (the message has the nearest name), or it is invalid.
     """
     path = card_path(name)
     body = read_yaml(path, "a card")
-    takes_classes = body.get("classes") == FROM_SOURCE
-    card = _validated(path, body)
-    card = _with_files(card, path)
-    if takes_classes:
+    classes_from_source = body.get("classes") == FROM_SOURCE
+    card = _parse_card(path, body)
+    card = _resolve_files(card, path)
+    if classes_from_source:
         labels = labels_of_source(card, str(path), memory)
         card = card.model_copy(update={"classes": labels.classes})
-        card = _with_source(card, numbers=labels.numbers)
+        card = _replace_source(card, numbers=labels.numbers)
     _check_classes(path, card)
     return card
 
 
-def _validated(path: Path, body: dict[str, Any]) -> Card:
-    """Return the card in a file; `from_source` is not resolved."""
+def _parse_card(path: Path, body: dict[str, Any]) -> Card:
+    """Return the card with the content of a file; `from_source` is not resolved."""
     if body.get("classes") == FROM_SOURCE:
         body = body | {"classes": [FROM_SOURCE]}
     try:
         return Card.model_validate(body)
     except ValidationError as error:
-        raise UserError(f"{path}: {describe_error(error, Card, body=body)}") from None
+        raise UserError(f"{path}: {describe_validation_error(error, Card, body=body)}") from None
 
 
-def _with_source(card: Card, **changes: Any) -> Card:
+def _replace_source(card: Card, **changes: Any) -> Card:
     return card.model_copy(update={"source": card.source.model_copy(update=changes)})
 
 
-def names() -> list[str]:
+def list_cards() -> list[str]:
     """Return the names of the cards in `datasets`, sorted."""
     return sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
 
 
 def load_without_source(name: str) -> Card:
-    """Load a card by name or path, and do not look at its source.
+    """Load a card by name or path without a look at its source.
 
-    `classes` is `from_source` alone where they come from there. Raise UserError as `load` does.
+    If the classes come from the source, `classes` is `(FROM_SOURCE,)`.
+
+    Raises:
+        UserError: See `load`.
     """
     path = card_path(name)
-    return _with_files(_validated(path, read_yaml(path, "a card")), path)
+    return _resolve_files(_parse_card(path, read_yaml(path, "a card")), path)
 
 
 def without_images_path(file: str | Path, name: str) -> Path:
-    """Return the file of images to leave out that a card names. file: of the card."""
+    """Return the path of the file that lists the images to leave out.
+
+    Args:
+        file: Path of the card.
+        name: Value of `without_images` on the card.
+    """
     return Path(os.path.abspath(Path(file).parent / expand(name)))
 
 
 def read_image_lines(path: str | Path) -> list[str]:
-    """Return the lines of a file that names images, sorted, each once, in Unicode form NFC."""
+    """Return the distinct lines of a file that lists images, sorted, in Unicode form NFC."""
     text = read_regular(Path(path), MAX_LIST_BYTES).decode("utf-8-sig", "replace")
     lines = {nfc(line.strip()) for line in text.split("\n")}
     return sorted(lines - {""})
 
 
-def _with_files(card: Card, file: Path) -> Card:
-    """Return a card with the paths that its file names, and with the images that it leaves out."""
+def _resolve_files(card: Card, file: Path) -> Card:
+    """Return a card with resolved source paths, and with the listed images to leave out."""
     if card.without_images:
         listed = without_images_path(file, card.without_images)
         if not listed.exists():
             raise UserError(
                 f"{file}: without_images names {listed}, which does not exist; put the list of the "
-                "images to leave out back, or take the key out to use all images"
+                "images to leave out back, or remove the key to use all images"
             )
+        # From here on the field holds the lines of the file, not its name.
         card = card.model_copy(update={"without_images": "\n".join(read_image_lines(listed))})
     if not card.source.path:
         return card
-    more = tuple(
+    more = tuple(  # further folders
         folder.model_copy(update={"path": _source_path(file, folder.path)})
         for folder in card.source.more
     )
-    return _with_source(card, path=_source_path(file, card.source.path), more=more)
+    return _replace_source(card, path=_source_path(file, card.source.path), more=more)
 
 
 def _source_path(card_file: Path, path: str) -> str:
-    """Return the path of a source; a relative one starts at the folder of the card's file.
+    """Return the path of a source; a relative one is relative to the folder of the card's file.
 
-    The paths of cards in `datasets` start where `listing.absolute_uri` defines.
+    Paths of cards in `datasets` are returned as they are. `listing.absolute_uri` resolves them.
     """
     source_path = expand(path)
     if "://" in source_path or CARDS in card_file.resolve().parents:
@@ -130,7 +140,7 @@ def card_path(name: str) -> Path:
         path = path / "card.yaml"
     if path.exists():
         return path
-    known = names()
+    known = list_cards()
     hint = did_you_mean(name, known, f"`accrete data list` lists all {len(known)} cards")
     raise UserError(f"card {name!r} does not exist ({path}); {hint}")
 
@@ -139,31 +149,30 @@ def _check_classes(path: Path, card: Card) -> None:
     for name in card.classes:
         if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
             raise UserError(
-                f"{path}: class {name!r:.60} is not a name that can be shown and filed; "
+                f"{path}: class {name!r:.60} is empty, too long or not printable; "
                 f"give 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
     counts = Counter(map(nfc, card.classes))
     repeated = sorted(name for name in card.classes if counts[nfc(name)] > 1)
     if repeated:
-        raise UserError(
-            f"{path}: class {repeated[0]!r} is listed twice; every class has one place in the order"
-        )
+        raise UserError(f"{path}: class {repeated[0]!r} is listed twice; list each class once")
     if card.source.label is None and len(card.classes) != 1:
         raise UserError(
-            f"{path}: source.label is null, so that all images are of one class, "
-            f"and {len(card.classes)} classes are listed; "
+            f"{path}: source.label is null, so all images are of one class, "
+            f"but {len(card.classes)} classes are listed; "
             "list one, such as `classes: [image]`, or name the label"
         )
     if not card.order():
         raise UserError(
-            f"{path}: without_classes leaves out all of its classes; keep at least one, or take "
-            "the card out of the stream"
+            f"{path}: without_classes leaves out all of its classes; keep at least one, or "
+            "remove the card from the stream"
         )
     if card.num_classes not in (None, len(card.classes)):
-        remedy = "fix the one or the other, or the folders of the source"
+        remedy = "correct `num_classes`, the list of classes, or the folders of the source"
         if card.num_classes < len(card.classes):
             remedy = (
-                "take new classes in with `accrete add CONFIG DATA`, or fix the one or the other"
+                "add new classes with `accrete add CONFIG DATA`, or correct `num_classes` or the "
+                "list of classes"
             )
         raise UserError(
             f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} "
@@ -171,42 +180,42 @@ def _check_classes(path: Path, card: Card) -> None:
         )
 
 
-def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
+def order_classes(order: str, classes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the classes of a card in a published order, or permuted.
 
     Args:
-        name: CARD/NAME for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`; an
-            integer is the seed of a permutation.
+        order: CARD/NAME for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`, or
+            the seed of a permutation.
         classes: Classes of the card.
 
     Raises:
         UserError: If the file is missing, does not match its hash, or does not fit the card.
     """
-    if SEED.fullmatch(name):
-        return permuted(classes, int(name))
-    folder, _, stem = name.rpartition("/")
+    if SEED.fullmatch(order):
+        return permuted(classes, int(order))
+    folder, _, stem = order.rpartition("/")
     path = CARDS / folder / "orders" / f"{stem}.yaml"
     if not folder or not path.exists():
         orders = sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml"))
         raise UserError(
-            f"stream.tasks: class order {name!r} does not exist ({path}); "
+            f"stream.tasks: class order {order!r} does not exist ({path}); "
             f"there are: {', '.join(orders)}"
         )
     body = read_yaml(path, "a class order")
     indices = body.get("order")
     if not isinstance(indices, list) or not _are_distinct_integers(indices):
-        raise UserError(f"{path}: `order` must list whole numbers, none of them twice")
+        raise UserError(f"{path}: `order` must list distinct whole numbers")
     digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()[:16]
     if digest != body.get("sha256"):
         raise UserError(
-            f"{path}: the order is not the one that its sha256 stands for; "
-            "take the file from the repository again"
+            f"{path}: `order` does not match `sha256`; restore the file from the repository"
         )
-    if not set(indices) <= set(range(len(classes))):
-        raise UserError(
-            f"{path}: names class {max(indices)}, and the card has {len(classes)}; "
-            "use an order made for this card"
-        )
+    for index in indices:
+        if not 0 <= index < len(classes):
+            raise UserError(
+                f"{path}: `order` lists class index {index}, but the card has {len(classes)} "
+                "classes; use an order made for this card"
+            )
     return tuple(classes[index] for index in indices)
 
 

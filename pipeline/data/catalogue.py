@@ -49,7 +49,7 @@ class Catalogue(NamedTuple):
 def read_catalogue() -> Catalogue:
     """Return the cards of `datasets`, sorted by name. No source is looked at."""
     catalogue = Catalogue([], [])
-    for name in card_files.names():
+    for name in card_files.list_cards():
         try:
             catalogue.entries.append(make_entry(card_files.load_without_source(name)))
         except UserError as error:

@@ -91,7 +91,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
                 sources[card.name] = source
                 images[card.name] = raw_data.class_digests(run_store, card, source)
             if entry.order:
-                class_orders.append(card_files.in_order(entry.order, card.classes))
+                class_orders.append(card_files.order_classes(entry.order, card.classes))
         weights = weights_state(config, run_store, ask_sources)
     except UserError:
         return None

@@ -259,7 +259,7 @@ def _list_classes(entry: TaskEntry, card: Card) -> Sequence[str]:
         )
     classes: Sequence[str] | None = entry.classes
     if entry.order:
-        ordered = card_files.in_order(entry.order, card.classes)
+        ordered = card_files.order_classes(entry.order, card.classes)
         classes = [name for name in ordered if name in card_classes]
     if classes is None:
         return card_classes

@@ -618,7 +618,7 @@ def test_parents_come_before_their_children(tmp_path: Path) -> None:
 
 def test_class_order_is_split_into_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        card_files, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
+        card_files, "order_classes", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
     )
     _, tasks = graph_from(
         tmp_path,

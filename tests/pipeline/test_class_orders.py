@@ -37,7 +37,7 @@ def test_a_published_order_is_a_permutation_with_its_hash(
 ) -> None:
     orders = [
         int(label.split()[1])
-        for label in card_files.in_order(name, tuple(f"class {i}" for i in range(1000)))
+        for label in card_files.order_classes(name, tuple(f"class {i}" for i in range(1000)))
     ]
     assert sorted(orders) == list(range(count))
     assert hashlib.sha256(",".join(map(str, orders)).encode()).hexdigest()[:16] == digest
@@ -60,7 +60,7 @@ def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean(
 def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid() -> None:
     """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
     wnids = tuple(sorted(ImageNetInfo().label_names()))
-    selected_wnids = card_files.in_order("imagenet/imagenet100-order1", wnids)
+    selected_wnids = card_files.order_classes("imagenet/imagenet100-order1", wnids)
     assert {*selected_wnids} == {*wnids[:100]}
     assert hashlib.sha256(",".join(wnids[:100]).encode()).hexdigest()[:16] == "46391eba563f110f"
     assert (wnids[0], wnids[99], selected_wnids[0]) == ("n01440764", "n01855672", wnids[68])
@@ -84,24 +84,25 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_an_order_may_name_some_classes_alone(written: Any) -> None:
-    assert card_files.in_order(written([7, 3]), NAMES) == ("class 7", "class 3")
+    assert card_files.order_classes(written([7, 3]), NAMES) == ("class 7", "class 3")
 
 
 @pytest.mark.parametrize(
     ("order", "digest", "says"),
     [
-        ([1, 1], None, "must list whole numbers, none of them twice"),
-        ([True, 0], None, "must list whole numbers"),
-        ("all", None, "must list whole numbers"),
-        ([0, 1], "0123456789abcdef", "is not the one that its sha256 stands for"),
-        ([0, 100], None, "names class 100, and the card has 100"),
+        ([1, 1], None, "must list distinct whole numbers"),
+        ([True, 0], None, "must list distinct whole numbers"),
+        ("all", None, "must list distinct whole numbers"),
+        ([0, 1], "0123456789abcdef", "`order` does not match `sha256`"),
+        ([0, 100], None, "lists class index 100, but the card has 100 classes"),
+        ([-1, 0], None, "lists class index -1, but the card has 100 classes"),
     ],
 )
 def test_an_order_that_cannot_be_is_refused(
     written: Any, order: object, digest: str | None, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        card_files.in_order(written(order, digest), NAMES)
+        card_files.order_classes(written(order, digest), NAMES)
 
 
 @pytest.mark.parametrize("name", ["mine/none", "own", "none/own"])
@@ -110,4 +111,4 @@ def test_an_order_that_is_not_there_is_refused_with_those_that_are(written: Any,
     with pytest.raises(
         UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"
     ):
-        card_files.in_order(name, NAMES)
+        card_files.order_classes(name, NAMES)

@@ -50,7 +50,7 @@ def write_card(folder: Path, name: str, text: str) -> None:
 
 def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "data", "list").split("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in lines[1:]] == card_files.names()
+    assert [line.split()[0] for line in lines[1:]] == card_files.list_cards()
     assert lines[0].split()[:4] == ["card", "classes", "train", "test"]
     assert all(len(line) <= 160 and line == line.rstrip() for line in lines)
 
@@ -68,7 +68,7 @@ def rows_by_name() -> dict[str, list[str]]:
     return {entry.card: entry.cells for entry in catalogue.read_catalogue().entries}
 
 
-@pytest.mark.parametrize("name", card_files.names())
+@pytest.mark.parametrize("name", card_files.list_cards())
 def test_a_card_says_its_terms_and_where_its_data_is_to_be_fetched(name: str) -> None:
     card = card_files.load_without_source(name)
     assert card.name == name

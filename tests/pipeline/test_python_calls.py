@@ -253,9 +253,9 @@ def test_data_sets_are_a_table_without_the_cards_that_cannot_be_read(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data_sets = pipeline.data_sets().set_index("card")
-    assert list(data_sets.index) == card_files.names()
+    assert list(data_sets.index) == card_files.list_cards()
     assert data_sets.loc["digits", "classes"] == 10
-    monkeypatch.setattr(card_files, "names", lambda: ["digits", "nothing"])
+    monkeypatch.setattr(card_files, "list_cards", lambda: ["digits", "nothing"])
     with pytest.warns(UserWarning, match="nothing"):
         assert list(pipeline.data_sets()["card"]) == ["digits"]
 

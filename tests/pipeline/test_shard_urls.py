@@ -106,7 +106,9 @@ def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.M
     assert by_name["test-000063.tar"].endswith("imagenet1k-validation-63.tar")
     assert list(card.classes) == sorted(set(card.classes))
     for order in (CARDS / "imagenet" / "orders").glob("*.yaml"):
-        assert set(card_files.in_order(f"imagenet/{order.stem}", card.classes)) <= set(card.classes)
+        assert set(card_files.order_classes(f"imagenet/{order.stem}", card.classes)) <= set(
+            card.classes
+        )
 
 
 @pytest.mark.parametrize(

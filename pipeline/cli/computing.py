@@ -1,4 +1,4 @@
-"""The commands that compute: init, run, plan, search, launch, ingest and shards."""
+"""The commands init, run, plan, search, launch, ingest and shards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def add_commands(add_command: AddCommand) -> None:
     """Add the commands of this module to the command line."""
     _add_init_command(add_command)
     run_parser = add_command(
-        "run", run, "run what is missing of a config's graph, then report", **CONFIG_OR_DATA
+        "run", run, "run the stages of a config that have no result, then report", **CONFIG_OR_DATA
     )
     add_method_option(run_parser)
     for option, text in (
-        ("only", "run nothing but this stage"),
-        ("from", "run this stage and what follows from it"),
-        ("until", "run this stage and what it needs"),
-        ("force", "run this stage even if it has a result; contents are compared"),
+        ("only", "run only this stage"),
+        ("from", "run this stage and all stages that depend on it"),
+        ("until", "run this stage and its dependencies"),
+        (
+            "force",
+            "run this stage even if it has a result, and compare the contents of both results",
+        ),
     ):
         run_parser.add_argument(
             f"--{option}",
@@ -36,7 +39,7 @@ def add_commands(add_command: AddCommand) -> None:
             action="append",
             default=[],
             metavar="STAGE",
-            help=f"{text}; an id as `plan` prints it, its beginning, a step, or a pattern with *; "
+            help=f"{text}; STAGE: an id of `plan` or its beginning, a step, or a pattern with *; "
             "may be repeated",
         )
     plan_parser = add_command(
@@ -46,24 +49,24 @@ def add_commands(add_command: AddCommand) -> None:
         **CONFIG_OR_DATA,
     )
     add_method_option(plan_parser)
-    plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
+    plan_parser.add_argument("--svg", metavar="FILE", help="also write the graph as an SVG file")
     plan_parser.add_argument(
         "--cost",
         action="store_true",
-        help="also forecast device-hours and wall time, from what the storage has measured, else "
-        "from the operations of the backbone",
+        help="also forecast device-hours and wall time, from measurements in the storage, else "
+        "from the floating-point operations of the backbone",
     )
     plan_parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="as --cost; where the storage has measured nothing, measure this machine for a few "
+        help="like --cost; if the storage has no measurements, measure this machine for a few "
         "seconds",
     )
     search_parser = add_command(
         "search",
         search,
-        "search the settings of a config, judged on validation images, "
-        "and measure the winner on test data",
+        "search settings of a config by the accuracy on validation images, "
+        "and measure the best ones on test images",
     )
     add_method_option(search_parser)
     ingest_parser = add_command(
@@ -76,36 +79,37 @@ def add_commands(add_command: AddCommand) -> None:
     shards_parser = add_command(
         "shards",
         shards,
-        "print the URLs of the shards of cards, with braces, as WebDataset takes them",
+        "print the URLs of the shards of cards, such as part-{000..007}.tar for WebDataset",
         config=False,
     )
     shards_parser.add_argument(
-        "card", metavar="CARD", help="name or path of a card, or path of a config: all its cards"
+        "card", metavar="CARD", help="name or path of a card, or path of a config for all its cards"
     )
     shards_parser.add_argument(
         "--split",
         choices=("train", "val", "test"),
-        help="print the URLs of this split, and nothing else",
+        help="print only the URLs of this split",
     )
     shards_parser.add_argument(
-        "--storage", help="where a card was ingested (default: storage, or the config's)"
+        "--storage",
+        help="storage with the ingested card (default: that of the config, else `storage`)",
     )
     _add_launch_command(add_command)
 
 
 def _add_init_command(add_command: AddCommand) -> None:
     init_parser = add_command(
-        "init", init, "look at images and write a card and a config for them", config=False
+        "init", init, "inspect images and write a card and a config for them", config=False
     )
     init_parser.add_argument("paths", nargs="+", metavar="PATH", help=DATA_HELP)
     init_parser.add_argument(
-        "--name", default="", help="name of the run and its files (default: that of PATH)"
+        "--name", default="", help="name of the run and its files (default: from PATH)"
     )
     init_parser.add_argument(
-        "--label", metavar="COLUMN", help="column of the label in a table, where it is not clear"
+        "--label", metavar="COLUMN", help="column of the label in a table, if several are possible"
     )
     init_parser.add_argument(
-        "--image", metavar="COLUMN", help="column of the image in a table, where it is not clear"
+        "--image", metavar="COLUMN", help="column of the image in a table, if several are possible"
     )
     init_parser.add_argument(
         "--set",
@@ -113,7 +117,7 @@ def _add_init_command(add_command: AddCommand) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a setting of the card where the data can be read in several ways, such as "
+        help="a setting of the card if the data can be read in several ways, such as "
         "source.split=fold, source.splits={train: [a], test: [b]}, source.files=images/{} or "
         "classes=[cat, dog]; may be repeated",
     )
@@ -123,7 +127,7 @@ def _add_launch_command(add_command: AddCommand) -> None:
     launch_parser = add_command(
         "launch",
         launch,
-        "write the files by which a config runs on a cluster, for a person to read and submit",
+        "write files that run a config on a cluster, for you to review and submit",
     )
     add_method_option(launch_parser)
     launch_parser.add_argument(
@@ -133,14 +137,14 @@ def _add_launch_command(add_command: AddCommand) -> None:
         help="Slurm, Kubernetes by KubeRay, or a cloud by Ray's launcher",
     )
     launch_parser.add_argument(
-        "--out", metavar="FOLDER", help="where to write them (default: NAME-PLATFORM, here)"
+        "--out", metavar="FOLDER", help="folder of the files (default: ./NAME-PLATFORM)"
     )
     launch_parser.add_argument(
         "--ranks-per-node",
         type=int,
         default=0,
         metavar="N",
-        help="ranks on each node (default: as many as share a GPU, else 1)",
+        help="ranks on each node (default: the number of ranks that share one GPU, else 1)",
     )
     launch_parser.add_argument(
         "--hours",
@@ -158,7 +162,7 @@ def _add_launch_command(add_command: AddCommand) -> None:
         "--image", default="", metavar="NAME", help="image of the pods, without -gpu or -cpu"
     )
     for option, text in (
-        ("select", "put workers on nodes with this label, such as that of spot nodes"),
+        ("select", "put workers on nodes with this label, for example the label of spot nodes"),
         ("tolerate", "put workers on nodes with this taint too"),
     ):
         on_kubernetes.add_argument(
@@ -172,8 +176,8 @@ def _add_launch_command(add_command: AddCommand) -> None:
         "--service-account",
         default="",
         metavar="NAME",
-        help="stands for a role of the cloud; also on Ray's launcher: an instance profile of AWS, "
-        "or the e-mail of a service account of Google Cloud",
+        help="service account of the pods, which gives them a role of the cloud; with Ray's "
+        "launcher: AWS instance profile, or e-mail of a Google Cloud service account",
     )
     on_kubernetes.add_argument(
         "--secret", default="", metavar="NAME", help="a Secret whose keys are environment variables"
@@ -185,9 +189,9 @@ def _add_launch_command(add_command: AddCommand) -> None:
         "--machine-image",
         default="",
         metavar="ID",
-        help="of the workers' machines; must be given for GPUs, for their driver",
+        help="image of the workers' machines; required for GPUs, because it has their driver",
     )
-    on_cloud.add_argument("--project", default="", metavar="ID", help="of Google Cloud")
+    on_cloud.add_argument("--project", default="", metavar="ID", help="Google Cloud project")
 
 
 def init(args: argparse.Namespace) -> int:
@@ -202,15 +206,15 @@ def init(args: argparse.Namespace) -> int:
         name=args.name,
         settings=starter.column_settings(args.image, args.label) + args.settings,
     )
-    preview = lines.pop()
+    preview = lines.pop()  # the last line of `start`
     print("\n".join(lines))
     print(f"next: {invocation.this_command()} run {shlex.quote(config)}")
     print(preview)
     return 0
 
 
-def _take_config(args: argparse.Namespace) -> None:
-    """Let `args.config` be the path of a config, also where data is given: then one is written."""
+def _resolve_config(args: argparse.Namespace) -> None:
+    """Replace `args.config` by the path of a config. For data a card and a config are written."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
     args.config = starter.find_config(args.config, invocation.this_command(), print)
@@ -218,8 +222,8 @@ def _take_config(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the missing stages of a config's graph, and print the results."""
-    _take_config(args)
-    from pipeline.app import runs as app  # imports torch
+    _resolve_config(args)
+    from pipeline.app import runs as app  # start-up time: imports torch
     from pipeline.graph.selection import StageSelection
     from pipeline.shell import console
 
@@ -239,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
     report_command = app.command_text("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
     if result.replicas:
-        from pipeline.report.replicas import comparison_text  # imports torch and matplotlib
+        from pipeline.report.replicas import comparison_text  # start-up time: matplotlib
 
         print(comparison_text(config.name, result.replicas))
         print("\n".join(["", *console.ending(result.outcome, result.report.lines)]))
@@ -249,9 +253,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search(args: argparse.Namespace) -> int:
-    """Search the settings of a config, and measure the winner on test data."""
+    """Search settings of a config, and measure the best ones on test images."""
     from pipeline.app import runs as app
-    from pipeline.search import run as searches  # imports torch
+    from pipeline.search import run as searches  # start-up time: imports torch
     from pipeline.search.screen import SearchScreen
     from pipeline.search.spec import prepare
 
@@ -260,7 +264,7 @@ def search(args: argparse.Namespace) -> int:
         prepared,
         SearchScreen(prepared),
         app.command_text("search", args.config, args.overrides),
-        # with a config and a method, `report` is that of the run
+        # For a plain config `report` writes the report of its run, not of the search.
         app.command_text(
             "report" if searches.is_search(args.config) else "search", args.config, args.overrides
         ),
@@ -270,7 +274,7 @@ def search(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print every stage as hit or miss, with the reason of each miss; run nothing."""
-    _take_config(args)
+    _resolve_config(args)
     from pipeline.app import runs as app
     from pipeline.launch import training_plan
 
@@ -281,7 +285,7 @@ def plan(args: argparse.Namespace) -> int:
     status = run_plan.status
     width = max(len(stage_id) for stage_id in graph.stages)
     for stage in graph:
-        text = note(stage, run_plan.lookups, run_plan.stages_to_run)
+        text = _describe_status(stage, run_plan.lookups, run_plan.stages_to_run)
         print(f"{status[stage.id]:4}  {stage.id:<{width}}  {stage.key[:12]}  {text}")
     count = len(run_plan.stages_to_run)
     print(
@@ -292,7 +296,8 @@ def plan(args: argparse.Namespace) -> int:
     validated = [task.name for task in prepared.tasks if task.has_val]
     if validated:
         print(
-            f"validation images of the data: {', '.join(validated)}; data.val_fraction is for the "
+            f"tasks with validation images in their data: {', '.join(validated)}; "
+            "data.val_fraction applies only to "
             f"{'other tasks' if len(validated) < len(prepared.tasks) else 'tasks without any'}\n"
         )
     print(diagram.to_text(graph, status))
@@ -300,11 +305,11 @@ def plan(args: argparse.Namespace) -> int:
     if training:
         print(f"\n{training}")
     if 0 < count < len(graph):
-        from pipeline.growing.training import describe_training  # imports torch
+        from pipeline.growing.training import describe_training  # start-up time: imports torch
 
         print("\n" + "\n".join(describe_training(run_plan)))
     if with_cost:
-        from pipeline.launch import cost  # imports torch
+        from pipeline.launch import cost  # start-up time: imports torch
 
         print("\n" + cost.text(run_plan.forecast(args.calibrate)))
     if args.svg:
@@ -313,8 +318,8 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
-    """Return the note of `plan` about a stage: why it will run, or what is missing."""
+def _describe_status(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
+    """Return why `plan` runs a stage or does not need its deleted result, and the stage's note."""
     lookup = lookups[stage.id]
     text = ""
     if stage.id in stages_to_run:
@@ -325,9 +330,9 @@ def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> s
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Write the files by which a config runs on a cluster."""
+    """Write the files that run a config on a cluster."""
     from pipeline.app import runs as app
-    from pipeline.launch import command  # imports torch
+    from pipeline.launch import command  # start-up time: imports torch
 
     def forecast(config: str, overrides: list[str]) -> Forecast:
         return app.plan(app.prepare(config, overrides, several=True)).forecast()
@@ -336,9 +341,9 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def ingest(args: argparse.Namespace) -> int:
-    """Ingest the raw data of a config, and print the read and rejected images."""
-    _take_config(args)
-    from pipeline.app import runs as app  # imports torch
+    """Ingest the raw data of a config, and print the numbers of read and rejected images."""
+    _resolve_config(args)
+    from pipeline.app import runs as app  # start-up time: imports torch
     from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
@@ -354,8 +359,8 @@ def ingest(args: argparse.Namespace) -> int:
 
 
 def shards(args: argparse.Namespace) -> int:
-    """Print where the shards of a card, or of all cards of a config, lie."""
-    from pipeline.results import shard_urls  # imports pyarrow
+    """Print the URLs of the shards of a card, or of all cards of a config."""
+    from pipeline.results import shard_urls  # start-up time: imports pyarrow
 
     for shard in shard_urls.find_requested(args.card, args.storage):
         if args.split is None:

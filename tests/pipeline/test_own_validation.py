@@ -63,7 +63,7 @@ def test_own_validation_selects_epoch_and_keeps_train_complete(
 ) -> None:
     config = write_run(tmp_path, write_data(tmp_path))
     assert cli.main(["plan", config]) == 0
-    assert "validation images of the data: low, high" in capsys.readouterr().out
+    assert "tasks with validation images in their data: low, high; " in capsys.readouterr().out
     assert cli.main(["run", config]) == 0
     root = Store(str(tmp_path / "storage")).root
     manifests = small_run.manifests(tmp_path / "storage")

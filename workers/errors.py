@@ -1,4 +1,4 @@
-"""The errors that people see: one sentence with the value, the rule and the remedy."""
+"""Exceptions for users. A message says the value, the expected form and the remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Bad input, or a setting that cannot be honoured.
+    """Bad input, or a setting that cannot be satisfied.
 
     The command line prints only its text and exits with 2.
     """
 
 
 class DamagedArtifact(UserError):
-    """A stored file differs from its digest. The stage that wrote it is run again."""
+    """The digest of a stored file does not match. The stage that wrote it runs again."""
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
@@ -28,12 +28,12 @@ class DamagedArtifact(UserError):
         return type(self), (self.key, str(self))
 
 
-class SourceGone(UserError):
-    """Shards that are used in place are missing, or differ from the indexed ones."""
+class SourceChanged(UserError):
+    """Shards that are used in place are missing, or have changed since they were indexed."""
 
 
 def describe_error(error: BaseException, only_first_line: bool = False) -> str:
-    """Return the text of an error in one line; the name of its type if it has none.
+    """Return the text of an error in one line, or the name of its type if it has no text.
 
     Args:
         error: The error.
@@ -65,17 +65,18 @@ def did_you_mean(
     return f"did you mean {os.path.join(folder, similar[0])!r}?"
 
 
-def require_package(name: str, user: str, remedy: str) -> None:
+def require_package(name: str, required_by: str, remedy: str) -> None:
     """Raise `UserError` if a package is not installed.
 
-    A bare GPU machine can train but may not have ray and mlflow.
+    A machine without ray and mlflow can still train.
 
     Args:
         name: Name of the package.
-        user: Setting or command that needs it.
-        remedy: How to install it or to do without it.
+        required_by: Setting or command that needs it, for the message.
+        remedy: How to do without it.
     """
     if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
         raise UserError(
-            f"{user} needs the package {name}, which is not installed; install it, or {remedy}"
+            f"{required_by} needs the package {name}, which is not installed; "
+            f"install it, or {remedy}"
         )

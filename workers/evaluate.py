@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers import dist
 from workers.data.feed import Feed
-from workers.errors import DamagedArtifact, SourceGone, UserError
+from workers.errors import DamagedArtifact, SourceChanged, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 from workers.methods.bases.class_incremental import ClassIncremental
@@ -295,7 +295,7 @@ def canary(
     share: list[Answers] | None = None
     try:
         share = compute_logits(job, method, earlier_task, group)
-    except (FileNotFoundError, SourceGone):
+    except (FileNotFoundError, SourceChanged):
         pass
     except DamagedArtifact as error:
         if error.key != earlier_task.data:

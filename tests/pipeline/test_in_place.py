@@ -36,7 +36,7 @@ from tests.ingest_sources import replace_file, to_parquet
 from workers.data import in_place
 from workers.data.rows import select
 from workers.data.shards import Shards
-from workers.errors import DamagedArtifact, SourceGone, UserError
+from workers.errors import DamagedArtifact, SourceChanged, UserError
 from workers.job import ShardUrls, Task
 from workers.storage.artifact import Artifact, Manifest
 
@@ -502,17 +502,21 @@ def test_shards_that_changed_after_they_were_indexed_are_a_sentence(
     altered[before.index(picture(5)) + 60] ^= 1
     path.write_bytes(altered)
     assert read(4) == picture(4)
-    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after .* other bytes"):
+    with pytest.raises(SourceChanged, match=r"tiny-train-0001\.tar changed after .* other bytes"):
         read(5)
     with pytest.raises(DamagedArtifact, match="is missing"):  # the next run indexes it again
         read(4)
     path.write_bytes(before)
     run(card, tmp_path / "store")
     path.write_bytes(before + bytes(512))
-    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after .* were indexed\)"):
+    with pytest.raises(
+        SourceChanged, match=r"tiny-train-0001\.tar changed after .* were indexed\)"
+    ):
         read(4)
     path.unlink()
-    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar.* \(it is missing\); put it back"):
+    with pytest.raises(
+        SourceChanged, match=r"tiny-train-0001\.tar.* \(it is missing\); put it back"
+    ):
         read(4)
     assert read(0) == picture(0)
 
@@ -568,7 +572,7 @@ def test_shards_in_place_lie_where_the_card_says_or_nowhere(
     for urls in (None, ShardUrls(test=("a.tar",))):
         shards = Shards.open(str(tmp_path / "store"), "k", urls)
         assert shards.index.num_rows == 16
-        with pytest.raises(SourceGone, match="no card says where it lies"):
+        with pytest.raises(SourceChanged, match="no card says where it lies"):
             shards.read("train-000000.tar", 512, 10)
 
 

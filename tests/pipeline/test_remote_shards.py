@@ -21,7 +21,7 @@ from tests.web_server import Server, serve
 from workers.data.cache import Cache
 from workers.data.reader import sequential_reader
 from workers.data.rows import select
-from workers.errors import SourceGone, UserError
+from workers.errors import SourceChanged, UserError
 from workers.job import Task
 from workers.storage import filesystem, hub_files, web
 
@@ -180,7 +180,7 @@ def test_missing_and_changed_shards_of_a_server_are_sentences(
     altered = bytearray(before)
     altered[altered.index(picture(5)) + 60] ^= 1
     path.write_bytes(altered)
-    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after"):
+    with pytest.raises(SourceChanged, match=r"tiny-train-0001\.tar changed after"):
         read_all(card, tmp_path / "store", None)
     changed = source_state(card)
     path.write_bytes(before)
@@ -192,7 +192,7 @@ def test_missing_and_changed_shards_of_a_server_are_sentences(
     path.unlink()
     with pytest.raises(UserError, match="1 of its 4 shards are missing"):
         fingerprint(card)
-    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar, .* \(it is missing\)"):
+    with pytest.raises(SourceChanged, match=r"tiny-train-0001\.tar, .* \(it is missing\)"):
         read_all(card, tmp_path / "store", None)
 
 

@@ -25,7 +25,7 @@ from workers.data.cache import LocalFile
 from workers.data.decoding import MAX_PIXELS, ImageLimits
 from workers.data.held_out import HoldOut
 from workers.data.range_files import ObjectFile, RangeFile, open_range_file
-from workers.errors import DamagedArtifact, SourceGone, UserError
+from workers.errors import DamagedArtifact, SourceChanged, UserError
 from workers.job import ShardUrls
 from workers.storage.artifact import Artifact, FileInfo, is_local, resolve, withdraw
 from workers.storage.filesystem import access_remedy
@@ -166,7 +166,7 @@ class Shards:
             return self.artifact.uri(shard)
         url = (self.urls or {}).get(shard)
         if url is None:
-            raise SourceGone(
+            raise SourceChanged(
                 f"shard {shard!r:.100} of data set {self.artifact.manifest.get('card')!r:.100} is "
                 "used in place, and no card says where it lies; run a config whose stream has the "
                 "card that names it"
@@ -190,7 +190,7 @@ class Shards:
         Raises:
             DamagedArtifact: If the file no longer exists.
             UserError: If it cannot be read.
-            SourceGone: In both cases, for a shard that is used in place.
+            SourceChanged: In both cases, for a shard that is used in place.
         """
         try:
             return self._file(shard).read_at(size, offset)
@@ -230,8 +230,8 @@ class Shards:
             f"{self.uri(shard)} is cut short; run the same command again to repeat the ingest",
         )
 
-    def _changed(self, shard: str, difference: str) -> SourceGone:
-        return SourceGone(
+    def _changed(self, shard: str, difference: str) -> SourceChanged:
+        return SourceChanged(
             f"{self.uri(shard)} changed after it was indexed ({difference}); put the shard back as "
             "it was, or run the same command again to index the new one, whose results are separate"
         )
@@ -277,7 +277,9 @@ class Shards:
             if isinstance(error, FileNotFoundError):
                 reason = "it is missing"
                 remedy = f"put it back, or fix source.path of the card, and {again}"
-            return SourceGone(f"{uri}, which is used in place, cannot be read ({reason}); {remedy}")
+            return SourceChanged(
+                f"{uri}, which is used in place, cannot be read ({reason}); {remedy}"
+            )
         if isinstance(error, FileNotFoundError):
             return DamagedArtifact(self.key, f"{uri} is missing; {again} to repeat the ingest")
         if error.errno in (errno.EISDIR, errno.EINVAL):

@@ -156,14 +156,14 @@ def find_record_folder(args: argparse.Namespace) -> str:
 def predict(args: argparse.Namespace) -> int:
     """Print a table with the answer to each image. Return the exit code."""
     from pipeline.config.text import table_text
-    from pipeline.results.model import make_answer_rows
+    from pipeline.results.model import predict_in_chunks
     from workers.serving.recorder import recording
     from workers.serving.server import Predictor
 
     served = Predictor(open_bundle(args))
     paths = [os.fspath(path) for path in args.images]
     with recording(served, find_record_folder(args)):
-        answers = [*make_answer_rows(served, paths, args.task, args.rule, args.top)]
+        answers = [*predict_in_chunks(served, paths, args.task, args.rule, args.top)]
     heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
     rows = []
     for path, answer in zip(args.images, answers, strict=True):

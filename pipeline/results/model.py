@@ -1,4 +1,4 @@
-"""The model of one method of a finished run for Python; its predictions are data frames."""
+"""`Model`: a trained model of one method. `predict` returns a pandas data frame."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ AnyPath = str | os.PathLike[str]
 class Model:
     """One network that serves all tasks of a method.
 
-    bundle: the files that it is made of.
+    Attributes:
+        bundle: The files of the model, see `workers.serving.bundle.Bundle`.
+        predictor: The network with its weights, which classifies images.
     """
 
     def __init__(self, bundle: Bundle):
@@ -41,11 +43,11 @@ class Model:
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks that it serves, in stream order."""
+        """Names of the tasks that it serves, in stream order."""
         return [task.name for task in self.bundle.tasks]
 
     def classes(self, task: str) -> tuple[str, ...]:
-        """Return the classes of a task. Raise `UserError` when it is not served."""
+        """Return the classes of a task. Raise `UserError` if the task is not served."""
         return self.bundle.task(task).classes
 
     def predict(
@@ -55,26 +57,48 @@ class Model:
         rule: Rule = "refuse",
         top: int = 0,
     ) -> pd.DataFrame:
-        """Return a row for each image: class, probability, task, confidence, probabilities.
+        """Classify images.
 
-        images: paths, bytes of JPEG, PNG or WebP files, uint8 arrays (H, W, 3), or Pillow images.
-        task: one for all images, or one for each; None where the method can find it out. rule: for
-        images without a task under other methods, `refuse`, or `confident`: the task that answers
-        with the highest probability. top: how many probabilities are listed, 0 for all. Raise
-        `UserError` when an image cannot be read, or its task is needed.
+        Args:
+            images: Paths, bytes of JPEG, PNG or WebP files, uint8 arrays (H, W, 3), or Pillow
+                images.
+            task: One task for all images, or a task or None for each image. None: the method infers
+                the task.
+            rule: How the task of an image without one is chosen if the method cannot infer it.
+                `refuse` raises an error; `confident`, `entropy`, `nearest` and `ranpac` choose a
+                task; `recommended` is the one of these that was right most often when the model was
+                written. See `workers/serving/task_rules.py`.
+            top: Number of probabilities per image; 0: all.
+
+        Returns:
+            A row for each image with the columns class, probability (of the class), task,
+            confidence (certainty of the task, 1 if it was given), and probabilities (class ->
+            probability). See `workers.serving.server.Answer`.
+
+        Raises:
+            UserError: If an image cannot be read, a task is not served, or a task is required but
+                missing.
         """
         rows = [
-            answer.row() for answer in make_answer_rows(self.predictor, images, task, rule, top)
+            answer.row() for answer in predict_in_chunks(self.predictor, images, task, rule, top)
         ]
         return data_frame(rows, Answer("", 0.0, "", 0.0, {}).row())
 
     def attention(self, images: Sequence[Any], task: str) -> dict[str, NDArray[np.float32]]:
-        """Return where the class token looks in each block: (n, h, w) over the grid of patches.
+        """Return attention maps of the class token over the (h, w) grid of patches.
 
-        By name of the block, means over heads, relative to uniform attention, which is 1
-        everywhere; empty for a backbone without a class token among patches. A block that runs
-        twice, as under top-down feedback, has its second pass. images: as for `predict`. Raise
-        `UserError` when the task is not served or an image cannot be read.
+        Values are means over heads, divided by uniform attention: 1 is uniform. If a block runs
+        twice (top-down feedback), the map is that of the second pass.
+
+        Args:
+            images: See `predict`.
+            task: The task that the network is set to.
+
+        Returns:
+            Name of the block -> float32 (n, h, w). Empty if the backbone has no class token.
+
+        Raises:
+            UserError: If the task is not served or an image cannot be read.
         """
         self.bundle.task(task)
         limits = Limits(
@@ -83,75 +107,76 @@ class Model:
         parts: dict[str, list[NDArray[np.float32]]] = {}
         for start in range(0, len(images), limits.images):
             pixels = self.predictor.read_pixels(images[start : start + limits.images], limits)
-            for name, look in self._attention(pixels, task).items():
-                parts.setdefault(name, []).append(look)
-        return {name: np.concatenate(looks) for name, looks in parts.items()}
+            for name, attention_map in self._attention(pixels, task).items():
+                parts.setdefault(name, []).append(attention_map)
+        return {name: np.concatenate(maps) for name, maps in parts.items()}
 
     @torch.no_grad()
     def _attention(self, pixels: NDArray[Any], task: str) -> dict[str, NDArray[np.float32]]:
-        """Return the attention for pixels (n, 3, S, S), by name of the block."""
+        """Return the attention maps of pixels (n, 3, S, S) by the name of the block."""
         method = self.predictor.method
         with self.predictor.lock, record_class_attention(method) as blocks:
             images = self.predictor.network_input(pixels)
             logits_with_task(method, images, task)
-        # a network that ran on other inputs than these images, or not at all, has no map for these
+        # Skip networks that did not run, or ran on other inputs: their batch size differs.
         ran = [block for block in blocks if block.passes and len(block.passes[-1]) == len(pixels)]
         networks = {block.network for block in ran}
-        looks = {}
+        maps = {}
         for block in ran:
             name = f"block {block.block}"
             if len(networks) > 1:
                 name = f"{block.network}, {name}"
-            looks[name] = block.passes[-1].float().numpy()
-        return looks
+            maps[name] = block.passes[-1].float().numpy()
+        return maps
 
     @property
     def sizes(self) -> pd.DataFrame:
-        """A row for each task: its number of classes, and the bytes of the state."""
+        """A row for each task: its number of classes, and the bytes of its state."""
         return data_frame(task_rows(self.bundle.body))
 
     def save(self, folder: AnyPath) -> None:
-        """Write the model to a new folder or a URI, for `open_model`, `predict` and `serve`."""
+        """Write the model to a new folder or URI, for `open_model`, `predict` and `serve`."""
         write_folder(self.bundle, os.fspath(folder))
 
     def save_timm(self, folder: AnyPath, task: str) -> None:
-        """Write one task into a new folder, as weights and config that plain timm reads.
+        """Write one task into a new folder, as weights and config for timm.
 
-        `timm.create_model("local-dir:FOLDER", pretrained=True)` reads it. Raise `UserError` where
-        timm's own model does not give the task's logits.
+        `timm.create_model("local-dir:FOLDER", pretrained=True)` loads it. Raise `UserError` if
+        timm's own model does not compute the same logits.
         """
         from workers.serving import timm_model
 
         timm_model.write(self.bundle, task, absolute(os.fspath(folder)))
 
     def save_onnx(self, file: AnyPath, task: str) -> None:
-        """Write one task as an ONNX file: `images` (N, 3, H, W), normalised, give `logits`.
+        """Write one task as an ONNX file.
 
-        It needs the packages of the extra `onnx`. Raise `UserError` where one is missing, or where
-        onnxruntime does not give the task's logits.
+        The input is `images` (N, 3, H, W), normalised; the output is `logits`. This needs the
+        packages of the extra `onnx`. Raise `UserError` if one is missing, or if onnxruntime does
+        not compute the same logits.
         """
         from workers.serving import onnx_file
 
         onnx_file.write(self.bundle, task, absolute(os.fspath(file)))
 
     def export_task(self, task: str, file: AnyPath) -> None:
-        """Write one task into a file of its own, which `import_task` adds to another folder."""
+        """Write one task into a file, which `import_task` adds to another model folder."""
         export_task(self.bundle, task, os.fspath(file))
 
 
-def make_answer_rows(
+def predict_in_chunks(
     predictor: Predictor,
     images: Sequence[Any],
     task: Sequence[str | None] | str | None,
     rule: Rule,
     top: int,
 ) -> Iterator[Answer]:
-    """Yield the answer to each of any number of images, in parts that a request may have.
+    """Yield an answer for each image. Images are read in chunks of at most `Limits.images`.
 
-    The arguments are those of `Predictor.predict`; strings among the images are paths.
+    See `Predictor.predict` for the arguments. Strings among the images are paths.
     """
     if isinstance(images, os.PathLike):
-        images = os.fspath(images)  # is refused as any single image is
+        images = os.fspath(images)  # `read_pixels` rejects a single path like any single image
     tasks = predictor.check_request(len(images), task, rule, top)
     limits = Limits(
         predictor.bundle.body["max_pixels"],
@@ -159,5 +184,5 @@ def make_answer_rows(
         paths=True,
     )
     for start in range(0, len(images), limits.images):
-        part = slice(start, start + limits.images)
-        yield from predictor.predict(images[part], tasks[part], rule, top, limits)
+        chunk = slice(start, start + limits.images)
+        yield from predictor.predict(images[chunk], tasks[chunk], rule, top, limits)

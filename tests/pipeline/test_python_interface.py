@@ -505,7 +505,7 @@ def test_predict_asks_the_function_of_a_model(monkeypatch: pytest.MonkeyPatch) -
     def enter(*args: Any) -> Any:
         raise Entered
 
-    monkeypatch.setattr(model, "make_answer_rows", enter)
+    monkeypatch.setattr(model, "predict_in_chunks", enter)
     monkeypatch.setattr(serving_commands, "open_bundle", lambda args: None)
     monkeypatch.setattr("workers.serving.server.Predictor", lambda bundle: None)
     monkeypatch.setattr(model, "Predictor", lambda bundle: None)

@@ -192,7 +192,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "no test image has a label of train; test has labels such as 'c', and train 'a', 'b'",
     ),
     "two names of train": (tree("train/a/x.png", "Training/b/x.png"), "both train images"),
-    "class that nothing shows": (tree("a\x1b/x.png", "b/x.png"), "not a name that can be shown"),
+    "class that nothing shows": (
+        tree("a\x1b/x.png", "b/x.png"),
+        "empty, too long or not printable",
+    ),
     "two unicode forms": (tree("\u00e9/x.png", "e\u0301/x.png"), "two Unicode forms"),
     "one class below": (tree("farm/cow/x.png", "farm/dog/x.png", "wood/ant/x.png"), "one class"),
     "one image of each class": (tree("a/x.png", "b/x.png"), "leave none to test on"),

@@ -241,7 +241,7 @@ def check_classes(
     for name in names:
         if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
             raise UserError(
-                f"{where}: class {quoted(name)} is not a name that can be shown and filed; rename "
+                f"{where}: class {quoted(name)} is empty, too long or not printable; rename "
                 f"it to 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
     check_unicode_forms(where, names)

@@ -292,7 +292,7 @@ def test_non_utf8_images_are_read_and_classes_listed(source: Any, tmp_path: Path
         f"folder, path: {source}}}\n"
     )
     (tmp_path / "card.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"class 'caf\\udce9' is not a name that can be shown"):
+    with pytest.raises(UserError, match=r"class 'caf\\udce9' is empty, too long or not printable"):
         load(str(tmp_path / "card.yaml"))
 
 
@@ -386,7 +386,7 @@ def test_a_source_whose_folders_all_lie_elsewhere_says_so(source: Any, tmp_path:
         match=r"\(left out: test, train, link: to a folder outside the source; move .* holds "
         r"both\)",
     ):
-        raw_data.describe_source(store, card_of(linked))
+        raw_data.find_source(store, card_of(linked))
 
 
 def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_path: Path) -> None:
@@ -949,7 +949,7 @@ def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> Non
     file.write_text(body % (source, "[cat, dog]"))
     with pytest.raises(
         UserError,
-        match=r"source\.label is null, so that all images are of one class, and 2 classes are "
+        match=r"source\.label is null, so all images are of one class, but 2 classes are "
         r"listed",
     ):
         load(str(file))

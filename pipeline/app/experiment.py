@@ -105,7 +105,7 @@ class Experiment:
             steps = app.plan(self._prepare()).training()
         rows = []
         for step in steps:
-            texts = {"optimizer": step.optimizer_text(), "length": step.length_text()}
+            texts = {"optimizer": step.format_optimizer(), "length": step.format_length()}
             rows.append({"label": step.label, "step": step.step, **texts})
         return data_frame(rows)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Lookup, Store
-from pipeline.results.training import Length, StepTraining, TrainedStage, group_steps
+from pipeline.results.training import Length, StageInfo, StepTraining, group_steps
 from workers.job import Task
 
 
@@ -34,7 +34,7 @@ def plan_training(
     for stage in graph:
         length = lengths.get(stage.id) or (lookups[stage.id].manifest or {}).get("length")
         label = stage.method or stage.step
-        steps.append(TrainedStage(label, stage.step, stage.task or "", stage.inputs, length))
+        steps.append(StageInfo(label, stage.step, stage.task or "", stage.inputs, length))
     return group_steps(steps)
 
 
@@ -71,7 +71,7 @@ def text(steps: Iterable[StepTraining]) -> str:
         name = step.label
         if step.step not in ("train", "backbone"):
             name += f" {step.step}"
-        lines.append(f"  {name}: {step.optimizer_text()}; {step.length_text()}")
+        lines.append(f"  {name}: {step.format_optimizer()}; {step.format_length()}")
     if not lines:
         return ""
     return "\n".join(

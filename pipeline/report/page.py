@@ -287,7 +287,7 @@ def training_cells(tables: RunTables) -> list[list[str]]:
     for step in tables.training():
         counted = f"{len(step.lengths)} of {len(step.tasks)}"
         name = f"{step.label} {step.step}"
-        cells.append([name, step.optimizer_text(), step.length_text(), counted])
+        cells.append([name, step.format_optimizer(), step.format_length(), counted])
     return cells
 
 

@@ -24,8 +24,8 @@ from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
 from pipeline.results.chance import LearnedTask
 from pipeline.results.training import (
+    StageInfo,
     StepTraining,
-    TrainedStage,
     TrainingBudget,
     group_steps,
     sum_budget,
@@ -679,7 +679,7 @@ class RunTables:
             length = artifact.manifest.get("length") if artifact else None
             label = stage["label"] or stage["step"]
             task = stage["task"] or ""
-            steps.append(TrainedStage(label, stage["step"], task, stage["inputs"], length))
+            steps.append(StageInfo(label, stage["step"], task, stage["inputs"], length))
         return group_steps(steps)
 
     def warnings(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Training settings of the steps of a run: the config's settings over the methods' defaults."""
+"""Training settings of the steps of a run: the config's settings override the methods' defaults."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any, NamedTuple
 
 from workers.job import TrainSettings, with_neutral
 
-Length = Mapping[str, int]  # images, batch_size, epochs, steps; replayed images, if there are any
+# Keys: images, batch_size, epochs and (optimizer) steps of a training; with a memory also
+# `replayed`, the replayed images of all epochs together.
+Length = Mapping[str, int]
 
 
 @dataclass
 class StepTraining:
-    """One step of one method, with the same settings for all tasks that are listed.
+    """One training step of one method, with the same settings for all `tasks`.
 
-    lengths: task -> how long its training is, or will be; without tasks whose images are not
-    counted yet.
+    Attributes:
+        label: Label of the method; the step for stages without a method.
+        step: Name of the step, for example `train` or `finetune`.
+        train: Its settings.
+        tasks: Tasks that are trained with these settings.
+        lengths: Task -> length of its training. Tasks with an unknown number of images are missing.
     """
 
     label: str
@@ -26,21 +32,21 @@ class StepTraining:
     tasks: list[str] = field(default_factory=list)
     lengths: dict[str, Length] = field(default_factory=dict)
 
-    def optimizer_text(self) -> str:
-        """Return for example `adamw, lr 0.002, weight decay 0.05`."""
+    def format_optimizer(self) -> str:
+        """Return optimizer and rates, for example `adamw, lr 0.002, weight decay 0.05`."""
         train = self.train
         text = f"{train.optimizer}, lr {train.lr:g}, weight decay {train.weight_decay:g}"
         if train.clip:
             text += f", clip {train.clip:g}"
         return text
 
-    def length_text(self) -> str:
-        """Return steps, epochs and batch size: of the tasks that are counted, else the rule."""
+    def format_length(self) -> str:
+        """Return the steps, epochs and batch size of tasks with known lengths, or the settings."""
         if self.lengths:
-            steps = _range(length["steps"] for length in self.lengths.values())
-            epochs = _range(length["epochs"] for length in self.lengths.values())
-            batch = _range(length["batch_size"] for length in self.lengths.values())
-            return f"{steps} steps a task: {epochs} epochs, batch size {batch}"
+            steps = _format_range(length["steps"] for length in self.lengths.values())
+            epochs = _format_range(length["epochs"] for length in self.lengths.values())
+            batch = _format_range(length["batch_size"] for length in self.lengths.values())
+            return f"{steps} optimizer steps per task: {epochs} epochs, batch size {batch}"
         train = self.train
         text = f"{train.epochs} epochs, batch size {train.batch_size}"
         if not train.min_steps:
@@ -48,17 +54,21 @@ class StepTraining:
         smallest = min(train.min_batch_size or train.batch_size, train.batch_size)
         limit = "any number of" if train.max_epochs is None else f"up to {train.max_epochs}"
         return (
-            f"{text}; where that is less than {train.min_steps} steps, batches down to {smallest} "
-            f"and {limit} epochs"
+            f"{text}; if that gives fewer than {train.min_steps} optimizer steps, batches down to "
+            f"{smallest} and {limit} epochs"
         )
 
 
 class TrainingBudget(NamedTuple):
     """The training budget of a method, and the bytes that it stores.
 
-    epochs: of a task, on average. images: that training steps read, over all tasks and epochs.
-    device_s: seconds of training times the ranks that it ran on. stored_bytes: at the end, with the
-    backbone. NaN where stages are not finished.
+    If a stage is not finished, all fields are NaN.
+
+    Attributes:
+        epochs: Mean number of epochs per task.
+        images: Number of images that training steps read, over all tasks and epochs.
+        device_s: Seconds of training times number of ranks, summed over stages.
+        stored_bytes: Bytes at the end of the stream, including the backbone.
     """
 
     epochs: float
@@ -68,32 +78,46 @@ class TrainingBudget(NamedTuple):
 
 
 def sum_budget(
-    stages: Iterable[Mapping[str, Any] | None], tasks: int, stored_bytes: float
+    manifests: Iterable[Mapping[str, Any] | None], num_tasks: int, stored_bytes: float
 ) -> TrainingBudget:
-    """Return the budget of a method. stages: manifests of the training stages; tasks: trained."""
+    """Return the budget of a method.
+
+    Args:
+        manifests: Manifest of each training stage; None for one that is not finished.
+        num_tasks: Number of trained tasks.
+        stored_bytes: See `TrainingBudget`.
+    """
     epochs = 0.0
     images = 0.0
     device_s = 0.0
-    for manifest in stages:
+    for manifest in manifests:
         if manifest is None:
             return TrainingBudget(math.nan, math.nan, math.nan, math.nan)
         length = manifest.get("length") or {}
         epochs += length.get("epochs", 0)
         images += length.get("epochs", 0) * length.get("images", 0) + length.get("replayed", 0)
         device_s += (manifest.get("wall_s") or 0.0) * (manifest.get("workers") or 1)
-    return TrainingBudget(epochs / tasks if tasks else 0.0, images, device_s, stored_bytes)
+    return TrainingBudget(epochs / num_tasks if num_tasks else 0.0, images, device_s, stored_bytes)
 
 
-def _range(numbers: Iterable[int]) -> str:
-    """Return `5`, or `5 to 8`."""
+def _format_range(numbers: Iterable[int]) -> str:
+    """Return the range of numbers, for example `5` or `5 to 8`."""
     values = sorted(set(numbers))
     if len(values) == 1:
         return str(values[0])
     return f"{values[0]} to {values[-1]}"
 
 
-class TrainedStage(NamedTuple):
-    """A stage of a run. inputs: of the key. length: of the training, where it is known."""
+class StageInfo(NamedTuple):
+    """A stage of a run or a plan, which may train or not.
+
+    Attributes:
+        label: Label of the method; the step for stages without a method.
+        step: Name of the step.
+        task: Name of the task, or "".
+        inputs: Inputs of the stage's key.
+        length: Length of the training, if it is known.
+    """
 
     label: str
     step: str
@@ -102,10 +126,10 @@ class TrainedStage(NamedTuple):
     length: Length | None
 
 
-def group_steps(stages: Iterable[TrainedStage]) -> list[StepTraining]:
-    """Return the training of each step, tasks of equal settings together, in order.
+def group_steps(stages: Iterable[StageInfo]) -> list[StepTraining]:
+    """Return the training of each step, in order. Tasks with equal settings are in one entry.
 
-    Stages that do not train are left out.
+    Stages that do not train are skipped.
     """
     groups: dict[tuple[str, str, str], StepTraining] = {}
     for stage in stages:

@@ -12,7 +12,7 @@ from pipeline.app import reports
 from pipeline.app import runs as app
 from pipeline.cli import main
 from pipeline.launch import training_plan
-from pipeline.results.training import TrainedStage, group_steps
+from pipeline.results.training import StageInfo, group_steps
 from workers.job import TrainSettings, key_inputs
 from workers.methods import METHODS
 
@@ -28,31 +28,34 @@ def inputs(train: TrainSettings) -> dict[str, Any]:
 def test_steps_of_equal_settings_are_told_together_and_others_apart() -> None:
     other = RULE.model_copy(update={"lr": 0.5})
     stages = [
-        TrainedStage(
+        StageInfo(
             "linear", "train", "a", inputs(RULE), {"steps": 300, "epochs": 6, "batch_size": 16}
         ),
-        TrainedStage(
+        StageInfo(
             "linear", "train", "b", inputs(RULE), {"steps": 500, "epochs": 5, "batch_size": 32}
         ),
-        TrainedStage("linear", "train", "c", inputs(other), None),
-        TrainedStage("linear", "evaluate", "a", {}, None),
+        StageInfo("linear", "train", "c", inputs(other), None),
+        StageInfo("linear", "evaluate", "a", {}, None),
     ]
     together, apart = group_steps(stages)
     assert together.tasks == ["a", "b"]
-    assert together.length_text() == "300 to 500 steps a task: 5 to 6 epochs, batch size 16 to 32"
-    assert together.optimizer_text() == "adamw, lr 0.002, weight decay 0.05"
+    assert (
+        together.format_length()
+        == "300 to 500 optimizer steps per task: 5 to 6 epochs, batch size 16 to 32"
+    )
+    assert together.format_optimizer() == "adamw, lr 0.002, weight decay 0.05"
     assert apart.tasks == ["c"]
-    assert apart.optimizer_text() == "adamw, lr 0.5, weight decay 0.05"
+    assert apart.format_optimizer() == "adamw, lr 0.5, weight decay 0.05"
 
 
 def test_where_images_are_not_counted_yet_the_rule_is_told() -> None:
-    (step,) = group_steps([TrainedStage("linear", "train", "a", inputs(RULE), None)])
-    assert step.length_text() == (
-        "5 epochs, batch size 64; where that is less than 300 steps, batches down to 16 and up to "
-        "100 epochs"
+    (step,) = group_steps([StageInfo("linear", "train", "a", inputs(RULE), None)])
+    assert step.format_length() == (
+        "5 epochs, batch size 64; if that gives fewer than 300 optimizer steps, batches down to 16 "
+        "and up to 100 epochs"
     )
-    (step,) = group_steps([TrainedStage("linear", "train", "a", inputs(TrainSettings()), None)])
-    assert step.length_text() == "10 epochs, batch size 64"
+    (step,) = group_steps([StageInfo("linear", "train", "a", inputs(TrainSettings()), None)])
+    assert step.format_length() == "10 epochs, batch size 64"
 
 
 @pytest.fixture
@@ -92,8 +95,8 @@ def test_plan_and_report_show_what_a_silent_config_trains_with(
     (length,) = step.lengths.values()
     assert length["batch_size"] == 16
     assert length["steps"] >= 300
-    text = step.length_text()
-    assert text.startswith(f"{length['steps']} steps a task: ")
+    text = step.format_length()
+    assert text.startswith(f"{length['steps']} optimizer steps per task: ")
     assert text in after
     page = reports.report_files(run)["report.html"].decode()
     assert text in page

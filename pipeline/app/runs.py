@@ -38,7 +38,7 @@ from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.gpu_use import GpuUse, gpu_sentences
 from pipeline.graph.journal import Journal, keep_journal
 from pipeline.graph.raw_data import KnownSource
-from pipeline.graph.replica_configs import refuse_replicas, replica_configs
+from pipeline.graph.replica_configs import make_replica_configs, refuse_replicas
 from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
@@ -188,16 +188,16 @@ def _prepare(
     if not several:
         refuse_replicas(config, configs.name_of_source(source), "this needs one model")
     if to_run:
-        raw_data.read_sources_again(config, store, say)
+        raw_data.compare_rewritten_sources(config, store, say)
 
     def build_replica(name: str, config: Config) -> PreparedRun:
         def checked() -> Config:
             whole = configs.load(source, list(overrides))
-            return replica_configs(whole).get(name, whole)
+            return make_replica_configs(whole).get(name, whole)
 
         return _with_graph(config, store, to_run, with_jobs, may_use_cache, checked)
 
-    replicas = replica_configs(config)
+    replicas = make_replica_configs(config)
     if not replicas:
         return build_replica("", config)
     return _with_replicas(

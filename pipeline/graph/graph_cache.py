@@ -87,7 +87,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
             if card is None:
                 card = card_files.load(entry.card, run_store)
                 loaded[entry.card] = card
-                source = raw_data.describe_source(run_store, card, ask_sources)
+                source = raw_data.find_source(run_store, card, ask_sources)
                 sources[card.name] = source
                 images[card.name] = raw_data.class_digests(run_store, card, source)
             if entry.order:
@@ -101,7 +101,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         "config": dump(config),
         "base_name": config.base_name,
         "cards": {name: card.model_dump(mode="json") for name, card in loaded.items()},
-        "sources": {name: [source.text, source.note] for name, source in sources.items()},
+        "sources": {name: [source.key_text, source.note] for name, source in sources.items()},
         "images": images,
         "class_orders": class_orders,
         "weights": weights,

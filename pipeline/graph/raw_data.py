@@ -1,10 +1,11 @@
-"""Raw data of cards: the content that results were made from, and its changes.
+"""Raw data of cards: the content from which results were made, and its changes.
 
 The key of the ingest stage contains the paths and sizes of the raw files. Files that were edited in
 place have the same paths and sizes, but other modification times. They are read again, once, and
-compared by digest. Equal content changes nothing. Other content gets an `edition`, which enters the
-key, so that results of both contents are kept apart. The knowledge is kept in `<storage>/sources/`,
-per card and fingerprint.
+compared by digest. If the content is equal, nothing changes. Otherwise the content gets an
+`edition`, a prefix of its digest. The edition is part of the key, so that results of both contents
+are kept apart. This information is stored in `<storage>/sources/`, per card and fingerprint (digest
+of paths and sizes).
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
-ClassFiles = dict[str, tuple[int, str]]  # label -> number of files, digest of names, sizes, times
+# label -> (number of files, one digest of their names, sizes and times)
+ClassFiles = dict[str, tuple[int, str]]
 READ_THREADS = 16
-MAX_CLASSES = 8  # named in a sentence
+MAX_NAMED_CLASSES = 8  # in a message
 GONE = (
     "its raw files are gone, so it cannot be ingested again; the ingested data is used as long as "
     "it exists"
@@ -53,11 +55,12 @@ class KnownSource:
     Attributes:
         fingerprint: Digest of paths and sizes.
         modified: Digest of the modification times; "" if unknown.
-        edition: "" for the content ingested first, else the start of the digest.
+        edition: "" for the content that was ingested first, else a prefix of the digest of the raw
+            content.
         contents: Edition -> digest of the raw content.
         present: Whether the files exist.
-        note: Text for people.
-        entries: The files; None if they were not listed this time.
+        note: Warning for users about the source; "" without one.
+        entries: The files. None: they were not listed by this look-up.
     """
 
     fingerprint: str
@@ -69,13 +72,13 @@ class KnownSource:
     entries: list[Entry] | None = field(default=None, compare=False, repr=False)
 
     @property
-    def text(self) -> str:
-        """Text that enters the key of the ingest stage."""
+    def key_text(self) -> str:
+        """Part of the key of the ingest stage: identifies the content."""
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
-def describe_source(store: Store, card: Card, ask: bool = True) -> KnownSource:
-    """Return the source of a card.
+def find_source(store: Store, card: Card, check_remote: bool = True) -> KnownSource:
+    """Look at the source of a card, and save its state in the store.
 
     If the files are gone or unreachable, the last known source is returned, so that results stay
     valid.
@@ -83,47 +86,55 @@ def describe_source(store: Store, card: Card, ask: bool = True) -> KnownSource:
     Args:
         store: Remembers sources.
         card: The card.
-        ask: If false, open no connection to another machine for a source with an ingested result.
+        check_remote: If false, do not contact another machine for a source that was ingested.
 
     Raises:
         UserError: If the files are gone and were never known.
+        StorageUnavailable: If the source cannot be reached and was never known.
     """
-    last = store.remembered(card.identity())
-    known_last = KnownSource(**_recall(store, card, last)) if isinstance(last, str) else None
-    if known_last and not ask and not is_local_source(card) and _stands(store, card, known_last):
-        return known_last
+    last_fingerprint = store.remembered(card.identity())
+    last_source = None
+    if isinstance(last_fingerprint, str):
+        last_source = KnownSource(**_load_known(store, card, last_fingerprint))
+    if (
+        last_source
+        and not check_remote
+        and not is_local_source(card)
+        and _is_ingested(store, card, last_source)
+    ):
+        return last_source
     try:
         with patience(FIRST_CONTACT_S):
             entries = list_source(card) or []
-            listed = source_state(card, entries)
+            state = source_state(card, entries)
     except StorageUnavailable:
-        if known_last is None:
+        if last_source is None:
             raise
-        return known_last
-    fingerprint = listed[0] if listed else last
+        return last_source
+    fingerprint = state.fingerprint if state else last_fingerprint
     if not isinstance(fingerprint, str):
         reasons = describe_left_out((entry.name, entry.problem) for entry in entries)
         raise UserError(
             f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
-            f"exist, or holds no images in its splits{reasons}, and was never ingested into this "
-            "storage; put the data there or fix `source.path` or `source.splits` on the card"
+            f"exist or has no images in its splits{reasons}, and it was never ingested into this "
+            "storage; add the data, or correct `source.path` or `source.splits` on the card"
         )
-    known = _recall(store, card, fingerprint)
-    if listed is None:
+    known = _load_known(store, card, fingerprint)
+    if state is None:
         return KnownSource(**known, present=False, note=GONE)
     if store.remembered(card.identity()) != fingerprint:
         store.remember(card.identity(), fingerprint)
     if not known["modified"]:
-        known["modified"] = listed[1]
-        _remember(store, card, known)
+        known["modified"] = state.modified
+        _save_known(store, card, known)
     note = ""
-    if known["modified"] != listed[1]:
+    if known["modified"] != state.modified:
         note = REWRITTEN
     return KnownSource(**known, note=note, entries=entries)
 
 
-def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
-    """Read the raw data of a config's cards again, if it was rewritten in place.
+def compare_rewritten_sources(config: Config, store: Store, say: Callable[[str], None]) -> None:
+    """Compare raw data of a config's cards that were rewritten in place with the earlier content.
 
     A card that does not fit its data is skipped: building the graph reports it.
 
@@ -137,13 +148,14 @@ def read_sources_again(config: Config, store: Store, say: Callable[[str], None])
             card = card_files.load(name, store)
         except UserError:
             continue
-        read_again(store, card, say)
+        compare_rewritten_source(store, card, say)
 
 
-def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
-    """Read the rewritten raw files of a card, and note their content.
+def compare_rewritten_source(store: Store, card: Card, say: Callable[[str], None]) -> None:
+    """Read the raw files of a card if they were rewritten in place, and save their digest.
 
-    Do nothing if the files were not rewritten, are gone, or cannot be listed.
+    Do nothing if the files were not rewritten, are gone, or cannot be listed. If the content
+    differs, it becomes another edition of the source.
 
     Args:
         store: Remembers sources.
@@ -152,19 +164,19 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     """
     try:
         with patience(FIRST_CONTACT_S):
-            listed = source_state(card)
-    except UserError:  # `describe_source` refuses the source, or uses the last known one
+            state = source_state(card)
+    except UserError:  # `find_source` refuses the source, or uses the last known one
         return
-    if listed is None:
+    if state is None:
         return
-    known = _recall(store, card, listed[0])
-    if not known["modified"] or known["modified"] == listed[1]:
+    known = _load_known(store, card, state.fingerprint)
+    if not known["modified"] or known["modified"] == state.modified:
         return
-    known["modified"] = listed[1]
+    known["modified"] = state.modified
     before = known["contents"].get(known["edition"])
     inputs = stage_inputs(card, KnownSource(**known))
     if before is None and Artifact.open(store.root, compute_key(inputs, ())) is None:
-        pass  # listed before, but not ingested yet
+        pass  # It was never ingested: there is no earlier content.
     elif before is None:
         say(
             f"data/{card.name}: its raw files were written again; "
@@ -187,10 +199,11 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
                 f"data/{card.name}: the images changed; their results get new keys, and earlier "
                 "results stay"
             )
-    _remember(store, card, known)
+    _save_known(store, card, known)
 
 
-def _stands(store: Store, card: Card, source: KnownSource) -> bool:
+def _is_ingested(store: Store, card: Card, source: KnownSource) -> bool:
+    """Return whether the store has the ingested result of a source."""
     return Artifact.open(store.root, compute_key(stage_inputs(card, source), ())) is not None
 
 
@@ -199,16 +212,16 @@ def stage_inputs(card: Card, source: KnownSource) -> dict[str, Any]:
     return {
         "step": "ingest",
         "card": card.identity(),
-        "source": source.text,
+        "source": source.key_text,
         "revision": ingest.REVISION,
     }
 
 
-def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
+def fingerprint_classes(card: Card, entries: list[Entry]) -> ClassFiles:
     """Count the files of each label of a source, and hash their names, sizes and times.
 
-    Images that the card leaves out do not count. The result is empty if a file contains many
-    images.
+    Images that the card leaves out do not count. The result is empty for formats that store several
+    images in one file.
 
     Args:
         card: The card.
@@ -254,14 +267,14 @@ def read_last_files(store: Store, card: Card) -> ClassFiles:
 
 
 def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]]) -> str:
-    """Name the classes with changes of their files since the last ingest of a card with this name.
+    """Describe the classes with changed files since the last ingest of a card with this name.
 
     The result is empty if there was no such ingest.
 
     Args:
         store: Remembers the files of the last ingest.
         card: The card.
-        now: Result of `list_classes`.
+        now: Result of `fingerprint_classes`.
     """
     before = read_last_files(store, card)
     if not now or not before:
@@ -275,41 +288,41 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
             parts.append(f"{printable(label)} (new, {format_count(new[0], 'file')})")
         elif old != new:
             parts.append(f"{printable(label)} ({format_count(new[0], 'file')}, {old[0]} before)")
-    more = f" and {len(parts) - MAX_CLASSES} more" if len(parts) > MAX_CLASSES else ""
-    return f"other files than before: {', '.join(parts[:MAX_CLASSES])}{more}" if parts else ""
+    more = f" and {len(parts) - MAX_NAMED_CLASSES} more" if len(parts) > MAX_NAMED_CLASSES else ""
+    return f"other files than before: {', '.join(parts[:MAX_NAMED_CLASSES])}{more}" if parts else ""
 
 
-def ingested(
+def record_ingest(
     store: Store, card: Card, source: str, artifact: Artifact, files: ClassFiles | None = None
 ) -> None:
-    """Record the digests of an ingest: of the raw content, and of the images of each class.
+    """Save digests of an ingest: of the raw content, and of the images of each class.
 
     Args:
         store: Store of the run.
         card: Card of the data set.
-        source: `Source.text`.
+        source: `KnownSource.key_text`.
         artifact: The result of the ingest stage.
-        files: See `list_classes`.
+        files: See `fingerprint_classes`.
     """
     fingerprint, _, edition = source.partition("+")
-    known = _recall(store, card, fingerprint)
+    known = _load_known(store, card, fingerprint)
     known["contents"][edition] = artifact.manifest["raw_content"]
-    _remember(store, card, known)
+    _save_known(store, card, known)
     store.remember(_name_of_images(card, source), _digest_artifact(artifact))
     store.remember(_name_of_files(card), {"key": artifact.key, "files": files or {}})
 
 
 def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests | None:
-    """Return the digests of the images of each class at their ingest; None before that.
+    """Return the digests of the images of each class at their ingest, or None before that.
 
-    They are known even if raw files and shards are gone.
+    They are kept even if raw files and shards are gone.
 
     Args:
         store: Remembers digests.
         card: The card.
         source: Its source.
     """
-    name = _name_of_images(card, source.text)
+    name = _name_of_images(card, source.key_text)
     known = store.remembered(name)
     if _is_class_digests(known):
         return known
@@ -352,12 +365,13 @@ def _is_class_digests(value: Any) -> TypeGuard[ClassDigests]:
     )
 
 
-def _name(card: Card, fingerprint: str) -> str:
+def _name_of_source(card: Card, fingerprint: str) -> str:
     return f"{card.identity()}-{fingerprint.replace(':', '-')[:40]}"
 
 
-def _recall(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
-    stored = store.remembered(_name(card, fingerprint))
+def _load_known(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
+    """Return the saved fields of a `KnownSource`; defaults for those that were never saved."""
+    stored = store.remembered(_name_of_source(card, fingerprint))
     known: dict[str, Any] = {
         "fingerprint": fingerprint,
         "modified": "",
@@ -372,5 +386,6 @@ def _recall(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
     return known
 
 
-def _remember(store: Store, card: Card, known: dict[str, Any]) -> None:
-    store.remember(_name(card, known["fingerprint"]), known)
+def _save_known(store: Store, card: Card, known: dict[str, Any]) -> None:
+    """Save fields of a `KnownSource`."""
+    store.remember(_name_of_source(card, known["fingerprint"]), known)

@@ -1,7 +1,8 @@
 """The replicas of a run: its config once for each seed, and for each class order.
 
 A replica is an ordinary config with one seed. It has the name and the keys of the same config run
-on its own: replica `seed-1` of run `table` is the run `table-seed-1`, as `--set seed=1` makes it.
+on its own: replica `seed-1` of run `table` is the run `table-seed-1`, the same run as that of
+`accrete run table.yaml --set seed=1`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from pipeline.config.settings import Config, StreamSettings
 from workers.errors import UserError
 
 
-def replica_configs(config: Config) -> dict[str, Config]:
-    """Return the configs with one seed and one class order each, by the name of the replica.
+def make_replica_configs(config: Config) -> dict[str, Config]:
+    """Return a config for each replica: name of the replica -> config with one seed and one order.
 
-    The result is empty for a config with one seed and one order.
+    The result is empty for a config without `seeds` and `orders`.
     """
     if not config.seeds and not config.orders:
         return {}
@@ -37,17 +38,15 @@ def replica_configs(config: Config) -> dict[str, Config]:
 
 
 def refuse_replicas(config: Config, where: str, needs: str) -> None:
-    """Check that a config has one seed and one class order.
+    """Raise `UserError` if a config has `seeds` or `orders`, because it is a run of replicas.
 
     Args:
         config: The config.
         where: Path of the config, for the message.
-        needs: What the command works with, for example `one model`.
-
-    Raises:
-        UserError: If it has several.
+        needs: Clause that says why the command needs one replica, for example "`add` updates one
+            model".
     """
-    replicas = replica_configs(config)
+    replicas = make_replica_configs(config)
     if not replicas:
         return
     remedies = []
@@ -72,7 +71,7 @@ def _replica_name(config: Config, order: str, seed: int) -> str:
 
 
 def _order_name(orders: Sequence[str], order: str) -> str:
-    """Return the name of a class order, without its card if no other order has that name."""
+    """Return the name of a class order, without the prefix of its card if the rest is unique."""
     stems = [other.rpartition("/")[2] for other in orders]
     stem = order.rpartition("/")[2]
     name = stem if stems.count(stem) == 1 else order.replace("/", "-")
@@ -80,7 +79,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
 
 
 def _in_order(stream: StreamSettings, order: str) -> StreamSettings:
-    """Return a stream with an order of the classes of divided tasks; empty: unchanged."""
+    """Return a stream with a class order for tasks with `split`; unchanged if `order` is empty."""
     if not order:
         return stream
     entries = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from pipeline.config.settings import Config, dump
-from pipeline.graph.replica_configs import replica_configs
+from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task
 
@@ -137,7 +137,7 @@ def make_record(
         "tasks": task_records,
         "provenance": provenance,
     }
-    replicas = replica_configs(config)
+    replicas = make_replica_configs(config)
     if replicas:
         record["replicas"] = {name: replica.name for name, replica in replicas.items()}
     return record

@@ -23,7 +23,7 @@ class IngestJob:
 
     Attributes:
         card: The card of the data set.
-        files: Number and digest of the files of each class, see `raw_data.list_classes`.
+        files: Number and digest of the files of each class, see `raw_data.fingerprint_classes`.
         previous: Key of the last ingest of a card with this name.
     """
 

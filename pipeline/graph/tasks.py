@@ -190,14 +190,14 @@ def _add_card(builder: Builder, card: Card) -> None:
 def _add_ingest(builder: Builder, card: Card) -> None:
     source = builder.sources.get(card.name)
     if source is None:
-        source = raw_data.describe_source(builder.store, card, builder.ask_sources)
+        source = raw_data.find_source(builder.store, card, builder.ask_sources)
     inputs = raw_data.stage_inputs(card, source)
     step = inputs.pop("step")
     images = raw_data.class_digests(builder.store, card, source)
     builder.images[card.name] = images
     job, note = IngestJob(card), source.note
     if images is None and source.entries is not None:
-        files = raw_data.list_classes(card, source.entries)
+        files = raw_data.fingerprint_classes(card, source.entries)
         job = IngestJob(card, files, raw_data.previous_key(builder.store, card))
         changes = raw_data.describe_changes(builder.store, card, job.files)
         note = "; ".join(filter(None, (note, changes)))

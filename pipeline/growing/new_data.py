@@ -196,7 +196,7 @@ def _find_in_source(
     passed_over = tuple(name for name in candidates if nfc(name) in seen)
     images: Counter[str] = Counter()
     as_read = card if on_card else by_name.model_copy(update={"classes": classes})
-    for label, (number, digest) in raw_data.list_classes(as_read, entries).items():
+    for label, (number, digest) in raw_data.fingerprint_classes(as_read, entries).items():
         old_number, old_digest = before.get(label, (0, ""))
         if nfc(label) in known and before and digest != old_digest:
             images[label] = max(number - old_number, 0)

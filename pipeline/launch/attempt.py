@@ -135,7 +135,7 @@ def run_ingest(
         manifest = read(card, store.root, stage.key, map_fn, labels, report, stage.job.previous)
         artifact = Artifact.need(store.root, stage.key)
         files = dict(stage.job.files)
-        raw_data.ingested(store, card, stage.inputs["source"], artifact, files)
+        raw_data.record_ingest(store, card, stage.inputs["source"], artifact, files)
         return dict(manifest)
 
     return store.compute_once(stage.key, compute, on_wait=lambda: report(dict(WAITING)))

@@ -62,7 +62,7 @@ def list_shard_urls(name: str, store: Store) -> list[ShardUrl]:
 def _stored_urls(card: Card, store: Store) -> Iterator[tuple[Split, str]]:
     artifact = None
     if not is_local(store.storage) or os.path.isdir(store.storage):
-        source = raw_data.describe_source(store, card, ask=False)
+        source = raw_data.find_source(store, card, check_remote=False)
         artifact = Artifact.open(store.root, compute_key(raw_data.stage_inputs(card, source), ()))
     if artifact is None:
         raise UserError(

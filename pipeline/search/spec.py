@@ -18,7 +18,7 @@ from pipeline.app.prepared import provenance
 from pipeline.config import settings as configs
 from pipeline.config import yaml_files
 from pipeline.graph import build, raw_data
-from pipeline.graph.replica_configs import replica_configs
+from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.results.trials import Trial
@@ -529,7 +529,7 @@ def prepare(
     point_configs = [_build_config(body, params, path) for params in points]
     config = point_configs[0]
     _check_gpu_budget(settings, config, path)
-    if replica_configs(config):
+    if make_replica_configs(config):
         raise UserError(
             f"{path}: the config that it searches has `seeds` or `orders`, and a trial trains with "
             "one seed and one class order; search a config without them (`seeds` of the search are "
@@ -548,11 +548,11 @@ def prepare(
     storage = yaml_files.absolute(config.storage)
     store = Store(storage)
     store.check_writable()
-    raw_data.read_sources_again(config, store, say)
+    raw_data.compare_rewritten_sources(config, store, say)
     report_config: configs.Config | None = None
     if settings.stream is not None:
         report_config = _build_config(report_body, points[0], path)
-        raw_data.read_sources_again(report_config, store, say)
+        raw_data.compare_rewritten_sources(report_config, store, say)
 
     made_by = provenance()
     try:

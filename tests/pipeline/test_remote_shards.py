@@ -199,13 +199,13 @@ def test_missing_and_changed_shards_of_a_server_are_sentences(
 def test_what_stands_is_planned_without_a_request(server: Server, tmp_path: Path) -> None:
     card = card_of(server.url)
     store = Store(str(tmp_path))
-    source = raw_data.describe_source(store, card)
+    source = raw_data.find_source(store, card)
     key = compute_key(raw_data.stage_inputs(card, source), ())
     in_place.index_shards(card, store.root, key, map, {"step": "ingest"})
     server.requests.clear()
-    assert raw_data.describe_source(store, card, ask=False).text == source.text
+    assert raw_data.find_source(store, card, check_remote=False).key_text == source.key_text
     absolute = card_of("", {"train": f"{server.url}/{SPLITS['train']}"}, test_fraction=0.5)
-    raw_data.describe_source(store, absolute)
+    raw_data.find_source(store, absolute)
     assert len(server.requests) == 3
     assert not is_local_source(absolute)
 

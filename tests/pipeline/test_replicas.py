@@ -14,7 +14,7 @@ import yaml
 from pipeline import cli
 from pipeline.config.settings import Config, check, dump, load
 from pipeline.graph import build
-from pipeline.graph.replica_configs import replica_configs
+from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.store import Store
 from pipeline.results.runs import run_status
@@ -66,7 +66,7 @@ def test_one_seed_in_seeds_is_that_seed() -> None:
     config = config_of(seeds=[4])
     assert (config.seed, config.seeds) == (4, ())
     assert dump(config) == dump(config_of(seed=4))
-    assert replica_configs(config) == {}
+    assert make_replica_configs(config) == {}
 
 
 def test_a_config_is_read_again_from_what_it_dumps() -> None:
@@ -86,7 +86,7 @@ def test_a_later_file_and_set_replace_seed_by_seeds_and_seeds_by_seed(tmp_path: 
 
 def test_a_replica_is_the_run_that_its_seed_makes(tmp_path: Path) -> None:
     path = written(tmp_path, "table", seeds=[0, 1])
-    replicas = replica_configs(load(path, with_methods=False))
+    replicas = make_replica_configs(load(path, with_methods=False))
     assert list(replicas) == ["seed-0", "seed-1"]
     for seed, config in enumerate(replicas.values()):
         alone = load(path, [f"seed={seed}"], with_methods=False)
@@ -95,7 +95,7 @@ def test_a_replica_is_the_run_that_its_seed_makes(tmp_path: Path) -> None:
 
 def test_class_orders_and_seeds_are_crossed() -> None:
     orders = ["cifar100/order1", 7]
-    replicas = replica_configs(config_of(seeds=[0, 1], orders=orders, stream=SPLIT))
+    replicas = make_replica_configs(config_of(seeds=[0, 1], orders=orders, stream=SPLIT))
     assert list(replicas) == [
         "order1-seed-0",
         "order1-seed-1",
@@ -112,7 +112,7 @@ def graph_of(config: Config, folder: Path) -> Any:
 
 
 def union(config: Config, folder: Path) -> Any:
-    graphs = {name: graph_of(one, folder) for name, one in replica_configs(config).items()}
+    graphs = {name: graph_of(one, folder) for name, one in make_replica_configs(config).items()}
     return unite_graphs(config.name, graphs)
 
 

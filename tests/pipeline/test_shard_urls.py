@@ -43,7 +43,7 @@ def test_shards_of_ingested_cards_are_read_by_webdataset(
     storage = str(tmp_path / "storage")
     store = Store(storage)
     loaded = card_files.load(card)
-    key = compute_key(raw_data.stage_inputs(loaded, raw_data.describe_source(store, loaded)), ())
+    key = compute_key(raw_data.stage_inputs(loaded, raw_data.find_source(store, loaded)), ())
     ingest.ingest(loaded, store.root, key, map, {"step": "ingest"})
     listed = output(capsys, "shards", config)
     assert listed == output(capsys, "shards", card, "--storage", storage)

@@ -291,7 +291,7 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
     with (
         mock.patch.object(loop, "train_step", counting_step),
         mock.patch.object(loop, "REPORT_S", math.inf),
-        mock.patch.object(feed, "NUM_THREADS", 0),
+        mock.patch.object(feed, "PREFETCH_THREADS", 0),
     ):
         yield counts_by_stage
 

@@ -407,7 +407,7 @@ def test_the_number_of_threads_that_make_batches_changes_no_bit(
 ) -> None:
     data = {"mixup": 0.8, "cutmix": 1.0, "randaugment": 2}
     expected = samples([feed_of(root, storage_kind, data=data, accumulate=2)], 1)
-    monkeypatch.setattr(feeds, "NUM_THREADS", num_threads)
+    monkeypatch.setattr(feeds, "PREFETCH_THREADS", num_threads)
     assert samples([feed_of(root, storage_kind, data=data, accumulate=2)], 1) == expected
 
 
@@ -456,14 +456,14 @@ def test_an_error_while_a_batch_is_made_reaches_the_caller_in_its_place(
     root: Any, storage_kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = feed_of(root, storage_kind)
-    make = Feed._make
+    make = Feed._make_batches
 
     def failing(feed: Feed, rng: Any, *arguments: Any) -> Any:
         if rng.step == 2:
             raise DamagedArtifact("colours", "step 2")
         return make(feed, rng, *arguments)
 
-    monkeypatch.setattr(Feed, "_make", failing)
+    monkeypatch.setattr(Feed, "_make_batches", failing)
     batches = feed.epoch(0)
     assert len([next(batches), next(batches)]) == 2
     with pytest.raises(DamagedArtifact, match="step 2"):
@@ -732,7 +732,7 @@ def test_cached_image_is_checked_once_when_read(
     monkeypatch.setattr(Blocks, "_is_whole", counted)
     feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
     with monkeypatch.context() as without_threads:  # which would read some batches ahead
-        without_threads.setattr(feeds, "NUM_THREADS", 0)
+        without_threads.setattr(feeds, "PREFETCH_THREADS", 0)
         next(feed.epoch(0))
     assert len(checked) == 4
     for epoch in range(3):

@@ -165,8 +165,8 @@ def test_a_feed_yields_cached_features_in_place_of_images(
     for feed in feeds:
         with small_batches(), mock.patch.object(Group, "gather", return_value=shares):
             feed.cache_features(made_of)
-        assert feed.cached is not None
-        assert len(feed.cached) == feed.num_samples
+        assert feed.cached_features is not None
+        assert len(feed.cached_features) == feed.num_samples
     for epoch in (0, 1):
         want = {
             (step, row): (made_of(b.images)[i], b.labels[i], b.targets[i])

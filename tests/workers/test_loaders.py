@@ -93,7 +93,7 @@ def test_loader_normalisation_equals_normalisation_in_rank(
     publish(tmp_path, "colours", classes, draw=draw_mixed, shard_images=50)
     data = {"crop": "resized", "repeats": repeats, "val_fraction": 0.0}
     with monkeypatch.context() as patch:
-        patch.setattr(Augment, "cuts_alone", False)
+        patch.setattr(Augment, "only_crops", False)
         later = [
             samples([feed_of(tmp_path, kind, data=data, batch=64, workers=0)], e) for e in (0, 1)
         ]

@@ -18,7 +18,7 @@ from workers.data import image_maker, pictures, sources
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.decoding import read_picture
-from workers.data.feed import NUM_THREADS, Feed
+from workers.data.feed import PREFETCH_THREADS, Feed
 from workers.data.image_maker import ImageMaker
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
@@ -262,7 +262,7 @@ def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
     for epoch in range(6):
         assert len(list(feed.epoch(epoch))) == feed.steps_per_epoch > 1
     assert isinstance(feed.source, PictureSource)
-    assert 1 <= len(made) <= max(NUM_THREADS, feed.source.threads)
+    assert 1 <= len(made) <= max(PREFETCH_THREADS, feed.source.threads)
     assert len(feed.source.free) == len(set(feed.source.free)) == len(made)
 
 

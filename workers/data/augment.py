@@ -314,8 +314,8 @@ class Augment:
         )
 
     @property
-    def cuts_alone(self) -> bool:
-        """Whether nothing is made of the pixels that `view` has before they are normalised."""
+    def only_crops(self) -> bool:
+        """Whether training pixels are only cropped before they are normalised."""
         return self.training and self.data.crop == "resized" and not self.data.randaugment
 
     @property
@@ -338,7 +338,7 @@ class Augment:
         """Augment a batch.
 
         The k samples are those at the positions of `plan`. Pixels can be float32 and normalised if
-        `cuts_alone` is true. With `num_classes` None (a batch of several tasks without a common
+        `only_crops` is true. With `num_classes` None (a batch of several tasks without a common
         output space) samples are neither mixed nor smoothed.
 
         Args:

@@ -25,8 +25,8 @@ class Batch:
             scenario is not `task`, over the classes of all tasks so far.
         keys: Keys of the samples in their splits; None in training.
         weight: Share of the global batch, b / global batch size. The loop multiplies the loss by it
-            and sums gradients over micro-batches and ranks. It is 0 if a rank has a stand-in sample
-            because a ragged last batch has no sample left for it.
+            and sums gradients over micro-batches and ranks. It is 0 if a rank has a placeholder
+            sample, because a smaller last batch has no sample left for it.
         counts: Number of samples of each task in the whole global batch, for means over some tasks.
         replay: Samples of the memory for the same step, with their own global batch
             (`protocols.ReplaysSamples`); None without a memory.
@@ -50,7 +50,8 @@ class Batch:
     def take(self, rows: Tensor, size: int) -> Batch:
         """Return some samples of this micro-batch, as part of a smaller global batch.
 
-        If there are none, or this micro-batch is a stand-in, the first one stands in with weight 0.
+        If there are none, or this micro-batch is a placeholder, the first sample is returned with
+        weight 0.
 
         Args:
             rows: Their indices, (k,), on the CPU.

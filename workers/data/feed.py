@@ -31,8 +31,8 @@ from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
 EVAL_BATCH = 128  # images per evaluation batch
-NUM_THREADS = 2  # that make batches ahead
-NUM_AHEAD = 2  # batches made ahead of the current one
+PREFETCH_THREADS = 2  # threads that make batches ahead
+PREFETCH_BATCHES = 2  # maximum number of batches that are made ahead
 
 
 class MicroBatch(NamedTuple):
@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         positions: Positions in the global batch, (b,).
-        weight: b / global batch size, or 0 for a stand-in sample.
+        weight: b / global batch size, or 0 for a placeholder sample.
     """
 
     positions: Tensor
@@ -51,28 +51,36 @@ class Feed:
     """Batches of one split of `tasks`: each sample once per epoch.
 
     Position p of a global batch belongs to rank p % world, and there to micro-batch (p // world) %
-    accumulate. Images stay decoded in memory or in a file if they fit into `data.resident_mb`;
-    otherwise they are decoded again in every epoch. Both give the same batches, see
-    `workers/data/order.py`. A rank reads only its own streams if `world` divides the number of
-    streams; otherwise it reads from more streams, up to all.
+    accumulate. Images stay decoded in memory or in a memory-mapped file if they fit into
+    `data.resident_mb`; otherwise they are decoded again in every epoch. Both give the same batches,
+    see `workers/data/order.py`. A rank reads only its own shuffle streams if `world` divides the
+    number of shuffle streams; otherwise it reads from more of them, up to all.
 
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
     number of samples: about ceil(n / r) images, each r times, and every copy is augmented
-    separately. Differences to their sampler: copies of an image are on one rank, see `Deal`; and n
-    is not rounded down to a multiple of 256, which would leave an epoch over fewer images without a
-    batch.
+    separately. Differences from their sampler: copies of an image are on one rank, see `Deal`; and
+    n is not rounded down to a multiple of 256, because an epoch over fewer than 256 images would
+    then have no batch.
+
+    A picture is a decoded image of any size. Pixels are crops (k, 3, S, S) of pictures. Images are
+    inputs of the network, made of pixels by augmentation.
 
     Args:
+        job: The stage: its seed, storage, and settings of data, training and backbone.
+        tasks: Tasks with the samples.
         split: `train`, `val` or `test`. `train` excludes the samples held out as `val`.
-        training: Whether to augment. Use `epoch` with it, and `evaluate` without.
+        group: The ranks of the stage.
+        training: Whether to augment. `evaluate` needs deterministic augmentation.
         memory: Keys of the samples to use, by task. Tasks without an entry use all samples. See
             `Method.memory`.
 
     Attributes:
-        replay: A second feed: each batch of `epoch` has one of its batches as `Batch.replay`.
+        replay: Feed of replayed samples. Each batch of `epoch` gets one of its batches as
+            `Batch.replay`.
 
     Raises:
-        UserError: If the split is empty.
+        UserError: If the split of a task is empty, a class has no train image, or a key of `memory`
+            is missing.
     """
 
     replay: ReplayFeed | None = None
@@ -96,7 +104,8 @@ class Feed:
         self.seed = derive_seed(job.seed, "feed", *names, *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         self.memory_format = torch.contiguous_format  # of images in batches
-        self.cached: Tensor | None = None  # (n, ...) in table order; replaces images in batches
+        # (n, ...) in table order; they replace images in batches
+        self.cached_features: Tensor | None = None
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         self._label_globally(job)
@@ -106,24 +115,24 @@ class Feed:
         self.side_stream = SideStream(group.device)
 
     def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[PixelSource, bool]:
-        """Return the source of pixels, and whether they are kept decoded."""
+        """Return the source of pixels, and whether images stay decoded."""
         view = self.augment.view
-        workers = count_loaders(job.loader_workers, self.group.cores)
+        num_loaders = count_loaders(job.loader_workers, self.group.cores)
         device = self.group.device
-        most_bytes = job.data.resident_mb << 20
+        max_bytes = job.data.resident_mb << 20
         pictures: Pictures
         normalisation = None
-        if self.augment.cuts_alone and not is_accelerator(device):
+        if self.augment.only_crops and not is_accelerator(device):
             normalisation = self.augment.normalisation
         if view.longest_side is None:
-            if len(self.samples) * view.side**2 * 3 <= most_bytes:
-                return Resident(self.samples, view, workers, cache, device), True
-        elif are_small(self.samples, view.longest_side, most_bytes):
-            pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
-            return PictureSource(pictures, view, workers, normalisation), True
+            if len(self.samples) * view.side**2 * 3 <= max_bytes:
+                return Resident(self.samples, view, num_loaders, cache, device), True
+        elif are_small(self.samples, view.longest_side, max_bytes):
+            pictures = KeptPictures(self.samples, view.longest_side, num_loaders, cache)
+            return PictureSource(pictures, view, num_loaders, normalisation), True
         reader = self._make_reader(cache)
         pictures = StreamedPictures(self.samples, reader, ReadPicture(view.longest_side))
-        return PictureSource(pictures, view, workers, normalisation), False
+        return PictureSource(pictures, view, num_loaders, normalisation), False
 
     def _make_reader(self, cache: Cache | None) -> Reader:
         if self.augment.training:
@@ -133,9 +142,10 @@ class Feed:
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
 
-        Several tasks share an output space in scenario `class`, that of all tasks so far, and in
-        scenario `domain`, where all have the same classes. Otherwise `num_classes` is None, and
-        labels are neither mixed nor smoothed.
+        In scenario `class` the output space is that of all tasks so far. In scenario `domain` all
+        tasks have the same classes and share one space. Several tasks in scenario `task` have no
+        common space: `num_classes` is None, and labels are neither mixed nor smoothed. A single
+        task has its own space in every scenario.
         """
         space = self.tasks if len(self.tasks) == 1 else job.tasks
         first_labels: dict[str, int] = {}
@@ -151,20 +161,21 @@ class Feed:
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
+        """Number of samples of an epoch, over all ranks."""
         return len(self.samples)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches of an epoch; the last one may be smaller."""
+        """Number of global batches of an epoch; the last one may be smaller."""
         return -(-self.num_samples // self.batch_size)
 
     @torch.no_grad()
     def cache_features(self, extract: Callable[[Tensor], Tensor]) -> None:
         """Replace images by `extract(images)` in all batches from now on.
 
-        It runs here once per image, each rank on its share; the result is the same to the last bit
-        for any number of ranks. Nothing happens if augmentation makes another image each time.
+        `extract` runs in this call, once per image, each rank on its share. The result is the same
+        to the last bit for any number of ranks. If augmentation is random, this method does
+        nothing.
 
         Args:
             extract: Maps images (b, 3, H, W) to features (b, ...).
@@ -174,42 +185,45 @@ class Feed:
         batch_size = min(self.batch_size, EVAL_BATCH)
         parts = [extract(batch.images).cpu() for batch in self.evaluate(batch_size)]
         features = torch.cat(interleave(self.group.gather(parts)))
-        self.cached = features.to(self.group.device)
+        self.cached_features = features.to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[list[Batch]]:
         """Yield the micro-batches of each optimizer step, beginning with `start_step`.
 
-        Every rank gets the same number. If a ragged last batch has no sample for a micro-batch, it
-        has a stand-in with weight 0.
+        All ranks yield the same number of micro-batches. A micro-batch without samples in a smaller
+        last batch has one placeholder sample with weight 0.
         """
         order = self.deal.epoch(epoch)
         steps = range(start_step, order.num_steps)
-        made = self._batches(epoch, order, steps, self._micro_batches)
+        batches_by_step = self._batches(epoch, order, steps, self._micro_batches)
         if self.replay is None:
-            yield from made
+            yield from batches_by_step
             return
-        with closing(made), closing(self.replay.draws(epoch, steps)) as replayed:
-            for batches, replays in zip(made, replayed, strict=True):
+        with (
+            closing(batches_by_step),
+            closing(self.replay.replay_batches(epoch, steps)) as replayed,
+        ):
+            for batches, replays in zip(batches_by_step, replayed, strict=True):
                 yield [
                     replace(batch, replay=replay)
                     for batch, replay in zip(batches, replays, strict=True)
                 ]
 
     def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
-        """Yield this rank's share of all samples in table order.
+        """Yield this rank's batches of all samples in table order, with their keys.
 
         Batch j goes whole to rank j % world. So a sample is computed in the same batch, and gets
         the same logits to the last bit, for any number of ranks.
         """
         assert self.augment.is_deterministic, (
-            "this feed for training augments; make one with training=False to measure"
+            "evaluate() needs deterministic augmentation; create the feed with training=False"
         )
 
         order = TableOrder(len(self.samples), batch_size)
         steps = range(self.group.rank, order.num_steps, self.group.world)
 
-        with closing(self._batches(0, order, steps, whole_batch)) as made:
-            for step, (batch,) in zip(steps, made, strict=True):
+        with closing(self._batches(0, order, steps, whole_batch)) as batches_by_step:
+            for step, (batch,) in zip(steps, batches_by_step, strict=True):
                 keys = self.samples.keys(order.rows(step, np.arange(order.size(step))))
                 yield replace(batch, keys=keys)
 
@@ -218,58 +232,63 @@ class Feed:
         epoch: int,
         order: Order,
         steps: range,
-        parts_of: Callable[[int], list[MicroBatch]],
+        split_batch: Callable[[int], list[MicroBatch]],
     ) -> Generator[list[Batch]]:
-        """Yield this rank's batches of each step, which other threads make ahead.
+        """Yield this rank's micro-batches of each step. Other threads make them ahead.
 
         Args:
             epoch: The epoch.
             order: Order of the epoch.
             steps: The steps.
-            parts_of: Maps the size of a global batch to its micro-batches on this rank.
+            split_batch: Maps the size of a global batch to its micro-batches on this rank.
         """
 
-        def rng_of(step: int) -> StepRng:
+        def make_rng(step: int) -> StepRng:
             size = order.size(step)
-            positions = torch.cat([part.positions for part in parts_of(size)])
+            positions = torch.cat([part.positions for part in split_batch(size)])
             return self._rng(epoch, step, positions, size)
 
-        # Rows and task counts of the steps made ahead. Only this thread reads the order, step by
-        # step, because it keeps only the most recent blocks.
-        drawn: deque[tuple[StepRng, Ints, tuple[int, ...]]] = deque()
+        # Random numbers, rows and task counts of the steps that are made ahead. Only
+        # `iterate_samples` reads `order`, step by step, because `order` keeps only its most recent
+        # blocks.
+        planned: deque[tuple[StepRng, Ints, tuple[int, ...]]] = deque()
 
-        def samples_of_steps() -> Generator[StepSamples]:
+        def iterate_samples() -> Generator[StepSamples]:
             for step in steps:
-                rng = rng_of(step)
+                rng = make_rng(step)
                 samples = self._samples(order, rng)
                 rows = self._rows(order, rng, samples)
-                drawn.append((rng, rows, self._task_counts(order, step)))
+                planned.append((rng, rows, self._task_counts(order, step)))
                 yield samples
 
-        pixels_of_steps = self.source.steps(samples_of_steps())
+        pixels_of_steps = self.source.steps(iterate_samples())
         self.side_stream.fork()
 
-        def jobs() -> Generator[Callable[[], Pending[list[Batch]]]]:
-            for _ in steps:  # it must not end before the last pixels are made
+        def prefetch_tasks() -> Generator[Callable[[], Pending[list[Batch]]]]:
+            # A loop over `pixels_of_steps` would end it, and abandon pixels that are being made.
+            for _ in steps:
                 pixels = next(pixels_of_steps)
-                rng, rows, counts = drawn.popleft()
-                make = partial(self._make, rng, parts_of(rng.size), rows, counts, pixels)
+                rng, rows, counts = planned.popleft()
+                parts = split_batch(rng.size)
+                make = partial(self._make_batches, rng, parts, rows, counts, pixels)
                 yield partial(self.side_stream.run, make)
 
-        made = make_ahead(jobs(), pixels_of_steps.close, NUM_THREADS, NUM_AHEAD)
+        batches_by_step = make_ahead(
+            prefetch_tasks(), pixels_of_steps.close, PREFETCH_THREADS, PREFETCH_BATCHES
+        )
         try:
-            with closing(made):
-                for batches, event in made:
+            with closing(batches_by_step):
+                for batches, event in batches_by_step:
                     for batch in batches:
                         self.side_stream.hand_over(event, batch.device_tensors())
                     yield batches
         finally:
-            self.side_stream.join()  # memory that it still reads may be freed after this
+            self.side_stream.join()  # memory that its kernels read may be freed after this
 
     def _micro_batches(self, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch of `size` samples.
 
-        If no sample is left, the first one stands in with weight 0.
+        A micro-batch without samples gets the first sample as a placeholder, with weight 0.
         """
         stride = self.group.world * self.accumulate
         parts = []
@@ -288,7 +307,7 @@ class Feed:
 
     def _samples(self, order: Order, rng: StepRng) -> StepSamples:
         """Return the samples for which this rank needs pixels in a step."""
-        if self.cached is not None:
+        if self.cached_features is not None:
             no_positions = np.zeros(0, np.int64)
             return StepSamples(no_positions, no_positions)
         positions = np.unique(self.augment.positions(rng, self.num_classes).numpy())
@@ -296,13 +315,13 @@ class Feed:
         return StepSamples(positions, rows, self.augment.draw_crops(rng, positions))
 
     def _rows(self, order: Order, rng: StepRng, samples: StepSamples) -> Ints:
-        """(k,) rows of the samples of a step, and behind them of those that they are mixed with."""
+        """Return rows (k,): those of the samples, followed by those of their mixing partners."""
         positions = self.augment.positions(rng, self.num_classes).numpy()
-        if self.cached is not None:
+        if self.cached_features is not None:
             return order.rows(rng.step, positions)
         return samples.rows[np.searchsorted(samples.positions, positions)]
 
-    def _make(
+    def _make_batches(
         self,
         rng: StepRng,
         parts: list[MicroBatch],
@@ -312,7 +331,7 @@ class Feed:
     ) -> list[Batch]:
         """Make this rank's micro-batches of a step.
 
-        There is one copy of pixels to the device, and one copy of everything else.
+        Pixels travel to the device in one transfer, all other tensors in another.
 
         Args:
             rng: Random numbers of the positions (b,) of all parts.
@@ -335,7 +354,7 @@ class Feed:
         copies = to_device([*numbers, *plan.tensors()], device)
         ids, labels, tasks, global_labels, positions, *extra = copies[: len(numbers)]
         plan = plan.with_tensors(copies[len(numbers) :])
-        if self.cached is None:
+        if self.cached_features is None:
             step_pixels = pixels(plan.positions.numpy())  # (k, 3, S, S)
             if step_pixels.device.type != device.type:
                 (step_pixels,) = to_device([step_pixels], device)
@@ -344,36 +363,36 @@ class Feed:
             images = images.contiguous(memory_format=self.memory_format)
         else:
             num_samples = len(rng.positions)
-            images = self.cached[ids[:num_samples]]
+            images = self.cached_features[ids[:num_samples]]
             targets = self.augment.targets(global_labels[:num_samples], self.num_classes)
         batches = []
         start = 0
         for part in parts:
-            of_part = slice(start, start + len(part.positions))
-            start = of_part.stop
+            part_slice = slice(start, start + len(part.positions))
+            start = part_slice.stop
             part_rng = replace(rng, positions=part.positions)
-            part_rng.note_copy(positions[of_part])
-            part_targets = None if targets is None else targets[of_part]
+            part_rng.note_copy(positions[part_slice])
+            part_targets = None if targets is None else targets[part_slice]
             batches.append(
                 Batch(
-                    images[of_part],
-                    labels[of_part],
-                    tasks[of_part],
+                    images[part_slice],
+                    labels[part_slice],
+                    tasks[part_slice],
                     part_rng,
                     part_targets,
                     weight=part.weight,
                     counts=counts,
-                    slots=extra[0][of_part] if extra else None,
+                    slots=extra[0][part_slice] if extra else None,
                 )
             )
         return batches
 
     def _extra_numbers(self, sample_ids: Tensor) -> list[Tensor]:
-        """Return further numbers (k,) of samples, for the batches of a subclass."""
+        """Return further numbers (k,) of samples: the slots in a replay feed, else nothing."""
         return []
 
     def _task_counts(self, order: Order, step: int) -> tuple[int, ...]:
-        """Samples of each task in a whole global batch; only several tasks need all its rows."""
+        """Return the number of samples of each task in a global batch, over all ranks."""
         size = order.size(step)
         if len(self.tasks) == 1:
             return (size,)
@@ -382,13 +401,16 @@ class Feed:
 
 
 class ReplayFeed(Feed):
-    """Random samples of a memory: `replay` of the feed of a step.
+    """Random samples of a memory: `Feed.replay` of another feed.
 
     Args:
+        job: See `Feed`.
+        tasks: See `Feed`.
+        group: See `Feed`.
         memory: Keys of the memory by task, in the order of its slots. A task of `tasks` has no
             samples if its keys are empty or missing.
-        draws: Number of samples in each independent draw of a step (`DrawnOrder`).
-        num_steps: Steps of an epoch of the other feed.
+        draw_sizes: Number of samples in each independent draw of a step (`DrawnOrder`).
+        num_steps: Number of steps of an epoch of the other feed.
     """
 
     def __init__(
@@ -397,13 +419,14 @@ class ReplayFeed(Feed):
         tasks: tuple[Task, ...],
         group: Group,
         memory: Mapping[str, Collection[str]],
-        draws: tuple[int, ...],
+        draw_sizes: tuple[int, ...],
         num_steps: int,
     ):
         keys_by_task = {task.name: memory.get(task.name, ()) for task in tasks}
         super().__init__(job, tasks, "train", group, True, keys_by_task)
+        # `self.deal` keeps the first seed: a replay feed does not use it.
         self.seed = derive_seed(self.seed, "replay")
-        self.num_draws = draws
+        self.draw_sizes = draw_sizes
         self.num_steps = num_steps
         slots: dict[tuple[str, str], int] = {}
         for task, keys in memory.items():
@@ -415,15 +438,16 @@ class ReplayFeed(Feed):
 
     @property
     def images_per_step(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self._draw(0).size(0)
+        """Number of samples of a step, over all ranks."""
+        return self._order(0).size(0)
 
-    def _draw(self, epoch: int) -> DrawnOrder:
-        return DrawnOrder(len(self.samples), self.num_draws, self.num_steps, self.seed, epoch)
+    def _order(self, epoch: int) -> DrawnOrder:
+        """Return the drawn rows of an epoch."""
+        return DrawnOrder(len(self.samples), self.draw_sizes, self.num_steps, self.seed, epoch)
 
-    def draws(self, epoch: int, steps: range) -> Generator[list[Batch]]:
+    def replay_batches(self, epoch: int, steps: range) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step, as `epoch` does."""
-        order = self._draw(epoch)
+        order = self._order(epoch)
         self.batch_size = order.size(0)
         yield from self._batches(epoch, order, steps, self._micro_batches)
 

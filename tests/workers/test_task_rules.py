@@ -150,6 +150,11 @@ def test_the_router_is_ridge_regression_on_the_frozen_backbone(
     pixels = predictor.read_pixels(images_and_answers, Limits())
     with torch.no_grad():
         hidden = router.method.project(backbone(predictor.network_input(pixels)))
+    scores = predictor.router.scores(predictor.network_input(pixels))
+    for name in run.names:
+        weights_of_task = reference.tasks[name].router
+        assert weights_of_task is not None
+        torch.testing.assert_close(scores[name], (hidden @ weights_of_task.T).amax(1))
     winners = (hidden @ stored.T).argmax(1).tolist()
     answers = predictor.predict(images_and_answers, rule="ranpac")
     assert [answer.task for answer in answers] == [names[winner] for winner in winners]

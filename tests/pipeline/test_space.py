@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,15 @@ def test_search_points_are_deterministic_and_in_bounds() -> None:
     assert sum(-4 <= v < -3 for v in logs) == pytest.approx(100, abs=30), (
         "evenly over orders of magnitude"
     )
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-3, 10), (10, 1000)])
+def test_rounding_of_logarithms_does_not_leave_the_bounds(low: float, high: float) -> None:
+    """exp(log(10)) is above 10."""
+    dimension = ADAPTER.validate_python({"dist": "loguniform", "low": low, "high": high})
+    for end in (0, 1):
+        rng: Any = SimpleNamespace(uniform=lambda *ends, end=end: ends[end])
+        assert low <= dimension.draw(rng) <= high
 
 
 def test_dimensions_are_drawn_apart() -> None:

@@ -1,7 +1,7 @@
 """The events of a run as JSON lines, `<storage>/runs/NAME/events.jsonl`: one line per event.
 
-On a disk each line is appended at once, with one write, so that a reader never sees a part of a
-line. In a bucket the whole file is rewritten from time to time. The size of the file is bounded: a
+On a local disk, each event is appended immediately with a single write, so that readers see whole
+lines. In a bucket the whole file is rewritten from time to time. The size of the file is bounded: a
 full file is renamed to `events.1.jsonl` and replaces the previous file of that name.
 """
 
@@ -28,7 +28,7 @@ from workers.storage.artifact import (
 from workers.storage.secrets import redact_texts
 
 FILE = "events.jsonl"
-FULL_FILE = "events.1.jsonl"
+ROTATED_FILE = "events.1.jsonl"
 MAX_BYTES = 8 << 20
 MAX_TEXT = 2000  # characters of a text in an event
 
@@ -36,7 +36,9 @@ MAX_TEXT = 2000  # characters of a text in an event
 class EventLog:
     """Appends events to the log of a run.
 
-    If a log cannot be written, it stops silently: on a full disk the run itself reports it.
+    Errors are ignored: an event that cannot be written is lost. On a full disk the run itself
+    reports it. A log in a bucket is not overwritten before its old lines were read; one that is
+    larger than `max_bytes` is left as it is, and the new events are lost.
 
     Args:
         storage: URI of the storage.
@@ -47,13 +49,15 @@ class EventLog:
     def __init__(self, storage: str, name: str, max_bytes: int = MAX_BYTES):
         folder = join(storage, "runs", name)
         self.uri = join(folder, FILE)
-        self.full_uri = join(folder, FULL_FILE)
+        self.rotated_uri = join(folder, ROTATED_FILE)
         self.max_bytes = max_bytes
         self.is_local = is_local(storage)
         self.size = 0
         self.stream: TextIO | None = None
-        self.lines: list[bytes] = []  # for a log in a bucket
-        self.is_flushed = True
+        # all lines of a log in a bucket, which is rewritten as a whole
+        self.lines: list[bytes] = []
+        self.has_old_lines = False  # `lines` begins with those of the log in the bucket
+        self.has_unflushed_lines = False
         with suppress(OSError, UserError):
             self._open()
 
@@ -62,7 +66,7 @@ class EventLog:
 
         Args:
             kind: Kind of the event.
-            values: JSON values. Texts are redacted, and empty values are left out.
+            values: JSON values. Secrets in strings are redacted; "", None and {} are left out.
         """
         event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}
         for name, value in values.items():
@@ -74,11 +78,12 @@ class EventLog:
 
     def flush(self) -> None:
         """Rewrite the file of a log in a bucket if events were added."""
-        if self.is_local or self.is_flushed:
+        if not self.has_unflushed_lines:
             return
         with suppress(OSError, UserError):
+            self._read_old_lines()
             write_bytes(self.uri, b"".join(self.lines))
-            self.is_flushed = True
+            self.has_unflushed_lines = False
 
     def close(self) -> None:
         """Write the remaining events, and close the file."""
@@ -93,38 +98,51 @@ class EventLog:
             self.stream = open_log(resolve(self.uri)[1])
             self.size = os.fstat(self.stream.fileno()).st_size
         else:
-            with suppress(FileNotFoundError):
-                self.lines = [read_bytes(self.uri, self.max_bytes)]
-            self.size = sum(map(len, self.lines))
+            self._read_old_lines()
+
+    def _read_old_lines(self) -> None:
+        """Read the log in the bucket, unless that was done. Raise OSError if it cannot be read."""
+        if self.has_old_lines:
+            return
+        with suppress(FileNotFoundError):
+            old = read_bytes(self.uri, self.max_bytes)
+            self.lines.insert(0, old)
+            self.size += len(old)
+        self.has_old_lines = True
 
     def _append(self, line: str) -> None:
         data = line.encode(errors="replace")
         if self.size + len(data) > self.max_bytes:
             self._rotate()
-        self.size += len(data)
         if self.stream is not None:
-            os.write(self.stream.fileno(), data)
+            self.size += os.write(self.stream.fileno(), data)
         elif not self.is_local:
             self.lines.append(data)
-            self.is_flushed = False
+            self.size += len(data)
+            self.has_unflushed_lines = True
 
     def _rotate(self) -> None:
         if self.stream is not None:
-            self.stream.close()
-            os.rename(resolve(self.uri)[1], resolve(self.full_uri)[1])
+            # if the rename fails, the stream stays usable for the next event
+            os.rename(resolve(self.uri)[1], resolve(self.rotated_uri)[1])
+            full, self.stream = self.stream, None
+            full.close()
             self._open()
         elif not self.is_local:
-            write_bytes(self.full_uri, b"".join(self.lines))
+            self._read_old_lines()
+            write_bytes(self.rotated_uri, b"".join(self.lines))
             self.lines = []
         self.size = 0
 
 
 def open_log(path: str) -> TextIO:
-    """Open a log on a disk for appending. The group can read it if it can read the folder.
+    """Open a log on a disk for appending.
+
+    In a folder that is shared with a group, the group can read and write the log.
 
     Raises:
-        OSError: If the log cannot be written, or is not a regular file: a link could lead out of
-            the storage, and a FIFO would wait for a reader.
+        OSError: If the log cannot be written, or is not a regular file: opening a symbolic link
+            could write outside the storage, and opening a FIFO would block.
     """
     make_dirs(os.path.dirname(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -132,6 +150,6 @@ def open_log(path: str) -> TextIO:
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise OSError(errno.EINVAL, "it is not a regular file", path)
-    with suppress(PermissionError):  # the file belongs to another user, who shared it
+    with suppress(PermissionError):  # owned by another user, so that its mode cannot be changed
         share_file(path)
     return stream

@@ -39,7 +39,7 @@ def read_events(storage: str, name: str) -> list[RunEvent]:
     """Return the events of a run in their order, of all its starts that the log still holds."""
     folder = join(storage, "runs", name)
     events: list[RunEvent] = []
-    for file in (event_log.FULL_FILE, event_log.FILE):
+    for file in (event_log.ROTATED_FILE, event_log.FILE):
         try:
             data = read_bytes(join(folder, file), 2 * event_log.MAX_BYTES)
         except OSError:

@@ -132,7 +132,7 @@ def test_the_file_before_the_last_one_is_read_too(
     for number in range(3):
         log.write("note", stage=STAGE, message=f"{number}" * 60)
     log.close()
-    assert Path(storage, "runs", "r", event_log.FULL_FILE).exists()
+    assert Path(storage, "runs", "r", event_log.ROTATED_FILE).exists()
     text = printed(capsys, "r", STAGE, "--storage", storage)
     assert text.index("1" * 60) < text.index("2" * 60)
 

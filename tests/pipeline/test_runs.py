@@ -268,6 +268,49 @@ def test_an_event_log_in_a_bucket_goes_on_where_it_was(
     assert [event["message"] for event in events_of(store)] == ["0", "1"]
 
 
+def test_event_log_continues_after_a_failed_rotation(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    log = EventLog(store.storage, "r", max_bytes=260)
+    log.write("note", message="x" * 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        log.write("note", message="y" * 100)
+    log.write("note", message="short")
+    log.close()
+    messages = [event["message"] for event in events_of(store)]
+    assert messages == ["x" * 100, "short"], "only the event that needed the rotation is lost"
+
+
+def test_unread_event_log_in_a_bucket_is_not_overwritten(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "is_local", lambda uri: False)
+    log = EventLog(store.storage, "r")
+    log.write("note", message="old")
+    log.close()
+
+    def fail(*_: Any) -> bytes:
+        raise OSError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(event_log, "read_bytes", fail)
+        log = EventLog(store.storage, "r")
+        log.write("note", message="new")
+        log.flush()
+    assert [event["message"] for event in events_of(store)] == ["old"]
+    log.close()
+    assert [event["message"] for event in events_of(store)] == ["old", "new"]
+
+    log = EventLog(store.storage, "r", max_bytes=10)
+    log.write("note", message="lost")
+    log.close()
+    assert [event["message"] for event in events_of(store)] == ["old", "new"], "larger than 10"
+
+
 def test_a_log_that_cannot_be_written_stops_no_run(store: Store, tmp_path: Path) -> None:
     folder = Path(store.storage) / "runs" / "r"
     folder.mkdir(parents=True)

@@ -102,7 +102,7 @@ def analyse(
         measured = analysis.analyse_runs(runs, images, map_images, robustness, other_tasks)
     first = prepared[0]
     records = [run.record for run in runs]
-    files = analysis_section.analysis_files(measured.parts, records, first.store)
+    files = analysis_section.build_files(measured.parts, records, first.store)
     folder = join(first.store.storage, "runs", first.config.name)
     for file, data in files.items():
         write_bytes(join(folder, file), data)

@@ -174,10 +174,10 @@ def _list_analysis(store: Store, record: RunRecord) -> list[str]:
     if all(analysis_section.is_current(part, record, store) for part in parts.values()):
         return []
     folder = join(store.storage, "runs", record["name"])
-    names = {file for part in parts.values() for file in part.get("files", ())}
+    names = {file for part in parts.values() for file in part["files"]}
     present = list_files(folder)
     names = {file for file in names if file in present}
-    return [join(folder, file) for file in sorted(names | {analysis_section.NAME})]
+    return [join(folder, file) for file in sorted(names | {analysis_section.LIST_FILE})]
 
 
 def describe_other_users(store: Store, name: str, cards: Sequence[str], command: str) -> list[str]:

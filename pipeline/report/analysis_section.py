@@ -1,6 +1,7 @@
 """The section of the report with the measurements of `analyse`.
 
-It is shown only while the evaluations that it was made from are those of the run.
+Outdated parts are left out: a part is current while the analysed runs still have the evaluations
+that it was computed from.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.store import Store
@@ -17,18 +21,45 @@ from pipeline.report.figures import FigureFile
 from pipeline.report.html_parts import render
 from workers.storage.artifact import join, read_bytes, read_json
 
-NAME = "analysis.json"
-ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # of the parts on the page
-BEFORE = (
-    '<a href="#sizes">',
-    '<h2 id="sizes">',
-)  # the link and the section are inserted before these
-Table = tuple[list[str], list[list[str]]]  # heading, rows
+LIST_FILE = "analysis.json"
+PART_ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # on the page
+# The link is inserted before the first marker of the page, the section before the second.
+INSERT_MARKERS = ('<a href="#sizes">', '<h2 id="sizes">')
+LINK = '<a href="#analysis">Attention and robustness</a>'
+Table = tuple[list[str], list[list[str]]]  # header row, data rows
+FileName = Annotated[str, Field(pattern="^[^/]+$")]
+
+
+class ListedPicture(TypedDict):
+    """A picture in the list of parts. `says` is its caption."""
+
+    name: FileName
+    title: str
+    says: str
+
+
+class AnalysedRun(TypedDict):
+    """A run whose results were analysed: its name, and the keys of its evaluations by stage."""
+
+    run: str
+    evaluations: dict[str, str]
+
+
+ListedPart = TypedDict(
+    "ListedPart",
+    {
+        "analysis-of": Annotated[list[AnalysedRun], Field(min_length=1)],
+        "files": list[FileName],
+        "tables": list[Table],
+        "pictures": list[ListedPicture],
+    },
+)
+LISTED_PART = TypeAdapter(ListedPart)
 
 
 @dataclass(frozen=True)
 class AnalysisPart:
-    """A part of an analysis: pictures, other files by name, and small tables."""
+    """A part of an analysis: pictures, other files by name, and small tables for the page."""
 
     pictures: Sequence[FigureFile]
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -39,44 +70,56 @@ class AnalysisPart:
         return {**self.files, **{picture.name: picture.png for picture in self.pictures}}
 
 
-def evaluation_keys(record: RunRecord) -> dict[str, Any]:
-    """Return the identity of the analysed results: the run name and the keys of the evaluations."""
-    keys = {}
+def identify_results(record: RunRecord) -> AnalysedRun:
+    """Return the name of a run and the keys of its evaluations."""
+    keys: dict[str, str] = {}
     for stage in record["stages"]:
         if stage["step"] == "evaluate":
             keys[stage["id"]] = stage["key"]
     return {"run": record["name"], "evaluations": keys}
 
 
-def analysis_files(
+def build_files(
     parts: Mapping[str, AnalysisPart], records: Sequence[RunRecord], store: Store
 ) -> dict[str, bytes]:
-    """Return the files of an analysis for the folder of the first run, with a list of the parts.
+    """Build the files of an analysis for the folder of the first run, with the list of all parts.
 
-    records: of the analysed runs. Earlier parts stay listed while their results are current.
+    Earlier parts stay listed while their results are current.
+
+    Args:
+        parts: The new parts by name.
+        records: Records of the analysed runs.
+        store: The store of the first run.
     """
     earlier = load_parts(store, records[0]["name"])
-    entries = {n: part for n, part in earlier.items() if is_current(part, records[0], store)}
-    analysis_of = [evaluation_keys(record) for record in records]
+    entries = {name: part for name, part in earlier.items() if is_current(part, records[0], store)}
+    analysis_of = [identify_results(record) for record in records]
     files: dict[str, bytes] = {}
     for name, part in parts.items():
         files |= part.all_files()
-        pictures = [{"name": p.name, "title": p.title, "says": p.caption} for p in part.pictures]
+        pictures: list[ListedPicture] = [
+            {"name": p.name, "title": p.title, "says": p.caption} for p in part.pictures
+        ]
         entries[name] = {
             "analysis-of": analysis_of,
             "files": sorted(part.all_files()),
-            "tables": [list(table) for table in part.tables],
+            "tables": [*part.tables],
             "pictures": pictures,
         }
-    ordered = {name: entries[name] for name in ORDER if name in entries}
-    files[NAME] = json.dumps(ordered, indent=1).encode()
+    names = [name for name in PART_ORDER if name in entries]
+    names += [name for name in entries if name not in PART_ORDER]
+    ordered = {name: entries[name] for name in names}
+    files[LIST_FILE] = json.dumps(ordered, indent=1).encode()
     return files
 
 
-def load_parts(store: Store, run: str) -> dict[str, Any]:
-    """Return the listed parts of a run's analysis; none when the list is absent or damaged."""
+def load_parts(store: Store, run: str) -> dict[str, ListedPart]:
+    """Return the listed parts of a run's analysis by name.
+
+    Damaged parts are left out. Without a readable list there are none.
+    """
     try:
-        parts = read_json(join(store.storage, "runs", run, NAME))
+        parts = read_json(join(store.storage, "runs", run, LIST_FILE))
     except (OSError, ValueError):
         return {}
     if not isinstance(parts, dict):
@@ -85,38 +128,43 @@ def load_parts(store: Store, run: str) -> dict[str, Any]:
 
 
 def _is_valid(part: Any) -> bool:
-    return isinstance(part, dict) and bool(part.get("analysis-of"))
+    try:
+        LISTED_PART.validate_python(part)
+    except ValidationError:
+        return False
+    return True
 
 
-def is_current(part: Mapping[str, Any], record: RunRecord, store: Store) -> bool:
-    """Return whether a part was made from the present evaluations of all its runs.
+def is_current(part: ListedPart, record: RunRecord, store: Store) -> bool:
+    """Return whether a part was computed from the present evaluations of all its runs.
 
-    The first run may have been renamed since. Other runs without a record are not checked.
+    The name of the first run is ignored, because it may have been renamed. Other runs are skipped
+    if their record is gone.
     """
     first, *compared = part["analysis-of"]
-    if first["evaluations"] != evaluation_keys(record)["evaluations"]:
+    if first["evaluations"] != identify_results(record)["evaluations"]:
         return False
     for keys in compared:
         other_record = store.record(keys["run"])
-        if other_record is not None and evaluation_keys(other_record) != keys:
+        if other_record is not None and identify_results(other_record) != keys:
             return False
     return True
 
 
 def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
-    """Return the files of a report, with the section in its page when the run was analysed."""
+    """Insert the section into report.html if the run was analysed. Return the files."""
     parts = load_parts(store, record["name"])
     page = files.get("report.html", b"").decode()
-    if not parts or not all(marker in page for marker in BEFORE):
+    if not parts or not all(marker in page for marker in INSERT_MARKERS):
         return dict(files)
-    link = '<a href="#attention">Attention</a>'
-    section = str(render_section(parts, record, store))  # Markup would escape the marker
-    for marker, html in zip(BEFORE, (link, section), strict=True):
+    # a plain str: Markup + str would escape the HTML of the marker
+    section = str(render_section(parts, record, store))
+    for marker, html in zip(INSERT_MARKERS, (LINK, section), strict=True):
         page = page.replace(marker, html + marker, 1)
     return {**files, "report.html": page.encode()}
 
 
-def render_section(parts: Mapping[str, Any], record: RunRecord, store: Store) -> str:
+def render_section(parts: Mapping[str, ListedPart], record: RunRecord, store: Store) -> str:
     """Render the section with the parts that are current."""
     folder = join(store.storage, "runs", record["name"])
     current = [part for part in parts.values() if is_current(part, record, store)]
@@ -131,8 +179,8 @@ def render_section(parts: Mapping[str, Any], record: RunRecord, store: Store) ->
     )
 
 
-def _part_values(part: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return pictures, tables and names of files; a missing picture is left out."""
+def _part_values(part: ListedPart, folder: str) -> dict[str, Any]:
+    """Return the pictures, tables and names of files for the template, without lost pictures."""
     pictures = []
     for entry in part["pictures"]:
         with contextlib.suppress(OSError):

@@ -70,7 +70,7 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without pictures, but with the places that a page has."""
     from pipeline.report import page
 
-    report_files = {"report.html": "".join(analysis_section.BEFORE).encode()}
+    report_files = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
     monkeypatch.setattr(page, "build", lambda *_: report_files)
     monkeypatch.setattr(analysis, "report_files_or_build", lambda *_: report_files)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -336,8 +336,8 @@ def test_the_page_shows_the_analysis(configs: dict[str, str], say: Say) -> None:
     say("analyse", "plain", "--images", "8", "--robustness", "--maps", "1")
     text = page_of(configs, "plain")
     assert (
-        text.index('<a href="#attention">')
-        < text.index('<h2 id="attention">')
+        text.index('<a href="#analysis">Attention and robustness</a>')
+        < text.index('<h2 id="analysis">Attention and robustness</h2>')
         < text.index('<h2 id="sizes">')
     )
     assert text.count("data:image/png;base64,") == 4
@@ -356,7 +356,9 @@ def test_the_page_keeps_it_when_the_run_is_started_once_more(
     say("analyse", "plain", "--images", "8", "--maps", "1")
     page_before = page_of(configs, "plain")
     monkeypatch.setattr(
-        app, "report_files", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
+        app,
+        "report_files",
+        lambda *_: {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()},
     )
     code, output = say("run", "plain")
     assert code == 0
@@ -370,7 +372,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     record, other = store.record("scaled"), store.record("plain")
     assert record is not None
     assert other is not None
-    page = {"report.html": "".join(analysis_section.BEFORE).encode()}
+    page = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
     assert b"data:image" in analysis_section.add_section(page, record, store)["report.html"]
     changed: Any = {
         **record,
@@ -413,10 +415,10 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
     configs: dict[str, str], tmp_path: Path
 ) -> None:
     store = Store(str(tmp_path))
-    page = {"report.html": "".join(analysis_section.BEFORE).encode()}
+    page = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
     for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
         (tmp_path / "runs" / "some").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / "some" / analysis_section.NAME).write_text(text)
+        (tmp_path / "runs" / "some" / analysis_section.LIST_FILE).write_text(text)
         assert (
             analysis_section.add_section(page, cast(Any, {"name": "some", "stages": []}), store)
             == page
@@ -528,3 +530,50 @@ def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(
     code, output = say("analyse", tracked, "--images", "8", "--maps", "0")
     assert code == 0
     assert "no database today" in output
+
+
+PART = {
+    "analysis-of": [{"run": "some", "evaluations": {}}],
+    "files": ["a.csv"],
+    "tables": [[["method"], [["finetune"]]]],
+    "pictures": [{"name": "a.png", "title": "A", "says": "a"}],
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": None},
+        {"files": ["../secret.csv"]},
+        {"tables": [[["method"]]]},
+        {"pictures": [{"name": "a.png"}]},
+        {"pictures": [{"name": "../secret.png", "title": "A", "says": "a"}]},
+        {"analysis-of": [{"run": "some"}]},
+        {"analysis-of": ["some"]},
+    ],
+)
+def test_damaged_parts_of_an_analysis_are_left_out(tmp_path: Path, damage: dict[str, Any]) -> None:
+    folder = tmp_path / "runs" / "some"
+    folder.mkdir(parents=True)
+    page = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
+    store = Store(str(tmp_path))
+    record = cast(Any, {"name": "some", "stages": []})
+    for key in PART:
+        text = json.dumps({"attention": {k: v for k, v in PART.items() if k != key}})
+        (folder / analysis_section.LIST_FILE).write_text(text)
+        assert analysis_section.add_section(page, record, store) == page
+    text = json.dumps({"attention": {**PART, **damage}, "robustness": PART})
+    (folder / analysis_section.LIST_FILE).write_text(text)
+    assert [*analysis_section.load_parts(store, "some")] == ["robustness"]
+    html = analysis_section.add_section(page, record, store)["report.html"]
+    assert b"<code>a.csv</code>" in html
+
+
+def test_a_new_analysis_keeps_parts_of_unknown_names(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "some"
+    folder.mkdir(parents=True)
+    (folder / analysis_section.LIST_FILE).write_text(json.dumps({"other": PART}))
+    records = [cast(Any, {"name": "some", "stages": []})]
+    parts = {"maps": analysis_section.AnalysisPart([])}
+    files = analysis_section.build_files(parts, records, Store(str(tmp_path)))
+    assert [*json.loads(files[analysis_section.LIST_FILE])] == ["maps", "other"]

@@ -458,7 +458,7 @@ def test_the_backbone_is_shown_with_what_timm_says_of_it(report: Any) -> None:
 
 def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:
     text = report["report.html"].decode()
-    assert [text.count(marker) for marker in analysis_section.BEFORE] == [1, 1]
+    assert [text.count(marker) for marker in analysis_section.INSERT_MARKERS] == [1, 1]
 
 
 def test_names_from_a_config_cannot_break_the_page(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ OUTSIDE_LINK = (
 )
 HIDDEN = "hidden"  # the problem of a hidden file
 NO_EXTENSION = "other file: no extension"
+READ_ANYWAY = "read anyway"  # end of the problem of a link to a folder that is read under its name
 
 
 class Entry(NamedTuple):
@@ -52,6 +53,16 @@ class Entry(NamedTuple):
     size: int
     modified: int = 0
     problem: str | None = None
+
+
+def find_unread_links(entries: Iterable[Entry]) -> dict[str, str]:
+    """Return the names of the links to folders that are not followed, with the reasons."""
+    return {
+        entry.name: entry.problem
+        for entry in entries
+        if entry.problem is not None
+        and (entry.problem == OUTSIDE_LINK or entry.problem.endswith(READ_ANYWAY))
+    }
 
 
 def describe_left_out(problems: Iterable[tuple[str, str | None]]) -> str:
@@ -275,10 +286,10 @@ class FolderWalk:
         real = self._real(name)
         if real in self.visited:
             target = f"{self.visited[real]}, which is"
-            self._skip(name, f"other file: a link to {target} read anyway")
+            self._skip(name, f"other file: a link to {target} {READ_ANYWAY}")
         elif real in self.ancestors:
             self._skip(
-                name, "other file: a link to a folder that holds others which are read anyway"
+                name, f"other file: a link to a folder that holds others which are {READ_ANYWAY}"
             )
         elif not real.startswith(self.base.rstrip("/") + "/"):
             self._skip(name, OUTSIDE_LINK)

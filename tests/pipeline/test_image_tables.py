@@ -18,7 +18,7 @@ from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.file_index import FileFinder, FileIndex, NamedRow
-from pipeline.data.formats import get_format, require_entries
+from pipeline.data.formats import csv, get_format, require_entries
 from tests import image_sources as sources
 from tests.image_data import make_image
 from tests.image_sources import (
@@ -292,6 +292,40 @@ def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
         "source, or let source.path name one that holds both",
         "row 4: no.png": "corrupt: there is no such file",
     }
+
+
+def test_row_below_a_link_to_a_read_folder_names_the_link(tmp_path: Path) -> None:
+    make_image(tmp_path / "images" / "x.png", 1)
+    os.symlink("images", tmp_path / "again")
+    table = write_table(tmp_path / "t.csv", ["image,label", "images/x.png,a", "again/x.png,b"])
+    source: dict[str, Any] = {"format": "csv", "path": str(table)}
+    body = {"name": "x", "licence": "", "classes": ["a", "b"], "source": source}
+    card = Card.model_validate(body)
+    list_items = get_format(card).list_items
+    assert list_items is not None
+    assert [item.problem for item in list_items(card, require_entries(card))] == [
+        None,
+        "other file: a link to images, which is read anyway",
+    ]
+
+
+def test_contradictions_are_counted_by_kind(tmp_path: Path) -> None:
+    rows = ["image,label,split"]
+    for index in range(3):
+        make_image(tmp_path / f"{index}.png", index)
+        rows.append(f"{index}.png,a,train")
+    rows += ["0.png,a,test", "1.png,a,test", "2.png,b,train"]
+    table = write_table(tmp_path / "t.csv", rows)
+    source: dict[str, Any] = {
+        "format": "csv",
+        "path": str(table),
+        "split": "split",
+        "splits": {"train": "train", "test": "test"},
+    }
+    body = {"name": "x", "licence": "", "classes": ["a", "b"], "source": source}
+    card = Card.model_validate(body)
+    with pytest.raises(UserError, match=r"1 image has two labels.*'2.png'.*\(rows 3 and 6\)"):
+        csv.list_images(card, require_entries(card))
 
 
 BAD: dict[str, tuple[bytes, str, str]] = {

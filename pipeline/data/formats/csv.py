@@ -1,4 +1,4 @@
-"""Tables of paths and labels (CSV, JSON lines or Parquet) next to the named images.
+"""Format `csv`: tables of image paths and labels, as CSV, JSON lines or Parquet.
 
 A path starts at the folder of the table and must stay inside the source: a table may come from a
 stranger, and the named files are copied into shards.
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from pipeline.config.text import format_count
 from pipeline.data.cards import Card
 from pipeline.data.file_index import NO_FILE, FileFinder, FileIndex, NamedRow, ambiguous_files_error
 from pipeline.data.file_kinds import IMAGE_FILES, TABLE_SUFFIXES
@@ -29,20 +30,22 @@ from pipeline.data.formats.base import (
     visible,
 )
 from pipeline.data.labels import Label, normalize_label
-from pipeline.data.listing import Entry, is_folder, list_entries, open_source
+from pipeline.data.listing import Entry, find_unread_links, is_folder, list_entries, open_source
 from pipeline.data.names import get_suffix, listed, nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SPLITS, Split, parse_role
 from pipeline.data.tables import read_rows
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, parent
 
-MAX_NAME = 200  # characters of a name that leads to no file
+MAX_NAME = 200  # characters shown of the path of a missing file
 
 
 class Table(NamedTuple):
-    """One table, with its name below the source.
+    """One table.
 
-    `split` is None if a column, or the path of each image, gives it.
+    Attributes:
+        split: Split of all rows. None if a column or the path of each image gives it.
+        name: Name below the source.
     """
 
     split: str | None
@@ -72,8 +75,9 @@ class TableImage(NamedTuple):
 def list_tables(card: Card) -> tuple[str, list[Table]]:
     """Return the folder of a source as a path or URI, and its tables.
 
-    A source that is a single table contains all splits: those of `source.split`, or only train. It
-    extends as many folders above its table as `source.files` has `../`.
+    If the source is a single table, `source.split` names its column of splits; without it all rows
+    are train. The folder is then the parent of the table, or as many levels higher as the patterns
+    of `source.files` start with `../`.
     """
     uri = source_uri(card)
     source = card.source
@@ -86,8 +90,8 @@ def list_tables(card: Card) -> tuple[str, list[Table]]:
         return base, [Table(None if source.split is not None else "train", name)]
     if source.split is not None and source.split != source.image:
         raise UserError(
-            f"card {card.name!r}: source.split is {source.split!r}, the column of one table, "
-            f"and source.path is a folder; let it name the table"
+            f"card {card.name!r}: source.split is {source.split!r}, a column of a single table, "
+            f"but source.path is a folder; set source.path to the table"
         )
     tables = [Table(s, name) for s in SPLITS for name in source.list_parts(s) if name]
     return uri.rstrip("/"), tables
@@ -99,16 +103,16 @@ class TableRow(NamedTuple):
     Attributes:
         number: Number of the row, from 1.
         text: Path of the image.
-        label: Unchanged label.
+        label: Label as written in the table.
         split: Split from its table or column. None if the path of the image gives it.
-        word: Value of the split column.
+        split_value: Value of the split column, or "".
     """
 
     number: int
     text: str
     label: str | None
     split: str | None
-    word: str
+    split_value: str
 
 
 def read_table_rows(card: Card, base: str, table: Table) -> Iterator[TableRow]:
@@ -121,19 +125,19 @@ def read_table_rows(card: Card, base: str, table: Table) -> Iterator[TableRow]:
     columns += () if by_path else source.split_columns()
     for number, row in read_rows(join(base, table.name), columns):
         split = table.split
-        word = ""
+        split_value = ""
         if split is None and not by_path:
-            word = values.value(row[first:])
-            split = values.find(word, number)
+            split_value = values.value(row[first:])
+            split = values.find(split_value, number)
         if split != IGNORE:
             label = row[1] if source.label is not None else None
-            yield TableRow(number, row[0] or "", label, split, word)
+            yield TableRow(number, row[0] or "", label, split, split_value)
 
 
 class _LastImages:
-    """Cache of the images of the most recent tables.
+    """Arguments and result of the last call of `list_images`.
 
-    A source is read several times in a row.
+    Detection, counting and ingest call it in sequence with the same arguments.
     """
 
     card: Card | None = None
@@ -142,7 +146,9 @@ class _LastImages:
 
 
 def list_images(card: Card, entries: list[Entry]) -> list[TableImage]:
-    """Return the images of all tables, in the order of their rows; several rows are one image.
+    """Return the images of all tables, in the order of their rows.
+
+    Several rows of the same file become one image.
 
     Raises:
         UserError: If a row names several files, or rows give one file two labels or two splits.
@@ -161,29 +167,30 @@ def _read_images(card: Card, entries: list[Entry]) -> list[TableImage]:
         entry.name for entry in visible(entries) if get_suffix(entry.name) in IMAGE_FILES
     )
     links = {
-        entry.name.rpartition("/")[2]: entry.problem
-        for entry in entries
-        if entry.problem is not None and "folder" in entry.problem
+        name.rpartition("/")[2]: problem for name, problem in find_unread_links(entries).items()
     }
     images: list[TableImage] = []
-    owners: dict[str, TableImage] = {}  # file -> its first row
+    first_image_by_file: dict[str, TableImage] = {}
     contradictions: list[tuple[TableImage, TableImage]] = []
     for table in tables:
         for image in _images_of_table(card, base, table, index, links):
-            first = owners.setdefault(image.name, image) if image.name else image
+            first = first_image_by_file.setdefault(image.name, image) if image.name else image
             if first is image:
                 images.append(image)
             elif (first.label, first.split) != (image.label, image.split):
                 contradictions.append((first, image))
     if contradictions:
-        raise _contradiction(base, contradictions)
+        raise _contradiction_error(base, contradictions)
     return [image for image in images if image.split != IGNORE]
 
 
 def _images_of_table(
     card: Card, base: str, table: Table, index: FileIndex, links: Mapping[str, str]
 ) -> Iterator[TableImage]:
-    """Yield the images of a table; `links` has the problem of each linked folder, by name."""
+    """Yield the images of a table.
+
+    `links`: last name of each linked folder that is not read -> the reason.
+    """
     source = card.source
     where = printable(join(base, table.name))
     finder = FileFinder(index, posixpath.dirname(table.name), base, source.file_patterns())
@@ -201,6 +208,7 @@ def _images_of_table(
         name = names[0] if names else ""
         split = row.split
         if split is None:
+            # a missing file has no path that names a split: it is reported under train
             split = values.find_in_path(name, row.number) if name else SPLITS[0]
         label = normalize_label(row.label)
         if label_is_folder:
@@ -209,10 +217,15 @@ def _images_of_table(
 
 
 def _make_named_row(row: TableRow) -> NamedRow:
-    """Return the values for the patterns of `source.files`."""
+    """Return the text, label and split that the patterns of `source.files` can use.
+
+    The split is the value of its column if that is a known word for a split, else the split that
+    the card gives to the value.
+    """
     label = normalize_label(row.label)
-    word = row.word if parse_role(row.word) is not None else row.split
-    return NamedRow(row.text, "" if label is None else str(label), word or "")
+    has_known_word = parse_role(row.split_value) is not None
+    split = row.split_value if has_known_word else row.split
+    return NamedRow(row.text, "" if label is None else str(label), split or "")
 
 
 def _folder_label(name: str, splits: dict[str, str]) -> str | None:
@@ -221,18 +234,20 @@ def _folder_label(name: str, splits: dict[str, str]) -> str | None:
     return nfc(folders[-1]) if folders else None
 
 
-def _contradiction(base: str, pairs: list[tuple[TableImage, TableImage]]) -> UserError:
-    num_files = len({first.name for first, _ in pairs})
+def _contradiction_error(base: str, pairs: list[tuple[TableImage, TableImage]]) -> UserError:
+    """Return the error for rows that give one file two labels, or if none does, two splits."""
+    by_label = [(first, second) for first, second in pairs if first.label != second.label]
+    pairs = by_label or pairs
     first, second = pairs[0]
-    kind = "two labels"
-    both = [first.label, second.label]
-    if first.label == second.label:
-        kind = "two splits"
-        both = [first.split, second.split]
+    kind, both = "splits", [first.split, second.split]
+    if by_label:
+        kind, both = "labels", [first.label, second.label]
+    num_files = len({first.name for first, _ in pairs})
+    has = "has" if num_files == 1 else "have"
     return UserError(
-        f"{printable(base)}: {num_files} images have {kind}, such as {quoted(first.name)} with "
-        f"{listed(str(value) for value in both)} (rows {first.row} and {second.row}); an image "
-        "needs one, so name another column or fix the table"
+        f"{printable(base)}: {format_count(num_files, 'image')} {has} two {kind}, such as "
+        f"{quoted(first.name)} with {listed(str(value) for value in both)} (rows {first.row} and "
+        f"{second.row}); an image needs one, so name another column or fix the table"
     )
 
 
@@ -246,7 +261,10 @@ def list_files(card: Card, most: int | None = None) -> list[Entry] | None:
 
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
-    """Return the tables of a card and the files that they name, whatever the split."""
+    """Return the tables of a card and the files that they name.
+
+    `split` is not used: a table can name files of all splits.
+    """
     _, tables = list_tables(card)
     names = {table.name for table in tables}
     if not names <= {entry.name for entry in entries}:
@@ -256,7 +274,7 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all rows, in the order of the tables."""
+    """Divide the rows into units of work."""
     return units_of_items(list(list_items(card, entries)))
 
 

@@ -1196,7 +1196,7 @@ def test_cifar_pickles_with_unknown_digests_are_not_loaded(
         [cifar.CIFAR10.meta["filename"], ""],
     ]:
         (folder / name).write_bytes(site.pickled())
-    torchvision_format.torchvision_set.cache_clear()
+    torchvision_format.load_data_set.cache_clear()
     message = sentence(
         capfd,
         [
@@ -1212,9 +1212,10 @@ def test_cifar_pickles_with_unknown_digests_are_not_loaded(
             ),
         ],
     )
-    assert "CIFAR10 is not below" in message
-    with pytest.raises(UserError, match="CIFAR10 is not below"):
-        torchvision_format.torchvision_set(str(site.own_folder), "CIFAR10", "train", False)
+    assert "cannot load torchvision's CIFAR10" in message
+    assert "put its files there" in message
+    with pytest.raises(UserError, match="cannot load torchvision's CIFAR10"):
+        torchvision_format.load_data_set(str(site.own_folder), "CIFAR10", "train", False)
 
 
 # ---- columns that unfold -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pipeline.data.formats import count_labels, list_source, source_state
 from pipeline.data.formats.base import LIBRARIES, LabelCounts, source_uri
 from pipeline.data.formats.folder import class_folders
 from pipeline.data.formats.parquet import list_parquet_files
-from pipeline.data.formats.torchvision import torchvision_set
+from pipeline.data.formats.torchvision import load_data_set
 from pipeline.data.labels import Label, check_spelling, sort_labels
 from pipeline.data.listing import Entry
 from pipeline.data.names import check_unicode_forms, nfc, printable, quoted
@@ -209,7 +209,7 @@ def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
         return Labels(tuple(map(str, range(10))), None)
     if source.format == "torchvision":
         split = _choose_split(card)
-        data = torchvision_set(
+        data = load_data_set(
             source_uri(card), source.name, "+".join(source.list_parts(split)), True
         )
         names = getattr(data, "classes", None)

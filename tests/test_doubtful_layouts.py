@@ -491,12 +491,12 @@ CASES: dict[str, Case] = {
     ),
     "words inside names": (
         parquet_files("train=Xtrain.parquet", "test=Xtest.parquet"),
-        "can be train",
+        "'Xtrain.parquet' may be the train files",
     ),
     "none of train": (parquet_files("train=a.parquet", "test=test.parquet"), "none of train"),
     "two splits in a name": (
         parquet_files("train=train.parquet", "test=train_test.parquet"),
-        "'train_test.parquet' can be",
+        "the name of 'train_test.parquet' contains several splits",
     ),
     "capital extension": (parquet_files("train=A.PARQUET", "train=b.parquet"), RIGHT),
     "a flag in Parquet": (parquet_flag, RIGHT),

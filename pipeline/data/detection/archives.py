@@ -1,6 +1,7 @@
-"""Detect a data set in Parquet and Arrow files, and assign files of many images to splits.
+"""Detect data sets in Parquet and Arrow files.
 
-`shards` detects a data set in tars.
+`assign_files` assigns the files of a source to splits, also for tars (`shards`). The role of a word
+is the split that it names; a weak word may well mean something else (`pipeline.data.splits`).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Files:
         return [join(self.base, name) for name in names]
 
     def with_splits(self, splits: Mapping[str, Sequence[str]]) -> Files:
-        """Return these files with `splits` in place of the request's splits, if it has any."""
+        """Return a copy with `splits` in its request, or an equal one if it sets no splits."""
         settings = dict(self.request.given)
         if "splits" in settings:
             settings["splits"] = splits
@@ -114,12 +115,12 @@ def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
     for name in files.names:
         by_word.setdefault(_find_split_word(files, name), []).append(name)
     unnamed = by_word.pop("", [])
-    _check_configs(files)
+    _check_variants(files)
     if not by_word:
         parts = [name for name in files.names if "train" in name.lower()]
         if parts and len(parts) < len(files.names):
             raise SplitUnclear(
-                f"{files.where}: {listed(parts)} can be train, beside "
+                f"{files.where}: {listed(parts)} may be the train files, but not "
                 f"{listed(name for name in files.names if name not in parts)}; assign the files, "
                 f"as in {_format_splits_command(files, parts[0])}"
             )
@@ -166,8 +167,8 @@ def _assign_given_files(
         names |= {name for name in files.names if name in expanded}
         if not names and split != IGNORE:
             raise SplitUnclear(
-                f"{files.where}: no file is called {listed(patterns)}, as source.splits says for "
-                f"{split}; the files are {listed(files.names)}"
+                f"{files.where}: no file matches {listed(patterns)} of source.splits.{split}; the "
+                f"files are {listed(files.names)}"
             )
         used |= names
         if split != IGNORE:
@@ -177,10 +178,10 @@ def _assign_given_files(
     return splits, [name for name in files.names if name not in used]
 
 
-def _check_configs(files: Files) -> None:
-    """Raise SplitUnclear if several folders contain equal file names with splits.
+def _check_variants(files: Files) -> None:
+    """Raise SplitUnclear if several folders contain files of the same names, and these name splits.
 
-    For example, `full/train.parquet` and `small/train.parquet` are two versions of a data set.
+    For example, `full/train.parquet` and `small/train.parquet` are two variants of a data set.
     """
     names_by_top: dict[str, set[str]] = {}
     for name in files.names:
@@ -205,7 +206,11 @@ def note_unused(names: Sequence[str]) -> list[str]:
     """Return a note on unread files, or [] if all files are read."""
     if not names:
         return []
-    return [f"{format_count(len(names), 'file')} not read, not called by a split: {listed(names)}"]
+    if len(names) == 1:
+        return [f"1 file is not read because its name contains no split: {listed(names)}"]
+    return [
+        f"{len(names)} files are not read because their names contain no split: {listed(names)}"
+    ]
 
 
 def _find_split_word(files: Files, name: str) -> str:
@@ -218,8 +223,8 @@ def _find_split_word(files: Files, name: str) -> str:
         words = [word for word in words if not is_weak(word)] or words
         if len({parse_role(word) for word in words}) > 1:
             raise SplitUnclear(
-                f"{files.where}: {quoted(name)} can be {listed(words)}; assign the files, as in "
-                f"{_format_splits_command(files)}"
+                f"{files.where}: the name of {quoted(name)} contains several splits, "
+                f"{listed(words)}; assign the files, as in {_format_splits_command(files)}"
             )
         if words:
             return words[0]
@@ -229,7 +234,9 @@ def _find_split_word(files: Files, name: str) -> str:
 def build_patterns(
     splits: Mapping[str, Sequence[str]], names: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Build the shortest patterns for a card that match the files of each split and no others.
+    """Build short patterns for a card that match the files of each split and no others.
+
+    If no short pattern fits, the files are named one by one.
 
     Args:
         splits: Split -> its files.
@@ -256,6 +263,7 @@ def build_patterns(
 
 
 def _match_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that match a glob, or begin with it and `/`, `-`, `_` or `.`."""
     globs = (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*")
     return sorted(name for name in names if any(fnmatch(name, glob) for glob in globs))
 
@@ -297,13 +305,13 @@ def read_columns(files: Files) -> DataSet:
         if len(splits) > 1:
             none = request.command("source.split=null")
             raise SplitUnclear(
-                f"{files.where}: the names of its files say a split, and so does its column "
-                f"{quoted(split[0])}; choose one: to ignore the column, `{none}`"
+                f"{files.where}: both the names of its files and the column {quoted(split[0])} "
+                f"define splits; choose one: to ignore the column, `{none}`"
             )
         source |= {"split": [*split], "splits": words.splits}
     else:
         if not {"split", "splits"} & request.given.keys():
-            _check_other_columns(files, schema)
+            _check_other_columns(files, splits["train"][0], schema)
             if len(splits) == 1:
                 _check_paths(files, schema, columns, image)
         source["splits"] = build_patterns(splits, all_names)
@@ -313,9 +321,9 @@ def read_columns(files: Files) -> DataSet:
     else:
         notes += note_label(columns, label, [image, *split])
     num_files = sum(len(names) for names in splits.values())
-    kind = "Arrow file" if get_suffix(first) == ".arrow" else "Parquet file"
+    noun = "Arrow file" if get_suffix(first) == ARROW_SUFFIX else "Parquet file"
     layout = (
-        f"{format_count(num_files, kind)}, images in column {quoted(image)}, labels in "
+        f"{format_count(num_files, noun)}, images in column {quoted(image)}, labels in "
         f"{quoted(label)}"
         f"{f', splits in {listed(split)}' if split else ''}"
     )
@@ -323,31 +331,31 @@ def read_columns(files: Files) -> DataSet:
 
 
 def is_cache(name: str) -> bool:
-    """Whether a file is a cache of the library `datasets`, for example `cache-1f.arrow`."""
+    """Return whether a file is a cache of the library `datasets`, for example `cache-1f.arrow`."""
     base = name.rpartition("/")[2]
-    return base.startswith("cache-") and get_suffix(base) == ".arrow"
+    return base.startswith("cache-") and get_suffix(base) == ARROW_SUFFIX
 
 
-def _check_other_columns(files: Files, schema: Schema) -> None:
-    """Raise SplitUnclear if a file has a split column that the first file lacks."""
+def _check_other_columns(files: Files, first: str, schema: Schema) -> None:
+    """Raise SplitUnclear if a file has a split column that is not in the schema of `first`."""
     for name, uri in zip(files.names, files.uris(files.names), strict=True):
         for column in read_schema(uri).names:
             if column not in schema.names and classify_split_column(column):
                 raise SplitUnclear(
                     f"{files.where}: {quoted(name)} has a column {quoted(column)}, which looks "
-                    "like a split, and other files do not; add it there, or say that it is not a "
-                    f"split: `{files.request.command('source.split=null')}`"
+                    f"like a split, but {quoted(first)} has not; add it there, or say that it is "
+                    f"not a split: `{files.request.command('source.split=null')}`"
                 )
 
 
 def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> None:
     """Raise SplitUnclear if a column of paths names another split, for example `test/1.png`."""
     paths = [name for name, texts in columns.sample.items() if any("/" in (t or "") for t in texts)]
-    kind = schema.types[image]
-    if pa.types.is_struct(kind) and kind.get_field_index("path") >= 0:
+    arrow_type = schema.types[image]
+    if pa.types.is_struct(arrow_type) and arrow_type.get_field_index("path") >= 0:
         paths.append(f"{image}.path")
     for column in paths:
-        parts = {part for path in _read_folders(files, column) for part in path.split("/")[:-1]}
+        parts = {part for folder in _read_folders(files, column) for part in folder.split("/")}
         words = [part for part in parts if find_role(part) and not is_weak(part)]
         words = [part for part in words if is_generic_split_name(part)]
         if {find_role(word) for word in words} - {"train"}:
@@ -360,7 +368,7 @@ def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> 
 
 
 def _read_folders(files: Files, column: str) -> Iterator[str]:
-    """Yield the distinct folders of the paths in a column or in a struct field, as `a/b/x`."""
+    """Yield the first MAX_FOLDERS distinct folders of the paths in a column or a struct field."""
     seen: set[str] = set()
     for uri in files.uris(files.names):
         name, _, field = column.partition(".")
@@ -373,17 +381,17 @@ def _read_folders(files: Files, column: str) -> Iterator[str]:
                 folder = str(path or "").replace("\\", "/").rpartition("/")[0]
                 if folder not in seen and len(seen) < MAX_FOLDERS:
                     seen.add(folder)
-                    yield f"{folder}/x"
+                    yield folder
 
 
 def holds_images(uri: str) -> bool:
-    """Whether a Parquet or Arrow file has a column of image bytes, not only of image paths."""
+    """Return whether a Parquet or Arrow file has a column of image bytes, not only of paths."""
     schema = read_schema(uri)
     return bool(schema.images) and not _has_only_paths(uri, schema)
 
 
 def _has_only_paths(uri: str, schema: Schema) -> bool:
-    """Whether the image structs in the first rows have a path but no bytes."""
+    """Return whether the image structs in the first rows have a path but no bytes."""
     column = schema.images[0]
     if schema.names.count(column) > 1 or not pa.types.is_struct(schema.types[column]):
         return False
@@ -394,8 +402,9 @@ def _has_only_paths(uri: str, schema: Schema) -> bool:
 
 
 def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
-    """Sample the columns of Parquet files that may be labels or splits."""
-    names = [name for name, kind in schema.types.items() if _may_be_label(kind)]
+    """Sample the columns of the first file, `uri`, that may be labels or splits."""
+    types = schema.types.items()
+    names = [name for name, arrow_type in types if _may_be_label(arrow_type)]
     names = [name for name in names if schema.names.count(name) == 1]
     sample: dict[str, list[str | None]] = {name: [] for name in names}
     batches = read_batches(uri, names, SAMPLE_BATCH_ROWS) if names else iter(())
@@ -403,11 +412,18 @@ def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
         for name in names:
             sample[name] += [_to_text(value) for value in to_python_list(batch[name])]
 
-    def distinct(column: str) -> set[str] | None:
+    def read_distinct(column: str) -> set[str] | None:
         values = _read_distinct(files, column)
         return None if len(values) > MAX_SPLIT_VALUES else values
 
-    return Columns(files.request, files.where, schema.names, sample, distinct, lambda *_: 0)
+    return Columns(
+        files.request,
+        files.where,
+        schema.names,
+        sample,
+        distinct=read_distinct,
+        find_row=lambda *_: 0,  # unknown
+    )
 
 
 def _to_text(value: Any) -> str | None:
@@ -419,7 +435,8 @@ def _choose_image_column(files: Files, schema: Schema, columns: Columns) -> str:
     if requested is not None:
         return columns.check(requested)
     if not schema.images:
-        arrays = [name for name, kind in schema.types.items() if _is_array(kind)]
+        types = schema.types.items()
+        arrays = [name for name, arrow_type in types if _is_array(arrow_type)]
         if arrays:
             raise UserError(
                 f"{files.where}: column {quoted(arrays[0])} has the type "
@@ -436,16 +453,25 @@ def _choose_image_column(files: Files, schema: Schema, columns: Columns) -> str:
     return (known or schema.images)[0]
 
 
-def _is_array(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(is_list or pa.types.is_fixed_size_list(kind) or isinstance(kind, pa.ExtensionType))
+def _is_array(arrow_type: pa.DataType) -> bool:
+    is_list = pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type)
+    return bool(
+        is_list
+        or pa.types.is_fixed_size_list(arrow_type)
+        or isinstance(arrow_type, pa.ExtensionType)
+    )
 
 
-def _may_be_label(kind: pa.DataType) -> bool:
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    is_text = is_text or pa.types.is_string_view(kind)
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return bool(is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_dictionary(kind))
+def _may_be_label(arrow_type: pa.DataType) -> bool:
+    is_text = pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)
+    is_text = is_text or pa.types.is_string_view(arrow_type)
+    is_number = pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type)
+    return bool(
+        is_text
+        or is_number
+        or pa.types.is_boolean(arrow_type)
+        or pa.types.is_dictionary(arrow_type)
+    )
 
 
 def _read_distinct(files: Files, column: str) -> set[str]:

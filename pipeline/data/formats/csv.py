@@ -239,9 +239,11 @@ def _contradiction_error(base: str, pairs: list[tuple[TableImage, TableImage]]) 
     by_label = [(first, second) for first, second in pairs if first.label != second.label]
     pairs = by_label or pairs
     first, second = pairs[0]
-    kind, both = "splits", [first.split, second.split]
+    kind = "splits"
+    both: list[Label] = [first.split, second.split]
     if by_label:
-        kind, both = "labels", [first.label, second.label]
+        kind = "labels"
+        both = [first.label, second.label]
     num_files = len({first.name for first, _ in pairs})
     has = "has" if num_files == 1 else "have"
     return UserError(

@@ -107,7 +107,7 @@ def _find_data_set_class(name: str) -> Any:
     """
     from torchvision import datasets  # slow import
 
-    data_set_class = getattr(datasets, name, None)
+    data_set_class: Any = getattr(datasets, name, None)
     is_class = inspect.isclass(data_set_class)
     options = inspect.signature(data_set_class).parameters if is_class else {}
     can_download = {"root", "download"} <= options.keys()

@@ -161,7 +161,7 @@ def kill_replica(server: int) -> None:
 @contextmanager
 def server(model: str, *options: str) -> Iterator[tuple[str, int]]:
     """Inside, serve a model folder; yield the server's address and process."""
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     command = [sys.executable, "-m", "pipeline", "serve", model, "--port", str(port), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:

@@ -39,19 +39,19 @@ class MlflowServer:
         self.folder = folder
         self.database = database or f"sqlite:///{folder}/mlflow.db"
         self.artifacts = artifacts
-        self.port = ui.free_port("127.0.0.1")
+        self.port = ui.find_port("127.0.0.1")
         self.uri = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Start the process, and wait until its port answers."""
-        command = ui.server_command(str(self.folder), "127.0.0.1", self.port)
+        command = ui.build_server_command(str(self.folder), "127.0.0.1", self.port)
         if self.artifacts:
             at = command.index("--default-artifact-root")
             command[at : at + 2] = ["--artifacts-destination", self.artifacts]
         self.process = subprocess.Popen(
             command,
-            env=ui.server_environment(self.database),
+            env=ui.build_server_environment(self.database),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,

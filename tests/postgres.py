@@ -111,7 +111,7 @@ def postgres_up() -> Iterator[Postgres]:
         owner = account()
         if owner is not None:
             os.chown(folder, owner, -1)
-        server = Postgres(Path(folder), ui.free_port("127.0.0.1"))
+        server = Postgres(Path(folder), ui.find_port("127.0.0.1"))
         server._create()
         try:
             server.start()

@@ -58,7 +58,7 @@ def manifest(name: str) -> Any:
 
 
 def test_the_operator_follows_a_job_and_a_service_with_the_token_alone(tmp_path: Path) -> None:
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     body = small_run.make_body(
         tmp_path, small_run.make_cards(tmp_path, ["a"]), ["meat"], cluster={"workers": 1}
     )
@@ -139,7 +139,7 @@ def check_service(operator: Operator, model: str) -> None:
     for deployment in application["deployments"]:
         deployment.pop("autoscaling_config", None)
         deployment["num_replicas"] = 1
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     serve["http_options"] = {"host": "127.0.0.1", "port": port}
     operator.answer("PUT", SERVE, serve)
 

@@ -90,7 +90,7 @@ def _add_ui_command(add_command: AddCommand) -> None:
         "ui", ui, "serve MLflow on this machine and print links to the runs", config=False
     )
     add_storage_option(ui_parser, "storage folder of the runs")
-    mlflow_ui.address_options(ui_parser)
+    mlflow_ui.add_address_options(ui_parser)
 
 
 def _add_state_commands(add_command: AddCommand) -> None:

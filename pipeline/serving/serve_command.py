@@ -29,7 +29,7 @@ MAX_TOKEN_BYTES = 4096  # of a token file
 
 def add_options(start: argparse.ArgumentParser) -> None:
     """Add the options of `serve` to its parser."""
-    ui.address_options(start)
+    ui.add_address_options(start)
     start.add_argument(
         "--allow-host",
         action="append",
@@ -118,7 +118,7 @@ def parse_settings(args: argparse.Namespace) -> ServerSettings:
         )
     replicas = ReplicaSettings.parse(args.replicas, args.cpus, args.gpus)
     token = read_token(args.token_file)
-    port = ui.free_port(args.host, args.port)
+    port = ui.find_port(args.host, args.port)
     if not token:
         ui.warn_if_exposed(args.host, port, "ask it, at your expense: it requires no token")
     return ServerSettings(

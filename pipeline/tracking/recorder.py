@@ -27,7 +27,7 @@ from pipeline.tracking.mlflow_client import (
 )
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
-from pipeline.tracking.ui import accuracies_link, record_line, web_base
+from pipeline.tracking.ui import format_record_line, get_server_url, make_accuracies_link
 from workers import preemption
 from workers.errors import UserError, require_package
 from workers.storage.artifact import Artifact, Manifest, join
@@ -232,10 +232,10 @@ class Recorder:
         location = self.writer.location
         if location is None:
             return []
-        base = base or web_base(location.uri)
-        lines = [record_line(base, location.experiment, location.run, self.storage)]
+        base = base or get_server_url(location.uri)
+        lines = [format_record_line(base, location.experiment, location.run, self.storage)]
         if base and len(location.methods) > 1:
-            link = accuracies_link(base, location.experiment, location.methods)
+            link = make_accuracies_link(base, location.experiment, location.methods)
             lines.append(f"methods side by side: {link}")
         return lines
 

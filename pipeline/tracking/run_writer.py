@@ -20,7 +20,7 @@ from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.chance import describe_chance
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
-from pipeline.tracking.ui import artifact_links
+from pipeline.tracking.ui import make_artifact_links
 from workers.storage.artifact import Artifact, join
 from workers.storage.secrets import redact
 
@@ -552,7 +552,7 @@ class RunWriter:
         client = self.ready()
         for run in client.find({"accrete.run": self._run_key()}):  # descriptions as they are now
             text = self._note(run.data.tags.get("label", ""), run.data.tags.get("task", ""))
-            links = artifact_links(
+            links = make_artifact_links(
                 client.experiment, run.info.run_id, names.get(run.info.run_id, ())
             )
             if links and run.data.tags.get(NOTE, "").endswith(text):

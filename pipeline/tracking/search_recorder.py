@@ -40,7 +40,7 @@ from pipeline.tracking.run_writer import (
     make_key_tags,
     make_tags,
 )
-from pipeline.tracking.ui import record_line, web_base
+from pipeline.tracking.ui import format_record_line, get_server_url
 from workers.errors import UserError, require_package
 from workers.storage.artifact import join, read_bytes, read_json, resolve
 
@@ -137,8 +137,8 @@ class SearchRecorder:
         location = self.location
         if location is None:
             return []
-        base = base or web_base(location.uri)
-        return [record_line(base, location.experiment, location.run, self.storage)]
+        base = base or get_server_url(location.uri)
+        return [format_record_line(base, location.experiment, location.run, self.storage)]
 
     @classmethod
     def rebuild(

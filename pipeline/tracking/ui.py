@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 LOOPBACK = "127.0.0.1"
-NOTICE_S = 10.0  # seconds between two lines that say that the server is still starting
+NOTICE_S = 10.0  # seconds between two notices while the server starts
 LAST_LINES = 30  # last lines of a server's log that may explain its end
-TRAINING_PAGES = "?workflowType=machine_learning"  # else MLflow shows those for language models
+TRAINING_PAGES = "?workflowType=machine_learning"  # MLflow's default pages are for GenAI
 VIEW = "accrete"  # name of the view that `share_view` stores
 # Columns of the list of methods with their widths in pixels: the first five fit on a page of 1,400
 # pixels with MLflow's assistant open.
@@ -45,9 +45,10 @@ COLUMNS = {
     "tags.`scenario`": 80,
     "tags.`seed`": 60,
 }
+# Sorted by time, MLflow would nest the methods under their runs.
 METHODS_VIEW = {
     "searchFilter": "tags.`accrete.kind` = 'method'",
-    "orderByKey": "metrics.`average_accuracy`",  # by time MLflow would fold methods into runs
+    "orderByKey": "metrics.`average_accuracy`",
     "orderByAsc": False,
     "startTime": "ALL",
     "lifecycleFilter": "Active",
@@ -63,35 +64,37 @@ class RecordedRun(NamedTuple):
     """A run in MLflow and the ids of the child runs: methods of a run, trials of a search."""
 
     name: str
-    run: str
-    children: list[str]
+    run_id: str
+    child_ids: list[str]
 
 
-def runs_link(base: str, experiment: str) -> str:
+def make_runs_link(base: str, experiment_id: str) -> str:
     """Return the link to the methods of all runs of an experiment, with the main columns first."""
-    return f"{base}/#/experiments/{experiment}/runs{TRAINING_PAGES}&viewStateShareKey={VIEW}"
+    return f"{base}/#/experiments/{experiment_id}/runs{TRAINING_PAGES}&viewStateShareKey={VIEW}"
 
 
-def share_view(client: MlflowClient, experiment: str) -> None:
-    """Store the view that `runs_link` opens in the experiment, unless it exists.
+def share_view(client: MlflowClient, experiment_id: str) -> None:
+    """Store the view that `make_runs_link` opens, as a tag of the experiment.
 
-    MLflow keeps a shared view in such a tag. Pages that do not know it show all runs.
+    MLflow keeps shared views in tags `mlflow.sharedViewState.KEY`. Versions without shared views
+    show all runs.
     """
-    from pipeline.tracking.mlflow_client import tag_experiment  # start-up time
+    from pipeline.tracking.mlflow_client import tag_experiment  # imported here for fast start-up
 
-    tag_experiment(client, experiment, f"mlflow.sharedViewState.{VIEW}", json.dumps(METHODS_VIEW))
+    key = f"mlflow.sharedViewState.{VIEW}"
+    tag_experiment(client, experiment_id, key, json.dumps(METHODS_VIEW))
 
 
-def run_link(base: str, experiment: str, run: str) -> str:
+def make_run_link(base: str, experiment_id: str, run_id: str) -> str:
     """Return the link to the page of a run."""
-    return f"{base}/#/experiments/{experiment}/runs/{run}{TRAINING_PAGES}"
+    return f"{base}/#/experiments/{experiment_id}/runs/{run_id}{TRAINING_PAGES}"
 
 
-def artifact_links(experiment: str, run_id: str, names: Iterable[str]) -> str:
+def make_artifact_links(experiment_id: str, run_id: str, names: Iterable[str]) -> str:
     """Return Markdown links to the pages and pictures among the artifacts of a run.
 
     Args:
-        experiment: Id of the experiment.
+        experiment_id: Id of the experiment.
         run_id: Id of the run.
         names: Paths of artifacts, for example `report/masks.png`.
     """
@@ -100,26 +103,29 @@ def artifact_links(experiment: str, run_id: str, names: Iterable[str]) -> str:
         path = PurePosixPath(name)
         if path.suffix in (".html", ".png"):
             # relative to the page, so that it holds at any address of the server
-            root = f"#/experiments/{experiment}/runs/{run_id}/artifacts"
+            root = f"#/experiments/{experiment_id}/runs/{run_id}/artifacts"
             address = f"{root}/{quote(name)}{TRAINING_PAGES}"
             links.append(f"[{path.stem}]({address})")
     return " | ".join(links)
 
 
-def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
+def make_compare_link(base: str, experiment_id: str, run_ids: Sequence[str]) -> str:
     """Return the link to the page that shows runs side by side."""
-    run_list = _as_query(list(runs))
-    experiments = _as_query([experiment])
-    query = f"runs={run_list}&experiments={experiments}&workflowType=machine_learning"
+    runs = _as_query(list(run_ids))
+    experiments = _as_query([experiment_id])
+    query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"
     return f"{base}/#/compare-runs?{query}"
 
 
-def accuracies_link(base: str, experiment: str, methods: Sequence[str]) -> str:
-    """Return the link to the page that shows the average accuracy of methods after each task."""
+def make_accuracies_link(base: str, experiment_id: str, run_ids: Sequence[str]) -> str:
+    """Return the link to the page that shows the average accuracy of methods after each task.
+
+    `run_ids`: the methods' runs in MLflow.
+    """
     metric = "average_accuracy"
     parts = (
-        f"runs={_as_query(list(methods))}",
-        f"experiments={_as_query([experiment])}",
+        f"runs={_as_query(list(run_ids))}",
+        f"experiments={_as_query([experiment_id])}",
         f"metric={quote(json.dumps(metric))}",
         f"plot_metric_keys={_as_query([metric])}",
         "x_axis=step&y_axis_scale=linear&line_smoothness=1&show_point=true",
@@ -133,17 +139,29 @@ def _as_query(values: list[str]) -> str:
     return quote(json.dumps(values, separators=(",", ":")))
 
 
-def recorded(
-    client: MlflowClient, experiment: str, kind: str = "run", most: int = 10
+def list_recorded_runs(
+    client: MlflowClient, experiment_id: str, kind: str = "run", max_results: int = 10
 ) -> list[RecordedRun]:
-    """Return the last recorded runs, the newest first. kind: `run`, or `search` for searches."""
+    """Return the last recorded runs, the newest first.
+
+    Of the child runs of the whole experiment only the last 1000 are listed.
+
+    Args:
+        client: Client of MLflow.
+        experiment_id: Id of the experiment.
+        kind: `run`, or `search` for searches.
+        max_results: Largest number of runs.
+    """
     child_kind = "trial" if kind == "search" else "method"
     newest = ["attributes.start_time DESC"]
     runs = client.search_runs(
-        [experiment], f"tags.`accrete.kind` = '{kind}'", max_results=most, order_by=newest
+        [experiment_id],
+        f"tags.`accrete.kind` = '{kind}'",
+        max_results=max_results,
+        order_by=newest,
     )
     children = client.search_runs(
-        [experiment], f"tags.`accrete.kind` = '{child_kind}'", max_results=1000, order_by=newest
+        [experiment_id], f"tags.`accrete.kind` = '{child_kind}'", max_results=1000, order_by=newest
     )
     child_ids: dict[str, list[str]] = {}
     for child in reversed(children):
@@ -156,37 +174,37 @@ def recorded(
     return rows
 
 
-def page_base(address: str) -> str:
-    """Return the address of a tracking server without user, password and query, to begin links."""
+def strip_credentials(address: str) -> str:
+    """Return the address of a tracking server without user, password and query."""
     return redact(address).partition("?")[0].rstrip("/")
 
 
-def web_base(uri: str) -> str:
-    """Return the address that links to a tracking server begin with; "" for a database."""
-    return page_base(uri) if uri.startswith("http") else ""
+def get_server_url(uri: str) -> str:
+    """Return the base URL of the pages of a tracking server, or "" for a database."""
+    return strip_credentials(uri) if uri.startswith("http") else ""
 
 
-def record_line(base: str, experiment: str, run: str, storage: str) -> str:
-    """Return a line with the location of a record.
+def format_record_line(base: str, experiment_id: str, run_id: str, storage: str) -> str:
+    """Return the line that says where a run is recorded: a link, or the command that starts a UI.
 
     Args:
-        base: Address of a server. "": the line has the command that starts one.
-        experiment: Id of the experiment.
-        run: Id of the run.
+        base: Base URL of a server. "": the line has the command.
+        experiment_id: Id of the experiment.
+        run_id: Id of the run.
         storage: Folder or URI of the storage.
     """
     if not base:
         return f"record: {this_command()} ui --storage {storage}"
-    return f"record: {run_link(base, experiment, run)}"
+    return f"record: {make_run_link(base, experiment_id, run_id)}"
 
 
-def server_command(storage: str, host: str, port: int) -> list[str]:
-    """Return the command of `mlflow server` with one worker and no processes for jobs.
+def build_server_command(storage: str, host: str, port: int) -> list[str]:
+    """Return the command of `mlflow server` with one worker.
 
-    Its database is in `server_environment`, because everybody on this machine can read the
-    arguments of a process.
+    `build_server_environment` passes the URI of the database, because all users of this machine can
+    read the arguments of a process.
     """
-    from workers.storage.artifact import join  # start-up time: imports pyarrow
+    from workers.storage.artifact import join  # imported here for fast start-up: pyarrow
 
     return [
         sys.executable,
@@ -204,15 +222,18 @@ def server_command(storage: str, host: str, port: int) -> list[str]:
     ]
 
 
-def server_environment(uri: str) -> dict[str, str]:
-    """Return the environment of `mlflow server` over the database `uri`."""
+def build_server_environment(uri: str) -> dict[str, str]:
+    """Return the environment of `mlflow server` over the database `uri`.
+
+    It also turns off the server's processes for jobs.
+    """
     from pipeline.tracking.mlflow_client import ENVIRONMENT
 
     return {**os.environ, **ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
 
 
-def address_options(parser: argparse.ArgumentParser) -> None:
-    """Add --host and --port. By default a server listens for this machine alone."""
+def add_address_options(parser: argparse.ArgumentParser) -> None:
+    """Add --host and --port. By default only this machine can reach the server."""
     parser.add_argument(
         "--host",
         default=LOOPBACK,
@@ -231,7 +252,13 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_exposed(host: str, port: int, what: str) -> None:
-    """Print a warning on stderr if other machines can reach a server; `what` names their rights."""
+    """Print a warning on stderr if other machines can reach a server.
+
+    Args:
+        host: Address that the server listens on.
+        port: Its port.
+        what: What anyone who reaches the server can do, as a verb phrase.
+    """
     if not is_loopback(host):
         print(
             f"accrete: anyone who reaches {host}:{port} can {what}; "
@@ -242,11 +269,11 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
         )
 
 
-def free_port(host: str, port: int = 0) -> int:
+def find_port(host: str, port: int = 0) -> int:
     """Return `port`, or a free port for 0.
 
     Raises:
-        UserError: If the port is in use.
+        UserError: If the port cannot be bound, for example because it is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -266,7 +293,7 @@ def free_port(host: str, port: int = 0) -> int:
 def serve(
     storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
 ) -> int:
-    """Run `mlflow server` over the storage until it is interrupted, and print links to the runs.
+    """Print links to the runs. For a database, run `mlflow server` until it is interrupted.
 
     Args:
         storage: Folder or URI of the storage.
@@ -276,22 +303,23 @@ def serve(
         experiment: Name of the experiment.
 
     Returns:
-        The exit code of the server.
+        The exit code of the server; 0 after Ctrl-C, or if `uri` is a tracking server, which is only
+        linked to.
     """
     from pipeline.tracking.mlflow_client import explain_refusals, open_store
 
     with explain_refusals(storage, uri):
         client, address, experiment_id = open_store(storage, uri, experiment)
         if address.startswith(("http://", "https://")):
-            print_links(client, page_base(address), experiment_id)
+            print_links(client, strip_credentials(address), experiment_id)
             return 0
-    port = free_port(host, port)
+    port = find_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
     # so that the server ends when `ui` is terminated
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = subprocess.Popen(
-        server_command(storage, host, port),
-        env=server_environment(address),
+        build_server_command(storage, host, port),
+        env=build_server_environment(address),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -304,7 +332,7 @@ def serve(
     try:
         if not wait_until_up(server, host, port):
             reader.join(5)
-            raise UserError(why_it_ended(server, log, host, port))
+            raise UserError(explain_server_exit(server, log, host, port))
         print_links(client, f"http://{host}:{port}", experiment_id)
         print("stop with Ctrl-C", flush=True)
         return server.wait()
@@ -319,26 +347,28 @@ def serve(
             server.stderr.close()
 
 
-def print_links(client: MlflowClient, base: str, experiment: str) -> None:
+def print_links(client: MlflowClient, base: str, experiment_id: str) -> None:
     """Print links to the last runs and searches, and to their methods and trials side by side."""
-    share_view(client, experiment)
-    print(f"MLflow: {runs_link(base, experiment)}")
-    kinds = (("run", "methods", accuracies_link), ("search", "trials", compare_link))
-    for kind, parts, link_to in kinds:
-        for row in recorded(client, experiment, kind):
-            print(f"  {row.name}: {run_link(base, experiment, row.run)}")
-            if len(row.children) > 1:
+    share_view(client, experiment_id)
+    print(f"MLflow: {make_runs_link(base, experiment_id)}")
+    kinds = (("run", "methods", make_accuracies_link), ("search", "trials", make_compare_link))
+    for kind, parts, make_link in kinds:
+        for row in list_recorded_runs(client, experiment_id, kind):
+            print(f"  {row.name}: {make_run_link(base, experiment_id, row.run_id)}")
+            if len(row.child_ids) > 1:
                 indent = " " * len(row.name)
-                link = link_to(base, experiment, row.children)
+                link = make_link(base, experiment_id, row.child_ids)
                 print(f"  {indent}  its {parts} side by side: {link}")
     sys.stdout.flush()
 
 
-def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, port: int) -> str:
+def explain_server_exit(
+    server: subprocess.Popen[str], log: Iterable[str], host: str, port: int
+) -> str:
     """Explain from the end of the log why a server ended before it answered."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
-    last = lines[-1][:300] if lines else "it said nothing"
-    remedy = "fix what it says and try again"
+    last = lines[-1][:300] if lines else "no output"
+    remedy = "fix the reported problem and try again"
     if any("ddress already in use" in line for line in lines):
         remedy = "another program uses the port by now: try another --port, or none for a free one"
     return (
@@ -348,9 +378,10 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
 
 
 def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
-    """Wait until the port answers, however long that takes; return False if the server ends.
+    """Wait without a time limit until the port answers. Print a notice every `NOTICE_S` seconds.
 
-    Print a line on stderr every `NOTICE_S` seconds.
+    Returns:
+        False if the server ended before it answered.
     """
     start = time.monotonic()
     last_notice = start
@@ -363,8 +394,8 @@ def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
         if time.monotonic() - last_notice > NOTICE_S:
             last_notice = time.monotonic()
             print(
-                "accrete: mlflow server is starting, "
-                f"for {last_notice - start:.0f} s now; Ctrl-C ends it",
+                f"accrete: still waiting for mlflow server ({last_notice - start:.0f} s); "
+                "stop with Ctrl-C",
                 file=sys.stderr,
                 flush=True,
             )

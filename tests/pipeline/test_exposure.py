@@ -299,7 +299,7 @@ def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ui, "NOTICE_S", 0.2)
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     server = starting(1.0, port)
     try:
         assert ui.wait_until_up(server, "127.0.0.1", port)
@@ -308,7 +308,7 @@ def test_a_slow_server_is_waited_for_while_it_lives_and_people_are_told(
         server.communicate()
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) >= 2
-    assert all(line.startswith("accrete: mlflow server is starting, for ") for line in lines)
+    assert all(line.startswith("accrete: still waiting for mlflow server (") for line in lines)
 
 
 def test_failed_server_is_reported_without_another_port(
@@ -329,7 +329,7 @@ def test_failed_server_is_reported_without_another_port(
     assert output.count("\n") == 1
     server: Any = SimpleNamespace(returncode=1)
     log = ["[Errno 98] Address already in use"]
-    assert "another program uses the port" in ui.why_it_ended(server, log, "h", 1)
+    assert "another program uses the port" in ui.explain_server_exit(server, log, "h", 1)
 
 
 PRIVATE = """
@@ -368,13 +368,13 @@ def test_no_process_of_the_server_shows_the_database_in_its_arguments(tmp_path: 
     psutil = pytest.importorskip("psutil")
     (tmp_path / "hush").mkdir()
     (tmp_path / "storage").mkdir()
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     server = subprocess.Popen(
-        ui.server_command(str(tmp_path / "storage"), "127.0.0.1", port),
+        ui.build_server_command(str(tmp_path / "storage"), "127.0.0.1", port),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=ui.server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"),
+        env=ui.build_server_environment(f"sqlite:///{tmp_path}/hush/mlflow.db"),
     )
     try:
         assert ui.wait_until_up(server, "127.0.0.1", port)

@@ -255,7 +255,7 @@ def running_prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
     jobs = [{"job_name": "accrete", "static_configs": [{"targets": targets}]}]
     body = {"global": {"scrape_interval": "500ms"}, "scrape_configs": jobs}
     config.write_text(json.dumps(body))  # JSON is YAML
-    address = f"127.0.0.1:{ui.free_port('127.0.0.1', 0)}"
+    address = f"127.0.0.1:{ui.find_port('127.0.0.1', 0)}"
     command = [
         str(PROMETHEUS),
         f"--config.file={config}",
@@ -292,7 +292,7 @@ def test_prometheus_answers_documented_queries(
     with (
         serving_metrics("0", metrics) as run_url,
         serving_metrics("0", metrics_of_a_search) as search_url,
-        listening(front, "127.0.0.1", ui.free_port("127.0.0.1", 0)) as port,
+        listening(front, "127.0.0.1", ui.find_port("127.0.0.1", 0)) as port,
     ):
         server_url = f"http://127.0.0.1:{port}"
         targets = [urllib.parse.urlsplit(run_url).netloc, f"127.0.0.1:{port}"]

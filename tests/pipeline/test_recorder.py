@@ -269,7 +269,7 @@ def test_the_list_of_runs_opens_on_what_is_compared(recorded: Any) -> None:
         assert name.strip("`") in {"metrics": method.metrics, "tags": method.tags}[kind]
     methods = client.search_runs([experiment], view["searchFilter"])
     assert {run.data.tags["label"] for run in methods} == set(fake_run.METHODS)
-    assert ui.runs_link("http://x", experiment).endswith("&viewStateShareKey=accrete")
+    assert ui.make_runs_link("http://x", experiment).endswith("&viewStateShareKey=accrete")
 
 
 def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
@@ -284,7 +284,7 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
     )
     assert all(recorded.after.runs[label, ""].info.run_id in many for label in fake_run.METHODS)
     client, _, experiment = mlflow_client.open_store(recorded.storage)
-    assert ui.recorded(client, experiment) == [
+    assert ui.list_recorded_runs(client, experiment) == [
         (
             "tiny",
             run.run_id,
@@ -371,12 +371,12 @@ def test_the_error_for_a_port_in_use_names_the_port(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 cannot be used"):
-            ui.free_port("127.0.0.1", port)
-    assert ui.free_port("127.0.0.1") > 0
+            ui.find_port("127.0.0.1", port)
+    assert ui.find_port("127.0.0.1") > 0
 
 
 def test_the_server_works_without_job_processes(tmp_path: Path) -> None:
-    assert ui.server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
+    assert ui.build_server_command(str(tmp_path), "127.0.0.1", 5000)[-2:] == ["--workers", "1"]
     assert mlflow_client.ENVIRONMENT["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
 
 

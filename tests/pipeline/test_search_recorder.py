@@ -366,7 +366,7 @@ def test_a_search_in_the_storage_database_can_be_filtered_and_opens_in_ui(
         (m.step, m.value) for m in client.get_metric_history(trials[0].info.run_id, "accuracy")
     ] == [(1, 0.9), (2, 0.8)]
     assert recorder.links("http://server")[0].startswith("record: http://server/#/experiments/")
-    assert ui.recorded(client, experiment, "search") == [
+    assert ui.list_recorded_runs(client, experiment, "search") == [
         ("find", trials[0].data.tags["mlflow.parentRunId"], [t.info.run_id for t in trials])
     ]
 

@@ -135,7 +135,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 # ---- Ray Serve -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def ray_serve(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    folder, port = tmp_path_factory.mktemp("ray"), ui.free_port("127.0.0.1")
+    folder, port = tmp_path_factory.mktemp("ray"), ui.find_port("127.0.0.1")
     run.bundle.write(str(folder / "model"))
     root = str(Path(__file__).parents[2])
     process = started(
@@ -204,7 +204,7 @@ def test_a_service_on_a_cluster_answers_as_the_server_does(run: Any, tmp_path: P
     """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`, and the
     token of a Secret in the environment."""
     with_token = {"Authorization": f"Bearer {SECRET}"}
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     run.bundle.write(str(tmp_path / "model"))
     command = [sys.executable, "-c", SERVICE, str(tmp_path / "model"), str(port)]
@@ -285,7 +285,7 @@ def test_ray_serve_answers_while_strangers_send_slowly_or_much(run: Any, ray_ser
 def mlflow_server(
     run: Finished, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, int]]:
-    folder, port = tmp_path_factory.mktemp("mlflow"), ui.free_port("127.0.0.1")
+    folder, port = tmp_path_factory.mktemp("mlflow"), ui.find_port("127.0.0.1")
     run.bundle.write(str(folder / "bundle"))
     publish.save(str(folder / "model"), run.bundle, str(folder / "bundle"))
     command = [
@@ -379,7 +379,7 @@ def test_the_command_of_the_page_serves_a_registered_model(run: Finished, tmp_pa
     run_id = client.create_run(experiment).info.run_id
     published = publish.log(uri, run_id, str(tmp_path / "bundle"), "demo-meat")
     assert published.model == "models:/demo-meat@champion"
-    port = ui.free_port("127.0.0.1")
+    port = ui.find_port("127.0.0.1")
     assert "--port 5001" in command[1]
     text = command[1].replace("--port 5001", f"--host 127.0.0.1 --port {port}")
     environment = {"PATH": "/usr/bin:/bin", "MLFLOW_DISABLE_TELEMETRY": "true"}

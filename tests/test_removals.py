@@ -263,7 +263,7 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
     model = zoo.folder / "model"
     run("bundle", config, "--out", model)
     run("remove", model, "--class", "ant", code=2)
-    assert "name the config of its run, with --model" in capsys.readouterr().err
+    assert "give the config of its run and --model" in capsys.readouterr().err
     run("remove", config, "--class", "ant", "--method", "linear", code=2)
     assert "--method needs a model folder" in capsys.readouterr().err
 

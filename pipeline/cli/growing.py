@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.cli.arguments import AddCommand, parse_amount
@@ -14,7 +13,7 @@ from workers.errors import UserError
 if TYPE_CHECKING:
     from pipeline.app.runs import RunResult
 
-MAX_DROP = 1.0  # points of accuracy
+DEFAULT_MAX_DROP = 1.0  # percentage points of accuracy
 
 
 def add_commands(add_command: AddCommand) -> None:
@@ -22,57 +21,61 @@ def add_commands(add_command: AddCommand) -> None:
     parser = add_command(
         "add",
         add,
-        "take new classes or images into a run: write the change into its config, run what "
-        "follows from it, and update the model that serves",
+        "add new classes or images to a run: change its config, run the affected stages, and "
+        "update the served model",
         config=False,
     )
     parser.add_argument("config", help="path of a config, which is changed")
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="the new data, or the data of a card of the config, which have grown",
+        help="new data (a file, folder or URI), or the source of a card of the config that has new "
+        "files",
     )
     parser.add_argument(
         "--as",
         dest="kind",
         choices=("task", "classes", "images"),
-        help="what the data are, where they leave a doubt: a task of their own; classes, of which "
-        "those that the stream has get the images; images of known classes alone",
+        help="how to use DATA if it is ambiguous. task: as a separate task; classes: as classes, "
+        "of which known ones get more images; images: as images of known classes only",
     )
     parser.add_argument("--into", default="", metavar="TASK", help="the task that new classes join")
     parser.add_argument(
         "--name", default="", help="name of the new task (default: the next free one)"
     )
-    _add_model_options(parser, "which gets a new version; a new one is written")
+    _add_model_options(
+        parser, "model folder to update: it gets a new version, or is created if it does not exist"
+    )
     parser.add_argument(
         "--max-drop",
-        type=points,
+        type=parse_max_drop,
         metavar="POINTS",
-        help="the folder keeps its version if a task loses more accuracy on its test images "
-        f"(default: {MAX_DROP:g})",
+        help="do not update the model folder if the test accuracy of a task drops by more than "
+        f"this (in percentage points; default: {DEFAULT_MAX_DROP:g})",
     )
     _add_remove_command(add_command)
 
 
-def _add_model_options(parser: argparse.ArgumentParser, change: str) -> None:
-    """Add the options that name a model folder; `change` describes the effect on it."""
+def _add_model_options(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the options that name a model folder. `help_text` is the help of --model."""
     parser.add_argument(
         "--model",
         default="",
         metavar="MODEL_DIR",
-        help=f"the folder that serves the run, {change}",
+        help=help_text,
     )
     parser.add_argument(
-        "--method", metavar="LABEL", help="label of the method, where the run has several"
+        "--method", metavar="LABEL", help="label of the method, if the run has several"
     )
 
 
-def _add_remove_command(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_remove_command(add_command: AddCommand) -> None:
     parser = add_command(
         "remove",
         remove,
-        "take a task, a class or images out of a run: write the change into its config and cards, "
-        "train what follows, and delete what was learned from them; asks first",
+        "remove a task, a class or images from a run: change its config and cards, train the "
+        "affected stages again, and delete the results that were trained on the removed data; asks "
+        "before it deletes, except if it removes a task from a model folder",
         config=False,
     )
     parser.add_argument(
@@ -93,27 +96,29 @@ def _add_remove_command(add_command: Callable[..., argparse.ArgumentParser]) -> 
         "--images",
         default="",
         metavar="FILE",
-        help="the images that a text file names, one a line: a path below the source as "
-        "rejected.csv writes it, or the sha256 of the image",
+        help="text file that names the images, one per line: the path below the source, as in "
+        "rejected.csv of the ingest stage, or the sha256 of the file",
     )
-    _add_model_options(parser, "which gets a new version and loses all earlier ones")
+    _add_model_options(
+        parser, "model folder to update: it gets a new version, and all earlier ones are deleted"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask before deleting")
 
 
-def points(text: str) -> float:
-    """Return a number of points of accuracy: finite, and at least 0."""
+def parse_max_drop(text: str) -> float:
+    """Parse a drop of accuracy in percentage points: finite, and at least 0."""
     return parse_amount(text, "number of points")
 
 
 def add(args: argparse.Namespace) -> int:
-    """Take new data into a run, and update the model that serves."""
-    from pipeline.growing import add as growing  # imports torch
+    """Add new data to a run, and update the served model."""
+    from pipeline.growing import add as add_module  # imports torch
     from pipeline.shell import console
 
-    _check_method(args)
+    _check_method_has_model(args)
     if args.max_drop is not None and not args.model:
         raise UserError("--max-drop needs a model folder; give one with --model, or leave it out")
-    request = growing.AddRequest(
+    request = add_module.AddRequest(
         args.config,
         args.data,
         args.kind,
@@ -121,38 +126,38 @@ def add(args: argparse.Namespace) -> int:
         args.name,
         args.model,
         args.method,
-        MAX_DROP if args.max_drop is None else args.max_drop,
+        DEFAULT_MAX_DROP if args.max_drop is None else args.max_drop,
     )
 
     def show(result: RunResult) -> None:
         print(console.summary(result.tables, result.outcome, result.report.lines))
 
-    growing.add(request, console.Console, invocation.this_command(), print, show)
+    add_module.add(request, console.Console, invocation.this_command(), print, show)
     return 0
 
 
 def remove(args: argparse.Namespace) -> int:
-    """Take a task, a class or images out of a run, or a task out of a model folder."""
+    """Remove a task, a class or images from a run, or a task from a model folder."""
     from pipeline.results import bundles  # imports torch
 
     if bundles.is_model_folder(args.config):
         _remove_from_folder(args)
         return 0
     from pipeline.config import settings as configs
-    from pipeline.growing import remove as growing
+    from pipeline.growing import remove as remove_module
     from pipeline.growing.add import changing
     from pipeline.growing.removals import Target
     from pipeline.shell import console
 
-    _check_method(args)
+    _check_method_has_model(args)
     target = Target(args.task, args.class_, args.images)
-    request = growing.RemoveRequest(args.config, target, args.model, args.method)
+    request = remove_module.RemoveRequest(args.config, target, args.model, args.method)
 
     def confirm(question: str) -> bool:
         return args.yes or is_confirmed(question)
 
     with changing(configs.load(args.config), print):
-        growing.remove(request, console.Console, invocation.this_command(), print, confirm)
+        remove_module.remove(request, console.Console, invocation.this_command(), print, confirm)
     return 0
 
 
@@ -163,12 +168,13 @@ def _remove_from_folder(args: argparse.Namespace) -> None:
     if not args.task or args.model or args.method:
         raise UserError(
             f"{args.config} is a model folder, from which only whole tasks can be removed (--task "
-            f"NAME); for more, name the config of its run, with --model {args.config}"
+            "NAME); to remove a class or images, give the config of its run and --model "
+            f"{args.config}"
         )
     note = bundles.remove_task(args.config, args.task)
     print(f"{args.config} no longer serves {args.task}{f'; {note}' if note else ''}")
 
 
-def _check_method(args: argparse.Namespace) -> None:
+def _check_method_has_model(args: argparse.Namespace) -> None:
     if args.method and not args.model:
         raise UserError("--method needs a model folder; give one with --model, or leave it out")

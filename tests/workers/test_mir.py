@@ -48,7 +48,7 @@ def after_backward(rate: float | str = "auto", **settings: Any) -> Any:
 def test_scores_are_the_worked_values(rate: Any) -> None:
     method = after_backward(rate)
     before = flat(method.parameters()).clone()
-    (scores,) = method.scores([candidates([0, 1, 2])])
+    (scores,) = method.score_samples([candidates([0, 1, 2])])
     assert scores.tolist() == pytest.approx(SCORES, abs=2e-6)
     assert torch.equal(flat(method.parameters()), before), "the virtual step is undone"
     assert method.training
@@ -71,7 +71,7 @@ def test_largest_scores_of_all_micro_batches_are_replayed(
 
 def test_equal_scores_are_chosen_by_slot() -> None:
     method = after_backward(replay_batch=1)
-    method.scores = lambda replays: [torch.ones(len(replay)) for replay in replays]
+    method.score_samples = lambda replays: [torch.ones(len(replay)) for replay in replays]
     ((chosen,),) = method.replay_parts([candidates([0, 1, 2])], Group())
     assert chosen.slots is not None
     assert chosen.slots.tolist() == [0]

@@ -1,4 +1,4 @@
-"""EWC: a quadratic penalty holds each weight near its old value, as far as earlier tasks need it.
+"""EWC: a quadratic penalty keeps weights that matter for earlier tasks near their old values.
 
 Kirkpatrick et al.: Overcoming catastrophic forgetting in neural networks, PNAS 2017.
 Schwarz et al.: Progress & Compress, ICML 2018, for online EWC.
@@ -29,7 +29,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 # Names in the carried state, in addition to those of `WeightImportance`.
 ANCHORS = "anchors/"
-OFFSET = "offset"
+OFFSET = "offset"  # constant term of the sum of the quadratic penalties
 
 
 class EwcSettings(MethodSettings):
@@ -40,22 +40,26 @@ class EwcSettings(MethodSettings):
     lambda_: NonNegativeFloat = Field(1.0, alias="lambda", description="weight of the penalty")
     fisher: Literal["exact", "sampled", "empirical"] = Field(
         "exact",
-        description="whose gradients are squared: of every class, weighted by its probability; of "
-        "one class drawn by its probability; of the true class",
+        description="classes in the estimate of the Fisher information: `exact`: expectation over "
+        "all classes; `sampled`: one class drawn from the softmax; `empirical`: the true class",
     )
     samples: PositiveInt = Field(
-        512, description="images of a task whose gradients are squared, chosen at random"
+        512,
+        description="number of random images per task for the estimate of the Fisher information",
     )
     scale: Annotated[Literal["mean", "none"], Neutral("none")] = Field(
         "mean",
-        description="divisor of a task's importance: `mean`: its mean over all protected weights, "
-        "so that lambda does not depend on the network; `none`: 1, as in the paper",
+        description="normalisation of a task's importance: `mean`: divide by its mean over all "
+        "protected weights, so that lambda does not depend on the network; `none`: no division, as "
+        "in the paper",
     )
     online: bool = Field(
-        False, description="one anchor, the latest weights, instead of one for each task"
+        False,
+        description="after each task make the latest weights the anchor of all tasks, instead of "
+        "averaging the anchors of the tasks by importance",
     )
     gamma: Annotated[float, ActiveIf("online", (True,))] = Field(
-        1.0, ge=0, le=1, description="what `online` multiplies older importance with at each task"
+        1.0, ge=0, le=1, description="decay factor of the earlier importance at each task"
     )
 
 
@@ -66,12 +70,12 @@ class Ewc(WeightImportance[EwcSettings]):
     diagonal of the Fisher information: the mean over images of E_c[(d log p_c / d theta_i)^2], with
     c drawn from the network's own softmax. The step `importance` computes it image by image, with
     the evaluation transform, in fp32. `exact` takes the expectation over c, with one backward pass
-    per image and class. `sampled` draws one c. `empirical` takes the true class, which gives
-    another matrix.
+    per image and class. `sampled` draws one c. `empirical` takes the true class: this is the
+    empirical Fisher, a different matrix.
 
     A sum of quadratic functions is one quadratic function. So the chain carries, for any number of
-    tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and the
-    function's minimum, `offset`.
+    tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and one
+    constant, `offset`: the minimum of the function.
 
     With `online`, A = gamma * A + F_k, and the latest weights are the anchor of all tasks.
 
@@ -80,9 +84,9 @@ class Ewc(WeightImportance[EwcSettings]):
     computed as well.
 
     Differences from the paper: F uses at most `samples` images of a task, and is divided by its
-    mean over all weights (unless `scale: none`). F of a trained network is small, so without this a
-    lambda of about 100 would have no effect. Plain SGD diverges if lr * lambda * max(A) exceeds 2;
-    `warnings` reports this.
+    mean over all protected weights (unless `scale: none`). F of a trained network is small, so
+    without this a lambda of about 100 would have no effect. Plain SGD diverges if lr * lambda *
+    max(A) exceeds 2; `warnings` reports this.
     """
 
     name = "ewc"
@@ -90,7 +94,7 @@ class Ewc(WeightImportance[EwcSettings]):
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,
-        source="the rate of finetune: EWC adds a penalty to it",
+        source="the rate of finetune: EWC only adds a penalty to its loss",
     )
     Settings = EwcSettings
     steps = (Step("train"), Step("importance", trains=False))
@@ -105,6 +109,7 @@ class Ewc(WeightImportance[EwcSettings]):
 
     @classmethod
     def steps_for(cls, settings: EwcSettings, position: int) -> tuple[Step, ...]:
+        # position -1 is the base task: only its importance is computed
         return cls.steps if position >= 0 else cls.steps[1:]
 
     @classmethod
@@ -124,7 +129,7 @@ class Ewc(WeightImportance[EwcSettings]):
             self.load_penalty(context.carried)
         groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         if context.step == "importance":
-            self.consolidate(self.fisher())
+            self.consolidate(self.estimate_fisher())
         return groups
 
     def load_penalty(self, carried: Carried) -> None:
@@ -150,20 +155,21 @@ class Ewc(WeightImportance[EwcSettings]):
         return 0.5 * self.settings.lambda_ * total
 
     # ---- importance ------------------------------------------------------------------------------
-    def fisher(self) -> dict[str, Tensor]:
+    def estimate_fisher(self) -> dict[str, Tensor]:
         """Return the diagonal of the Fisher information on the task's images, by parameter.
 
-        It is divided by its mean if `scale` asks for it; it stays 0 if all gradients vanish.
+        With `scale: mean` the values are divided by their mean. If all gradients are 0, so is the
+        result.
         """
-        fisher = self.average_over_images(self.fisher_keys(), self.add_squares)
+        fisher = self.average_over_images(self.choose_fisher_keys(), self.add_squares)
         if self.settings.scale == "none":
             return fisher
         num_weights = sum(values.numel() for values in fisher.values())
         mean = torch.stack([values.sum() for values in fisher.values()]).sum() / num_weights
         return {name: (values / mean).nan_to_num(0.0) for name, values in fisher.items()}
 
-    def fisher_keys(self) -> set[str]:
-        """Return the keys of the images that `fisher` uses."""
+    def choose_fisher_keys(self) -> set[str]:
+        """Choose the images for `estimate_fisher`. Return their keys."""
         return self.choose_keys(self.settings.samples, "fisher")
 
     def add_squares(

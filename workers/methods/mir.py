@@ -1,4 +1,4 @@
-"""MIR: replay of the exemplars that the step would harm the most.
+"""MIR: replay of the exemplars whose loss the next optimizer step would increase most.
 
 Aljundi et al.: Online Continual Learning with Maximally Interfered Retrieval, NeurIPS 2019.
 """
@@ -26,8 +26,8 @@ class MirSettings(ReservoirSettings):
 
     candidates: PositiveInt = Field(
         160,
-        description="number of exemplars in each step, of which `replay_batch` are chosen; a "
-        "smaller memory is compared as a whole",
+        description="number of random exemplars that are scored in each step; the `replay_batch` "
+        "highest scores are replayed; a smaller memory is scored completely",
     )
     virtual_lr: Literal["auto"] | Annotated[PositiveFloat, Field(allow_inf_nan=False)] = Field(
         "auto",
@@ -39,10 +39,11 @@ class Mir(Reservoir[MirSettings]):
     """L = CE(task's images) + CE(chosen exemplars), each a mean.
 
     In each step the score of `candidates` random exemplars is l(x; theta') - l(x; theta), with
-    theta' = theta - eta g and g the gradient of the first term. The `replay_batch` exemplars with
-    the largest scores are replayed; of equal scores the earlier slot comes first. Scores are
-    computed in evaluation mode, in fp32, under the augmentation of training. In scenario `class`
-    losses are over all classes so far, in scenario `task` over those of an image's task.
+    theta' = theta - eta g, eta = `virtual_lr`, and g the gradient of the first term. The
+    `replay_batch` exemplars with the largest scores are replayed; of equal scores, the exemplar
+    that is earlier in the memory comes first. Scores are computed in evaluation mode, in fp32, with
+    the augmentation of training. In scenario `class` losses are over all classes so far, in
+    scenario `task` over those of an image's task.
 
     Differences from the paper: exemplars are those of earlier tasks only, and their memory is a
     reservoir that is filled between tasks. A task may have several epochs.
@@ -67,17 +68,18 @@ class Mir(Reservoir[MirSettings]):
             )
 
     def replay_draws(self) -> tuple[int, ...]:
+        """See `ReplaysSamples`."""
         return (self.settings.candidates,)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        # Constant while the step trains: the index among the training tasks of each output's task.
+        # For each output the index of its task in `context.training_tasks`, or -1.
         names = [task.name for task in context.training_tasks]
-        owners = []
+        output_tasks = []
         for name, outputs in self.class_slices().items():
-            owner = names.index(name) if name in names else -1
-            owners += [owner] * (outputs.stop - outputs.start)
-        self.owners = torch.tensor(owners, device=self.device)
+            index = names.index(name) if name in names else -1
+            output_tasks += [index] * (outputs.stop - outputs.start)
+        self.output_tasks = torch.tensor(output_tasks, device=self.device)
         return groups
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -89,38 +91,42 @@ class Mir(Reservoir[MirSettings]):
         """Return the cross-entropy of each sample, (b,)."""
         logits = self.all_logits(self.features(replay.images)).float()
         if self.scenario == "task":
-            logits = logits.masked_fill(self.owners != replay.tasks[:, None], -torch.inf)
+            logits = logits.masked_fill(self.output_tasks != replay.tasks[:, None], -torch.inf)
         return F.cross_entropy(logits, self.global_labels(replay), reduction="none")
 
     @torch.no_grad()
-    def scores(self, replays: list[Batch]) -> list[Tensor]:
-        """Return the growth of each sample's loss in the virtual step, (b,) of each batch."""
+    def score_samples(self, replays: list[Batch]) -> list[Tensor]:
+        """Return how much each sample's loss grows in a virtual step of SGD, (b,) for each batch.
+
+        The step follows the current gradients of the parameters and is undone.
+        """
         rate = self.settings.virtual_lr
         if rate == "auto":
             rate = self.context.optim.lr
-        moved = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        originals = [parameter.clone() for parameter in moved]
+        trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        originals = [parameter.clone() for parameter in trained]
         self.eval()
         before = [self.sample_losses(replay) for replay in replays]
-        for parameter in moved:
+        for parameter in trained:
             assert parameter.grad is not None
             parameter.sub_(parameter.grad, alpha=float(rate))
         after = [self.sample_losses(replay) for replay in replays]
-        for parameter, original in zip(moved, originals, strict=True):
+        for parameter, original in zip(trained, originals, strict=True):
             parameter.copy_(original)
         self.train()
         return [later - earlier for later, earlier in zip(after, before, strict=True)]
 
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
-        """Return one part: the chosen exemplars."""
+        """Return one part with the exemplars of the highest scores; see `CombinesGradients`."""
         size = replays[0].draw.size
-        table = torch.zeros(2, size, device=self.device)  # scores and slots of all ranks
-        for replay, scores in zip(replays, self.scores(replays), strict=True):
-            if replay.weight:
+        # scores and slots of all ranks; each rank fills its own columns
+        table = torch.zeros(2, size, device=self.device)
+        for replay, scores in zip(replays, self.score_samples(replays), strict=True):
+            if replay.weight:  # 0: a stand-in of a rank without samples
                 assert replay.slots is not None
                 positions = replay.draw.positions_on_device
                 table[:, positions] = torch.stack([scores, replay.slots.to(scores)])
-        scores, slots = group.sum(table).cpu()  # the host waits once
+        scores, slots = group.sum(table).cpu()  # one copy to the host
         by_slot = slots.argsort()
         order = by_slot[scores[by_slot].argsort(descending=True, stable=True)]
         count = min(self.settings.replay_batch, size)

@@ -223,7 +223,7 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> 
     method = begun(A, B, modules=1)
     assert method.path.indices == []
     assert "the path adds no module" in method.warnings()[0]
-    assert torch.equal(method.features(IMAGES), method.network(None)(IMAGES))
+    assert torch.equal(method.features(IMAGES), method.build_network(None)(IMAGES))
     trained(method, A, B)
     wide_bank = begun(A, B, C, modules=2)
     held = {position for each in wide_bank.frozen.values() for position in each.indices}
@@ -238,8 +238,10 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> 
 def test_distillation_weighs_one_at_first_and_then_more_with_each_task(
     every: int, expected: list[float]
 ) -> None:
-    assert [begun(*(A, B, C, D)[:count], every=every).phi for count in (1, 2, 3, 4)] == expected
-    assert begun(A, B, C, every=1, phi=0.5).phi == 0.5
+    assert [
+        begun(*(A, B, C, D)[:count], every=every).kd_weight for count in (1, 2, 3, 4)
+    ] == expected
+    assert begun(A, B, C, every=1, phi=0.5).kd_weight == 0.5
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -305,7 +307,7 @@ def test_their_losses_are_summed_and_shown_as_means() -> None:
     method, b = begun(A, B, candidates=2), batch(A, B)
     moved(method)
     taught = method.teacher.joined(b.images)
-    each = [method.terms(rival, b.images, wide(b, A, B), taught) for rival in method.rivals]
+    each = [method.compute_terms(rival, b.images, wide(b, A, B), taught) for rival in method.rivals]
     loss, terms = method.loss(b, START)
     assert torch.allclose(loss, sum(ce + kd for ce, kd in each), atol=1e-5)
     assert torch.allclose(terms["ce"], (each[0][0] + each[1][0]) / 2, atol=1e-6)
@@ -351,7 +353,7 @@ def test_path_candidate_is_chosen_without_test_images(
             total = 0.0
             for b in feed.evaluate():
                 labels = wide(b, *tasks) + (5 if holds_out else 0)
-                ce, kd = method.terms(
+                ce, kd = method.compute_terms(
                     rival, b.images, labels, method.teacher.joined(b.images)
                 ).detach()
                 total += float(ce + 2.5 * kd) * len(b)
@@ -373,8 +375,8 @@ def test_what_is_kept_of_one_epoch_for_all_is_refused() -> None:
     best, data = TrainSettings(keep="best"), DataSettings()
     with pytest.raises(
         UserError,
-        match="keep is 'best' and candidates is 2: one epoch would be chosen for all of them by "
-        "the accuracy of the first; set",
+        match=r"keep is 'best' and candidates is 2, .* accuracy of the first candidate only; set "
+        r"train\.keep=last",
     ):
         Rpsnet.validate(RpsnetSettings(), best, data, "class")
     Rpsnet.validate(RpsnetSettings(candidates=1), best, data, "class")

@@ -3,8 +3,8 @@
 The modules of earlier paths are frozen.
 
 Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019. A
-RECONSTRUCTION: the paper's banks are the convolutional layers of its own network, and there is no
-published result on a ViT.
+reconstruction: the paper's banks are the convolutional layers of its own network, and no
+implementation for ViTs was published.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from workers.model.paths import ModuleIndex, Path, PathNetwork, random_path
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's own
+PATH, TRUNK = "path/", "trunk/"  # prefixes of tensor names in the carried and stored states
 
 
 class RpsnetSettings(RehearsalSettings):
@@ -62,7 +62,7 @@ class RpsnetSettings(RehearsalSettings):
     phi: NonNegativeFloat = Field(
         2.5,
         description="factor of the distillation weight, which is phi (t - J) after t earlier "
-        "tasks, and 1 while t <= J",
+        "tasks, and 1 while t <= J; a base task counts as an earlier task",
     )
     tau: PositiveFloat = Field(
         2.0,
@@ -79,31 +79,32 @@ class Rival(nn.Module):
 
 
 class Rpsnet(Rehearsal[RpsnetSettings]):
-    """A RECONSTRUCTION: banks of M bottlenecks after each block of a ViT, the trunk.
+    """A reconstruction: banks of M bottlenecks after each block of a ViT, the trunk.
 
     The outputs of the modules that any path has taken are added to the residual stream
     (`PathNetwork`), in training and in serving. Every J tasks a path is drawn, one module of each
     bank, and it learns during these tasks; modules of earlier paths stay active and are frozen,
-    also if the new path uses them. The trunk belongs to the first path, with any weights, and is
-    then frozen; in a stream with a base task it has learned there. Heads always learn.
+    also if the new path uses them. The trunk is trained with the first path, pretrained or not, and
+    then frozen; in a stream with a base task only that task trains it. Heads always learn.
 
-    L = CE over all classes + phi KD_ce(tau) over the old ones, to the network before the task; phi
-    = 1 for t <= J earlier tasks, then `phi` (t - J). From the second path on, `candidates` paths
-    are drawn, and each trains as if it were alone, with its own heads, on the same batches: the sum
-    of their losses is minimised. The candidate with the lowest L after training is kept, measured
-    on the task's held-out images, or without held-out images on all its training data, both with
-    the evaluation transform. Until then the first candidate is used.
+    L = CE over all classes + w KD_ce(tau) over the old ones, to the network before the task; w = 1
+    for t <= J earlier tasks (including a base task), then `phi` (t - J). From the second path on,
+    `candidates` paths are drawn, and each trains as if it were alone, with its own heads, on the
+    same batches: the sum of their losses is minimised. The candidate with the lowest L after
+    training is kept, measured on the task's held-out images, or without held-out images on all its
+    training data, both with the evaluation transform. During training, evaluation uses the first
+    candidate.
 
-    Stored: a path of at most L (2 d m + d + m) floats, in the state of the last task that trained
-    it, the first one with its trunk; a path that continues to learn is carried. Once frozen,
-    neither is stored again.
+    Stored: a path of at most B (2 d m + d + m) floats, for B blocks of width d, in the state of the
+    last task that trained it. The state of the first path also has the trunk. A path that is
+    trained further is carried to the next task. A frozen path is stored once.
 
     Differences from the paper: modules are parallel to a trunk, while in the paper they are the
     network. The official script selects candidates by test accuracy; this code reads no test image.
-    There are 2 candidates, because each costs a training; the first path has no rival, because
+    There are 2 candidates, because each is trained separately; the first path has no rival, because
     before anything is frozen all paths are alike. The head grows, while the paper's has 1000
-    outputs from the start: its loss too is over the classes so far. With `train.clip` the gradients
-    of all candidates are clipped together.
+    outputs from the start, of which its loss uses those of the classes so far. With `train.clip`
+    the gradients of all candidates are clipped together.
     """
 
     name = "rpsnet"
@@ -129,22 +130,23 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     ) -> None:
         if train.keep == "best" and settings.candidates > 1:
             raise UserError(
-                f"train.keep is 'best' and candidates is {settings.candidates}: one epoch would "
-                "be chosen for all of them by the accuracy of the "
-                "first; set train.keep=last, or candidates to 1"
+                f"train.keep is 'best' and candidates is {settings.candidates}, but the epoch is "
+                "selected by the accuracy of the first candidate only; set train.keep=last, or "
+                "candidates to 1"
             )
 
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        # paths that have ended, by the index of their last task among the heads
+        # paths by the index of the head of the last task that trained them
         self.frozen = nn.ModuleDict()
-        self.path: Path | None = None  # the one that learns
+        self.path: Path | None = None  # the path in training
+        # the candidates; the name of the attribute is in checkpoints
         self.rivals = nn.ModuleList()
-        self.losses: list[float] = []  # of the candidates, once one is chosen
+        self.losses: list[float] = []  # of the candidates; set by `choose_candidate`
 
     # ---- the network -----------------------------------------------------------------------------
-    def network(self, path: Path | None) -> PathNetwork:
+    def build_network(self, path: Path | None) -> PathNetwork:
         """Return the trunk with all frozen modules and those of `path`."""
         paths = [*self.frozen.values()]
         if path is not None:
@@ -152,7 +154,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return PathNetwork(self.backbone, self.sites, paths)  # type: ignore[arg-type]
 
     def features(self, images: Tensor) -> Tensor:
-        return self.network(self.path)(images)  # type: ignore[no-any-return]
+        return self.build_network(self.path)(images)  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Rpsnet:
         super().train(mode)
@@ -168,14 +170,14 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             return []
         if self.old:
             self.teacher = Teacher(
-                self.network(self.path), {name: self.heads[name] for name in self.old}
+                self.build_network(self.path), {name: self.heads[name] for name in self.old}
             )
         if self.path is None:
             count = self.settings.candidates if self.frozen else 1
-            self.path = self.drawn(0)
+            self.path = self.draw_path(0)
             self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
             for candidate in range(1, count):
-                self.rivals.append(Rival(self.drawn(candidate), copy.deepcopy(self.heads)))
+                self.rivals.append(Rival(self.draw_path(candidate), copy.deepcopy(self.heads)))
         else:
             self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
         groups = weight_groups(self.backbone, context.optim) if self.trunk_learns else []
@@ -185,10 +187,10 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             groups += rival.path.groups(context.optim.weight_decay)
         return groups
 
-    def drawn(self, candidate: int) -> Path:
-        """Return a new path, drawn from the seed and the number of the candidate alone.
+    def draw_path(self, candidate: int) -> Path:
+        """Draw a new path. It holds only the modules that no frozen path holds.
 
-        It holds only the modules that no frozen path holds.
+        It depends on the seed, the frozen paths and the number of the candidate alone.
         """
         seed = derive_seed(self.seed, "path", len(self.frozen), candidate)
         taken: set[ModuleIndex] = set()
@@ -202,49 +204,51 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             return Path(indices, self.sites.width, self.settings.width)
 
     @property
-    def phi(self) -> float:
+    def kd_weight(self) -> float:
         """The weight of distillation at this task."""
-        tasks_after_first_path = len(self.old) - self.settings.every
-        if tasks_after_first_path <= 0:
+        excess = len(self.old) - self.settings.every
+        if excess <= 0:
             return 1.0
-        return self.settings.phi * tasks_after_first_path
+        return self.settings.phi * excess
 
-    def terms(self, rival: Any, images: Tensor, target: Tensor, taught: Tensor | None) -> Tensor:
+    def compute_terms(
+        self, rival: Any, images: Tensor, target: Tensor, teacher_logits: Tensor | None
+    ) -> Tensor:
         """Return (CE, KD) of a candidate, (2,).
 
         Args:
             rival: The candidate.
             images: Images (b, 3, H, W).
             target: Labels (b,) or soft targets (b, classes).
-            taught: The teacher's logits (b, old classes). None: no teacher, and KD is 0.
+            teacher_logits: (b, old classes). None: no teacher, and KD is 0.
         """
-        features = self.network(rival.path)(images)
+        features = self.build_network(rival.path)(images)
         logits = torch.cat([rival.heads[name](features) for name in self.class_slices()], 1).float()
         ce = F.cross_entropy(logits, target)
-        if taught is None:
+        if teacher_logits is None:
             kd = ce.new_zeros(())
         else:
-            kd = kd_ce(logits[:, : taught.shape[1]], taught, self.settings.tau)
+            kd = kd_ce(logits[:, : teacher_logits.shape[1]], teacher_logits, self.settings.tau)
         return torch.stack([ce, kd])
 
     def candidate_terms(self, images: Tensor, target: Tensor) -> Tensor:
         """Return (CE, KD) of each candidate, (candidates, 2)."""
-        taught = None if self.teacher is None else self.teacher.joined(images)
-        terms = [self.terms(rival, images, target, taught) for rival in self.rivals]
+        teacher_logits = None if self.teacher is None else self.teacher.joined(images)
+        terms = [self.compute_terms(rival, images, target, teacher_logits) for rival in self.rivals]
         return torch.stack(terms)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum over candidates of L = CE + phi KD; its terms are means over them."""
+        """Return the sum over candidates of L = CE + w KD, and the means of its terms over them."""
         target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
         ce, kd = self.candidate_terms(batch.images, target).unbind(1)
         means = {"ce": ce.detach().mean()}
         if self.teacher is not None:
             means["kd"] = kd.detach().mean()
-        return (ce + self.phi * kd).sum(), means
+        return (ce + self.kd_weight * kd).sum(), means
 
     @torch.no_grad()
-    def choose(self) -> None:
-        """Keep the candidate with the lowest L; among equals, the first.
+    def choose_candidate(self) -> None:
+        """Keep the candidate with the lowest L; of ties, the first.
 
         Every rank measures its share of the images. The losses are gathered, so that all ranks
         choose the same candidate.
@@ -258,7 +262,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         for batch in feed.evaluate():
             target = batch.labels + first_class.to(batch.labels.device)[batch.tasks]
             ce, kd = self.candidate_terms(batch.images, target).double().unbind(1)
-            rank_losses.append(((ce + self.phi * kd) * len(batch)).tolist())
+            rank_losses.append(((ce + self.kd_weight * kd) * len(batch)).tolist())
         batch_losses: list[list[float]] = []
         for losses_of_rank in feed.group.gather(rank_losses):
             batch_losses += losses_of_rank
@@ -273,15 +277,14 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         if self.step != "train" or self.path is None or self.path.indices:
             return []
         return [
-            "the path adds no module: those that it drew are all in earlier paths, and only "
-            "heads were trained; raise modules above "
-            f"{self.settings.modules}"
+            "the path adds no module, because all modules that it drew are in earlier paths; only "
+            f"heads were trained; raise `modules` above {self.settings.modules}"
         ]
 
     # ---- state -----------------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
         if len(self.rivals) > 1:
-            self.choose()
+            self.choose_candidate()
         self.rivals = nn.ModuleList()
         state, carried = super().finish()
         if self.losses:
@@ -320,18 +323,18 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         super().load_carried(Carried(other_tensors, carried.meta))
         self.path = None
         if path_tensors:
-            self.path = self.restored(carried.meta["path"], path_tensors)
+            self.path = self.restore_path(carried.meta["path"], path_tensors)
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
         if state.copies:
             index = self.heads.names.index(state.task)
-            self.frozen[str(index)] = self.restored(state.meta["path"], state.copies)
+            self.frozen[str(index)] = self.restore_path(state.meta["path"], state.copies)
 
-    def restored(self, indices: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
+    def restore_path(self, indices: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
         """Return a path from the tensors that `finish` stored.
 
-        Those of the first path include the trunk, which is loaded into the backbone.
+        If they include the trunk, it is loaded into the backbone.
         """
         trunk: dict[str, Tensor] = {}
         modules: dict[str, Tensor] = {}

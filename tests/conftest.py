@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before Ray is imported, which reads it then: clusters that tests start in this process ask for
 # tokens, as those of `accrete` do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+# Ray would kill its workers when the test processes themselves take most of the memory.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # Modules besides test files whose failing assertions show the compared values.
 HELPERS = (
     "class_incremental_steps",

@@ -52,7 +52,7 @@ def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str)
     tasks: list[Parts] = [{} for _ in range(slices.tasks)]
     for position, name in enumerate(names):
         main = position % slices.tasks
-        if position < num_disjoint:
+        if position < num_disjoint or not slices.blur:
             tasks[main][name] = (0.0, 1.0)
             continue
         others = [index for index in range(slices.tasks) if index != main]

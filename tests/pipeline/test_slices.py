@@ -55,6 +55,7 @@ def test_classes_without_blur_are_disjoint(values: Any) -> None:
     check_whole(tasks)
     whole = [[name for name, part in task.items() if part == (0, 1)] for task in tasks]
     assert [len(names) for names in whole] == [5] * 4
+    assert [len(task) for task in tasks] == [5] * 4, "no empty parts"
     assert sorted(name for names in whole for name in names) == sorted(NAMES)
 
 

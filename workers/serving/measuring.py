@@ -125,7 +125,7 @@ def measure_rules(predictor: Predictor, choosing: Sequence[ChoosingRule]) -> dic
     most `MAX_RULE_IMAGES` of a task.
 
     Args:
-        predictor: The model, with what the rules need.
+        predictor: The model, with its class means and router weights.
         choosing: The rules.
 
     Returns:

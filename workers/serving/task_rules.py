@@ -63,7 +63,7 @@ def find_recommended(body: Mapping[str, Any]) -> str:
 
 
 def check_measured(rule: str, reference: Reference) -> None:
-    """Check that a model has what a rule needs of each task.
+    """Check that a model has the measurements of each task that a rule needs.
 
     Args:
         rule: `nearest` or `ranpac`.

@@ -43,8 +43,16 @@ def most_correct_by_chance(num_images: int, num_classes: int) -> int:
 class LearnedTask:
     """The test of a task right after it was learned.
 
-    num_classes: classes that an answer is chosen from. has_rate: whether the config sets the
-    learning rate. steps: optimizer steps of the training; 0 where they are not known.
+    Attributes:
+        label: Label of the method.
+        method: Name of the method.
+        task: Name of the task.
+        correct: Number of correct answers.
+        total: Number of test images.
+        num_classes: Number of classes that an answer is chosen from.
+        has_rate: The config sets the learning rate.
+        steps: Optimizer steps of the training; 0 if they are not known.
+        is_trained: A step of the method may have trained parameters for the task.
     """
 
     label: str
@@ -55,6 +63,7 @@ class LearnedTask:
     num_classes: int
     has_rate: bool = False
     steps: int = 0
+    is_trained: bool = True
 
     def sentence(self) -> str:
         """Return a warning if the task does not exceed chance, or ""."""
@@ -71,6 +80,12 @@ class LearnedTask:
         section = f"methods.{self.label}.train"
         if limit > 0.75 * self.total:
             return f"{fact}, or the images are too few to tell; give the task more test images"
+        if not self.is_trained:
+            return (
+                f"{fact}; {self.method} trained nothing for it, and the backbone's features do not "
+                "separate its classes: choose a backbone pretrained on more similar images, or "
+                "a method that trains"
+            )
         default_rate = (
             f"leave the learning rate out of the config, so that {self.method}'s own is used"
         )

@@ -367,6 +367,8 @@ class RunTables:
                 continue
             artifact = self.artifacts.get(f"{label}/{task}/train")
             length = (artifact.manifest.get("length") if artifact else None) or {}
+            sizes = self._task_sizes(label, task)
+            has_stages = bool(self.stages(label, task))
             learned.append(
                 LearnedTask(
                     label,
@@ -377,6 +379,7 @@ class RunTables:
                     round(1 / matrix.chance[t, t]),
                     has_rate,
                     length.get("steps", 0),
+                    is_trained=not has_stages or sizes is None or bool(sizes.trained_parameters),
                 )
             )
         return learned

@@ -62,6 +62,12 @@ def test_few_steps_are_the_first_remedy_before_the_rate() -> None:
     assert TrainDefaults.min_steps == FEW_STEPS
 
 
+def test_a_method_that_trains_nothing_is_not_told_to_train_longer() -> None:
+    learned = LearnedTask("mine", "ncm", "a", 36, 72, 2, has_rate=True, is_trained=False)
+    assert "ncm trained nothing for it" in learned.sentence()
+    assert "learning rate" not in learned.sentence()
+
+
 def test_a_task_of_one_class_cannot_be_guessed_wrongly_and_is_not_told() -> None:
     assert LearnedTask("mine", "meat", "a", 5, 5, 1).sentence() == ""
 
@@ -93,6 +99,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_pictures: None) -> 
             "linear": {},
             "supsup": {"mask_lr": 1e-12},
             "meat": {"mask_lr": 1e-12},
+            "ncm": {},
             "learner": {"method": "linear", "train": {"lr": 0.05, "epochs": 30, "batch_size": 8}},
         },
         "tracking": "off",
@@ -116,6 +123,14 @@ def test_a_task_at_chance_is_told_with_what_to_leave_out(finished: Finished) -> 
     (sentence,) = [text for text in sentences(finished, "linear") if "has not learned" in text]
     assert "guessing among 2 classes" in sentence
     assert "leave the learning rate out of the config" in sentence
+
+
+def test_methods_without_training_are_known_from_the_record(finished: Finished) -> None:
+    is_trained = {
+        label: [task.is_trained for task in finished.tables.learned_tasks(label)]
+        for label in ("ncm", "linear", "learner")
+    }
+    assert is_trained == {"ncm": [False], "linear": [True], "learner": [True]}
 
 
 def test_few_steps_are_told_with_a_number_that_works(finished: Finished) -> None:

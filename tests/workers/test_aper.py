@@ -150,7 +150,8 @@ def test_a_damaged_state_is_refused() -> None:
 
 
 def test_a_base_task_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no statistics of the base task 'base'"):
+    expected = r"first_session 'adapter'.* base task 'base'.* role `task`"
+    with pytest.raises(UserError, match=expected):
         Aper.check_backbone(AperSettings(), vit(), (method_steps.BASE, ONE))
 
 

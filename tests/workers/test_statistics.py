@@ -213,11 +213,13 @@ def test_the_order_of_tasks_and_of_samples_changes_only_rounding(name: str) -> N
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_a_base_task_is_refused(name: str) -> None:
+def test_a_base_task_gets_statistics_too(name: str) -> None:
     base = Task("base", "card", "key", ("a", "b"), role="base")
-    with pytest.raises(UserError, match=r"no statistics of the base task 'base'.*role `task`"):
-        METHODS[name].check_backbone(METHODS[name].Settings(), Identity(2), (base, THREE))
-    METHODS[name].check_backbone(METHODS[name].Settings(), Identity(2), (THREE,))
+    settings = METHODS[name].Settings()
+    METHODS[name].check_backbone(settings, Identity(2), (base, THREE))
+    steps = METHODS[name].steps_for(settings, -1)
+    assert [step.name for step in steps] == ["statistics"]
+    assert METHODS[name].steps_for(settings, 0) == steps
 
 
 def test_the_names_of_the_methods() -> None:

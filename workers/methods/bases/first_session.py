@@ -127,6 +127,14 @@ class FirstSession(ClassStatistics[S]):
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
         kind = settings.first_session
+        base = next((task.name for task in tasks if task.role == "base"), None)
+        if base is not None and kind != "none":
+            raise UserError(
+                f"{cls.name!r} has first_session {kind!r}, which adapts a pretrained backbone, and "
+                f"this stream trains the backbone on its base task {base!r}; give the task the "
+                "role `task` and the backbone pretrained weights (backbone.weights), or choose a "
+                "method without a first session (simplecil, ranpac with first_session none)"
+            )
         if kind in VITS and not isinstance(backbone, VITS[kind]):
             examples = ", ".join(EXAMPLES[vit] for vit in VITS[kind])
             raise UserError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.data.features import FeatureBatch, extract_features
 from workers.errors import UserError
@@ -37,15 +37,9 @@ class ClassStatistics(ClassIncremental[S]):
         return dict.fromkeys(TrainSettings.model_fields, "it trains nothing")
 
     @classmethod
-    def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
-        super().check_backbone(settings, backbone, tasks)
-        for task in tasks:
-            if task.role == "base":
-                raise UserError(
-                    f"{cls.name!r} has no statistics of the base task {task.name!r}, whose head is "
-                    "trained with the backbone; give the task the role `task`, and the backbone "
-                    "pretrained weights (backbone.weights)"
-                )
+    def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
+        """Return the steps of a task. A base task has the same: its trained head is replaced."""
+        return cls.steps
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         """Compute the statistics of the task's classes. No parameter is trained."""

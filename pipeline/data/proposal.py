@@ -215,10 +215,13 @@ def config_text(
     text += "  tasks:\n"
     for task in tasks:
         text += _task_text(task)
-    no_base = "" if in_domains else ", and no task needs `role: base`"
     text += (
-        "# A small vision transformer that learns from nothing on a CPU. With a GPU and a network\n"
-        f"# a pretrained one is better{no_base}. Instead of this section:\n"
+        "# A small vision transformer that is trained on a CPU from random weights. With a GPU\n"
+        "# and a network a pretrained one is better"
+    )
+    text += ".\n" if in_domains else "; no task needs `role: base` then.\n"
+    text += (
+        "# On it, `ranpac: {}` is a strong method for one pass over the images. Instead of this:\n"
         "#   backbone: {name: vit_small_patch16_224, weights: hub}\n"
         "backbone:\n"
     )
@@ -241,6 +244,8 @@ def config_text(
         text += _line("joint", {}, "learns all tasks together: what could be reached", 2)
     else:
         text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
+    told = "one pass over frozen features; {} for a pretrained backbone"
+    text += _line("ranpac", {"projection": 0}, told, 2)
     text += "cluster:\n"
     text += _line("workers", 0, "0: in this process; 1 or more: worker groups of Ray", 2)
     threads = min(os.cpu_count() or 1, MAX_THREADS)

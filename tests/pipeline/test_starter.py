@@ -111,7 +111,7 @@ def test_data_sets_with_the_same_classes_are_domains(here: Path) -> None:
         ("photo", "task"),
         ("sketch", "task"),
     ]
-    assert {*config.methods} == {"finetune", "replay", "joint"}
+    assert {*config.methods} == {"finetune", "replay", "joint", "ranpac"}
     assert "5 classes in 3 tasks" in Path("art.yaml").read_text()
 
 

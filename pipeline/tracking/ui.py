@@ -38,6 +38,7 @@ COLUMNS = {
     "metrics.`average_accuracy`": 130,
     "metrics.`forgetting`": 95,
     "metrics.`size/task_bytes`": 110,
+    "metrics.`growth`": 75,  # all bytes to keep, relative to the backbone
     "duration": 75,
     "tags.`method`": 100,
     "tags.`run`": 120,

@@ -1,9 +1,9 @@
 """Adapters: small trained layers after or parallel to modules of a frozen backbone.
 
-They are hooked from outside into any timm ViT with plain blocks. Axes: S sites (positions of an
-adapter, in the order of blocks), B images, N tokens, d width of the backbone, m width of the
-bottleneck. All adapters of a task are stacked: one tensor per kind with the sites as its first
-axis.
+Forward hooks insert them into any timm ViT with plain blocks, without a change of its modules.
+Axes: S sites (positions of an adapter, in the order of blocks), B images, N tokens, d width of the
+backbone, m width of the bottleneck. All adapters of a task are stacked: each kind of weight is one
+tensor with the sites as its first axis.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 
-# behind attention (its projection included) and behind the FFN, both before the residual add
+# modules followed by an adapter: attention with its projection, and the FFN; the residual addition
+# comes after the adapter
 HOULSBY = ("attn", "mlp")
-PARALLEL_SCALE = 0.1  # of AdaptFormer's branch
+PARALLEL_SCALE = 0.1  # factor of AdaptFormer's parallel branch
 
 
 def houlsby(x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor) -> Tensor:
-    """a(x) = x + W_up gelu(W_down x + b_down) + b_up. x: (B, N, d); down: (m, d); up: (d, m)."""
+    """Compute a(x) = x + W_up gelu(W_down x + b_down) + b_up.
+
+    Args:
+        x: Tokens (B, N, d).
+        down: W_down, (m, d).
+        down_bias: b_down, (m,).
+        up: W_up, (d, m).
+        up_bias: b_up, (d,).
+    """
     return x + F.linear(F.gelu(F.linear(x, down, down_bias)), up, up_bias)
 
 
@@ -40,8 +49,14 @@ def parallel(
 ) -> Tensor:
     """Compute AdaptFormer: out + 0.1 (W_up (kept .* relu(W_down x + b_down)) + b_up).
 
-    `out` (B, N, d) is the output after the FFN's residual addition, `x` (B, N, d) the residual
-    stream before the FFN and its norm, `kept` (B, N, m) the factors of dropout.
+    Args:
+        out: Residual stream after the FFN's residual addition, (B, N, d).
+        x: Residual stream before the FFN and its norm, (B, N, d).
+        down: W_down, (m, d).
+        down_bias: b_down, (m,).
+        up: W_up, (d, m).
+        up_bias: b_up, (d,).
+        kept: Factors of dropout, (B, N, m). None: no dropout.
     """
     hidden = F.relu(F.linear(x, down, down_bias))
     return out + PARALLEL_SCALE * F.linear(hidden if kept is None else hidden * kept, up, up_bias)
@@ -50,9 +65,17 @@ def parallel(
 class Bottlenecks(nn.Module):
     """The trained tensors of S adapters, stacked.
 
-    Down-projections start like PyTorch's Linear with zero bias. Up-projections start at zero, so
-    that an adapter starts as the identity, or as normal numbers with `up_std`. Both projections
-    never start at zero, because neither would get a gradient.
+    Down-projections are initialised like PyTorch's Linear, but with zero bias. Up-projections are
+    drawn from a normal distribution with standard deviation `up_std`. With the default 0 they are
+    zero, and each adapter is the identity at first. The projections must not both be zero, because
+    then neither would get a gradient.
+
+    Args:
+        sites: Number of adapters S.
+        width: Width d of the backbone.
+        bottleneck: Width m of the bottleneck.
+        up_std: Standard deviation of the initial up-projections.
+        device: Device of the tensors.
     """
 
     def __init__(
@@ -91,11 +114,11 @@ class Bottlenecks(nn.Module):
 
 
 class SwitchedForm:
-    """A function `form(x, **tensors)` in a backbone that does nothing without tensors.
+    """A function `form(x, **tensors)` in a backbone. While `tensors` is None, it returns x.
 
-    It stays for the life of the backbone and only its tensors change, because a compiled backbone
-    checks the attributes of the hooks, but not the list of hooks. A copy of the backbone gets forms
-    without tensors, so it is the plain backbone.
+    The object stays in the backbone for the backbone's lifetime, and only `tensors` changes,
+    because the guards of `torch.compile` check the attributes of hooks, but not the list of hooks.
+    A copy of the backbone gets forms without tensors, so the copy is the plain backbone.
     """
 
     def __init__(self, form: Callable[..., Tensor]):
@@ -103,7 +126,7 @@ class SwitchedForm:
         self.tensors: dict[str, Tensor] | None = None
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return form(x), or x without tensors."""
+        """Return form(x, **tensors), or x if `tensors` is None."""
         if self.tensors is None:
             return x
         return self.form(x, **self.tensors)
@@ -113,7 +136,7 @@ class SwitchedForm:
 
 
 class Hook(SwitchedForm):
-    """Forward hook: sends a module's output through `form(output, **tensors)`."""
+    """Forward hook that replaces the output of a module by `form(output, **tensors)`."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if self.tensors is None:
@@ -122,9 +145,9 @@ class Hook(SwitchedForm):
 
 
 class KeywordHook(SwitchedForm):
-    """Forward pre-hook that passes the keyword argument `name`, if not None, through a form.
+    """Forward pre-hook that replaces the keyword argument `name` of a module.
 
-    The form is called as `form(argument, **tensors)`.
+    The new value is `form(argument, **tensors)`. An argument that is None stays None.
     """
 
     def __init__(self, form: Callable[..., Tensor], name: str):
@@ -144,12 +167,16 @@ class KeywordHook(SwitchedForm):
 
 
 class BesideHook(Hook):
-    """Hook with a form that also gets the input of a module: `form(output, input, **tensors)`."""
+    """Hook with a form that also gets the input of a module: `form(output, input, **tensors)`.
+
+    The input can be that of another module than the output. `note` must be registered as a forward
+    pre-hook of the module with the input.
+    """
 
     input: Tensor | None = None
 
     def note(self, module: nn.Module, inputs: Any) -> None:
-        """Remember the input of that module; a forward pre-hook."""
+        """Store the input of the module. This is a forward pre-hook."""
         self.input = None if self.tensors is None else inputs[0]
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
@@ -161,14 +188,19 @@ class BesideHook(Hook):
 
 
 class AdapterSites:
-    """The places of a backbone for adapters of one form.
-
-    The form is called as form(x (B, N, d), **tensors of the site).
+    """The sites of a backbone at which adapters of one form are inserted.
 
     Args:
-        positions: Modules of a block, each followed by an adapter; the empty name is the block
-            itself.
-        beside: Module of a block with the input that the form gets as its second argument.
+        backbone: A timm ViT.
+        form: Function that computes an adapter, called as form(x, **tensors of the site) with the
+            output x (B, N, d) of the module at the site.
+        positions: Names of modules of a block. An adapter follows each of these modules; the empty
+            name is the block itself.
+        beside: Name of a module of a block. The form gets the input of this module as its second
+            argument. None: the form has no such argument.
+
+    Raises:
+        UserError: If a block lacks one of the modules.
     """
 
     def __init__(
@@ -202,11 +234,11 @@ class AdapterSites:
 
     @contextmanager
     def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
-        """Context manager that sets these adapters, differentiable in their tensors.
+        """Apply adapters inside the context. The forward pass is differentiable in their tensors.
 
         Args:
-            stacked: Tensors (S, ...) by name, or one tensor per site if sizes differ. Empty: no
-                adapters.
+            stacked: Tensors (S, ...) by name, or a sequence with one tensor per site if the sizes
+                of the adapters differ. Empty: no adapters.
         """
         by_site: dict[str, Sequence[Tensor]] = {}
         for name, tensor in stacked.items():

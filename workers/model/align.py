@@ -6,9 +6,14 @@ from torch import Tensor
 
 
 def weight_ratio(old: Tensor, new: Tensor) -> Tensor:
-    """Return gamma, the mean norm of the rows of `old` (O, d) over that of `new` (K, d).
+    """Return gamma, the mean norm of the rows of `old` divided by the mean norm of those of `new`.
 
-    The factor makes the mean norms equal, not each norm.
+    `new` times gamma has rows with the same mean norm as `old`. The norms of single rows still
+    differ.
+
+    Args:
+        old: Weight vectors of the old classes, (O, d).
+        new: Weight vectors of the new classes, (K, d).
     """
     old_length: Tensor = old.norm(dim=1).mean()
     new_length: Tensor = new.norm(dim=1).mean()

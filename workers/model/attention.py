@@ -2,8 +2,8 @@
 
 The hooks read queries and keys; the model is neither changed nor copied.
 
-Entropy and distance as in Hyeon-Woo et al.: Scratching Visual Transformer's Back with Uniform
-Attention, ICCV 2023. Axes: B images, H heads, N tokens (prefix first), n patches.
+Entropy and distance are defined as in Hyeon-Woo et al.: Scratching Visual Transformer's Back with
+Uniform Attention, ICCV 2023. Axes: B images, H heads, N tokens (prefix tokens first), n patches.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AttentionStatistics:
     Attributes:
         network: Path of the ViT in the model, or "" for the model itself.
         block: Index of the block.
-        patch_distances: Distances between patches, (n, n).
-        context: The block's Context Broadcasting, or None.
+        patch_distances: Distances between patches, (n, n), in patches.
+        context: The block's module for Context Broadcasting (see context.py), or None.
         tokens: Number of tokens N in the last batch.
         images: Number of images so far.
         entropy: Sum over images of the entropy of each head, (H,).
@@ -61,7 +61,7 @@ class AttentionStatistics:
         self.tokens = attention.shape[-1]
         self.images += len(attention)
         self.entropy = self.entropy + compute_entropy(attention).sum(0).cpu()
-        patches = len(self.patch_distances)  # the last tokens, after any prefix
+        patches = len(self.patch_distances)  # patches are the last tokens, after any prefix tokens
         between_patches = attention[..., -patches:, -patches:]  # (B, H, n, n)
         distances = compute_distance(between_patches, self.patch_distances)  # (B, H)
         self.distance = self.distance + distances.sum(0).cpu()
@@ -71,8 +71,8 @@ class AttentionStatistics:
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per head, with means over images and queries.
 
-        Entropy is in nats, and relative to its maximum ln N. Distance is relative to that of
-        uniform attention.
+        The entropy is in nats; `entropy_share` is the entropy divided by its maximum ln N. The
+        distance is relative to the distance under uniform attention.
         """
         if not self.images:
             return []
@@ -102,9 +102,9 @@ class ClassAttention:
         network: Path of the ViT in the model, or "" for the model itself.
         block: Index of the block.
         grid: Rows h and columns w of the grid of patches.
-        passes: For each forward pass a map (B, h, w) over the grid of patches, averaged over heads.
-            Values are relative to uniform attention, which is 1 everywhere. Attention to other
-            tokens is ignored.
+        passes: A map (B, h, w) over the grid of patches for each forward pass, averaged over heads.
+            Values are relative to uniform attention over all N tokens, which is 1 everywhere.
+            Attention to other tokens is ignored.
     """
 
     network: str
@@ -136,9 +136,13 @@ def compute_entropy(attention: Tensor) -> Tensor:
 def compute_distance(attention: Tensor, patch_distances: Tensor) -> Tensor:
     """Return the mean attention distance: (B, H, n, n) -> (B, H).
 
-    For a patch i it is sum_j A_ij d_ij / sum_j A_ij over patches j. The mean over i is divided by
-    the mean distance under uniform attention. Class and register tokens have no position and are
-    omitted.
+    The distance of patch i is sum_j A_ij d_ij / sum_j A_ij over patches j. The mean over i is
+    divided by the mean distance under uniform attention. Class and register tokens have no position
+    and are omitted.
+
+    Args:
+        attention: Attention A between patches.
+        patch_distances: Distances d between patches, (n, n).
     """
     total = attention.sum(-1).clamp(min=torch.finfo(attention.dtype).tiny)
     distances = (attention * patch_distances.to(attention)).sum(-1) / total  # (B, H, n)
@@ -159,7 +163,7 @@ def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionS
         model: A ViT, or a module that contains ViTs.
 
     Yields:
-        A record for each attention layer. It reflects the weights and masks in effect.
+        A record for each attention layer. It is measured with the weights and masks in effect.
     """
 
     def create_record(name: str, index: int, vit: Any) -> AttentionStatistics:
@@ -171,7 +175,7 @@ def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionS
 
 
 def record_class_attention(model: nn.Module) -> AbstractContextManager[list[ClassAttention]]:
-    """Record the attention of class tokens of every forward pass inside the context.
+    """Record the attention of class tokens in every forward pass inside the context.
 
     Args:
         model: A ViT, or a module that contains ViTs. ViTs without a class token are skipped.
@@ -253,9 +257,10 @@ def _register_hooks(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
 
 
 def _compute_attention(attn: Any, q: Tensor, k: Tensor) -> Tensor:
-    """Return softmax(q k^T), (B, H, N, N), of `q` and `k` (B, H, N, d).
+    """Return softmax(scale q k^T), (B, H, N, N), of `q` and `k` (B, H, N, d).
 
-    With `KeyMasks`, pairs of a query and a key with policy 0 get no attention.
+    If the keys of the layer are masked (see `KeyMasks`), a query does not attend to a key with
+    policy 0.
     """
     scores: Tensor = (q * attn.scale) @ k.transpose(-2, -1)
     if getattr(attn, "keys", None) is not None:
@@ -264,7 +269,7 @@ def _compute_attention(attn: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _compute_gated_attention(attn: GatedAttention, qk: Tensor) -> Tensor:
-    """Return the attention of a layer of ConViT: content and positions, mixed by its gate.
+    """Return the attention of a ConViT layer: content and position attention, mixed by its gate.
 
     Args:
         attn: The layer.

@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IDENTITY = (1.0, 0.0)
+IDENTITY = (1.0, 0.0)  # alpha and beta of the layer that changes nothing
 
 
 def apply_bias(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
-    """Return logits (b, classes) with alpha z + beta in `columns`. bias: (alpha, beta)."""
+    """Return the logits, with alpha z + beta instead of z in some columns.
+
+    Args:
+        logits: Logits z, (b, classes).
+        columns: Columns of the classes to change.
+        bias: (alpha, beta).
+    """
     before = logits[:, : columns.start]
     biased = bias[0] * logits[:, columns] + bias[1]
     behind = logits[:, columns.stop :]
@@ -21,8 +27,14 @@ def apply_bias(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
 def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Tensor:
     """Return (alpha, beta) that minimise cross-entropy of the biased logits + decay beta^2 / 2.
 
-    By L-BFGS from (1, 0) in fp64. All classes have the same weight, whatever their number of
-    images. logits: (n, classes); labels: (n,).
+    The optimizer is L-BFGS, started at (1, 0), in fp64. The cross-entropy is weighted so that every
+    class has the same influence, for any number of images.
+
+    Args:
+        logits: Logits z, (n, classes).
+        labels: Labels, (n,).
+        columns: Columns of the classes with alpha z + beta.
+        decay: Weight decay of beta.
     """
     logits = logits.detach().double()
     weight = 1 / labels.bincount().double()[labels]  # (n,)

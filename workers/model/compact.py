@@ -1,10 +1,10 @@
-"""Inference that does not compute the tokens, neurons and channels that a task's masks drop.
+"""Inference that skips the tokens, neurons and channels that a task's masks drop.
 
 ViT: a block computes keys and values of kept tokens only, and queries of live tokens only. A token
-is live if a later block keeps it as a key, or if the pooling or context (see context.py) reads it.
-FFN neurons that cannot reach the output are cut.
+is live if a later block keeps it as a key, or if the pooling or Context Broadcasting (see
+context.py) reads it. FFN neurons that cannot affect the output are removed.
 
-ResNet: inner channels of residual blocks that cannot reach the output are cut.
+ResNet: inner channels of residual blocks that cannot affect the output are removed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,27 @@ class BlockPlan:
     """The tokens and neurons that one block computes, as sorted indices.
 
     Prefix tokens have the first indices.
+
+    Attributes:
+        inputs: Tokens that enter the block.
+        keys: Tokens with a key and a value.
+        kept: (keys,) bool. False: the token is masked, and only its own query attends to it.
+        queries: Tokens that leave the block.
+        neurons: FFN neurons.
     """
 
-    inputs: Tensor  # tokens that enter the block
-    keys: Tensor  # tokens with a key and a value
-    kept: Tensor  # (keys,) bool; False for a masked token, which only its own query attends to
-    queries: Tensor  # tokens that leave the block
-    neurons: Tensor  # FFN neurons
+    inputs: Tensor
+    keys: Tensor
+    kept: Tensor
+    queries: Tensor
+    neurons: Tensor
 
 
 def plan_blocks(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
     """Return a plan per block.
 
-    Whether a token is live is decided from the last block to the first. The tokens that enter a
-    block are those that leave the one before.
+    Live tokens are determined from the last block to the first. The tokens that enter a block are
+    the tokens that leave the block before.
     """
     prefix = vit.num_prefix_tokens
     total = prefix + vit.patch_embed.num_patches
@@ -77,9 +84,9 @@ def plan_blocks(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
 
 
 def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
-    """Return which neurons are live, (hidden,) bool.
+    """Return the live neurons of an FFN, (hidden,) bool.
 
-    A neuron is dead when it is masked, or when every weight that leaves it is.
+    A neuron is not live if it is masked, or if all its outgoing weights are masked.
     """
     live = torch.ones(mlp.fc1.out_features, dtype=torch.bool)
     if not isinstance(mlp.norm, nn.Identity):
@@ -92,9 +99,9 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
 
 
 def flops(vit: Any, plans: list[BlockPlan]) -> int:
-    """Return the multiply-adds of one image in the patch embedding and the blocks.
+    """Return the number of multiply-adds for one image in the patch embedding and the blocks.
 
-    Norms, activations and means over tokens are left out.
+    Norms, activations and means over tokens are not counted.
     """
     width = vit.embed_dim
     count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
@@ -102,8 +109,9 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
     for plan in plans:
         queries = len(plan.queries)
         keys = len(plan.keys)
-        linear = queries * width + keys * width  # queries and proj; keys and values
-        attention = queries * keys  # scores, and the sum of values
+        # multiply-adds, divided by 2 * width; first term: queries and proj, second: keys and values
+        linear = queries * width + keys * width
+        attention = queries * keys  # scores, and the weighted sums of values
         ffn = queries * len(plan.neurons)
         count += 2 * width * (linear + attention + ffn)
     return count
@@ -111,12 +119,12 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
 
 @torch.no_grad()
 def multiply_adds(model: nn.Module, *shape: int) -> int:
-    """Count the multiply-adds of one input (*shape), without computing anything.
+    """Count the multiply-adds for one input (*shape) with fake tensors: nothing is computed.
 
-    Linear layers, convolutions and products of matrices are counted.
+    Linear layers, convolutions and matrix products are counted.
     """
     training = [module for module in model.modules() if module.training]
-    model.eval()  # in training mode stochastic depth expects the batch that it was drawn for
+    model.eval()  # in training mode `DrawnDropPath` only accepts the batch for which it was drawn
     try:
         with shapes_only(), FlopCounterMode(display=False) as counter:
             model(torch.empty(1, *shape, device=next(model.parameters()).device))
@@ -128,9 +136,9 @@ def multiply_adds(model: nn.Module, *shape: int) -> int:
 
 
 class CompactBlock(nn.Module):
-    """One block, reduced to its plan.
+    """A block that computes only the tokens and neurons of its plan.
 
-    Norms, projection and layer scale are the modules of the backbone.
+    It shares the modules for norms, projection and layer scale with the backbone.
     """
 
     norm1: nn.Module
@@ -218,9 +226,9 @@ class CompactBlock(nn.Module):
 
 
 class CompactVit(nn.Module):
-    """images (b, 3, H, W) -> logits of one task.
+    """A ViT of `CompactBlock`s with the head of one task: images (b, 3, H, W) -> logits.
 
-    Equal to the masked dense forward up to the order of summation.
+    The logits equal those of the masked dense forward pass up to the order of summation.
     """
 
     entering: Tensor | None
@@ -251,22 +259,24 @@ class CompactVit(nn.Module):
 
 @torch.no_grad()
 def cut_channels(cnn: nn.Module) -> None:
-    """Cut, in place, the inner channels of residual blocks that no weight leaves.
+    """Remove inner channels of residual blocks whose outgoing weights are all 0, in place.
 
-    Go from the last convolution to the first. All channels stay where something between two
-    convolutions mixes channels or pixels (group norm, anti-aliasing).
+    All channels stay if another layer between two convolutions mixes channels or pixels (group
+    norm, anti-aliasing).
     """
     blocks: list[Any] = [m for m in cnn.modules() if isinstance(m, (BasicBlock, Bottleneck))]
     for block in blocks:
         inner = [(block.conv1, block.bn1, block.conv2)]
         if isinstance(block, Bottleneck):
+            # from the last convolution to the first: removed outputs of conv2 leave fewer weights
+            # behind the outputs of conv1
             inner.insert(0, (block.conv2, block.bn2, block.conv3))
         for before, norm, after in inner:
             live = after.weight.ne(0).any(dim=(0, 2, 3))
-            live[0] |= not live.any()  # no convolution of nothing
+            live[0] |= not live.any()  # a convolution needs at least one channel
             if isinstance(norm, nn.BatchNorm2d) and isinstance(block.aa, nn.Identity):
                 for tensor in (*before.parameters(), *norm.parameters(), *norm.buffers()):
-                    if tensor.ndim:  # the others count batches
+                    if tensor.ndim:  # not the scalar `num_batches_tracked`
                         tensor.data = tensor[live]
                 after.weight.data = after.weight[:, live].contiguous()
 
@@ -286,7 +296,7 @@ def _times(weight: Tensor, mask: Tensor | None) -> Tensor:
 def _positions(tokens: Tensor, among: Tensor) -> Tensor | None:
     """Return the positions of `tokens` in the sorted superset `among`.
 
-    The result is None if both are equal, so that nothing is gathered.
+    The result is None if both are equal; then `_take` returns its input.
     """
     if len(tokens) == len(among):
         return None
@@ -294,7 +304,7 @@ def _positions(tokens: Tensor, among: Tensor) -> Tensor | None:
 
 
 def _take(x: Tensor, positions: Tensor | None) -> Tensor:
-    """(B, N, d) -> (B, positions, d)."""
+    """Select tokens: (B, N, d) -> (B, positions, d). None: all tokens."""
     if positions is None:
         return x
     return x.index_select(1, positions)

@@ -1,9 +1,10 @@
-"""Context Broadcasting: add the mean of all tokens, uniform attention, to every token of a ViT.
+"""Context Broadcasting: add the mean of all tokens (uniform attention) to every token of a ViT.
 
-It is inserted into the blocks from outside.
+Forward hooks insert it into the blocks of an existing backbone. In this module, "context" means a
+module for Context Broadcasting or a uniform attention head.
 
 Hyeon-Woo, Yu-Ji, Heo, Han, Oh, Oh: Scratching Visual Transformer's Back with Uniform Attention,
-ICCV 2023. Axes: B images, N tokens (prefix first), D width, H heads, d width of a head.
+ICCV 2023. Axes: B images, N tokens (prefix tokens first), D width, H heads, d width of a head.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ PLAIN = "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
 class Context(nn.Module):
     """CB(X)_i = (x_i + c) / 2 with c = mean_j x_j over all tokens including the class token.
 
-    It has no parameters, and maps (B, N, D) to the same shape. With `max`, c is the maximum over
-    tokens in each channel; with `class`, the class token.
+    The module has no parameters, and maps (B, N, D) to the same shape.
+
+    Args:
+        pool: Definition of c. `mean`: the mean over tokens; `max`: the maximum over tokens in each
+            channel; `class`: the class token.
     """
 
     def __init__(self, pool: str):
@@ -34,7 +38,7 @@ class Context(nn.Module):
         self.pool = pool
 
     def pooled(self, x: Tensor) -> Tensor:
-        """c, (B, 1, D)."""
+        """Return c, (B, 1, D)."""
         if self.pool == "class":
             return x[:, :1]
         if self.pool == "max":
@@ -49,8 +53,14 @@ class ScaledContext(Context):
     """CB_S(X)_i = a x_i + Lambda * c with a learned Lambda (D,), elementwise.
 
     a = Lambda = 1/2 is CB; a = 1 and Lambda = 0 changes nothing. Difference from the paper: its
-    formula was not available. a = 1 is our reading, and Lambda starts at 0, so that weights trained
-    without it give the same outputs until it has learned.
+    formula was not available, and a = 1 is our interpretation. By default Lambda starts at 0:
+    weights that were trained without this module give the same outputs until Lambda is trained.
+
+    Args:
+        pool: Definition of c, see `Context`.
+        width: D.
+        own: a, the factor of the token itself.
+        start: Initial value of Lambda.
     """
 
     def __init__(self, pool: str, width: int, own: float, start: float):
@@ -63,10 +73,10 @@ class ScaledContext(Context):
 
 
 class UniformHead(nn.Module):
-    """A head that attends to all tokens alike: W_o mean_j W_v x_j, the same for every token.
+    """A head with uniform attention: W_o mean_j W_v x_j, the same for every token.
 
-    (B, N, D) -> (B, 1, D). The mean commutes with W_v, so one token is projected. Both weights
-    start as timm's linear layers do.
+    (B, N, D) -> (B, 1, D). The mean commutes with W_v, so only the mean token is projected. Both
+    weights are initialised like timm's linear layers.
     """
 
     def __init__(self, width: int, head_width: int):
@@ -82,9 +92,9 @@ class UniformHead(nn.Module):
         return projected
 
 
-# Each block gets the same hooks, and an attribute of the module enables a hook. torch.compile
-# guards on attributes of modules, but not on the list of hooks. So the code of one block serves all
-# blocks with equal attributes.
+# All blocks get the same hooks, and an attribute of the module enables a hook. torch.compile guards
+# on attributes of modules, but not on the list of hooks. So the compiled code of one block also
+# serves the other blocks with equal attributes.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     mixed: Tensor = module.context(output)
     return mixed
@@ -98,9 +108,9 @@ def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
-    """Return queries (B, H, N, d) with those of the first head set to 0.
+    """Return queries (B, H, N, d), with 0 for the queries of the first head.
 
-    The softmax of that head is then uniform over all unmasked keys.
+    The softmax of this head is then uniform over all unmasked keys.
     """
     if not module.first_uniform:
         return queries
@@ -108,24 +118,26 @@ def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
 
 
 def insert(backbone: nn.Module, settings: ContextSettings) -> None:
-    """Insert context into the chosen blocks, with hooks that stay for the life of the backbone.
+    """Insert context into the chosen blocks, with hooks that stay for the backbone's lifetime.
 
-    Existing parameters keep their names and values.
+    Existing parameters keep their names and values. `settings.kind` selects the place:
 
-    `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the
-    residual. CB commutes with affine operations on single tokens, so in the middle of the MLP,
-    after the activation, it would be the same function at four times the cost. Inside attention:
-    `replace`, the first head attends uniformly to all tokens; its queries and keys stay among the
-    parameters, but nothing depends on them. `parallel`, an additional uniform head. `compensate`,
-    both: the new head has as many parameters as the queries and keys of a replaced one, which is
-    our reading of the paper's comparison at equal size.
+    - `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the
+      residual addition. CB commutes with affine operations on single tokens. Therefore it would be
+      the same function after the activation in the middle of the MLP, but at four times the cost.
+    - `replace`: the first attention head attends uniformly to all tokens. Its queries and keys stay
+      among the parameters, but nothing depends on them.
+    - `parallel`: attention gets an additional uniform head.
+    - `compensate`: both `replace` and `parallel`. The new head has as many parameters as the
+      queries and keys of the replaced head. This is our interpretation of the paper's comparison at
+      equal size.
 
     Args:
         backbone: The backbone.
         settings: Settings of the context.
 
     Raises:
-        UserError: If the backbone cannot have the context.
+        UserError: If the architecture does not support the settings.
     """
     at = f"backbone.context.kind is {settings.kind!r}, and"
     if not isinstance(backbone, VisionTransformer):
@@ -160,7 +172,14 @@ def insert(backbone: nn.Module, settings: ContextSettings) -> None:
 
 
 def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
-    """Give the MLP or the attention of one block its context and hooks."""
+    """Add context and hooks to the MLP or the attention of one block.
+
+    Args:
+        part: The MLP or the attention.
+        settings: Settings of the context.
+        chosen: Whether the block has context. Other blocks get the hooks only.
+        width: Width D of the backbone.
+    """
     if settings.kind in ("cb", "cbs"):
         part.context = _make_context(settings, width) if chosen else nn.Identity()
         part.register_forward_hook(_behind)
@@ -179,7 +198,7 @@ def _make_context(settings: ContextSettings, width: int) -> Context:
 
 
 def encode_settings(backbone: nn.Module) -> bytes:
-    """Return the settings of a backbone's context for its digest; empty where it has none."""
+    """Return the context settings of a backbone for its digest; empty if it has no context."""
     settings: ContextSettings | None = getattr(backbone, "broadcasts", None)
     if settings is None:
         return b""
@@ -194,7 +213,7 @@ def context_modules(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def context_parameter_names(backbone: nn.Module) -> list[str]:
-    """Return the names of the parameters of context, which weights from elsewhere lack."""
+    """Return the names of the parameters of context. Published weights lack these parameters."""
     names: list[str] = []
     for prefix, module in context_modules(backbone):
         names += [f"{prefix}.{name}" for name, _ in module.named_parameters()]
@@ -202,17 +221,18 @@ def context_parameter_names(backbone: nn.Module) -> list[str]:
 
 
 def mixes_all_tokens(block: Any) -> bool:
-    """Return whether every output token of a block depends on all inputs of its MLP.
+    """Return whether the MLP of a block contains Context Broadcasting.
 
-    In this case no token can be left out.
+    In this case the block must compute all tokens, because an output token can depend on the MLP's
+    outputs at other tokens.
     """
     return isinstance(getattr(block.mlp, "context", None), Context)
 
 
 def uniform_multiply_adds(backbone: nn.Module) -> int:
-    """Count the multiply-adds of additional uniform heads.
+    """Count the multiply-adds of additional uniform heads for one image.
 
-    One token is projected, for any number of tokens.
+    The count does not depend on the number of tokens, because only the mean token is projected.
     """
     heads = [m for _, m in context_modules(backbone) if isinstance(m, UniformHead)]
     return sum(parameter.numel() for head in heads for parameter in head.parameters())

@@ -1,4 +1,4 @@
-"""ConViT blocks of DyTox's encoder: timm's VisionTransformer with gated positional self-attention.
+"""DyTox's encoder: timm's VisionTransformer with gated positional self-attention from ConViT.
 
 The model is registered in timm.
 
@@ -21,13 +21,13 @@ from torch.nn import functional as F
 class GatedAttention(nn.Module):
     """GPSA: A = (1 - g) softmax(q k^T / sqrt(d)) + g P, (B, N, D) -> (B, N, D).
 
-    P = softmax_j(u_h . r_ij + b_h) and g_h = sigmoid(gate_h). P does not depend on the image: it is
-    computed once per forward pass, (H, N, N). The content part is fused attention. The rows of both
-    parts sum to 1, so they are not normalised again.
+    For head h, P = softmax_j(u_h . r_ij + b_h) and g_h = sigmoid(gate_h). P, (H, N, N), does not
+    depend on the image, so it is computed once per forward pass. The content part uses fused
+    attention. The rows of both parts sum to 1, so the mixture is not normalised again.
     """
 
-    # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; set by the network, which
-    # knows the grid
+    # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; `ConViT` sets this buffer,
+    # because it knows the grid
     offsets: Tensor
 
     def __init__(self, dim: int, num_heads: int, **of_timm: Any):
@@ -40,10 +40,10 @@ class GatedAttention(nn.Module):
         self.gate = nn.Parameter(torch.ones(num_heads))
 
     def start_local(self) -> None:
-        """Start like a convolution.
+        """Initialise the layer like a convolution.
 
-        Values pass unchanged, and the first floor(sqrt(H))^2 heads attend to the neighbours of a
-        square kernel.
+        The layer for values becomes the identity. The position attention of each of the first
+        floor(sqrt(H))^2 heads is centred on one position of a square kernel around the patch.
         """
         side = math.isqrt(self.num_heads)
         with torch.no_grad():
@@ -58,7 +58,7 @@ class GatedAttention(nn.Module):
         return q, k
 
     def positions(self) -> Tensor:
-        """P, (H, N, N)."""
+        """Return P, (H, N, N)."""
         scores: Tensor = self.pos_proj(self.offsets)  # (N, N, H)
         return scores.permute(2, 0, 1).softmax(-1)
 
@@ -74,7 +74,7 @@ class GatedAttention(nn.Module):
 
 
 def offsets(side: int) -> Tensor:
-    """(N, N, 3) on a grid of side x side patches."""
+    """Return r_ij of `GatedAttention` for a grid of side x side patches, (N, N, 3)."""
     patch = torch.arange(side * side)
     x = patch % side
     y = patch // side
@@ -84,11 +84,12 @@ def offsets(side: int) -> Tensor:
 
 
 class ConViT(VisionTransformer):
-    """Only local blocks: patches with positions, no class token, no final norm.
+    """A ConViT that has only blocks with `GatedAttention`, no class token and no final norm.
 
-    The features are the mean over patches. Difference from the original: its two global blocks are
-    not part of this model; DyTox's task attention outside attends globally to the patches. The rate
-    of stochastic depth rises as if the task attention were one more block.
+    The features are the mean over patches. Difference from the original ConViT: the two global
+    blocks are missing. In DyTox, the task attention (task_attention.py) attends globally to the
+    patches instead. The rate of stochastic depth rises over the blocks as if the task attention
+    were one more block.
     """
 
     def __init__(

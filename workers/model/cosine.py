@@ -1,6 +1,6 @@
-"""Cosine heads, which score classes by the cosine of features and class vectors; and their losses.
+"""Cosine heads and their losses. The logit of a class is a scaled cosine similarity.
 
-One learnt scale multiplies all cosines.
+The cosine is that of the features and a class vector. One learned scale multiplies all cosines.
 
 Axes: b images, d features, A classes so far, P vectors (proxies) of a class.
 """
@@ -17,15 +17,15 @@ from workers.model.exemplars import normalise
 from workers.model.heads import Heads
 from workers.rng import derive_seed
 
-MAX_KMEANS_ROUNDS = 100  # k-means mostly converges earlier
+MAX_KMEANS_ROUNDS = 100  # maximum number of k-means rounds; most runs converge earlier
 
 
 class CosineHead(nn.Module):
     """Features h (b, d) -> logits eta s (b, classes).
 
     s_c = sum_p softmax_p(<h, w_cp>) <h, w_cp> over the proxies p of class c, for h and w of unit
-    length. With one proxy it is the cosine. Computed in fp32 also under autocast, because a scale
-    in the tens would magnify the rounding errors of bf16.
+    length. With one proxy s_c is the cosine. s is computed in fp32 even under autocast, because a
+    scale eta in the tens would magnify the rounding errors of bf16.
     """
 
     def __init__(self, width: int, classes: int, proxies: int, scale: nn.Parameter):
@@ -49,11 +49,11 @@ class CosineHead(nn.Module):
 
 
 class CosineHeads(Heads):
-    """A CosineHead by task name, with P vectors per class, and the scale eta of all heads.
+    """A `CosineHead` for each task, with P vectors per class. All heads share the scale eta.
 
-    eta is stored with every head; the last restored head determines its value. A stored head
-    without eta is the linear head of a base task. It is not restored: the classes of that task get
-    vectors by imprinting.
+    eta is stored with every head; the head that is restored last determines its value. A stored
+    head without eta is the linear head of a base task. It is not restored, because the classes of
+    the base task get vectors by imprinting (`imprint`).
     """
 
     def __init__(self, width: int, proxies: int = 1, scale: float = 1.0):
@@ -78,10 +78,18 @@ class CosineHeads(Heads):
 def imprint(
     features: Tensor, labels: Tensor, classes: int, proxies: int, length: float, seed: int
 ) -> Tensor:
-    """Return class vectors (classes, P, d) of this length from features (n, d) and labels (n,).
+    """Return initial class vectors (classes, P, d) from the features of images.
 
-    They point along the means of P clusters of the class's unit features; with one cluster along
-    the class mean.
+    The vectors of a class have the directions of the centres of P clusters of its features, which
+    are first scaled to unit length. With one cluster, this is the direction of the class mean.
+
+    Args:
+        features: Features, (n, d).
+        labels: Labels, (n,).
+        classes: Number of classes.
+        proxies: Number P of vectors per class.
+        length: Length of the vectors.
+        seed: Seed of the k-means initialisation.
     """
     unit = normalise(features)
     directions = []
@@ -93,16 +101,16 @@ def imprint(
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` centres (count, d) of points (n, d): Lloyd's algorithm after k-means++.
+    """Return `count` centres (count, d) of points (n, d), by Lloyd's algorithm after k-means++.
 
-    An empty cluster keeps its centre. Among equally near centres the first is taken. With fewer
-    points than centres some centres are equal.
+    An empty cluster keeps its centre. A point with several nearest centres belongs to the first of
+    them. If there are fewer points than centres, some centres are equal.
     """
     first = torch.randint(len(points), (1,), generator=generator)
     centres = points[first]
     while len(centres) < count:
         distances = _distances(points, centres).amin(1)
-        weights = distances.square() + 1e-12  # above 0 also when every point is a centre
+        weights = distances.square() + 1e-12  # not all 0, even if every point is a centre
         drawn = torch.multinomial(weights, 1, generator=generator)
         centres = torch.cat([centres, points[drawn]])
     nearest = torch.full((len(points),), -1)
@@ -125,8 +133,8 @@ def _distances(points: Tensor, centres: Tensor) -> Tensor:
 def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: float) -> Tensor:
     """Return UCIR's margin loss of each sample, (b,).
 
-    For a sample of an old class it is the mean of relu(margin - s_y + s_k) over the `top` most
-    similar new classes k. For any other sample it is 0.
+    For a sample of an old class y, the loss is the mean of relu(margin - s_y + s_k) over the `top`
+    most similar new classes k. For any other sample it is 0.
 
     Args:
         similarity: Similarities s, (b, A).
@@ -145,9 +153,9 @@ def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: 
 def nca(
     similarity: Tensor, labels: Tensor, scale: Tensor | float, margin: float, hinge: bool = True
 ) -> Tensor:
-    """Return the mean NCA loss, -log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)).
+    """Return the NCA loss -log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)).
 
-    The sum excludes the class y.
+    The sum excludes the class y. The loss is averaged over the samples.
 
     Args:
         similarity: Similarities s, (b, A).

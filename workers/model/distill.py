@@ -1,4 +1,4 @@
-"""Distillation: the network before a task, and losses that keep the new network close to it."""
+"""Distillation: copies of the network before a task, and losses that keep the outputs similar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 
 class Teacher:
-    """Frozen copies of a backbone and of heads, by task.
+    """Frozen copies of a backbone and of some heads; the heads are stored by task name.
 
-    It is intentionally not a module. As a part of the method it would be put into training mode,
-    draw drop paths and be stored in checkpoints, although it equals the carried state of the
-    previous task.
+    This class is intentionally not an `nn.Module`. As a submodule of a method it would be put into
+    training mode, draw drop paths and be stored in checkpoints. Checkpoints do not need it, because
+    it equals the carried state of the previous task.
     """
 
     def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):
@@ -23,12 +23,12 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> dict[str, Tensor]:
-        """Return the logits (b, classes) of all heads by task, with one pass of the backbone."""
+        """Return the logits (b, classes) of each head by task; the backbone runs once."""
         features = self.backbone(images)
         return {task: head(features) for task, head in self.heads.items()}
 
     def joined(self, images: Tensor) -> Tensor:
-        """The same as (b, old classes), in the order in which the heads were given."""
+        """Return the logits of all heads as one tensor (b, old classes), in `heads` order."""
         return torch.cat([*self.logits(images).values()], 1)
 
 
@@ -39,15 +39,17 @@ def _frozen(module: nn.Module) -> nn.Module:
 def kd_ce(
     student: Tensor, teacher: Tensor, tau: float, class_weights: Tensor | None = None
 ) -> Tensor:
-    """Return -mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c, in fp32 without tau^2.
+    """Return -mean_b sum_c softmax(y / tau)_c log softmax(z / tau)_c, in fp32.
 
-    The gradient is that of KL(softmax(y / tau) || softmax(z / tau)), averaged over the batch.
+    The loss is not multiplied by tau^2. Its gradient is that of KL(softmax(y / tau) || softmax(z /
+    tau)), averaged over the batch.
 
     Args:
         student: The logits z, (b, classes).
         teacher: The logits y, (b, classes).
         tau: The temperature.
-        class_weights: Factors (classes,) of the teacher's probabilities, which are then normalised.
+        class_weights: Factors (classes,) of the teacher's probabilities; the products are
+            normalised. None: no factors.
     """
     target = (teacher.float() / tau).softmax(1)
     if class_weights is not None:
@@ -59,8 +61,13 @@ def kd_ce(
 def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
     """Return tau^2 KL(softmax(y / tau) || softmax(z / tau)), averaged over all entries, in fp32.
 
-    The mean is over b * classes entries. With tau = 1 it is `kd_ce` divided by the number of
-    classes, up to a constant.
+    The mean is over b * classes entries. With tau = 1 the loss equals `kd_ce` divided by the number
+    of classes, up to a constant.
+
+    Args:
+        student: The logits z, (b, classes).
+        teacher: The logits y, (b, classes).
+        tau: The temperature.
     """
     log_q = (student.float() / tau).log_softmax(1)
     p = (teacher.float() / tau).softmax(1)
@@ -69,17 +76,29 @@ def kd_kl(student: Tensor, teacher: Tensor, tau: float = 1.0) -> Tensor:
 
 
 def kd_sig(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the binary cross-entropy of logits z to sigmoid(y), averaged over entries, in fp32."""
+    """Return the binary cross-entropy of sigmoid(z) with targets sigmoid(y), in fp32.
+
+    The loss is averaged over all entries.
+
+    Args:
+        student: The logits z, (b, classes).
+        teacher: The logits y, (b, classes).
+    """
     return F.binary_cross_entropy_with_logits(student.float(), teacher.float().sigmoid())
 
 
 def kd_bce(student: Tensor, teacher: Tensor, tau: float) -> Tensor:
-    """Return the binary cross-entropy of q = softmax(z / tau) to p = softmax(y / tau), in fp32.
+    """Return the binary cross-entropy of q = softmax(z / tau) with targets p = softmax(y / tau).
 
-    It is averaged over all entries.
+    The loss is computed in fp32 and averaged over all entries.
+
+    Args:
+        student: The logits z, (b, classes).
+        teacher: The logits y, (b, classes).
+        tau: The temperature.
     """
     scores = student.float() / tau
     p = (teacher.float() / tau).softmax(1)
-    q = scores.softmax(1).clamp(max=1 - torch.finfo(torch.float32).eps)  # log(1 - q) stays finite
+    q = scores.softmax(1).clamp(max=1 - torch.finfo(torch.float32).eps)  # keeps log(1 - q) finite
     log_likelihood = p * scores.log_softmax(1) + (1 - p) * torch.log1p(-q)
     return -log_likelihood.mean()

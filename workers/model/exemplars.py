@@ -1,6 +1,6 @@
-"""Exemplars: how many images a memory keeps of each class, and which.
+"""Selection of exemplars: the number of images of each class in a memory, and which images.
 
-Deterministic: among equals the first is taken.
+The selection is deterministic: among images with equal scores, the first image is chosen.
 """
 
 from __future__ import annotations
@@ -11,21 +11,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-REBUFFI_ROUNDS = 1000  # after so many the original code fills up in any order
+# maximum number of rounds of `rebuffi_herding`; after that the original code adds unused images in
+# arbitrary order
+REBUFFI_ROUNDS = 1000
 
-# features (n, d) of one class, how many, noise -> row indices, best first
+# arguments: features (n, d) of one class, number of images, random generator; result: indices of
+# the chosen rows, best first
 Selection = Callable[[Tensor, int, torch.Generator], list[int]]
 
 
 def quota(memory: int, per_class: int, classes: int) -> int:
-    """Return m, the images of each class: `per_class`, or where it is 0 floor(memory / classes)."""
+    """Return the number of images per class: `per_class`, or floor(memory / classes) if it is 0.
+
+    Args:
+        memory: Number of images in the memory.
+        per_class: Number of images per class, or 0.
+        classes: Number of classes.
+    """
     return per_class or memory // classes
 
 
 def normalise(features: Tensor) -> Tensor:
     """Return the rows of (n, d) as unit vectors, in fp64.
 
-    Which one is nearest must not depend on the order of a sum.
+    The precision makes the choice of the nearest row independent of the order of summation.
     """
     features = features.double()
     lengths: Tensor = features.norm(dim=1, keepdim=True)
@@ -33,11 +42,16 @@ def normalise(features: Tensor) -> Tensor:
 
 
 def herding(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Choose so that the mean of the chosen features is nearest to the class mean.
+    """Choose images one by one, so that the mean of their features is near the class mean.
 
-    Rebuffi et al., iCaRL, CVPR 2017, Alg. 4. For unit vectors the next one is the largest d_i . (k
-    mu - S) among the unused, S the sum of those chosen. A selection of fewer is the start of a
-    selection of more.
+    Rebuffi et al., iCaRL, CVPR 2017, Alg. 4. Features d_i are scaled to unit length. Image k is the
+    unused image with the largest d_i . (k mu - S), with the class mean mu and the sum S of the
+    chosen features. A shorter selection is the beginning of a longer one.
+
+    Args:
+        features: Features of one class, (n, d).
+        count: Number of images.
+        generator: Not used.
     """
     unit = normalise(features)
     mean = unit.mean(0)
@@ -54,15 +68,21 @@ def herding(features: Tensor, count: int, generator: torch.Generator) -> list[in
 
 
 def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Choose by herding as the authors' code does (and DyTox, UCIR, PODNet, DER).
+    """Choose by herding like the code of iCaRL's authors (also used by DyTox, UCIR, PODNet, DER).
 
-    An image can win again; this chooses nothing, and changes the direction. After 1000 rounds the
-    first unused images fill up.
+    A round can select an image that is already chosen. Then the round adds no image and only
+    changes the direction. After 1000 rounds, the first unused images are added until there are
+    `count` images.
+
+    Args:
+        features: Features of one class, (n, d).
+        count: Number of images.
+        generator: Not used.
     """
     unit = normalise(features)
     mean = unit.mean(0)
     direction = mean.clone()
-    chosen: dict[int, None] = {}  # in order of choice
+    chosen: dict[int, None] = {}  # ordered set of indices
     for _ in range(REBUFFI_ROUNDS):
         if len(chosen) >= min(count, len(unit)):
             break
@@ -74,14 +94,26 @@ def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) ->
 
 
 def closest(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Choose the images nearest to the mean of the unnormalised features (E2E, ECCV 2018)."""
+    """Choose the images nearest to the mean of the unnormalised features (E2E, ECCV 2018).
+
+    Args:
+        features: Features of one class, (n, d).
+        count: Number of images.
+        generator: Not used.
+    """
     features = features.double()
     distances = (features - features.mean(0)).square().sum(1)  # (n,)
     return distances.argsort(stable=True)[:count].tolist()
 
 
 def at_random(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Choose at random, without replacement."""
+    """Choose images at random, without replacement.
+
+    Args:
+        features: Features of one class, (n, d); only their number is used.
+        count: Number of images.
+        generator: Draws the images.
+    """
     return torch.randperm(len(features), generator=generator)[:count].tolist()
 
 
@@ -94,7 +126,15 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return nu, (classes, d): the unit vectors along the mean of each class's unit vectors."""
+    """Return the mean of each class, (classes, d), as a unit vector.
+
+    The features are scaled to unit length before the mean.
+
+    Args:
+        features: Features, (n, d).
+        labels: Labels, (n,).
+        classes: Number of classes.
+    """
     unit = normalise(features)
     sums = torch.zeros(classes, unit.shape[1], dtype=unit.dtype, device=unit.device)
     sums.index_add_(0, labels, unit)
@@ -102,9 +142,13 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def nearest_mean(features: Tensor, means: Tensor) -> Tensor:
-    """Return logits (b, classes): minus the squared distance of unit features to class means.
+    """Return logits (b, classes): the negative squared distances of unit features to class means.
 
-    For unit vectors it is 2 cos - 2.
+    For unit vectors such a logit is 2 cos - 2.
+
+    Args:
+        features: Features (b, d) of any length.
+        means: Class means as unit vectors, (classes, d).
     """
     unit = F.normalize(features.float(), dim=1)  # (b, d)
     return 2 * unit @ means.T - 2

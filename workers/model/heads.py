@@ -1,4 +1,4 @@
-"""Task heads: one linear layer per task, made the same on every rank."""
+"""Task heads: one linear layer per task, initialised equally on all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from workers.rng import derive_seed
 
 
 class Heads(nn.Module):
-    """Linear(width, classes) by task name; one for all tasks if `is_shared`.
+    """A layer Linear(width, classes) for each task, or one for all tasks if `is_shared`.
 
-    The initial values depend on (seed, task name): they are equal on all ranks, for any order of
-    tasks. Weights are truncated normal with std 0.02, biases zero, as in DeiT's head.
+    Initial values depend only on the seed and the name of the task, so they are equal on all ranks
+    and for any order of tasks. As in DeiT's head, weights are truncated normal with std 0.02 and
+    biases are zero.
     """
 
     def __init__(self, width: int):
@@ -24,10 +25,10 @@ class Heads(nn.Module):
         self.layers = nn.ModuleList()
         self.names: list[str] = []
         self.device = torch.device("cpu")
-        self.is_shared = False  # all names lead to the first layer
+        self.is_shared = False  # True: all tasks use the first layer
 
     def _apply(self, fn: Any, recurse: bool = True) -> Heads:
-        """Remember the device of `to`, so that heads that are added later are created there."""
+        """Store the target device of `to`, because heads that are added later are moved there."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.device = fn(torch.empty(0, device=self.device)).device
         return self
@@ -41,7 +42,13 @@ class Heads(nn.Module):
         return 0 if self.is_shared else self.names.index(task)
 
     def add(self, task: str, classes: int, seed: int) -> nn.Linear:
-        """Return the head of a task; create it first if it does not exist."""
+        """Return the head of a task; create it first if it does not exist.
+
+        Args:
+            task: Name of the task.
+            classes: Number of classes of a new head.
+            seed: Seed of the run, for the initial values.
+        """
         if self.is_shared and self.names:
             if task not in self.names:
                 self.names.append(task)
@@ -52,7 +59,7 @@ class Heads(nn.Module):
         return self[task]
 
     def layer(self, classes: int) -> Any:
-        """A new head for `classes` classes, not initialised yet."""
+        """Return a new head for `classes` classes that `start` must initialise."""
         return nn.Linear(self.width, classes)
 
     def start(self, layer: Any, generator: torch.Generator) -> None:
@@ -61,11 +68,11 @@ class Heads(nn.Module):
         nn.init.zeros_(layer.bias)
 
     def export(self, task: str) -> dict[str, Tensor]:
-        """A copy of a head's tensors, to be stored."""
+        """Return a copy of a head's tensors for storage."""
         return {name: t.detach().clone() for name, t in self[task].state_dict().items()}
 
     def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
-        """Add or replace the head of a finished task; it is not trained any more."""
+        """Add or replace the head of a finished task. The head is frozen."""
         layer = self.layer(tensors["weight"].shape[0])
         layer.load_state_dict(tensors)
         layer.requires_grad_(False)
@@ -83,10 +90,10 @@ class Heads(nn.Module):
 
 
 class JointHeads(Heads):
-    """One linear layer without bias over all tasks, as rows by task.
+    """One linear layer without bias for the classes of all tasks, stored as its rows by task.
 
-    All rows are replaced together when the number of features grows. The bias of an added head
-    stays until then.
+    `renew` replaces all rows when the number of features grows. A head that is restored with a
+    bias, such as that of a base task, keeps the bias until then.
     """
 
     def layer(self, classes: int) -> Any:
@@ -94,13 +101,13 @@ class JointHeads(Heads):
 
     @torch.no_grad()
     def start(self, layer: Any, generator: torch.Generator) -> None:
-        """Values are drawn on the CPU, wherever the layer is."""
+        """Initialise a head. Its values are drawn on the CPU for any device of the layer."""
         layer.weight.copy_(
             nn.init.trunc_normal_(torch.empty(layer.weight.shape), std=0.02, generator=generator)
         )
 
     def renew(self, width: int) -> None:
-        """Replace the layers by new ones for `width` features; their values must be initialised."""
+        """Replace all heads by heads for `width` features that `start` must initialise."""
         self.width = width
         for name in self.names:
             self._append(name, self.layer(self[name].out_features))
@@ -114,5 +121,10 @@ class JointHeads(Heads):
 
 
 def sum_old_targets(targets: Tensor, old: int) -> Tensor:
-    """Targets (b, classes so far) -> (b, 1 + new): the old ones' sum, then the new ones."""
+    """Return targets (b, 1 + new): the sum over the old classes, then the new classes.
+
+    Args:
+        targets: Targets, (b, classes so far).
+        old: Number of old classes, which come first.
+    """
     return torch.cat([targets[:, :old].sum(1, keepdim=True), targets[:, old:]], 1)

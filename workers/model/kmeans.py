@@ -1,24 +1,24 @@
-"""K-means of features on the CPU: the same centres for the same features, in fp64."""
+"""Reproducible k-means on the CPU, in fp64: equal features and seeds give equal centres."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-MAX_ROUNDS = 100
+MAX_ROUNDS = 100  # maximum number of rounds of Lloyd's algorithm
 
 
 def find_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return the centres of Lloyd's algorithm, in fp64.
+    """Return the centres of clusters of points by Lloyd's algorithm, in fp64.
 
-    The first centres are drawn as in k-means++: each next one is a point, with a probability
-    proportional to its squared distance from the nearest centre so far. A centre that loses all its
-    points stays where it is.
+    The initial centres are drawn as in k-means++: each next centre is a point, drawn with a
+    probability proportional to its squared distance from the nearest earlier centre. A centre
+    without points does not move.
 
     Args:
-        points: Points, (n, d).
+        points: Points on the CPU, (n, d).
         count: Number of centres k. There are fewer if there are fewer different points.
-        generator: Draws the first centres.
+        generator: Draws the initial centres.
 
     Returns:
         (k, d).
@@ -45,6 +45,6 @@ def find_centres(points: Tensor, count: int, generator: torch.Generator) -> Tens
 
 
 def squared_distances(points: Tensor, centres: Tensor) -> Tensor:
-    """Points (n, d), centres (k, d) -> squared Euclidean distances (n, k)."""
+    """Return the squared Euclidean distances (n, k) of points (n, d) to centres (k, d)."""
     distances = torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
     return distances.square()

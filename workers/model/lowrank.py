@@ -1,10 +1,11 @@
 """LoRA: W + s B A, merged into W or as a parallel branch.
 
-On the fused query, key and value projection of every block of a timm VisionTransformer all updates
-are stacked. On linear layers of other backbones each update has separate tensors.
+For the fused projection of queries, keys and values in the blocks of a timm VisionTransformer, the
+updates of all blocks are stacked (`LowRank`). For linear layers of other backbones, each layer has
+separate tensors (`LinearUpdates`).
 
 Axes: L blocks, P parts of the projection's rows with one update each, r rank, d input width, o rows
-of a part.
+of a part, O rows of the whole projection, R rows of all factors A of a projection together.
 """
 
 from __future__ import annotations
@@ -17,24 +18,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Target = Literal["qkv", "qv", "linear"]
-# Last parts of the names of attention's projections in timm's models, fused or split.
+# last component of the names of attention projections in timm's models: fused, then split
 FUSED = ("qkv",)
 QUERIES, KEYS, VALUES = ("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")
-PROJECTION = "attn.qkv"  # of a block
+PROJECTION = "attn.qkv"  # path of the fused projection in a block
 
 
 def branch(out: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """W x -> W x + B A x. x: (B, N, d); out: (B, N, O); a: (R, d); b: (O, R)."""
+    """Return W x + B A x for a projection W.
+
+    Args:
+        out: W x, (B, N, O).
+        x: Input of the projection, (B, N, d).
+        a: A, (R, d).
+        b: B, (O, R).
+    """
     return out + F.linear(F.linear(x, a), b)
 
 
 def shapes(
     blocks: int, rows: int, width: int, rank: int, target: Target
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the factors of all blocks: a (L, P, r, d), b (L, P, o, r).
+    """Return the shapes of the factors of all blocks: a (L, P, r, d), b (L, P, o, r).
 
-    `qkv`: one update of all rows. `qv`: one of the queries, the first third of the rows, and one of
-    the values, the last third.
+    Args:
+        blocks: Number of blocks L.
+        rows: Number of rows of the projection.
+        width: Input width d.
+        rank: Rank r.
+        target: Updated rows. `qkv`: one update of all rows. Otherwise (`qv`) two updates: one of
+            the queries (the first third of the rows) and one of the values (the last third).
     """
     if target == "qkv":
         return {"a": (blocks, 1, rank, width), "b": (blocks, 1, rows, rank)}
@@ -42,9 +55,13 @@ def shapes(
 
 
 class LowRank(nn.Module):
-    """The trained factors.
+    """The trained factors of all blocks.
 
-    `a` starts like PyTorch's Linear (Kaiming-uniform, slope sqrt 5), `b` at zero.
+    `a` is initialised like PyTorch's Linear (Kaiming-uniform, slope sqrt 5), `b` with zeros.
+
+    Args:
+        a: Shape of `a`, see `shapes`.
+        b: Shape of `b`.
     """
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...]):
@@ -53,14 +70,21 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.zeros(b))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Both factors by name."""
+        """Return both factors by name."""
         return dict(self.named_parameters())
 
 
 def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
-    """The factors that `branch` takes: A (L, P r, d) and s B (L, rows, P r).
+    """Return the factors for `branch` in each block: A (L, P r, d) and s B (L, rows, P r).
 
-    With two parts B is block diagonal: queries in the first rows, values in the last ones.
+    With two parts, B is block diagonal: the rows of the queries are first, those of the values
+    last.
+
+    Args:
+        a: Stacked factors, (L, P, r, d).
+        b: Stacked factors, (L, P, o, r).
+        rows: Number of rows of the projection.
+        scale: The factor s.
     """
     if b.shape[1] == 1:
         return {"a": a[:, 0], "b": scale * b[:, 0]}
@@ -72,16 +96,23 @@ def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
 
 
 def key_value_rows(b: Tensor) -> Tensor:
-    """B (L, 2, o, r) of keys and values -> B (L, 3 o, r) of the fused projection, for `branch`.
+    """Convert B (L, 2, o, r) of keys and values to B (L, 3 o, r) of the fused projection.
 
-    The rows of the queries are zero. Keys and values have one A (L, r, d).
+    The result is a factor for `branch`. The rows of the queries are zero. Keys and values share one
+    A (L, r, d).
     """
     keys, values = b.unbind(1)
     return torch.cat([torch.zeros_like(keys), keys, values], 1)
 
 
 def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    """W + s B A of each block, by parameter name. a: (L, R, d); b: (L, O, R)."""
+    """Return W + B A of the projection of each block, by parameter name.
+
+    Args:
+        backbone: A timm VisionTransformer.
+        a: A, (L, R, d).
+        b: B, (L, O, R). It must include the factor s, as in the result of `factors`.
+    """
     weights = {}
     for index, block in enumerate(backbone.blocks):
         name = f"blocks.{index}.{PROJECTION}.weight"
@@ -90,17 +121,19 @@ def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
 
 
 def compute_weight(block: Any) -> Tensor:
-    """The weight of a block's projection, (O, d)."""
+    """Return the weight of a block's projection, (O, d)."""
     weight: Tensor = block.get_submodule(PROJECTION).weight
     return weight
 
 
 def linear_sites(backbone: nn.Module, target: Target) -> dict[str, int]:
-    """Return the names of the updated linear layers, and the number of row parts of each.
+    """Return the names of the linear layers to update, with the number P of row parts of each.
 
-    `linear`: all layers, each with one update; a convolution of 1 x 1 is a linear layer on each
-    pixel. `qkv`, `qv`: the projections of attention, fused or split; for `qv` a fused one has two
-    parts, its first and its last third.
+    Args:
+        backbone: Any timm model.
+        target: `linear`: all linear layers and 1 x 1 convolutions (which are linear layers on each
+            pixel), each with one part. `qkv`, `qv`: the projections of attention, fused or split.
+            For `qv`, a fused projection has two parts: the first and the last third of its rows.
     """
     sites = {}
     for name, module in backbone.named_modules():
@@ -116,15 +149,21 @@ def linear_sites(backbone: nn.Module, target: Target) -> dict[str, int]:
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Return whether a module is a convolution of 1 x 1 over all channels."""
+    """Return whether a module is a 1 x 1 convolution without groups."""
     return isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
 
 
 class LinearUpdates(nn.Module):
-    """The trained factors of linear layers: A (P, r, d) and B (P, o, r) for each.
+    """The trained factors of linear layers: A (P, r, d) and B (P, o, r) for each layer.
 
-    See `linear_sites`. The rank is that of the settings, or the smaller side of a layer if that is
-    less. They start like those of `LowRank`. In a state they are `SITE.a` and `SITE.b`.
+    If a side of a layer (or of its part) is smaller than `rank`, that side is the rank of the
+    layer. The factors are initialised like those of `LowRank`. In a task's state their names are
+    `SITE.a` and `SITE.b`.
+
+    Args:
+        backbone: The backbone.
+        sites: Result of `linear_sites`.
+        rank: Rank r.
     """
 
     def __init__(self, backbone: nn.Module, sites: dict[str, int], rank: int):
@@ -139,7 +178,7 @@ class LinearUpdates(nn.Module):
             self.values.append(nn.Parameter(start))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Both factors of each site by name."""
+        """Return both factors of each site by name."""
         return dict(zip(self.names, self.values, strict=True))
 
 
@@ -158,7 +197,7 @@ def update_shapes(
 
 
 def compute_block_weight(backbone: nn.Module, site: str) -> Tensor:
-    """The weight of a linear layer, (rows, d), or of a convolution, (rows, d, 1, 1)."""
+    """Return the weight of a linear layer (rows, d) or of a convolution (rows, d, 1, 1)."""
     weight: Tensor = backbone.get_submodule(site).weight  # type: ignore[assignment]
     return weight
 
@@ -166,7 +205,14 @@ def compute_block_weight(backbone: nn.Module, site: str) -> Tensor:
 def updated_weights(
     backbone: nn.Module, sites: dict[str, int], update: dict[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
-    """W + s B A of each site, by parameter name; differentiable in the factors."""
+    """Return W + s B A of each site by parameter name, differentiable in the factors.
+
+    Args:
+        backbone: The backbone.
+        sites: Result of `linear_sites`.
+        update: Factors by name, as in `LinearUpdates.tensors`.
+        scale: The factor s.
+    """
     weights = {}
     for site, parts in sites.items():
         weight = compute_block_weight(backbone, site)

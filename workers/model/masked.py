@@ -1,8 +1,8 @@
-"""Masked attention, gated neurons and gated channels: timm's modules with a replaced forward.
+"""Masked attention, gated neurons and gated channels: timm's modules with another `forward`.
 
-`make_maskable` changes the class of a module of a built backbone; nothing is copied. Parameters,
-names, hooks and digest stay, and without a mask the forward is timm's. Axes: B images, H heads, N
-tokens (prefix first), D head width, C channels.
+`make_maskable` changes the class of a module of an existing backbone; no tensor is copied. The
+parameters, their names, hooks and the digest stay the same. Without a mask, the forward pass is
+that of timm. Axes: B images, H heads, N tokens (prefix tokens first), D head width, C channels.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from torch.overrides import TorchFunctionMode
 
 from workers.errors import UserError
 
-LARGEST_EXPONENT = 20.0  # a masked key may exceed all kept keys; exp(20) stays finite in fp32
+# upper bound of score - (largest score of a kept key). It can be positive for masked keys; exp(20)
+# is still finite in fp32.
+LARGEST_EXPONENT = 20.0
 
 
 class MaskedSoftmax(torch.autograd.Function):
     """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5.
 
-    It is computed in the dtype of `scores` (use fp32). `policy` is 0/1, broadcastable to scores,
-    with at least one kept key per row. The gradient of the policy is nonzero for masked keys too,
-    unlike with masked_fill(-inf): d Psi / d policy_j = exp(a_j) / sum * (delta - Psi).
+    Psi is computed in the dtype of `scores` (use fp32). `policy` is 0/1, broadcastable to `scores`,
+    with at least one kept key per row. In contrast to masked_fill(-inf), the gradient of the policy
+    is also nonzero for masked keys: d Psi_i / d policy_j = exp(scores_j) / sum * (delta_ij -
+    Psi_i).
     """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, policy: Tensor) -> Tensor:
         top = scores.masked_fill(policy == 0, -torch.inf).amax(-1, keepdim=True)
-        # unmasked keys' weights, later / sum over kept keys
+        # exp(scores), up to a factor per row; divided by the sum over kept keys below
         share = (scores - top).clamp_(max=LARGEST_EXPONENT).exp_()
         psi = share * policy
         total = psi.sum(-1, keepdim=True)
@@ -55,18 +58,18 @@ class KeyMasks:
     """Attention with maskable keys and values.
 
     Attributes:
-        keys: None: timm's forward. Bool (1 or B, N), True = kept, for evaluation: timm's forward
-            with a boolean mask. Float 0/1 (B, N), for training: the multiplicative form in fp32,
-            with a gradient for the mask.
-        self_loop: Every query also attends to itself (the released MEAT code; the paper has no such
-            term).
+        keys: Mask of the tokens as keys. None: timm's forward pass. Bool (1 or B, N), True = kept,
+            for evaluation: timm's forward pass with a boolean mask. Float 0/1 (B, N), for training:
+            `MaskedSoftmax` in fp32, with a gradient for the mask.
+        self_loop: Every token attends to itself even if it is masked, as in the released MEAT code.
+            The paper has no such term.
     """
 
     keys: Tensor | None = None
     self_loop: bool = False
 
     def policy(self) -> Tensor:
-        """Return the mask of keys, (B, 1, 1, N), or (B, 1, N, N) with the self loop."""
+        """Return the mask of keys, (B, 1, 1, N), or (B, 1, N, N) if `self_loop`."""
         assert self.keys is not None
         policy = self.keys[:, None, None, :]
         if not self.self_loop:
@@ -104,10 +107,12 @@ class MaskedAttention(KeyMasks, Attention):
 
 
 class Multiplicative(TorchFunctionMode):
-    """Context manager that computes attention with `MaskedSoftmax` and one policy.
+    """Context manager that computes scaled dot-product attention with `MaskedSoftmax`.
 
-    It replaces scaled dot-product attention. The rest of the forward pass, which rotates and biases
-    queries and keys, stays that of the module.
+    All other operations stay those of the module, such as rotary embeddings and position biases.
+
+    Args:
+        policy: Mask of keys, as in `KeyMasks.policy`.
     """
 
     def __init__(self, policy: Tensor):
@@ -129,7 +134,7 @@ class Multiplicative(TorchFunctionMode):
 
 
 class RotaryKeyMasks(KeyMasks):
-    """The forward of Eva's two classes of attention with `KeyMasks`."""
+    """Forward pass with `KeyMasks` for the two attention classes that timm's Eva models use."""
 
     def forward(
         self,
@@ -159,7 +164,7 @@ class MaskedRopeAttention(RotaryKeyMasks, AttentionRope):
 
 
 class MaskedBeitAttention(KeyMasks, BeitAttention):
-    """timm's attention of BEiT with `KeyMasks`, in addition to its bias of relative positions."""
+    """timm's attention of BEiT with `KeyMasks`. The bias of relative positions is kept."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         output: Tensor
@@ -178,7 +183,7 @@ class MaskedBeitAttention(KeyMasks, BeitAttention):
         return output
 
 
-# Class of attention -> the same with `KeyMasks`.
+# class of attention -> its subclass with `KeyMasks`
 MASKED: dict[type[nn.Module], type[nn.Module]] = {
     Attention: MaskedAttention,
     EvaAttention: MaskedEvaAttention,
@@ -188,22 +193,31 @@ MASKED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def mask_keys(attn: Any, where: str, instead: str) -> Any:
-    """Give an attention `KeyMasks`; raise `UserError` if its class is not one of timm's."""
+    """Change the class of an attention module to its subclass with `KeyMasks`; return the module.
+
+    Args:
+        attn: The module.
+        where: Name of the module in the message.
+        instead: Remedy in the message.
+
+    Raises:
+        UserError: If `MASKED` does not contain the class of the module.
+    """
     plain = next((kind for kind, masked in MASKED.items() if type(attn) in (kind, masked)), None)
     if plain is None:
         plain = Attention
     elif plain is not Attention:
-        attn.fused_attn = True  # `Multiplicative` replaces the fused form
+        attn.fused_attn = True  # the module must call the function that `Multiplicative` replaces
     return make_maskable(MASKED[plain], plain, attn, where, instead)
 
 
 class GatedLinear(nn.Linear):
-    """nn.Linear with gated inputs: the mask of the neurons before it.
+    """nn.Linear with gated inputs, which masks the neurons before the layer.
 
-    A frozen weight then needs no gradient, in contrast to a masked weight.
+    With a gate, a frozen weight needs no gradient; a mask on the weight would need one.
 
     Attributes:
-        gate: 0/1 per feature.
+        gate: 0/1 per input feature. None: no gate.
     """
 
     gate: Tensor | None = None
@@ -215,7 +229,11 @@ class GatedLinear(nn.Linear):
 
 
 class GatedConv2d(nn.Conv2d):
-    """nn.Conv2d with gated input channels; `gate` is 0/1, (C,) or (B, C)."""
+    """nn.Conv2d with gated input channels.
+
+    Attributes:
+        gate: 0/1 per input channel, (C,) or (B, C). None: no gate.
+    """
 
     gate: Tensor | None = None
 
@@ -229,13 +247,13 @@ class GatedConv2d(nn.Conv2d):
 class BlockMasks:
     """The masks of one block of a ViT; None means no mask.
 
-    They are boolean in serving, and 0/1 floats with a gradient in training.
+    Masks are boolean in serving, and 0/1 floats with a gradient in training.
 
     Attributes:
-        tokens: Mask of tokens without the prefix, (1 or B, n).
-        fc1: Mask of the weight.
-        fc2: Mask of the weight.
-        neurons: Mask of the hidden neurons, (hidden,).
+        tokens: Mask of the patch tokens, (1 or B, n).
+        fc1: Mask of the weight of the FFN's first layer.
+        fc2: Mask of the weight of the FFN's second layer.
+        neurons: Mask of the FFN's hidden neurons, (hidden,).
     """
 
     tokens: Tensor | None = None
@@ -244,7 +262,7 @@ class BlockMasks:
     neurons: Tensor | None = None
 
     def folded(self) -> BlockMasks:
-        """Return masks of weights alone for serving: neurons become columns of fc2.
+        """Return masks of weights only, for serving: masked neurons become masked columns of fc2.
 
         A mask that keeps everything becomes None.
         """
@@ -253,9 +271,9 @@ class BlockMasks:
 
 
 def effective_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the mask, or None when it keeps everything.
+    """Return the mask, or None if it keeps everything.
 
-    Without a mask the forward is timm's own, bit for bit.
+    Without a mask, the outputs are bit for bit those of timm's forward pass.
     """
     if mask is None or bool(mask.all()):
         return None
@@ -265,17 +283,18 @@ def effective_mask(mask: Tensor | None) -> Tensor | None:
 def make_maskable(
     masked: type[Any], plain: type[nn.Module], module: Any, where: str, instead: str
 ) -> Any:
-    """Give `module` the class `masked`, which restates the forward of `plain`.
+    """Change the class of a module from `plain` to `masked` in place; return the module.
 
     Args:
-        masked: The new class.
+        masked: The new class. Its `forward` reimplements that of `plain`.
         plain: The required class.
         module: The module.
         where: Name of the module in the message.
         instead: Remedy in the message.
 
     Raises:
-        UserError: If its class is not exactly `plain`.
+        UserError: If the class of the module is neither `plain` nor `masked`. A subclass of `plain`
+            is not accepted, because it may have another `forward`.
     """
     if type(module) not in (plain, masked):
         raise UserError(

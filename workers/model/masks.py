@@ -1,7 +1,8 @@
-"""Mask parametrisations: trainable tensors that become masks, differentiable by straight-through.
+"""Mask parametrisations: trainable tensors that become masks with straight-through gradients.
 
-Each has a trained tensor (fp32), `sample(...)` (the mask as floats with a gradient, for training)
-and `hard()` (the mask for storage and serving, without a gradient).
+Each class has a trained tensor (fp32), a method `sample(...)` that returns the mask as floats with
+a gradient, for training, and a method `hard()` that returns the mask without a gradient, for
+storage and serving.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from torch import Tensor, nn
 class GumbelHard(nn.Module):
     """Hard two-class Gumbel-softmax (MEAT, Eq. 6, 7) with one logit u = t1 - t2 per entry.
 
-    The difference of two Gumbel draws is logistic, so m = 1[u + logistic > 0] has the distribution
-    of the pair (t1, t2), and sigmoid((u + logistic) / tau) is the pair's first softmax output: same
-    mask, same gradient on t1, half the numbers. u starts at 2 gamma (the pair at +gamma, -gamma).
-    Under Adam, u moves by lr per step while t1 - t2 moves by 2 lr, so the rate on u must be twice
-    the rate on the pair.
+    MEAT trains a pair of logits (t1, t2). The difference of two Gumbel draws is logistic, so m =
+    1[u + logistic > 0] has the same distribution as the mask of the pair, and sigmoid((u +
+    logistic) / tau) is the pair's first softmax output. The mask and the gradient on t1 are the
+    same, with half the numbers. u starts at 2 gamma, because the pair starts at (+gamma, -gamma).
+    Under Adam, u moves by lr per step while t1 - t2 moves by 2 lr. Therefore the learning rate of u
+    must be twice that of the pair.
+
+    Args:
+        shape: Shape of the mask.
+        gamma: Initial value of t1 and of -t2.
+        tau: Temperature.
+        device: Device of the logits.
     """
 
     def __init__(
@@ -47,12 +55,12 @@ class GumbelHard(nn.Module):
 
     @torch.no_grad()
     def hard(self) -> Tensor:
-        """Boolean mask, no noise; a tie is masked (Eq. 7)."""
+        """Return the boolean mask without noise; an entry with u = 0 is masked (Eq. 7)."""
         return self.logits > 0
 
 
 class HardSample(torch.autograd.Function):
-    """m = 1[u + logit(U) > 0]; backward passes the gradient of sigmoid((u + logit(U)) / tau)."""
+    """m = 1[u + logit(U) > 0], with the gradient of sigmoid((u + logit(U)) / tau)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, uniform: Tensor, tau: float) -> Tensor:
@@ -72,9 +80,10 @@ class HardSample(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return `hard` in the forward pass, and pass its gradient unchanged to `scores`.
+    """Return `hard` in the forward pass; the gradient of the result is passed on to `scores`.
 
-    The result is `hard` itself, which can be changed in place.
+    The result is the tensor `hard` itself and not a copy, so in-place operations on the result
+    change `hard`.
     """
 
     @staticmethod
@@ -88,9 +97,13 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Threshold(nn.Module):
-    """M = 1[scores > theta] (Piggyback), or >= with `inclusive` (SupSup's fast form).
+    """M = 1[scores > theta] (Piggyback), or 1[scores >= theta] (SupSup's fast form).
 
-    With `ternary`: -1 below 0, 0 up to theta, 1 above.
+    Args:
+        start: Initial scores.
+        theta: The threshold.
+        ternary: The mask is -1 for scores below 0, 0 up to theta, and 1 above theta.
+        inclusive: Compare with >=.
     """
 
     def __init__(self, start: Tensor, theta: float, ternary: bool = False, inclusive: bool = False):
@@ -105,12 +118,15 @@ class Threshold(nn.Module):
 
     @torch.no_grad()
     def hard(self) -> Tensor:
-        """Boolean; ternary: int8 of -1, 0, 1."""
+        """Return the mask as booleans, or as int8 (-1, 0, 1) if it is ternary."""
         return self._floats().to(torch.int8 if self.ternary else torch.bool)
 
     @torch.no_grad()
     def _floats(self) -> Tensor:
-        """The mask as floats, written directly: several times faster than converting booleans."""
+        """Return the mask as floats.
+
+        The comparison writes floats; this is several times faster than a conversion of booleans.
+        """
         compare = torch.ge if self.inclusive else torch.gt
         mask = compare(self.scores, self.theta, out=torch.empty_like(self.scores))
         return (
@@ -121,11 +137,18 @@ class Threshold(nn.Module):
 
 
 class SoftBinary(nn.Module):
-    """b + 0.5 a (KSM) with b = 1[scores >= theta].
+    """M = b + 0.5 a (KSM) with b = 1[scores >= theta].
 
-    For an entry that is off, a is its score, scaled to [0, 1] by the minimum and maximum of the
-    whole tensor, in which entries that are on count as 0. The gradient of b is that of sigmoid(beta
-    (scores - theta) / temperature); a has no gradient. With `soft` False the mask is b.
+    An entry is on if b = 1. For an entry that is off, a is its score, scaled to [0, 1] by the
+    minimum and maximum over the whole tensor; entries that are on count as 0 in both, and have a =
+    0. The gradient of b is that of sigmoid(beta (scores - theta) / temperature); a has no gradient.
+
+    Args:
+        start: Initial scores.
+        theta: The threshold.
+        beta: Steepness of the sigmoid for the gradient.
+        temperature: Divisor of `beta`.
+        soft: If false, the mask is b.
     """
 
     def __init__(
@@ -148,7 +171,7 @@ class SoftBinary(nn.Module):
 
     @torch.no_grad()
     def hard(self) -> Tensor:
-        """Floats: 1, or a coefficient in [0, 0.5]; not `soft`: boolean."""
+        """Return the mask: floats (1, or a value in [0, 0.5]) if `soft`, otherwise booleans."""
         return self._floats() if self.soft else self._floats().bool()
 
     @torch.no_grad()
@@ -156,9 +179,9 @@ class SoftBinary(nn.Module):
         on = torch.ge(self.scores, self.theta, out=torch.empty_like(self.scores))
         if not self.soft:
             return on
-        off = torch.addcmul(self.scores, self.scores, on, value=-1)  # 0 where on
+        off = torch.addcmul(self.scores, self.scores, on, value=-1)  # 0 for entries that are on
         low, high = off.aminmax()
-        # 0 where all are on, or all off and equal
+        # high - low is 0 if all entries are on, or if all are off and equal
         width = (high - low).clamp_(min=torch.finfo(off.dtype).tiny)
         scaled = torch.ne(off, 0, out=torch.empty_like(off))
         off.addcmul_(scaled, low, value=-1)
@@ -168,8 +191,9 @@ class SoftBinary(nn.Module):
 class TopK(nn.Module):
     """M = 1 for the share `density` of entries with the largest |score| (edge-popup).
 
-    Exactly n - int((1 - density) n) entries are 1, the first ones among equals. The gradient of M
-    is passed unchanged to |score|, so its sign is reversed for negative scores.
+    Exactly n - int((1 - density) n) of the n entries are 1. Among entries with equal |score|, the
+    first entries are 1. The gradient of M is passed unchanged to |score|, so its sign is reversed
+    for negative scores.
     """
 
     def __init__(self, start: Tensor, density: float):
@@ -185,7 +209,7 @@ class TopK(nn.Module):
 
     @torch.no_grad()
     def hard(self) -> Tensor:
-        """Boolean mask."""
+        """Return the boolean mask."""
         size = self.scores.abs().flatten()
         dropped = int((1 - self.density) * size.numel())
         if dropped == 0:
@@ -194,10 +218,10 @@ class TopK(nn.Module):
             return torch.zeros_like(self.scores, dtype=torch.bool)
         if size.device.type != "cpu":
             return keep_largest(size, dropped).view_as(self.scores)
-        # 20 times as fast as kthvalue
+        # on the CPU, NumPy's partition is 20 times as fast as `kthvalue`
         cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])
         mask = size > cut
-        missing = size.numel() - dropped - int(mask.sum())  # of those that equal the cut
+        missing = size.numel() - dropped - int(mask.sum())  # number of entries equal to cut to keep
         if missing:
             mask[(size == cut).nonzero()[:missing, 0]] = True
         return mask.view_as(self.scores)
@@ -206,11 +230,11 @@ class TopK(nn.Module):
 def keep_largest(size: Tensor, dropped: int) -> Tensor:
     """Return a bool mask (n,) of all but the `dropped` smallest entries of `size` (n,).
 
-    Among equals the first ones are kept. The host does not wait for the device.
+    Among equal entries the first entries are kept. The host does not wait for the device.
     """
     cut = size.kthvalue(dropped).values
     larger, equal = size > cut, size == cut
-    missing = size.numel() - dropped - larger.sum()  # of those that equal the cut
+    missing = size.numel() - dropped - larger.sum()  # number of entries equal to cut to keep
     return larger | (equal & (equal.cumsum(0) <= missing))
 
 
@@ -220,15 +244,20 @@ Start = Literal["normal", "dense", "sparse", "uniform"]
 class AnnealedSigmoid(nn.Module):
     """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large scale.
 
-    See `annealed_scale` for s. The gradient of a is passed to e as s_max sigmoid(e) sigmoid(-e) da
-    for any s, and as 0 where |s e| > 50: this is the effect of HAT's compensation (Sec. 2.5).
-    `official` computes it in two steps like the released code: for s e above 17 the sigmoid is
-    exactly 1 in fp32, so a unit that is on late in an epoch cannot be switched off, while a unit
-    that is off can be switched on.
+    See `annealed_scale` for s. The gradient of e is s_max sigmoid(e) sigmoid(-e) times the gradient
+    of a, for any s, and 0 if |s e| > 50. This is the effect of HAT's compensation (Sec. 2.5).
+    With compensation `official`, the gradient is computed in two steps like in the released code.
+    Then the sigmoid is exactly 1 in fp32 for s e above 17, so a unit that is on late in an epoch
+    cannot be switched off, while a unit that is off can be switched on.
+
+    Args:
+        start: Initial embedding e, one number per unit.
+        s_max: Largest scale.
+        compensation: `exact` or `official`.
     """
 
-    limit = 6.0  # |e| after a step
-    largest_exponent = 50.0
+    limit = 6.0  # maximum of |e| after a step of the optimizer
+    largest_exponent = 50.0  # maximum of |s e| with a gradient
 
     def __init__(
         self, start: Tensor, s_max: float, compensation: Literal["exact", "official"] = "exact"
@@ -238,7 +267,7 @@ class AnnealedSigmoid(nn.Module):
         self.s_max, self.official = s_max, compensation == "official"
 
     def sample(self, scale: float) -> Tensor:
-        """The mask at scale s, in (0, 1), with the compensated gradient."""
+        """Return the mask at scale s, in (0, 1), with the compensated gradient."""
         mask: Tensor = AnnealedGate.apply(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
@@ -246,24 +275,24 @@ class AnnealedSigmoid(nn.Module):
 
     @torch.no_grad()
     def hard(self) -> Tensor:
-        """Boolean mask; 0 is off."""
+        """Return the boolean mask; a unit with e = 0 is off."""
         return self.embedding > 0
 
     @torch.no_grad()
     def slope(self, scale: float) -> Tensor:
-        """Return the factor on a gradient of the mask on its way to the embedding."""
+        """Return the factor between the gradients of the embedding and of the mask at a scale."""
         return compensated_slope(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Keeps |e| where the gradient does not vanish; after each step of the optimizer."""
+        """Clamp e, so that its gradient does not vanish. Call it after each optimizer step."""
         self.embedding.clamp_(-self.limit, self.limit)
 
 
-# of a soft mask: products of smaller numbers are subnormal, with which a CPU computes several times
-# slower
+# smallest value of a soft mask: products of smaller values are subnormal numbers, which make CPU
+# operations several times slower
 FAINTEST = 1e-12
 
 
@@ -287,7 +316,16 @@ class AnnealedGate(torch.autograd.Function):
 def compensated_slope(
     e: Tensor, scale: float, s_max: float, bound: float, official: bool
 ) -> Tensor:
-    """Return da / de as in HAT: that of sigmoid(e), times s_max; 0 if |s e| exceeds the bound."""
+    """Return HAT's compensated derivative da / de: the derivative of sigmoid(e), times s_max.
+
+    Args:
+        e: The embedding.
+        scale: The scale s.
+        s_max: Largest scale.
+        bound: The result is 0 if |s e| exceeds the bound. If `official`, only the argument s e of
+            the compensation's cosh is clamped to +-bound.
+        official: Compute the derivative in two steps like the released code.
+    """
     if official:
         mask = torch.sigmoid(scale * e)
         return (
@@ -307,19 +345,19 @@ def annealed_scale(
     schedule: Literal["linear", "official", "cosine"] = "linear",
     s_min: float | None = None,
 ) -> float:
-    """Return the scale s at `step` (from 0) of the `steps` of an epoch.
+    """Return the scale s at a step of an epoch.
 
-    An epoch with one step has s_max.
+    If the epoch has one step, s is s_max, except for schedule `official`.
 
     Args:
-        step: The step.
-        steps: Steps of the epoch.
+        step: Index of the step in the epoch, from 0.
+        steps: Number of steps of the epoch.
         s_max: Largest scale.
         schedule: `linear`: from s_min (default 1 / s_max) at the first step to s_max at the last
-            (HAT, Eq. 3). `official`: stops one step short of s_max, like the released code.
-            `cosine`: from s_max down to s_min and back, so that an epoch begins and ends with hard
-            masks.
-        s_min: Smallest scale.
+            (HAT, Eq. 3). `official`: the same, but s_max would be reached one step after the last,
+            like in the released code. `cosine`: from s_max down to s_min and back, so that an epoch
+            begins and ends with hard masks.
+        s_min: Smallest scale. None: 1 / s_max.
     """
     low = 1 / s_max if s_min is None else s_min
     share = step / steps if schedule == "official" else step / (steps - 1) if steps > 1 else 1.0
@@ -335,23 +373,24 @@ def initial_embedding(
 
     Args:
         shape: Shape of the embeddings.
-        how: `normal`: N(0, 1), half of the units on (HAT, Sec. 4). `dense`: all at 1. `uniform`:
-            U(0, 2], all on (HAT's compression). `sparse`: N(m, 1) such that a unit is on for 1 of
-            `tasks` (at least 2) tasks, which maximises the probability that exactly one task uses
-            it.
+        how: `normal`: N(0, 1), so that half of the units are on (HAT, Sec. 4). `dense`: all values
+            are 1. `uniform`: U(0, 2], so that all units are on (HAT's compression). `sparse`: N(m,
+            1), with m such that a unit is on with probability 1 / `tasks`. This maximises the
+            probability that exactly one task uses the unit.
         generator: Generator of the random numbers.
-        tasks: Number of tasks for `sparse`.
+        tasks: Number of tasks for `sparse`, at least 2.
     """
     if how == "dense":
         return torch.ones(shape)
     if how == "uniform":
-        return 2 - 2 * torch.rand(shape, generator=generator)  # 0 would be off
+        # excludes 0, because a unit with e = 0 is off
+        return 2 - 2 * torch.rand(shape, generator=generator)
     mean = NormalDist().inv_cdf(1 / tasks) if how == "sparse" else 0.0
     return torch.randn(shape, generator=generator) + mean
 
 
 def digest_of_masks(masks: Mapping[str, Tensor]) -> str:
-    """Return a sha256 over the values of masks, by which unchanged ones are known."""
+    """Return the sha256 of the values of masks; equal masks have equal digests."""
     digest = hashlib.sha256()
     for mask in masks.values():
         digest.update(mask.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Stochastic depth that is drawn per sample, and therefore equal for any number of ranks."""
+"""Stochastic depth with the random numbers of `StepRng`: equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from workers.rng import StepRng
 
 
 class DrawnDropPath(DropPath):
-    """timm's DropPath, with samples that `draw_paths` selects before the forward pass.
-
-    Before the first step nothing is dropped.
+    """timm's DropPath, with random numbers that `draw_paths` draws before the forward pass.
 
     Attributes:
-        uniform: [0, 1) numbers of the step, (b,), one per sample, or (b, ...) for parts of a
-            sample.
+        uniform: Uniform numbers in [0, 1) of the step: (b,), one per sample, or (b, ...) if parts
+            of a sample are dropped separately. None (before the first step): nothing is dropped.
     """
 
     uniform: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Set the branch of dropped samples to zero, and divide the others by 1 - drop_prob."""
+        """Set the branch to zero for dropped samples, and divide it by 1 - drop_prob for others."""
         if self.uniform is None or not self.training or self.drop_prob == 0:
             return x
         assert len(self.uniform) == len(x), "stochastic depth was drawn for another batch"
@@ -33,7 +31,7 @@ class DrawnDropPath(DropPath):
 class TokenDropPath(DrawnDropPath):
     """Stochastic depth for branches (b, tokens, D) that drops each token independently."""
 
-    tokens: int = 1  # how many there are from the next draw on
+    tokens: int = 1  # number of tokens for which the next `draw_paths` draws numbers
 
 
 def replace_drop_paths(model: nn.Module) -> None:
@@ -44,7 +42,7 @@ def replace_drop_paths(model: nn.Module) -> None:
 
 
 def draw_paths(model: nn.Module, draw: StepRng) -> None:
-    """Draw which samples each DropPath of `model` drops in the next forward."""
+    """Draw the samples that each `DrawnDropPath` of `model` drops in the next forward pass."""
     drop_paths = [m for m in model.modules() if isinstance(m, DrawnDropPath)]
     of_samples = []
     for index, path in enumerate(drop_paths):

@@ -1,4 +1,4 @@
-"""Norm layers by kind, and batch norms with constant statistics."""
+"""The norm layers of a backbone, and batch norms with constant statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from workers.data.torch_internals import BatchNormBase
 from workers.errors import UserError
 
-# Subclasses of timm among them: LayerNorm2d, GroupNormAct, BatchNormAct2d, ...
+# classes of norm layers; subclasses in timm include LayerNorm2d, GroupNormAct and BatchNormAct2d
 KINDS = (
     nn.LayerNorm,
     nn.GroupNorm,
@@ -23,27 +23,27 @@ KINDS = (
 
 
 class FrozenNorm(nn.Module):
-    """Mix-in for a norm with running statistics: always in evaluation mode.
+    """Mix-in for a norm with running statistics that keeps the norm in evaluation mode.
 
-    Weight and bias can be trained.
+    Weight and bias can still be trained.
     """
 
     def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
 
-_frozen_classes: dict[Any, Any] = {}  # class of norm -> the same, always in evaluation mode
+_frozen_classes: dict[Any, Any] = {}  # class of a norm -> its subclass with `FrozenNorm`
 
 
 def _frozen(kind: Any) -> Any:
-    """Return a class of norm that is always in evaluation mode."""
+    """Return the subclass of a class of norms that is always in evaluation mode."""
     if kind not in _frozen_classes:
         _frozen_classes[kind] = type(f"Frozen{kind.__name__}", (FrozenNorm, kind), {})
     return _frozen_classes[kind]
 
 
 def layers_with_statistics(model: nn.Module) -> dict[str, Any]:
-    """Return the norms with running statistics by name: batch norms, and some that timm has."""
+    """Return the norms with running statistics by name: batch norms and some norms of timm."""
     return {name: layer for name, layer in model.named_modules() if _has_statistics(layer)}
 
 
@@ -52,7 +52,13 @@ def _has_statistics(layer: nn.Module) -> bool:
 
 
 def freeze_statistics(model: nn.Module) -> None:
-    """Make every norm with running statistics one that stays in evaluation mode, in place."""
+    """Keep every norm with running statistics in evaluation mode from now on.
+
+    The class of each such norm is changed in place.
+
+    Raises:
+        UserError: If a batch norm has no running statistics.
+    """
     for name, module in model.named_modules():
         if isinstance(module, BatchNormBase) and module.running_var is None:
             raise UserError(

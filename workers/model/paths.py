@@ -1,6 +1,7 @@
-"""Random paths: each path takes one bottleneck module from a bank after every block of a ViT.
+"""Random paths of RPS-Net: after every block of a ViT there is a bank of bottleneck modules.
 
-The modules that any path has taken are summed.
+A path selects one module from each bank. At each block, the outputs of all modules that some path
+has selected are added to the residual stream.
 
 Axes: S modules that a path adds, d width of the backbone, m units of a module.
 """
@@ -14,11 +15,17 @@ from torch import Tensor, nn
 
 from workers.model.adapters import AdapterSites, Bottlenecks
 
-ModuleIndex = tuple[int, int]  # a block, and one of the modules in its bank
+ModuleIndex = tuple[int, int]  # index of a block, and index of a module in the bank of this block
 
 
 def random_path(blocks: int, modules: int, seed: int) -> list[ModuleIndex]:
-    """Draw one of `modules` modules for each block, uniformly."""
+    """Draw a path: one module for each block, uniformly.
+
+    Args:
+        blocks: Number of blocks.
+        modules: Number of modules in a bank.
+        seed: Seed of the draw.
+    """
     generator = torch.Generator().manual_seed(seed)
     choices = torch.randint(modules, (blocks,), generator=generator)
     return list(enumerate(choices.tolist()))
@@ -27,7 +34,7 @@ def random_path(blocks: int, modules: int, seed: int) -> list[ModuleIndex]:
 class Path(Bottlenecks):
     """The modules up(gelu(down x)) that a path adds, stacked in the order of `indices`.
 
-    It adds none where an earlier path has the same module.
+    A module that an earlier path has already added is not part of this path.
     """
 
     def __init__(self, indices: list[ModuleIndex], width: int, bottleneck: int):
@@ -36,22 +43,22 @@ class Path(Bottlenecks):
 
     @classmethod
     def restored(cls, indices: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
-        """A stored path; it is not trained any more."""
+        """Return a stored path, frozen."""
         _, bottleneck, width = tensors["down"].shape
         path = cls([(block, module) for block, module in indices], width, bottleneck)
         path.load_state_dict(tensors)
         return path.requires_grad_(False)
 
     def export(self) -> dict[str, Tensor]:
-        """A copy of the tensors, to be stored."""
+        """Return a copy of the tensors for storage."""
         return {name: t.detach().clone() for name, t in self.tensors().items()}
 
 
 class PathNetwork(nn.Module):
-    """A ViT with the shared modules of some paths.
+    """A ViT with the modules of some paths.
 
-    After each block x <- x + sum_j (W_up,j gelu(W_down,j x + b_j) + c_j), with j over the modules
-    of the paths at that block.
+    After each block: x <- x + sum_j (W_up,j gelu(W_down,j x + b_j) + c_j), with j over the modules
+    of all these paths at the block.
     """
 
     def __init__(self, backbone: nn.Module, sites: AdapterSites, paths: Iterable[Path]):
@@ -61,7 +68,7 @@ class PathNetwork(nn.Module):
         self.paths = nn.ModuleList(paths)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> features (b, d)."""
+        """Return the features (b, d) of images (b, 3, H, W)."""
         tensors = stack_paths(self.paths, len(self.sites))  # type: ignore[arg-type]
         with self.sites.using(tensors):
             features: Tensor = self.backbone(images)
@@ -69,9 +76,10 @@ class PathNetwork(nn.Module):
 
 
 def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
-    """Return the modules of each block as one bottleneck with all their units.
+    """Join the modules of all paths at a block into one bottleneck with all their units.
 
-    The result has one tensor per block by name. It is empty without paths.
+    Returns:
+        A list with one tensor per block, by name of the tensor. Empty if there are no paths.
     """
     parts: dict[str, list[list[Tensor]]] = {}
     for path in paths:
@@ -86,7 +94,7 @@ def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
 
 
 def _join(name: str, tensors: list[Tensor]) -> Tensor:
-    """One tensor of the joint bottleneck: units side by side, biases behind them summed."""
+    """Return a tensor of the joint bottleneck: units are concatenated, output biases are summed."""
     if name == "up_bias":
         return torch.stack(tensors).sum(0)  # (d,)
     if name == "up":

@@ -9,13 +9,14 @@ from torch import Tensor
 
 
 def newly_used(masks: Iterable[Tensor], used: Iterable[Tensor]) -> Tensor:
-    """Return HAT's R (Eq. 4, 5): sum of a (1 - used) over the sum of (1 - used), over all sites.
+    """Return HAT's regularisation term R (Eq. 4, 5), the mean mask of units not used before.
 
-    It is 0 if everything is used.
+    R is the sum of a (1 - used) divided by the sum of (1 - used), both over all sites. It is 0 if
+    earlier tasks use all units.
 
     Args:
-        masks: a in [0, 1], one tensor per site, with gradients.
-        used: Units that earlier tasks use, boolean, with the same shapes.
+        masks: Masks a in [0, 1], one tensor per site, with gradients.
+        used: Boolean tensors of the same shapes, True for units that earlier tasks use.
     """
     taken = []
     unused = []

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return 1 - cos of the angle between the features (b, d) of student and teacher, in fp32.
+    """Return 1 - the cosine of the features (b, d) of student and teacher, in fp32.
 
-    It is averaged over the batch.
+    The result is averaged over the batch.
     """
     return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=1).mean()
 
@@ -23,7 +23,8 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
 def pool_axes(maps: Tensor) -> Tensor:
     """Pool maps (b, d, h, w) to unit vectors (b, d (w + h)).
 
-    Squares are summed over the height, and over the width.
+    The squared values are summed over the height, which gives d w numbers, and separately over the
+    width, which gives d h numbers.
     """
     squares = maps.float().square()
     columns = squares.sum(2).flatten(1)  # (b, d w)
@@ -32,7 +33,12 @@ def pool_axes(maps: Tensor) -> Tensor:
 
 
 def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Return the distance between pooled maps, averaged over the batch and over blocks."""
+    """Return the POD loss: the distance of pooled maps, averaged over the batch and over blocks.
+
+    Args:
+        student: A map (b, d, h, w) for each block.
+        teacher: Maps of the same blocks.
+    """
     return torch.stack(
         [
             (pool_axes(a) - pool_axes(b)).norm(dim=1).mean()
@@ -42,10 +48,10 @@ def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 
 def features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the features (b, d) and the patch tokens after each block but the last.
+    """Return the features (b, d) of a ViT, and the patch tokens after each block but the last.
 
-    The patch tokens are maps (b, d, h, w) without the class token and other prefix tokens. The
-    features equal those of `vit`.
+    The patch tokens have the shape of maps (b, d, h, w); prefix tokens are left out. The features
+    equal `vit(images)`.
     """
     tokens, blocks = vit.forward_intermediates(
         images, indices=[*range(len(vit.blocks) - 1)], output_fmt="NLC"

@@ -1,7 +1,7 @@
-"""Prefix tuning: trained keys and values in front of those of the tokens, in blocks of a ViT.
+"""Prefix tuning: trained keys and values before the keys and values of the tokens of a ViT.
 
-Queries stay as they are, so the sequence does not grow. Axes: B images, H heads, N tokens, p rows
-of a prefix, A width of a block's keys (D in most ViTs).
+A prefix adds no queries, so the number of tokens does not grow. Axes: B images, H heads, N tokens,
+p rows of a prefix, A width of a block's keys (the width of the backbone in most ViTs).
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from workers.errors import UserError
 
 
 class PrefixedAttention(Attention):
-    """timm's Attention of a VisionTransformer with a prefix; without one it is timm's forward.
+    """timm's Attention of a VisionTransformer with a prefix.
+
+    It computes softmax(q [P_k; K]^T / sqrt(A / H)) [P_v; V].
 
     Attributes:
-        prefix: Keys and values, (B or 1, p, A) each: softmax(q [P_k; K]^T / sqrt(A / H)) [P_v; V].
+        prefix: Keys P_k and values P_v, (B or 1, p, A) each. None: timm's forward pass.
     """
 
     prefix: tuple[Tensor, Tensor] | None = None
@@ -59,6 +61,9 @@ class PrefixSites:
 
     Attributes:
         width: A, the width of keys and values.
+
+    Raises:
+        UserError: If a block has no plain attention.
     """
 
     def __init__(self, vit: Any, blocks: Iterable[int]):
@@ -80,10 +85,11 @@ class PrefixSites:
 
     @contextmanager
     def using(self, prefixes: Sequence[Tensor]) -> Iterator[None]:
-        """Context manager that sets the prefixes, and is differentiable in them.
+        """Apply prefixes inside the context. The forward pass is differentiable in them.
 
         Args:
-            prefixes: For each block keys and values, (B, 2, p, A), or (1, 2, p, A) for all images.
+            prefixes: Keys and values for each block, (B, 2, p, A), or (1, 2, p, A) if all images
+                have the same prefix.
         """
         try:
             for attn, prefix in zip(self.attention, prefixes, strict=True):

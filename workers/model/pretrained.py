@@ -1,6 +1,6 @@
-"""Information of timm and the hub about a pretrained model.
+"""Pretrained models of timm and the hub: their architecture, input settings and weights.
 
-It is the architecture, the inputs of the training, and its weights with the names of the backbone.
+Weights are converted to the names and shapes of the backbone.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from timm.models.resnet import ResNet
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-import workers.model.convit  # noqa: F401 (enters timm's registry)
+import workers.model.convit  # noqa: F401 (registers its model in timm)
 from workers.errors import UserError, describe_error
 from workers.job import Interpolation
 from workers.model.signature import model_class
 from workers.model.t2t import T2TVit
 from workers.storage import hub
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a timm model on the hub
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # files of a timm model on the hub
 
 
 def check_name(name: str) -> str:
-    """Return the architecture of NAME or NAME.TAG.
+    """Check the name of a timm model, NAME or NAME.TAG, and return its architecture NAME.
 
     Raises:
         UserError: If timm has no such model, or no weights with this tag.
     """
     architecture, _, tag = name.partition(".")
-    if architecture not in timm.list_models(architecture):  # all would be sorted first
+    # the filter avoids that timm sorts the names of all models
+    if architecture not in timm.list_models(architecture):
         close = difflib.get_close_matches(architecture, timm.list_models(), 3)
         raise UserError(
             f"backbone.name is {name!r}, which timm does not have; some it has: "
@@ -51,9 +52,9 @@ def check_name(name: str) -> str:
 
 
 def own_input(name: str) -> dict[str, Any]:
-    """Return the input of timm's model NAME or NAME.TAG, see `find_input`.
+    """Return the input settings of timm's model NAME or NAME.TAG, as in `find_input`.
 
-    It is empty where timm has no configuration of the model.
+    The result is empty if timm has no configuration for the model.
     """
     check_name(name)
     config = get_pretrained_cfg(name, allow_unregistered=True)
@@ -61,9 +62,10 @@ def own_input(name: str) -> dict[str, Any]:
 
 
 def find_input(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `BackboneSettings` that a model's `pretrained_cfg` gives.
+    """Return the values of `BackboneSettings` that are set in a model's `pretrained_cfg`.
 
-    They are `img_size`, `mean`, `std`, `crop_pct` and `interpolation`, as far as it has them.
+    These are `img_size`, `mean`, `std`, `crop_pct` and `interpolation`; missing values are left
+    out.
     """
     values: dict[str, Any] = {}
     size = config.get("input_size")
@@ -74,14 +76,14 @@ def find_input(config: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = config[name]
     crop_pct = values.get("crop_pct")
     if isinstance(crop_pct, (int, float)):
-        values["crop_pct"] = min(1.0, float(crop_pct))  # three models of timm have 1.15
+        values["crop_pct"] = min(1.0, float(crop_pct))  # three models in timm have 1.15
     if config.get("interpolation") in get_args(Interpolation):
         values["interpolation"] = config["interpolation"]
     return values
 
 
 # ---- weights -------------------------------------------------------------------------------------
-# Name of timm's function that renames and resamples published weights, in a model's module.
+# possible names of the function in a timm module that renames and resamples published weights
 FILTERS = (
     "checkpoint_filter_fn",
     "_filter_fn",
@@ -89,16 +91,21 @@ FILTERS = (
     "_filter_torchvision_pretrained",
     "checkpoint_filter_fn_classifier",
 )
-CLASSIFIERS = ("head", "fc", "classifier")  # of models that do not name theirs
+# names of classifiers, for models whose `pretrained_cfg` does not name them
+CLASSIFIERS = ("head", "fc", "classifier")
+# `from_hub` creates these models in their own size; `fit` adapts the weights
 PLAIN_KINDS = (
     VisionTransformer,
     ResNet,
     ConvNeXt,
-)  # models with weights that are resampled when they load
+)
 
 
 def find_filter(name: str) -> Callable[..., dict[str, Tensor]] | None:
-    """Return the function by which timm reads published weights of a model; None: as they are."""
+    """Return timm's function that converts published weights of a model.
+
+    None: timm uses the published weights without a conversion.
+    """
     module = sys.modules[timm.models.model_entrypoint(name.partition(".")[0]).__module__]
     for function in FILTERS:
         if hasattr(module, function):
@@ -118,7 +125,7 @@ def fit(
         name: NAME or NAME.TAG of the model.
 
     Returns:
-        The weights, and the classifier that was left out.
+        The weights without the classifier, and the weights of the classifier.
     """
     if isinstance(model, T2TVit):
         tensors = model.released(tensors)
@@ -142,7 +149,7 @@ def fit(
 
 
 def list_classifiers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that timm's model classifies with."""
+    """Return the names of the classifier layers of a timm model."""
     if isinstance(model, (VisionTransformer, ResNet)):
         return ("head", "head_dist", "fc")
     config: Any = getattr(model, "pretrained_cfg", None) or {}
@@ -155,7 +162,11 @@ def list_classifiers(model: nn.Module) -> tuple[str, ...]:
 def from_hub(name: str, img_size: int) -> dict[str, Tensor]:
     """Return timm's pretrained weights of NAME or NAME.TAG, including the classifier.
 
-    A model that timm must resample to `img_size` is created in that size.
+    If only timm can resample the weights of a model, the model is created with `img_size`, so that
+    timm resamples them.
+
+    Raises:
+        UserError: If the weights cannot be downloaded or loaded.
     """
     sized: dict[str, Any] = {}
     try:
@@ -168,7 +179,7 @@ def from_hub(name: str, img_size: int) -> dict[str, Tensor]:
                 name, pretrained=True, **sized
             ).state_dict()
             return weights
-    except Exception as error:  # the hub's client raises many kinds
+    except Exception as error:  # the hub's client raises many classes of exceptions
         reason = describe_error(error, only_first_line=True)
         raise UserError(
             f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it "

@@ -1,7 +1,8 @@
 """A bank of prompts with keys: an image selects prompts by the cosines of its query to the keys.
 
-The result for an image depends on that image alone, never on others in its batch. Everything is
-computed in fp32. Axes: B images, L blocks, M prompts in the bank, d width of queries and keys.
+The prompts of an image depend only on this image, never on other images of the batch. All functions
+compute in fp32 or fp64. Axes: B images, L blocks, M prompts in the bank, d width of queries and
+keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def cosines(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def choose_largest(similarity: Tensor, count: int) -> Tensor:
-    """Return the `count` most similar prompts of each image; of equal ones the lowest index.
+    """Return the `count` most similar prompts of each image.
+
+    Among prompts with equal similarity, the prompt with the lowest index is chosen.
 
     Args:
         similarity: (B, M).
@@ -49,7 +52,7 @@ def weigh_components(query: Tensor, keys: Tensor, attention: Tensor) -> Tensor:
     with torch.autocast(query.device.type, enabled=False):
         unit = F.normalize(query.float(), dim=-1)
         products = unit @ (attention * F.normalize(keys, dim=-1)).mT
-        squares = unit.square() @ attention.square().mT  # of the lengths of q .* a_m
+        squares = unit.square() @ attention.square().mT  # squared lengths of q .* a_m
         alpha: Tensor = products / squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
         return alpha
 
@@ -59,10 +62,11 @@ def orthonormalize(raw: Tensor, earlier: Tensor) -> Tensor:
 
     Args:
         raw: (m, w), with m + n at most w.
-        earlier: (n, w), of any length, not necessarily orthogonal to one another.
+        earlier: (n, w). The rows may have any length, and need not be orthogonal to one another.
 
     Returns:
-        (m, w), fp32, on the CPU: row i spans the part of raw row i that is new.
+        (m, w), fp32, on the CPU. Row i has the direction of the component of row i of `raw` that is
+        orthogonal to `earlier` and to the rows of `raw` before it.
     """
     rows = torch.cat([earlier.cpu(), raw.cpu()]).double()
     basis, triangle = torch.linalg.qr(rows.T)

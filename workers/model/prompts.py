@@ -1,7 +1,7 @@
-"""Prompts: trained tokens in a frozen ViT, inserted and removed by hooks from outside.
+"""Prompts: trained tokens in a frozen ViT, inserted and removed by forward hooks.
 
-Prompts have no position: rotary embeddings do not rotate them, and a bias of relative positions is
-0 between them and any token, as in the released code of VPT for Swin.
+Prompts have no position: rotary embeddings do not rotate prompts, and a bias of relative positions
+is 0 between a prompt and any token, as in the released code of VPT for Swin.
 
 Axes: B images, T tokens of the backbone (prefix and patches), p prompts, d width, L blocks.
 """
@@ -26,34 +26,38 @@ from workers.model.adapters import Hook, KeywordHook, SwitchedForm
 from workers.model.tokens import enter_blocks
 
 Depth = Literal["shallow", "deep"]
-# Classes of attention that take any number of tokens.
+# classes of attention that accept any number of tokens
 PLAIN_ATTENTION = (Attention, AttentionRope, EvaAttention, BeitAttention)
 
 
 def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """Insert prompts (p, d) or (B, p, d) behind the prefix tokens: (B, T, d) -> (B, T + p, d).
+    """Insert prompts after the prefix tokens: (B, T, d) -> (B, T + p, d).
 
-    They have no position.
+    Args:
+        x: Tokens, (B, T, d).
+        prompts: Prompts for all images (p, d), or of each image (B, p, d).
+        prefix: Number of prefix tokens.
     """
     return torch.cat([x[:, :prefix], prompts.expand(x.shape[0], -1, -1), x[:, prefix:]], 1)
 
 
 def remove(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """(B, T + p, d), (p, d) -> (B, T, d)."""
+    """Remove the prompts of `insert`: (B, T + p, d), (p, d) -> (B, T, d)."""
     return torch.cat([x[:, :prefix], x[:, prefix + len(prompts) :]], 1)
 
 
 def replace(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """Replace the prompts among tokens: (B, T + p, d), (p, d) -> (B, T + p, d)."""
+    """Replace the prompts of `insert` by other prompts: (B, T + p, d), (p, d) -> (B, T + p, d)."""
     return insert(remove(x, prompts, prefix), prompts, prefix)
 
 
 def leave_unrotated(rope: Tensor, prompts: Tensor) -> Tensor:
-    """Prepend p rows that rotate nothing: (..., n, 2 d) -> (..., p + n, 2 d).
+    """Prepend p rows that mean no rotation: (..., n, 2 d) -> (..., p + n, 2 d).
 
     Args:
-        rope: Concatenated sines and cosines of the patches.
-        prompts: The prompts.
+        rope: Concatenated sines and cosines of the patches. In this function d is half the width of
+            a row.
+        prompts: The prompts; only their number p is used.
     """
     sines = rope.new_zeros(*rope.shape[:-2], len(prompts), rope.shape[-1] // 2)
     rows = torch.cat([sines, torch.ones_like(sines)], -1)
@@ -61,7 +65,13 @@ def leave_unrotated(rope: Tensor, prompts: Tensor) -> Tensor:
 
 
 def leave_unbiased(bias: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """Add zeros for scores with prompts: (..., H, T, T) -> (..., H, T + p, T + p)."""
+    """Insert zeros as the bias of prompts: (..., H, T, T) -> (..., H, T + p, T + p).
+
+    Args:
+        bias: Bias of relative positions, added to the attention scores of H heads.
+        prompts: The prompts; only their number p is used.
+        prefix: Number of prefix tokens.
+    """
     rows = bias.new_zeros(*bias.shape[:-2], len(prompts), bias.shape[-1])
     bias = torch.cat([bias[..., :prefix, :], rows, bias[..., prefix:, :]], -2)
     columns = bias.new_zeros(*bias.shape[:-1], len(prompts))
@@ -69,7 +79,7 @@ def leave_unbiased(bias: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 
 
 class PromptedBeitAttention(BeitAttention):
-    """timm's attention of BEiT with a form on its bias of relative positions."""
+    """timm's attention of BEiT that passes its bias of relative positions through a form."""
 
     bias_form: SwitchedForm | None = None
 
@@ -79,11 +89,18 @@ class PromptedBeitAttention(BeitAttention):
 
 
 class PromptSites:
-    """A ViT with p additional tokens in its blocks, the prompts.
+    """The hooks of a ViT that insert and remove p additional tokens, the prompts.
 
-    They are inserted after the last module before the blocks and removed after the last block, so
-    that the final norm and pooling see the usual tokens. With `deep`, after each block but the last
-    they are replaced by those of the next block.
+    Prompts are inserted after the last module before the blocks, and removed after the last block.
+    The final norm and pooling therefore get the usual tokens.
+
+    Args:
+        vit: The backbone.
+        depth: `shallow`: the inserted prompts pass through all blocks. `deep`: each block has its
+            own prompts, which replace the outputs of the previous block's prompts.
+
+    Raises:
+        UserError: If the attention of a block does not accept any number of tokens.
     """
 
     def __init__(self, vit: Any, depth: Depth):
@@ -103,14 +120,15 @@ class PromptSites:
         return hook
 
     def __len__(self) -> int:
-        """Return how many blocks have separate prompts."""
+        """Return the number of blocks with separate prompts: 1 if `depth` is `shallow`."""
         return len(self.hooks)
 
     @contextmanager
     def using(self, prompts: Tensor | None) -> Iterator[None]:
-        """Inside, the blocks read these prompts, (L or 1, p, d), and are differentiable in them.
+        """Apply prompts inside the context. The forward pass is differentiable in them.
 
-        None: no prompts.
+        Args:
+            prompts: (L, p, d), or (1, p, d) if all blocks have the same prompts. None: no prompts.
         """
         try:
             for index, hook in enumerate([*self.hooks, self.out]):
@@ -126,7 +144,11 @@ class PromptSites:
 
 
 def check_attention(vit: Any) -> None:
-    """Raise `UserError` if the attention of a block does not take any number of tokens."""
+    """Check that the attention of every block accepts any number of tokens.
+
+    Raises:
+        UserError: If the attention of a block has another class.
+    """
     for index, block in enumerate(vit.blocks):
         if not isinstance(getattr(block, "attn", None), PLAIN_ATTENTION):
             raise UserError(
@@ -137,10 +159,10 @@ def check_attention(vit: Any) -> None:
 
 
 def read_prompts(vit: Any, images: Tensor, prompts: Tensor) -> Tensor:
-    """Return the mean output of prompts that enter the first block of a VisionTransformer.
+    """Return the mean of the outputs at prompts that are inserted before the first block.
 
     Args:
-        vit: The backbone.
+        vit: A VisionTransformer.
         images: (B, 3, H, W).
         prompts: Prompts of each image, (B, p, d).
 
@@ -157,9 +179,9 @@ def read_prompts(vit: Any, images: Tensor, prompts: Tensor) -> Tensor:
 
 
 def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
-    """Hook the forms into a block that hide the position of prompts from it.
+    """Add forms to a block that extend its rotary embedding or position bias by the prompts.
 
-    A VisionTransformer's block has no positions.
+    The blocks of a VisionTransformer have neither, so the result is empty.
     """
     unbiased = partial(leave_unbiased, prefix=vit.num_prefix_tokens)
     forms: list[SwitchedForm] = []
@@ -177,9 +199,15 @@ def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
 
 
 def initial_prompts(blocks: int, prompts: int, vit: Any) -> Tensor:
-    """Return initial prompts (blocks, p, d), uniform within sqrt(6 / (3 h w + d)).
+    """Return initial prompts (blocks, p, d), uniform within +-sqrt(6 / (3 h w + d)).
 
-    The patches have h x w pixels. This is Xavier's range of the patch embedding.
+    The patches have h x w pixels. This is the range of Xavier's initialisation of the patch
+    embedding.
+
+    Args:
+        blocks: Number of blocks with separate prompts.
+        prompts: Number p of prompts.
+        vit: The backbone.
     """
     height, width = vit.patch_embed.patch_size
     reach = math.sqrt(6 / (3 * height * width + vit.embed_dim))

@@ -1,7 +1,7 @@
-"""Protection of entries that earlier tasks rely on: gate gradients, and restore values.
+"""Protect parameter entries that earlier tasks need: zero their gradients, restore their values.
 
-A zeroed gradient alone does not keep an entry constant: decoupled weight decay and momentum of
-earlier steps move it.
+A zero gradient alone does not keep an entry constant, because decoupled weight decay and the
+momentum of earlier steps still change it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 
 class Protector:
-    """Gates the gradients of locked entries, and restores their values after a step.
+    """Zeroes the gradients of locked entries, and restores their values after a step.
 
-    Call order in a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. A
-    boolean lock keeps the values at the time of construction.
+    Call order in a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. The
+    values that a boolean lock keeps are those at the time of construction.
 
     Args:
         locks: Pairs (parameter, lock) by name; a lock broadcasts to its parameter. Boolean: True
-            entries must not change, bit for bit. Float in [0, 1]: the share of the step that is
-            held back. Under SGD without momentum this equals the share of the gradient. Adam would
-            cancel a factor on the gradient, and weight decay would ignore it.
+            entries do not change, bit for bit. Float in [0, 1]: this share of each change is
+            undone. Under SGD without momentum and weight decay, this equals a factor on the
+            gradient. With other optimizers a factor on the gradient would not work: Adam cancels
+            it, and weight decay ignores it.
     """
 
     def __init__(self, locks: dict[str, tuple[nn.Parameter, Tensor]]):
@@ -32,7 +33,7 @@ class Protector:
 
     @torch.no_grad()
     def gate(self) -> None:
-        """Before the optimizer's step: zero the gradients of locked entries."""
+        """Zero the gradients of entries with a boolean lock. Call it before the optimizer step."""
         for name, (p, lock) in self.locks.items():
             if lock.dtype != torch.bool:
                 self.saved[name] = p.detach().clone()
@@ -41,7 +42,7 @@ class Protector:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """After the optimizer's step: put locked entries back."""
+        """Restore the values of locked entries. Call it after the optimizer step."""
         for name, values in self.saved.items():
             p, lock = self.locks[name]
             if lock.dtype == torch.bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workers.model.adapters import AdapterSites, Hook
 
-START_STD = 0.02  # of scales around 1, and of shifts around 0
+START_STD = 0.02  # standard deviation of the initial scales (mean 1) and shifts (mean 0)
 
 
 def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -22,10 +22,10 @@ def scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 class ScaleShiftSites(AdapterSites):
-    """The layers of a ViT whose outputs are scaled and shifted, hooked from outside.
+    """The layers of a ViT with scaled and shifted outputs. Forward hooks change the outputs.
 
-    They are the patch embedding, every linear layer and every layer norm, those of the blocks and
-    the final one.
+    The layers are the patch embedding, every linear layer and every layer norm, including the final
+    norm.
 
     Attributes:
         widths: Number of channels of each layer.
@@ -50,7 +50,7 @@ class ScaleShiftSites(AdapterSites):
         self.widths.append(width)
 
     def initial(self) -> dict[str, Tensor]:
-        """Return initial scales and shifts of all layers, concatenated, (sum of widths,)."""
+        """Return initial scales and shifts of all layers, each concatenated to (sum of widths,)."""
         noise = START_STD * torch.randn(2, sum(self.widths))
         return {"scale": 1 + noise[0], "shift": noise[1].clone()}
 

@@ -1,6 +1,7 @@
-"""Check options of a backbone against the signature of the model.
+"""Check the options of a backbone against the signature of the timm model.
 
-Names must be known, values must have the right types, and layers must be known to timm by name.
+An option must be an argument of the model, its value must have the right type, and the name of a
+layer must be known to timm.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from workers.errors import UserError, did_you_mean
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+# options that name a layer -> timm's look-up function, and examples for messages
 LAYERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "act_layer": (get_act_layer, "gelu or relu"),
     "norm_layer": (get_norm_layer, "layernorm or groupnorm1"),
@@ -29,16 +31,21 @@ LAYERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 class Argument(NamedTuple):
-    """One argument of a model: its type, and its default."""
+    """An argument of a model.
+
+    Attributes:
+        hint: Its type.
+        default: Its default value, or `inspect.Parameter.empty`.
+    """
 
     hint: Any
     default: Any
 
 
 def model_class(name: str) -> type[nn.Module]:
-    """Return the class of timm's registered model `name`.
+    """Return the class of the model `name` in timm's registry.
 
-    The model is built on the meta device, without memory for its weights.
+    To find the class, the model is built on the meta device, without memory for its weights.
     """
     with torch.device("meta"):
         return type(timm.create_model(name, num_classes=0))
@@ -84,9 +91,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _problem(option: str, value: Any, argument: Argument) -> str:
-    """Return why a value does not fit an argument; empty when it does."""
+    """Return the reason why a value does not fit an argument, or an empty string if it fits."""
     if value is None:
-        return ""  # timm drops it, so that the model's own default counts
+        return ""  # timm drops the option, so the model uses its default
     if option in LAYERS:
         return _layer_problem(option, value)
     plain = tuple(value) if isinstance(value, list) else value
@@ -102,7 +109,7 @@ def _problem(option: str, value: Any, argument: Argument) -> str:
 
 
 def _layer_problem(option: str, value: Any) -> str:
-    """Return why a value is not a name that timm has for a layer; empty when it is."""
+    """Return the reason why a value is not the name of a timm layer; empty if it is a name."""
     look_up, examples = LAYERS[option]
     try:
         known = isinstance(value, str) and look_up(value) is not None
@@ -112,7 +119,10 @@ def _layer_problem(option: str, value: Any) -> str:
 
 
 def _is_positive(value: Any) -> bool:
-    """Return whether a value is a number above 0, or a list of such. Booleans are not numbers."""
+    """Return whether a value is a positive number, or a non-empty list of positive numbers.
+
+    Booleans do not count as numbers.
+    """
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_positive(item) for item in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

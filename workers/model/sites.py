@@ -1,8 +1,9 @@
-"""The masks of a backbone, by architecture.
+"""The masks that a backbone can have, by architecture.
 
-They are names and shapes, their use in the forward pass, and the saved multiply-adds. A method
-knows masks only by name. `gates` are sampled for each image, `entries` once per forward pass. Both
-are boolean in serving, and 0/1 floats with a gradient in training.
+For each architecture, a class defines the names and shapes of the masks, their use in the forward
+pass, and the multiply-adds that they save. A method only knows the names and shapes. There are two
+kinds of masks: `gates` are sampled for each image, `entries` once per forward pass. Both are
+boolean in serving, and 0/1 floats with a gradient in training.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Sites(Protocol):
     """The masks of one architecture.
 
     Attributes:
-        kinds: Words for gates and entries in messages.
-        gates: Shapes by name; the last axis counts the gates of one layer.
-        entries: Shapes by name.
-        meta: Fields of a task's state in addition to its masks; `token_blocks` are the blocks with
-            gates.
+        kinds: Words for a gate and for an entry, used in names of metrics and in messages.
+        gates: Shapes of the gates by name; the last axis is the number of gates in one layer.
+        entries: Shapes of the entries by name.
+        meta: Fields of a task's state in addition to its masks; the field `token_blocks` lists the
+            blocks with gates.
     """
 
     kinds: tuple[str, str]
@@ -56,43 +57,51 @@ class Sites(Protocol):
     meta: dict[str, Any]
 
     def sampled(self, masks: Masks) -> AbstractContextManager[None]:
-        """Training: put the masks in effect inside; gates are (b, *shape).
+        """Apply gates inside the context, for training; neuron masks of an FFN are applied, too.
 
-        The forward is differentiable in them. Masks of weights are applied by `weights`.
+        The forward pass is differentiable in the masks. Masks of weights have no effect here; they
+        are applied by `weights`.
+
+        Args:
+            masks: Masks by name; gates are (b, *shape).
         """
 
     def weights(self, masks: Masks) -> Masks:
-        """Return M .* W of the masked weights, by parameter name."""
+        """Return M .* W for each weight W with a mask M, by parameter name."""
 
     def folded(self, masks: Masks) -> Masks:
-        """Serving: put the gates in effect and return the masked weights, by parameter name.
+        """Apply gates and return the masked weights by parameter name, for serving.
 
-        Gates have no batch axis. Masks that keep everything leave timm's plain path, bit for bit.
+        The gates stay in effect after the call, or are part of the returned weights. With masks that
+        keep everything, the outputs are bit for bit those of timm's forward pass.
+
+        Args:
+            masks: Masks by name; gates have no batch axis.
         """
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
         """Return a network images -> logits that computes only the kept parts.
 
-        It equals the masked dense forward pass up to the order of summation.
+        The logits equal those of the masked dense forward pass up to the order of summation.
         """
 
     def flops_share(self, masks: Masks) -> float:
-        """Return the multiply-adds of `compact` relative to those without masks."""
+        """Return the multiply-adds of `compact`, divided by the multiply-adds without masks."""
 
 
 def find_sites(
     backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bool = False
 ) -> Sites:
-    """Return the sites of a backbone; its modules become maskable in place.
+    """Return the sites of a backbone. The modules of the backbone become maskable in place.
 
     Args:
         backbone: The backbone.
-        gated: Blocks with gates, from 0.
-        entries: Kinds of entries to mask.
+        gated: Indices of the blocks with gates, from 0, or `all`.
+        entries: Entries to mask: `weight`, `neuron`, or `off` for no entries.
         self_loop: See `KeyMasks`.
 
     Raises:
-        UserError: If the architecture does not have such masks.
+        UserError: If the architecture does not support these masks.
     """
     if isinstance(backbone, (VisionTransformer, Eva, Beit)):
         return TokenSites(backbone, gated, entries, self_loop)
@@ -117,8 +126,9 @@ def find_sites(
 class TokenSites:
     """The masks of a ViT.
 
-    Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or its hidden
-    neurons. Context behind an FFN reads all tokens, so masked ones are then computed too.
+    Gates mask patch tokens as keys and values of attention. Entries mask the FFN's weights, or its
+    hidden neurons. Context Broadcasting after an FFN (see context.py) reads all tokens, so masked
+    tokens are then computed too.
     """
 
     kinds = ("token", "FFN")
@@ -133,7 +143,7 @@ class TokenSites:
             )
         self.vit, self.prefix = vit, shape["prefix"]
         self.blocks = _chosen(gated, shape["depth"])
-        self.attention: list[Any] = []  # with `KeyMasks`
+        self.attention: list[Any] = []  # attention modules with `KeyMasks`
         self.fc2: list[GatedLinear] = []
         self.entries: Shapes = {}
         for index, block in enumerate(vit.blocks):
@@ -165,7 +175,7 @@ class TokenSites:
         self.meta = {"token_blocks": list(self.blocks), "grid": list(shape["grid"])}
 
     def by_block(self, masks: Masks) -> list[BlockMasks]:
-        """Return the masks of each block; tokens (b or 1, n)."""
+        """Return the masks of each block; the mask of tokens is (b or 1, n)."""
         block_masks: list[BlockMasks] = []
         for index in range(len(self.vit.blocks)):
             fc1 = masks.get(f"blocks.{index}.fc1")
@@ -173,7 +183,7 @@ class TokenSites:
             neurons = masks.get(f"blocks.{index}.neurons")
             block_masks.append(BlockMasks(fc1=fc1, fc2=fc2, neurons=neurons))
         if "tokens" in masks:
-            tokens = masks["tokens"]  # (b, blocks with gates, n) or without b
+            tokens = masks["tokens"]  # (b, blocks with gates, n) or (blocks with gates, n)
             for position, block in enumerate(self.blocks):
                 of_block = tokens[..., position, :]
                 block_masks[block].tokens = of_block.reshape(-1, tokens.shape[-1])
@@ -215,7 +225,7 @@ class TokenSites:
 
     def flops_share(self, masks: Masks) -> float:
         if not isinstance(self.vit, VisionTransformer):
-            return 1.0  # masked parts are computed
+            return 1.0  # other ViTs compute the masked parts too
         masked = flops(self.vit, plan_blocks(self.vit, self.by_block(masks)))
         return masked / flops(self.vit, plan_blocks(self.vit, self.by_block({})))
 
@@ -236,18 +246,19 @@ class TokenSites:
             attention.keys, fc2.gate = None, None
 
     def _with_prefix(self, tokens: Tensor) -> Tensor:
-        """(b, n) -> (b, prefix + n): class and register tokens are always kept."""
+        """Add the prefix tokens, which are always kept, to a mask: (b, n) -> (b, prefix + n)."""
         return torch.cat([tokens.new_ones((tokens.shape[0], self.prefix)), tokens], dim=1)
 
 
 class ChannelSites:
     """The masks of a ResNet. Blocks are counted over all stages.
 
-    Gates: the output channels of each convolution of a residual block but the last, after norm and
-    activation (`channels1`; in a bottleneck also `channels2`). They gate the inputs of the next
-    convolution. The residual stream is never gated, nor its writers: the stem, the last convolution
-    of a block, and the shortcut. Entries: the weights of all convolutions of the blocks (`conv1`,
-    ...), without stem and shortcuts.
+    Gates mask the output channels of each convolution of a residual block except the last, after
+    norm and activation (`channels1`; in a bottleneck also `channels2`). They are applied to the
+    inputs of the next convolution. The residual stream is never masked, and neither are the outputs
+    that are added to it: those of the stem, the last convolution of a block, and the shortcut.
+    Entries mask the weights of all convolutions of the blocks (`conv1`, ...), but not those of the
+    stem and the shortcuts.
     """
 
     kinds = ("channel", "convolution")
@@ -256,9 +267,9 @@ class ChannelSites:
         self.cnn = cnn
         self.gates: Shapes = {}
         self.entries: Shapes = {}
-        # gate -> path of the weight behind it, and its convolution
+        # name of a gate -> path of the weight of the next convolution, and this convolution
         self.followers: dict[str, tuple[str, GatedConv2d]] = {}
-        # entry -> path of the weight, and its convolution
+        # name of an entry -> path of the weight, and its convolution
         self.convolutions: dict[str, tuple[str, GatedConv2d]] = {}
         residual_blocks = [
             (path, m) for path, m in cnn.named_modules() if isinstance(m, (BasicBlock, Bottleneck))
@@ -295,10 +306,10 @@ class ChannelSites:
 
     @torch.no_grad()
     def folded(self, masks: Masks) -> Masks:
-        """Return the weights under the masks, by parameter name.
+        """Return the masked weights by parameter name.
 
-        A dropped channel is a column of zeros in the convolution that follows, so gates are not
-        applied in the forward.
+        A dropped channel becomes a column of zeros in the weight of the next convolution. Therefore
+        no gates are applied in the forward pass.
         """
         effective = {name: m for name, m in masks.items() if effective_mask(m) is not None}
         weights = self.weights(effective)
@@ -316,7 +327,7 @@ class ChannelSites:
         return nn.Sequential(thinned, head).eval()
 
     def flops_share(self, masks: Masks) -> float:
-        """Return the share at 224 pixels; it hardly depends on them."""
+        """Return the share for images of 224 pixels; the share hardly depends on the size."""
         compact = self.compact(masks, nn.Identity())
         return multiply_adds(compact, 3, 224, 224) / multiply_adds(self.cnn, 3, 224, 224)
 
@@ -339,7 +350,15 @@ def _inner(block: nn.Module, index: int) -> list[GatedConv2d]:
 
 
 def _chosen(gated: Blocks, depth: int) -> tuple[int, ...]:
-    """Return the blocks with gates in order; raise `UserError` when one does not exist."""
+    """Return the indices of the blocks with gates in ascending order.
+
+    Args:
+        gated: Indices of blocks, or `all`.
+        depth: Number of blocks.
+
+    Raises:
+        UserError: If a block does not exist.
+    """
     if gated == "all":
         return tuple(range(depth))
     blocks = tuple(sorted(set(gated)))

@@ -1,7 +1,7 @@
-"""Subspaces of the inputs of layers, and directions that they leave free.
+"""Subspaces spanned by the inputs of layers, and directions outside these subspaces.
 
-Liang, Li: InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning, CVPR 2024. The
-update of a subspace is that of DualGPM (Liang, Li: Adaptive Plasticity Improvement for Continual
+Liang, Li: InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning, CVPR 2024.
+Subspaces are updated as in DualGPM (Liang, Li: Adaptive Plasticity Improvement for Continual
 Learning, CVPR 2023).
 
 Axes: d inputs of a layer, g dimensions of a subspace, r rank. R (d, d) is the second moment of the
@@ -19,16 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-NEGLIGIBLE = 1e-6  # singular values below this share of the largest one have no direction
+# singular vectors are ignored if their singular value, divided by the largest one, is smaller
+NEGLIGIBLE = 1e-6
 
 
 class Subspace(NamedTuple):
-    """A subspace of the inputs of a layer.
+    """The subspace of the earlier inputs of a layer, given by its basis or that of its complement.
+
+    The smaller basis is stored.
 
     Attributes:
         basis: F, orthonormal columns (d, g).
-        is_free: F spans the directions that earlier inputs leave free. Otherwise it spans the
-            earlier inputs. The smaller of both bases is kept.
+        is_free: F spans the orthogonal complement of the earlier inputs. Otherwise F spans the
+            earlier inputs.
     """
 
     basis: Tensor
@@ -41,11 +44,11 @@ class Subspace(NamedTuple):
 
 
 class InputMoments:
-    """The sums of x x^T over the inputs x (b, N, d) of linear layers.
+    """The sums of x x^T over the inputs x (b, N, d) of linear layers of equal width.
 
     Attributes:
         sums: Sums on the device, (layers, d, d) in fp64.
-        count: Number of tokens in each sum, a tensor () on the device.
+        count: Number of tokens in each sum, a scalar tensor on the device.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]):
@@ -57,7 +60,7 @@ class InputMoments:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager that adds the inputs of every forward pass."""
+        """Add the inputs of every forward pass inside the context to the sums."""
         hooks = [
             layer.register_forward_pre_hook(partial(self._add, index))
             for index, layer in enumerate(self.layers)
@@ -78,12 +81,12 @@ class InputMoments:
 def find_directions(moments: Tensor, subspace: Subspace | None, rank: int) -> Tensor:
     """Return A (r, d): the leading directions of new inputs outside the subspace of earlier ones.
 
-    Rows have length 1 / sqrt 3. Where fewer directions are left than the rank, the other rows are
-    zero: an update along them would change answers on earlier inputs.
+    Rows have length 1 / sqrt(3). If there are fewer than r such directions, the other rows are
+    zero, because an update along another direction would change the outputs for earlier inputs.
 
     Args:
         moments: R of the new inputs.
-        subspace: The subspace of earlier inputs. None: there are none.
+        subspace: The subspace of earlier inputs. None: there are no earlier inputs.
         rank: r.
     """
     outside = moments if subspace is None else subspace.project(moments)
@@ -94,21 +97,25 @@ def find_directions(moments: Tensor, subspace: Subspace | None, rank: int) -> Te
 
 
 def extend_subspace(subspace: Subspace | None, moments: Tensor, threshold: float) -> Subspace:
-    """Return the subspace with the leading directions of new inputs, as DualGPM.
+    """Extend a subspace by the leading directions of new inputs, as in DualGPM.
 
-    Directions are added until the subspace holds a share `threshold` of |R|_F^2. R has squared
-    singular values of the inputs, so the share is one of their fourth powers.
+    Directions are added until the subspace holds a share `threshold` of |R|_F^2. The singular
+    values of R are the squares of those of the inputs, so this is a share of the sum of their
+    fourth powers.
 
     Args:
-        subspace: The subspace of earlier inputs. None: there are none.
+        subspace: The subspace of earlier inputs. None: there are no earlier inputs.
         moments: R of the new inputs.
         threshold: eps, in (0, 1].
     """
     outside = moments if subspace is None else subspace.project(moments)
     vectors, values = decompose(outside)
     shares = values.square() / moments.square().sum()
-    missing = shares.sum() - (shares.cumsum(0) - shares)  # outside, before each is added
-    if subspace is None:  # the first one counts those that stay below the threshold
+    # share outside the subspace before the direction at each position is added
+    missing = shares.sum() - (shares.cumsum(0) - shares)
+    # the number of directions of the first subspace is the number of cumulated shares below the
+    # threshold
+    if subspace is None:
         count = max(int((shares.cumsum(0) < threshold).sum()), 1)
     elif subspace.is_free:
         count = int((missing >= 1 - threshold).sum())
@@ -126,7 +133,7 @@ def extend_subspace(subspace: Subspace | None, moments: Tensor, threshold: float
 
 
 def keep_smaller(basis: Tensor) -> Subspace:
-    """Return the subspace of a basis (d, g), by its complement if g > d / 2."""
+    """Return the subspace with this basis (d, g); store its complement if g > d / 2."""
     width, size = basis.shape
     if size <= width / 2:
         return Subspace(basis)
@@ -135,9 +142,10 @@ def keep_smaller(basis: Tensor) -> Subspace:
 
 
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return left singular vectors (d, n) and singular values (n,), in falling order.
+    """Return left singular vectors (d, n) and singular values (n,), in descending order.
 
-    The largest entry of each vector is positive, so that signs do not depend on the machine.
+    Signs are chosen so that the entry with the largest magnitude of each vector is positive.
+    Otherwise signs would depend on the machine.
     """
     vectors, values, _ = torch.linalg.svd(matrix, full_matrices=False)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))

@@ -1,10 +1,9 @@
 """Infer the mask that fits some images, among several masks of the same weights.
 
-The inference uses the change of the outputs' entropy with the share of each mask.
-
-Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. A network with weights W .* sum_i
-alpha_i M^i has a high entropy if its masks do not fit, and the derivative in alpha_i shows which
-mask would lower it (Eq. 3 and 4: the entropy is minimised).
+Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. The outputs of a network with weights
+W .* sum_i alpha_i M^i have a high entropy if its masks do not fit the images. The derivative with
+respect to alpha_i shows the mask that would lower the entropy most (Eq. 3 and 4: the entropy is
+minimised). Other objectives than the entropy can be used.
 """
 
 from __future__ import annotations
@@ -17,26 +16,31 @@ from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Weights = dict[str, Tensor]
-# weights by name, images (n, ...) -> outputs (n, s)
+# arguments: weights by name, images (n, ...); result: outputs (n, s)
 Network = Callable[[Weights, Tensor], Tensor]
-# outputs (n, s) -> (n,), small where the weights fit
+# argument: outputs (n, s); result: (n,), small for images that fit the weights
 Objective = Callable[[Tensor], Tensor]
-# k masks, groups of images (g, n, ...) -> (g, k), the smaller the better a mask fits
+# arguments: indices of k masks, groups of images (g, n, ...); result: scores (g, k), low for a mask
+# that fits
 Judge = Callable[[Sequence[int], Tensor], Tensor]
-# judge, groups, number of masks -> the mask of each group (g,), how sure it is (g,)
+# arguments: judge, groups, number of masks; result: index of the mask of each group (g,), and its
+# confidence (g,)
 Rule = Callable[[Judge, Tensor, int], tuple[Tensor, Tensor]]
 
-GRADIENT_BYTES = 256 << 20  # gradients of all weights, for groups that are judged together
+GRADIENT_BYTES = 256 << 20  # maximum bytes of weight gradients of groups that are judged together
 
 
 def entropy(outputs: Tensor) -> Tensor:
-    """H of the softmax over all outputs, in nats. (n, s) -> (n,)."""
+    """Return the entropy H of the softmax over all outputs, in nats: (n, s) -> (n,)."""
     logs = outputs.float().log_softmax(1)
     return -(logs.exp() * logs).sum(1)
 
 
 def superfluous(outputs: Tensor, real: int) -> Tensor:
-    """Return G, the logsumexp of outputs (n, s), with gradients for those after `real`: (n,)."""
+    """Return G, the logsumexp of the outputs: (n, s) -> (n,).
+
+    Only the outputs after the first `real` outputs get a gradient.
+    """
     outputs = outputs.float()
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 
@@ -71,10 +75,11 @@ def slopes(
     groups: Tensor,
     objective: Objective,
 ) -> Tensor:
-    """Return d mean objective / d alpha of each group, (g, k), also with disabled gradients.
+    """Return the derivative of the mean objective of each group with respect to alpha, (g, k).
 
-    The gradient of the superposed weights is computed per group, and summed over the entries of W
-    that each mask keeps.
+    The gradient with respect to the superposed weights is computed for each group. For each mask,
+    its product with W is summed over the entries that the mask keeps. The function also works if
+    gradients are disabled outside.
 
     Args:
         network: The network.
@@ -94,7 +99,7 @@ def slopes(
     groups_at_once = max(1, GRADIENT_BYTES // weight_bytes)
     slopes_of_groups = []
     for part in groups.split(groups_at_once):
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention knows no vmap
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention does not support vmap
             gradients = gradients_of(superposed, part)
         by_name = []
         for name, gradient in gradients.items():
@@ -115,6 +120,13 @@ def values(
     """Return the mean objective of each group under each single mask, (g, k).
 
     There is one forward pass per mask.
+
+    Args:
+        network: The network.
+        weights: The weights W.
+        masks: k masks.
+        groups: Groups of images, (g, n, ...).
+        objectives: The objective for each mask.
     """
     means = []
     for mask, objective in zip(masks, objectives, strict=True):
@@ -130,7 +142,16 @@ def shares(scores: Tensor) -> Tensor:
 
 
 def infer_at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mask with the lowest score for each group, (g,), and its share nu among all, (g,)."""
+    """Find the mask of each group by one comparison of all masks.
+
+    Args:
+        judge: Scores masks.
+        groups: Groups of images, (g, n, ...).
+        count: Number of masks.
+
+    Returns:
+        The mask with the lowest score for each group, (g,), and its share nu (see `shares`), (g,).
+    """
     best = shares(judge(range(count), groups)).max(1)
     return best.indices, best.values
 
@@ -138,8 +159,13 @@ def infer_at_once(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Ten
 def infer_by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Find the mask of each group by binary search.
 
-    All masks are judged, and the better half (rounded up; the first among equals) is kept, until
-    one is left after ceil(log2 count) rounds.
+    Each round judges the remaining masks and keeps the better half (rounded up; among equal scores,
+    the first masks are kept). One mask is left after ceil(log2 count) rounds.
+
+    Args:
+        judge: Scores masks.
+        groups: Groups of images, (g, n, ...).
+        count: Number of masks.
 
     Returns:
         The mask of each group, (g,), and its confidence, (g,): the product of the shares of the
@@ -148,7 +174,7 @@ def infer_by_halves(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, T
     device = groups.device
     best_masks = torch.zeros(len(groups), dtype=torch.int64, device=device)
     sure = torch.ones(len(groups), device=device)
-    # pairs (remaining masks, rows of their groups)
+    # pairs: remaining masks, indices of the groups with these remaining masks
     pending: list[tuple[tuple[int, ...], Tensor]] = [
         (tuple(range(count)), torch.arange(len(groups), device=device))
     ]

@@ -35,7 +35,7 @@ def check_name(name: str) -> str:
         UserError: If timm has no such model, or no weights with this tag.
     """
     architecture, _, tag = name.partition(".")
-    # the filter avoids that timm sorts the names of all models
+    # without a filter, timm would sort the names of all models
     if architecture not in timm.list_models(architecture):
         close = difflib.get_close_matches(architecture, timm.list_models(), 3)
         raise UserError(

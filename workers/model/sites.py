@@ -72,8 +72,8 @@ class Sites(Protocol):
     def folded(self, masks: Masks) -> Masks:
         """Apply gates and return the masked weights by parameter name, for serving.
 
-        The gates stay in effect after the call, or are part of the returned weights. With masks that
-        keep everything, the outputs are bit for bit those of timm's forward pass.
+        The gates stay in effect after the call, or are part of the returned weights. With masks
+        that keep everything, the outputs are bit for bit those of timm's forward pass.
 
         Args:
             masks: Masks by name; gates have no batch axis.

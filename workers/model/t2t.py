@@ -1,4 +1,4 @@
-"""T2T-ViT: timm's VisionTransformer with patches from a tokens-to-token module with performers.
+"""T2T-ViT: timm's VisionTransformer with a tokens-to-token module instead of a patch embedding.
 
 The model is registered in timm.
 
@@ -18,18 +18,24 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STRIDE = 16  # of the three soft splits together
-MODULE = "patch_embed."  # timm's name for the module that the released weights call tokens_to_token
+STRIDE = 16  # stride of the three soft splits together, in pixels
+MODULE = "patch_embed."  # prefix of timm's names; in the released weights: tokens_to_token.
 
 
 class Performer(nn.Module):
-    """One head of attention by positive random features, then an MLP: (B, N, inputs) -> (B, N, D).
+    """One head of attention with random features, then an MLP: (B, N, inputs) -> (B, N, D).
 
-    Its cost is linear in N. softmax(q k^T) is estimated by phi(q) phi(k)^T with phi(x) = exp(w x -
-    |x|^2 / 2) / sqrt(M). The features w, (M, D), are drawn once. They are a buffer, so they are
-    never trained and are part of the backbone's weights and digest. The shortcut around attention
-    starts from the values, because inputs and D differ. The paper's dropout of 0.1 is left out,
-    because timm would draw it separately on each rank.
+    The cost is linear in N. The matrix exp(q k^T) of softmax attention is estimated by phi(q)
+    phi(k)^T with phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The random features w, (M, D), are drawn
+    once. They are a buffer: they are never trained, and belong to the backbone's weights and
+    digest. The residual connection around attention adds the values and not the inputs, because
+    the widths of inputs and outputs differ. The paper's dropout of 0.1 is left out, because it
+    would be drawn separately on each rank.
+
+    Args:
+        inputs: Width of the inputs.
+        width: D.
+        ratio: M / D.
     """
 
     w: Tensor
@@ -53,9 +59,10 @@ class Performer(nn.Module):
         return x + update
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with (B, N, D) tensors, in fp32 also under autocast.
+        """Return the attention of queries, keys and values, (B, N, D) each, as (B, N, D).
 
-        Exponentials of bf16 scores would be inaccurate.
+        The computation is in fp32 even under autocast, because exponentials of bf16 scores would be
+        inaccurate.
         """
         with torch.autocast(q.device.type, enabled=False):
             q, k = self.phi(q), self.phi(k)  # (B, N, M)
@@ -64,15 +71,16 @@ class Performer(nn.Module):
             return (q @ values) / (total + 1e-8)
 
     def phi(self, x: Tensor) -> Tensor:
-        """(B, N, D) -> (B, N, M)."""
+        """Return the random features of queries or keys: (B, N, D) -> (B, N, M)."""
         return (x @ self.w.T - x.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(len(self.w))
 
 
 class TokensToToken(nn.Module):
-    """Tokens (B, (H / 16) (W / 16), embed_dim) of images (B, C, H, W); replaces timm's PatchEmbed.
+    """Replacement of timm's PatchEmbed: (B, C, H, W) -> (B, (H / 16) (W / 16), embed_dim).
 
-    Three soft splits cut the image, and then twice the output of a performer, into overlapping
-    windows of 7, 3 and 3 pixels with strides of 4, 2 and 2. The last windows are projected.
+    Three soft splits cut their input into overlapping windows of 7, 3 and 3 pixels, with strides of
+    4, 2 and 2. The first input is the image. A `Performer` follows each of the first two splits;
+    its output is the input of the next split. The windows of the last split are projected.
     """
 
     def __init__(
@@ -105,20 +113,28 @@ class TokensToToken(nn.Module):
 
 
 def windows(images: Tensor, size: int, stride: int, padding: int) -> Tensor:
-    """(B, C, H, W) -> (B, HW / stride^2, C size^2): overlapping windows, zeros beyond the edge."""
+    """Cut images into overlapping windows: (B, C, H, W) -> (B, HW / stride^2, C size^2).
+
+    Args:
+        images: Images.
+        size: Side of a window in pixels.
+        stride: Distance of windows in pixels.
+        padding: Number of zeros added at each edge.
+    """
     return F.unfold(images, size, stride=stride, padding=padding).transpose(1, 2)
 
 
 def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
-    """(B, H W, C) -> (B, C, H, W)."""
+    """Arrange tokens as an image: (B, H W, C) -> (B, C, H, W)."""
     image: Tensor = tokens.transpose(1, 2).unflatten(2, (height, width))
     return image
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """Return sines at even and cosines at odd places, (1, positions, width).
+    """Return sinusoidal position embeddings, (1, positions, width).
 
-    The arguments are position / 10000^(2 floor(i / 2) / width).
+    Channel i is a sine if i is even, and a cosine if i is odd. The argument of both is position /
+    10000^(2 floor(i / 2) / width).
     """
     channel = torch.arange(width)
     periods = 10000.0 ** (2 * (channel // 2).double() / width)  # (width,)
@@ -138,12 +154,12 @@ class Times(nn.Module):
 
 
 class T2TVit(VisionTransformer):
-    """A T2T-ViT of the lite kind (7, 10 and 12 blocks).
+    """A T2T-ViT of the lite kind (T2T-ViT-7, -10 and -12).
 
-    It has no qkv bias, an MLP of twice the width, and fixed sinusoidal positions. The released
-    weights were trained with attention scores divided by the square root of the whole width instead
-    of a head's. timm's fused attention only supports the latter, so queries are scaled by the
-    missing factor, heads^-1/2 (1/2: no rounding).
+    It has no qkv bias, an MLP of twice the width, and fixed sinusoidal position embeddings. The
+    released weights were trained with attention scores divided by the square root of the width of
+    all heads together. timm divides by the square root of the width of one head, so queries are
+    also multiplied by heads^-1/2. With 4 heads this factor is 1/2, which causes no rounding.
     """
 
     def __init__(
@@ -174,12 +190,12 @@ class T2TVit(VisionTransformer):
         for module in self.modules():
             if isinstance(module, Attention):
                 module.q_norm = Times(num_heads**-0.5)
-        del self.pos_embed  # a buffer instead, since nothing may train it
+        del self.pos_embed  # replaced by a buffer, because it must not be trained
         self.register_buffer("pos_embed", sinusoids(1 + self.patch_embed.num_patches, embed_dim))
 
     @staticmethod
     def released(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The released weights under timm's names."""
+        """Return the released weights with timm's parameter names."""
         named = {name.removeprefix("module."): t for name, t in tensors.items()}
         return {
             MODULE + name.removeprefix("tokens_to_token.")

@@ -22,11 +22,11 @@ from workers.model.noise import TokenDropPath
 
 
 class TaskAttention(nn.Module):
-    """TAB: tokens (T, D), patches (B, N, D) -> embeddings (B, T, D), one for each image and task.
+    """DyTox's task attention block (TAB): tokens (T, D), patches (B, N, D) -> embeddings (B, T, D).
 
-    A token attends to itself and to the patches, which stay as they are. The original runs once per
-    token over [token; patches]; here keys and values of the patches are made once for all tokens,
-    with the same result.
+    The result has one embedding for each image and task. A token attends to itself and to the
+    patches; patches are not updated. The original block runs once per token over [token; patches].
+    Here the keys and values of the patches are computed once for all tokens, with the same result.
     """
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float = 4.0, drop_path: float = 0.0):
@@ -43,7 +43,7 @@ class TaskAttention(nn.Module):
         self.drop_path2 = TokenDropPath(drop_path)
 
     def expect(self, tokens: int) -> None:
-        """Set how many tokens the next training steps have."""
+        """Set the number of task tokens in the next training steps, for stochastic depth."""
         self.drop_path1.tokens = tokens
         self.drop_path2.tokens = tokens
 
@@ -78,15 +78,15 @@ class TaskAttention(nn.Module):
         return projected
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(..., N, D) -> (..., H, N, d)."""
+        """Split the width into heads: (..., N, D) -> (..., H, N, d)."""
         per_head: Tensor = x.unflatten(-1, (self.num_heads, -1))
         return per_head.transpose(-3, -2)
 
 
 class TokenHead(nn.Linear):
-    """The token (D,) of a task, and its classifier, which is a layer norm and a linear layer.
+    """The token (D,) of a task and its classifier: embeddings (..., D) -> logits (..., classes).
 
-    Embeddings (..., D) -> logits (..., classes).
+    The classifier consists of a layer norm and a linear layer.
     """
 
     def __init__(self, width: int, classes: int):
@@ -99,9 +99,10 @@ class TokenHead(nn.Linear):
 
 
 class TokenHeads(Heads):
-    """A TokenHead by task name.
+    """A `TokenHead` for each task.
 
-    A token is drawn from a truncated normal with std 0.02, a classifier as by `nn.Linear`.
+    A token is drawn from a truncated normal distribution with std 0.02. A classifier is initialised
+    like `nn.Linear`.
     """
 
     def layer(self, classes: int) -> TokenHead:
@@ -116,19 +117,24 @@ class TokenHeads(Heads):
 
 @lru_cache(maxsize=64)
 def class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the columns without padding of logits padded to the largest number of classes.
+    """Return the indices of the columns that are not padding, for the logits of all tasks.
 
-    They are copied to the device once, because the host waits for the copy.
+    The logits of each task are padded to the largest number of classes and concatenated. The result
+    is cached, because the host has to wait while the indices are copied to the device.
+
+    Args:
+        sizes: Number of classes of each task.
+        device: Device of the result.
     """
-    with torch.inference_mode(False):  # training takes the same tensor after serving
+    with torch.inference_mode(False):  # the cached tensor is also used in training
         is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (tasks, most classes)
         return is_class.flatten().nonzero().squeeze(1).to(device)
 
 
 class TokenNetwork(nn.Module):
-    """Encoder, task attention, and the tokens and heads of some tasks in their order.
+    """A network for some tasks: images (b, 3, H, W) -> logits of the classes of all these tasks.
 
-    Images (b, 3, H, W) -> logits of the classes of all these tasks.
+    It consists of the encoder, the task attention, and a `TokenHead` for each task.
     """
 
     def __init__(self, encoder: Any, attention: TaskAttention, heads: list[TokenHead]):
@@ -138,7 +144,7 @@ class TokenNetwork(nn.Module):
         self.heads = nn.ModuleList(heads)
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> embeddings (b, tasks, D)."""
+        """Return the embeddings (b, tasks, D) of images (b, 3, H, W)."""
         encoded = self.encoder.forward_features(images)  # (b, prefix + N, D)
         patches = encoded[:, self.encoder.num_prefix_tokens :]
         tokens = torch.stack([head.token for head in self.each()])  # (tasks, D)
@@ -150,10 +156,10 @@ class TokenNetwork(nn.Module):
         return [*self.heads]
 
     def logits(self, e: Tensor) -> Tensor:
-        """Embeddings (b, tasks, D) -> logits (b, classes of all tasks).
+        """Return the logits (b, classes of all tasks) of embeddings (b, tasks, D).
 
-        The layer norms of all tasks share one normalisation. The classifiers of all tasks are one
-        product, padded to the largest number of classes.
+        The layer norms of all tasks are computed with one normalisation, and the classifiers of all
+        tasks with one matrix product, padded to the largest number of classes.
         """
         heads = self.each()
         norm_weights = torch.stack([head.norm.weight for head in heads])  # (tasks, D)

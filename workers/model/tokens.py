@@ -1,8 +1,8 @@
-"""The path of tokens through the blocks of timm's vision transformers, to run blocks one by one.
+"""Functions to run the blocks of timm's vision transformers one by one.
 
 timm's classes differ in the modules before the blocks, in the arguments of a block in addition to
-tokens (rotary embeddings, a bias of relative positions), and in the source of the values of
-attention. Axes: B images, N tokens (prefix first), D width, A width of a block's values.
+tokens (rotary embeddings, a bias of relative positions), and in the layer that computes the values
+of attention. Axes: B images, N tokens (prefix tokens first), D width, A width of a block's values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Arguments = dict[str, Any]  # keyword arguments of a block in addition to its to
 
 
 def embed_tokens(vit: Any) -> int:
-    """Return the number of tokens that a block sees: of patches, class token and registers."""
+    """Return the number of tokens in a block: patches, class token and register tokens."""
     return int(vit.num_prefix_tokens + vit.patch_embed.num_patches)
 
 
@@ -35,7 +35,7 @@ def enter_blocks(vit: Any, images: Tensor) -> Tensor:
 
 
 def _with_class_token(vit: Any, patches: Tensor) -> Tensor:
-    """Return BEiT's tokens with their absolute positions, where it has such."""
+    """Return the tokens of a BEiT, with absolute position embeddings if the model has them."""
     tokens = cat([vit.cls_token.expand(patches.shape[0], -1, -1), patches], 1)
     if vit.pos_embed is not None:
         tokens = tokens + vit.pos_embed
@@ -44,7 +44,10 @@ def _with_class_token(vit: Any, patches: Tensor) -> Tensor:
 
 
 def block_arguments(vit: Any) -> list[Arguments]:
-    """Return the arguments of each block in addition to tokens; images do not affect them."""
+    """Return the keyword arguments of each block in addition to its tokens.
+
+    The arguments do not depend on the images.
+    """
     depth = len(vit.blocks)
     if isinstance(vit, Eva) and vit.rope is not None:
         rope = _rotary_embedding(vit)
@@ -58,7 +61,7 @@ def block_arguments(vit: Any) -> list[Arguments]:
 
 
 def _rotary_embedding(vit: Any) -> Tensor:
-    """Return the sines and cosines of the patches, (..., n, 2 d)."""
+    """Return the sines and cosines of the rotary embedding of n patches, (..., n, 2 d)."""
     if vit.dynamic_img_size or not hasattr(vit.rope, "feat_shape"):
         embedding: Tensor = vit.rope.get_embed(shape=vit.patch_embed.grid_size)
     else:
@@ -67,7 +70,10 @@ def _rotary_embedding(vit: Any) -> Tensor:
 
 
 def value_layer(attn: Any) -> nn.Linear | None:
-    """Return the layer with the values as its last A outputs, or None."""
+    """Return the linear layer that has the values as its last A outputs.
+
+    None: the module has no such layer.
+    """
     for name in ("qkv", "v_proj"):
         layer = getattr(attn, name, None)
         if isinstance(layer, nn.Linear):
@@ -98,10 +104,10 @@ def value_bias(attn: Any) -> Tensor | None:
 
 
 def call_value_layer(attn: Any) -> None:
-    """Let an attention call its `value_layer`, so that hooks on it work, and add biases afterwards.
+    """Make an attention module call its `value_layer`, so that hooks on this layer run.
 
-    Attention with separate parameters for the biases of queries and values would otherwise use only
-    the weight.
+    If the biases of queries and values are separate parameters, timm would otherwise read only the
+    weight of the layer. With this setting, timm calls the layer and adds the biases afterwards.
     """
     if hasattr(attn, "qkv_bias_separate"):
         attn.qkv_bias_separate = True

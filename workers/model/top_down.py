@@ -3,7 +3,7 @@
 Forward hooks add the feedback to the values in the attention of the second pass.
 
 Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, N tokens (class
-token first), D width, S steered blocks from the lowest on, A width of a block's values (D in most
+token first), D width, S steered blocks (the lowest first), A width of a block's values (D in most
 ViTs).
 """
 
@@ -35,23 +35,30 @@ from workers.model.vit import geometry
 
 
 def selection(x: Tensor, prior: Tensor) -> Tensor:
-    """s_n = clamp(cos(x_n, xi), 0, 1). x: (..., D); prior xi: (D,) -> (...)."""
+    """Return the weight of each token, s_n = clamp(cos(x_n, xi), 0, 1): (..., D) -> (...).
+
+    Args:
+        x: Tokens x_n.
+        prior: xi, (D,).
+    """
     return (F.normalize(x, dim=-1) @ F.normalize(prior, dim=0)).clamp(0, 1)
 
 
 def select_tokens(x: Tensor, prior: Tensor) -> Tensor:
-    """s_n x_n. x: (B, N, D); prior xi: (D,)."""
+    """Return s_n x_n, see `selection`, for tokens x (B, N, D) and the prior xi (D,)."""
     return x * selection(x, prior)[..., None]
 
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
-    """Add to the values in place. qkv: (B, N, 3 A); added: (B, N, A)."""
+    """Add `added` (B, N, A) in place to the values, the last A columns of `qkv` (B, N, 3 A)."""
     qkv[..., -added.shape[-1] :] += added
     return qkv
 
 
 def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
-    """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should invert its block.
+    """Return the variational loss, which trains each feedback layer W1 to invert its block.
+
+    It is sum_l MSE(W1_l sg(out_l), sg(in_l)); sg stops the gradient.
 
     Args:
         stream: S + 1 tensors (B, N, D), before the lowest steered block and after each.
@@ -65,17 +72,28 @@ def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
 
 
 class TopDown:
-    """The two passes of a ViT with steered blocks start + 1 .. stop (counted from 1).
+    """The two passes of a ViT; the steered blocks are start + 1, ..., stop, counted from 1.
 
-    Pass 1 ends after block `stop`. Its output tokens x are selected, after the final norm if that
-    block is the last. Pass 2 starts from the input of block start + 1 in pass 1. The feedback path
-    is linear and without bias:
+    Pass 1 ends after block L = `stop`. Its output tokens x are weighted: s_n = clamp(cos(x_n, xi),
+    0, 1), where xi (`prior`) is a learned vector (D,). If block L is the last block, the final norm
+    is applied before. Pass 2 starts from the input of block start + 1 in pass 1. The feedback path
+    is linear and without bias. It changes the values v_l of block l in pass 2, for l = L, ...,
+    start + 1:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l
 
-    Therefore it is one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L P^T,
-    and one product of tokens gives the feedback of all blocks. Training computes M_l too: a batch
+    Therefore the path is one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L
+    P^T, and one matrix product gives the feedback of all blocks. Training computes M_l too: a batch
     has many more tokens than D, so products of (D, D) matrices cost little.
+
+    Args:
+        backbone: A timm ViT.
+        start: Number of blocks below the steered blocks.
+        stop: Last steered block, counted from 1. None: the last block of the ViT.
+        value_bias: Add the value bias of each steered block a second time in pass 2.
+
+    Raises:
+        UserError: If the values of a steered block cannot be steered.
     """
 
     def __init__(
@@ -85,7 +103,7 @@ class TopDown:
         self.start = start
         self.stop = len(backbone.blocks) if stop is None else stop
         self.value_bias = value_bias
-        self.width: int = backbone.embed_dim  # of the selected tokens
+        self.width: int = backbone.embed_dim  # width of the selected tokens
         self.steered = [*backbone.blocks][self.start : self.stop]
         self.hooks = [Hook(add_to_values) for _ in self.steered]
         for index, block in enumerate(self.steered, self.start):
@@ -116,7 +134,7 @@ class TopDown:
         return {"w1": shape, "w2": shape}
 
     def fresh(self) -> dict[str, Tensor]:
-        """Return feedback layers that pass on the selected tokens and add nothing yet.
+        """Return initial feedback layers, with which the second pass has no feedback.
 
         W1 = I and W2 = 0.
         """
@@ -125,7 +143,7 @@ class TopDown:
         return {"w1": w1, "w2": torch.zeros_like(w1)}
 
     def prior(self, generator: torch.Generator) -> Tensor:
-        """Return an initial xi, (D,): the mean token of an image of noise."""
+        """Return an initial xi, (D,): the mean of the output tokens for a noise image."""
         noise = torch.randn(1, 3, *self.backbone.patch_embed.img_size, generator=generator)
         _, seen = self.first_pass(noise.to(next(self.backbone.parameters())))  # (1, N, D)
         return seen.mean((0, 1))
@@ -133,7 +151,7 @@ class TopDown:
     def folded(
         self, layers: Mapping[str, Tensor], transform: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Fold the feedback layers into `matrix` (S A, D), the concatenation of all M_l.
+        """Multiply the feedback layers into `matrix` (S A, D), the concatenation of all M_l.
 
         Args:
             layers: Layers as in `shapes`.
@@ -144,7 +162,7 @@ class TopDown:
             second time.
         """
         w1, w2 = layers["w1"], layers["w2"]
-        with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
+        with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices needs fp32
             chains: list[Tensor] = []  # W1_l ... W1_L P^T of each steered block
             chain = None if transform is None else transform.T
             for layer in reversed(w1.unbind()):
@@ -162,11 +180,11 @@ class TopDown:
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens before the first steered block, and the source tokens of the feedback.
 
-        Both are (B, N, D). Nothing in this pass is trained. It has a graph only if the images need
-        a gradient, and is the same for all tasks.
+        Both are (B, N, D). No parameter gets a gradient; an autograd graph is built only if
+        `images` requires one. The pass is the same for all tasks.
 
         Args:
-            images: Images (b, 3, H, W).
+            images: Images (B, 3, H, W).
         """
         vit = self.backbone
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
@@ -188,14 +206,14 @@ class TopDown:
         feedback: Mapping[str, Tensor],
         stream: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return features (b, D) from the two results of `first_pass`.
+        """Return features (B, D) from the two results of `first_pass`.
 
         Args:
             entered: Tokens before the first steered block.
             seen: Source tokens of the feedback.
             feedback: `prior` xi, and the result of `folded`.
-            stream: List to which the tokens before the first steered block and after each are
-                appended.
+            stream: If given, the tokens before the first steered block and after each steered block
+                are appended.
         """
         selected = select_tokens(seen, feedback["prior"])  # (B, N, D)
         added = F.linear(selected, feedback["matrix"], feedback.get("bias"))  # (B, N, S A)
@@ -214,17 +232,22 @@ class TopDown:
         return features
 
     def first_layers(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the layers W1, each of which should undo its block."""
+        """Return the layers W1, which `inversion` trains to invert their blocks."""
         return {"w1": layers["w1"]}
 
     def inversion(self, stream: Sequence[Tensor], layers: Mapping[str, Tensor]) -> Tensor:
-        """Return the variational loss on the stream of a second pass."""
+        """Return the variational loss (see `variational`).
+
+        Args:
+            stream: Tokens that `second_pass` appended.
+            layers: The feedback layers.
+        """
         return variational(stream, layers["w1"])
 
     def flops_share(self) -> float:
-        """Return the multiply-adds of both passes relative to one.
+        """Return the multiply-adds of both passes, relative to a single pass.
 
-        The steered blocks run twice, and each adds a matrix.
+        The steered blocks run twice, and each adds one matrix product.
         """
         if not isinstance(self.backbone, VisionTransformer):
             return self.measured_share()
@@ -237,7 +260,7 @@ class TopDown:
         return 1 + added / one_pass
 
     def measured_share(self) -> float:
-        """Return `flops_share` by counting the operations of blocks and backbone."""
+        """Return `flops_share`, with the multiply-adds counted by `multiply_adds`."""
         vit = self.backbone
         tokens = embed_tokens(vit)
         added = 0
@@ -248,7 +271,7 @@ class TopDown:
 
     @contextmanager
     def adding(self, added: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, each steered block adds its tensor (B, N, A) to its values."""
+        """Add a tensor (B, N, A) to the values of each steered block inside the context."""
         try:
             for hook, tensor in zip(self.hooks, added, strict=True):
                 hook.tensors = {"added": tensor}

@@ -21,13 +21,13 @@ from workers.errors import UserError
 from workers.model.compact import multiply_adds
 from workers.model.top_down import selection
 
-SIDE = 224  # side of the image for counting multiply-adds; their ratio hardly depends on it
+SIDE = 224  # side of images in pixels for `flops_share`, which hardly depends on it
 
 
 def upsample(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """Apply a transposed convolution without bias with a kernel equal to its stride k.
+    """Apply a transposed convolution without bias whose kernel has the size of its stride k.
 
-    It is computed as a 1 x 1 convolution and a pixel shuffle. These are deterministic; cuDNN's
+    It is computed as a 1 x 1 convolution and a pixel shuffle, which are deterministic; cuDNN's
     transposed convolution may not be.
 
     Args:
@@ -54,12 +54,13 @@ class StageTopDown:
         r_stop = (s z) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l
 
     In pass 2, the input of stage l is the output of stage l - 1 plus td_l. W1_l is a transposed
-    convolution from the output map of the stage to its input map, W2_l a convolution of 1 x 1, and
-    P (C, C) a learned transform.
+    convolution from the output map of the stage to its input map, W2_l a 1 x 1 convolution, and P
+    (C, C) a learned transform.
 
-    `folded` multiplies P into the topmost W1. The other layers stay separate. Merging them into one
-    matrix per stage, as for a ViT, would compute every finer map from the wide last one: 636 M
-    instead of 318 M multiply-adds for an image of 224 pixels in ConvNeXt-T (a pass has 4.5 G).
+    `folded` multiplies P into the topmost W1. The other layers stay separate. If they were merged
+    into one matrix per stage, as for a ViT, every finer map would be computed from the wide last
+    map. This would cost 636 M instead of 318 M multiply-adds for an image of 224 pixels in
+    ConvNeXt-T (a pass has 4.5 G).
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class StageTopDown:
         self.stop = len(backbone.stages) if stop is None else stop
         self.steered = [*backbone.stages][self.start : self.stop]
         self.strides = [_get_stride(stage) for stage in self.steered]
-        channels = [info["num_chs"] for info in backbone.feature_info]  # of each stage's output
+        channels = [info["num_chs"] for info in backbone.feature_info]  # C of all stages
         self.widths: list[tuple[int, int]] = []  # (c, C) of each steered stage
-        # names of the layers W1 and W2 of each steered stage
+        # names of W1 and W2 of each steered stage
         self.names: list[tuple[str, str]] = []
         for index in range(self.start, self.stop):
             self.widths.append((channels[max(index - 1, 0)], channels[index]))
@@ -244,7 +245,7 @@ class StageTopDown:
         for position, stage in enumerate(self.steered):
             c_in, c_out = self.widths[position]
             reduction = self.backbone.feature_info[self.start + position]["reduction"]
-            side = self.strides[position] * (SIDE // reduction)  # of the stage's input map
+            side = self.strides[position] * (SIDE // reduction)  # side of the stage's input map
             feedback = side**2 * c_in * (c_out + c_in)
             extra_operations += multiply_adds(stage, c_in, side, side) + feedback
         return 1 + extra_operations / multiply_adds(self.backbone, 3, SIDE, SIDE)

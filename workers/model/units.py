@@ -1,9 +1,10 @@
 """Hidden units of a ViT that a task can switch off, and the entries of weights of each unit.
 
-Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons of the
-FFN. Channels of the residual stream are not units: every task uses them all. Biases of proj and
-fc2, norms, layer scales and tokens act on that stream, and therefore belong to all tasks, like
-biases of relative positions.
+A block has three kinds of units: `qk`, channels of queries and keys; `v`, channels of values; `ff`,
+hidden neurons of the FFN. A site is all units of one kind in one block, for example `blocks.0.qk`.
+Channels of the residual stream are not units, because every task uses all of them. The biases of
+proj and fc2, norms, layer scales and tokens act on this stream, so they belong to all tasks. The
+same holds for biases of relative positions.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from workers.model.t2t import Times
 
 KINDS = ("qk", "v", "ff")
 ATTENTIONS = (Attention, AttentionRope, EvaAttention, BeitAttention)
-FFNS = (Mlp, GluMlp, SwiGLU)  # a gated one makes a neuron of two rows
-FC1 = ("fc1", "fc1_g", "fc1_x")  # the first layer of an FFN, or its gates and its values
-# results of `unit_rows` of each existing backbone
+FFNS = (Mlp, GluMlp, SwiGLU)  # in a gated FFN, two rows of the first layer belong to a neuron
+FC1 = ("fc1", "fc1_g", "fc1_x")  # first layer of an FFN; in SwiGLU, its layers for gates and values
+# cache of `unit_rows`, by backbone
 _rows_of: WeakKeyDictionary[nn.Module, list[UnitRows]] = WeakKeyDictionary()
 
 
 class UnitRows(NamedTuple):
-    """A parameter with rows, or columns, that belong to units, in consecutive equal parts.
+    """A parameter whose rows, or columns, belong to units.
+
+    The rows consist of consecutive parts of equal size, for example queries, keys and values.
 
     Attributes:
-        kinds: Kinds of the units of each part.
-        num_masked: Number of leading parts on which a task's mask acts.
+        name: Name of the parameter.
+        kinds: Kind of the units of each part.
+        num_masked: Number of leading parts that are multiplied by a task's mask.
+        are_columns: The columns of the parameter belong to units. Otherwise its rows do.
     """
 
     name: str
@@ -48,7 +53,7 @@ def unit_sites(vit: Any) -> dict[str, int]:
 
     Raises:
         UserError: If units of a block depend on each other. Masks could then not protect earlier
-            tasks from later ones.
+            tasks from later tasks.
     """
     sites: dict[str, int] = {}
     for index, block in enumerate(vit.blocks):
@@ -67,9 +72,10 @@ def unit_sites(vit: Any) -> dict[str, int]:
 
 
 def _has_units(attn: Any, mlp: Any) -> bool:
-    """Return whether attention and FFN have known classes, and nothing in them mixes units.
+    """Return whether attention and FFN have known classes, and no operation in them mixes units.
 
-    The gate of a gated FFN acts neuron by neuron; that of gated attention reads all channels.
+    A gated FFN is accepted, because its gate acts on each neuron separately. Gated attention is
+    not, because its gate depends on all channels.
     """
     if type(attn) not in ATTENTIONS or type(mlp) not in FFNS:
         return False
@@ -88,12 +94,12 @@ def _has_units(attn: Any, mlp: Any) -> bool:
 
 
 def unit_rows(vit: Any) -> list[UnitRows]:
-    """Return the parameters of `vit` with entries of units, of a block the weights first.
+    """Return the parameters of `vit` with entries of units; weights of a block precede its biases.
 
-    Of attention it is enough to mask queries, as scores are products of queries and keys. Rotary
-    embeddings mix the channels of a pair, so that keys are masked there too.
+    In attention it is enough to mask the queries, because scores are products of queries and keys.
+    Rotary embeddings mix two channels, so with these the keys are masked too.
     """
-    if vit not in _rows_of:  # asked for in every training step
+    if vit not in _rows_of:  # cached, because it is called in every training step
         _rows_of[vit] = _find_unit_rows(vit)
     return _rows_of[vit]
 
@@ -107,14 +113,17 @@ def _find_unit_rows(vit: Any) -> list[UnitRows]:
         rows.append(UnitRows("mlp.fc2.weight", ("ff",), 1, are_columns=True))
         existing = dict(block.named_parameters())
         rows = [part for part in rows if part.name in existing]
-        rows.sort(key=lambda part: part.name.endswith("bias"))  # keeps the order of the rest
+        rows.sort(key=lambda part: part.name.endswith("bias"))  # the sort is stable
         parameters += [part._replace(name=f"blocks.{index}.{part.name}") for part in rows]
     return parameters
 
 
 def _attention_rows(attn: Any, is_rotary: bool) -> list[UnitRows]:
-    """Return the rows of queries, keys and values: fused or apart, biases too."""
-    num_masked = 2 if is_rotary else 1  # of queries, keys and values
+    """Return the rows of queries, keys and values, with biases, for a fused or a split projection.
+
+    Some of these parameters do not exist in a given model; `_find_unit_rows` drops them.
+    """
+    num_masked = 2 if is_rotary else 1  # queries and keys, or queries only
     kinds = ("qk", "qk", "v")
     rows = [UnitRows(f"attn.qkv.{end}", kinds, num_masked) for end in ("weight", "bias")]
     for index, (part, kind) in enumerate(zip("qkv", kinds, strict=True)):
@@ -124,25 +133,29 @@ def _attention_rows(attn: Any, is_rotary: bool) -> list[UnitRows]:
 
 
 def _ffn_rows(mlp: Any) -> list[UnitRows]:
-    """Return the rows of neurons; a packed gated FFN has gates and values one behind the other."""
+    """Return the rows of neurons in the first layers of an FFN.
+
+    In a `GluMlp`, one layer has two parts: gates and values. Parameters that do not exist in a
+    given model are dropped by `_find_unit_rows`.
+    """
     parts = 2 if isinstance(mlp, GluMlp) else 1
     names = [f"mlp.{layer}.{end}" for layer, end in product(FC1, ("weight", "bias"))]
     return [UnitRows(name, ("ff",) * parts) for name in names]
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the masked parameters of `vit` by name.
+    """Return the parameters of `vit` that a mask changes, multiplied by the mask, by name.
 
-    They are the rows of queries with their bias (of rotary attention those of keys too), and the
-    columns of proj and fc2. This equals masking the outputs of units, but costs operations on
-    weights instead of activations.
+    The mask changes the rows of queries with their bias (with rotary embeddings also the rows of
+    keys), and the columns of proj and fc2. This equals masking the outputs of units, but the
+    operations are on weights instead of activations.
 
     Args:
         vit: The backbone.
         masks: Boolean or soft masks, by site.
     """
     tensors: dict[str, Tensor] = {}
-    factors: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
+    factors: dict[tuple[str, ...], Tensor] = {}  # factors of weights, used again for biases
     for rows in unit_rows(vit):
         if not rows.num_masked:
             continue
@@ -158,13 +171,13 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _list_sites(rows: UnitRows) -> tuple[str, ...]:
-    """Return the site of the units of each part."""
+    """Return the name of the site of each part."""
     block = ".".join(rows.name.split(".")[:2])
     return tuple(f"{block}.{kind}" for kind in rows.kinds)
 
 
 def _with_ones(masks: list[Tensor], num_masked: int) -> Tensor:
-    """Join masks of units, with ones in place of all but the first `num_masked`."""
+    """Concatenate masks of units; all masks after the first `num_masked` are replaced by ones."""
     unmasked = sum(map(len, masks[num_masked:]))
     parts = masks[:num_masked]
     if unmasked:
@@ -177,23 +190,29 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values of the units `qk`, `v` and `ff` of a block from values by site."""
+    """Return the values of the units `qk`, `v` and `ff` of one block.
+
+    Args:
+        values: A value per unit, by site.
+        index: Index of the block.
+    """
     qk, v, ff = (values[f"blocks.{index}.{kind}"] for kind in KINDS)
     return qk, v, ff
 
 
 def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return, by parameter name, the value of the unit of each entry.
+    """Return the value of the unit that each parameter entry belongs to, by parameter name.
 
-    A value can tell, for example, whether earlier tasks use the unit (this gives the lock of the
-    entry), or how many tasks use it. Results broadcast to their parameters.
+    For example, the value of a unit is whether earlier tasks use it. Then the result is a lock for
+    `Protector`. Or the value is the number of tasks that use the unit. Results broadcast to their
+    parameters.
 
     Args:
         vit: The backbone.
         values: A value per unit, by site.
     """
     tensors: dict[str, Tensor] = {}
-    joined: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
+    joined: dict[tuple[str, ...], Tensor] = {}  # values for weights, used again for biases
     for rows in unit_rows(vit):
         sites = _list_sites(rows)
         if sites not in joined:
@@ -211,9 +230,13 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
 def magnitudes(vit: Any) -> dict[str, Tensor]:
     """Return the magnitude of each unit by site, (units,).
 
-    It is the norm of the weights into the unit, with its bias, times the norm of the weights out of
-    the unit. For `qk` it is the norm of the query's row times that of the key's row. The key's bias
-    is ignored: it adds the same number to all scores of a query, which does not change the softmax.
+    The magnitude is the norm of the weights into the unit (including its bias), times the norm of
+    the weights out of the unit. For `qk` it is the norm of the query's row (including its bias),
+    times the norm of the key's row. The bias of the key is ignored, because it adds the same number
+    to all scores of a query, which does not change the softmax.
+
+    Args:
+        vit: A VisionTransformer with a fused projection of queries, keys and values.
     """
     sizes: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
@@ -231,9 +254,9 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
 
 
 def into_units(linear: nn.Linear) -> Tensor:
-    """Return the weights with the bias as the last column, (out, in + 1).
+    """Return the weights of a layer with the bias as the last column, (out, in + 1).
 
-    A layer without bias gives (out, in).
+    Without a bias, the result is (out, in).
     """
     weight = linear.weight.detach()
     if linear.bias is None:
@@ -243,10 +266,15 @@ def into_units(linear: nn.Linear) -> Tensor:
 
 
 def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
-    """Return the values of the weights between two layers of units, (out, in): HAT, Eq. 2.
+    """Return the value min(out_i, into_j) of each weight between two layers of units (HAT, Eq. 2).
 
-    It is min(out_i, into_j). None stands for the residual stream, which all tasks use; the result
-    then broadcasts along that side.
+    Args:
+        out: Values of the units after the weights, (out,). None: the residual stream, which all
+            tasks use.
+        into: Values of the units before the weights, (in,). None: the residual stream.
+
+    Returns:
+        (out, in), with size 1 instead of the side of the residual stream.
     """
     if out is not None and into is not None:
         return torch.minimum(out[:, None], into[None])
@@ -260,7 +288,7 @@ def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
 def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all parameters of `vit` by name, without the entries of units that are off.
 
-    A parameter with entries of units becomes a vector of the remaining entries.
+    A parameter that has entries of units becomes a vector of its remaining entries.
 
     Args:
         vit: The backbone.
@@ -285,7 +313,7 @@ def unpack(
         vit: The backbone.
         tensors: The packed parameters.
         masks: The masks of `pack`.
-        fill: Fill the entries of other units from `vit`. Otherwise they are 0.
+        fill: Entries of units that are off get the values of `vit`. Otherwise they are 0.
 
     Raises:
         UserError: If tensors, masks and `vit` do not belong together.
@@ -326,9 +354,14 @@ def unpack(
 def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
     """Remove units that are off from the layers of `vit`, in place. Their weights must be 0.
 
-    All heads of a block keep the same number of channels of queries, keys and values: the largest
-    number of active units of a head, at least one. A head keeps its active units, then some
-    inactive ones. timm divides scores by the square root of that number, so queries are scaled.
+    All heads of a block keep the same number of channels of queries, keys and values. This number
+    is the largest number of active units in a head, at least 1. A head with fewer active units also
+    keeps some inactive units. timm divides scores by the square root of the number of channels,
+    which is smaller now, so the queries are scaled to compensate.
+
+    Args:
+        vit: A VisionTransformer with a fused projection of queries, keys and values.
+        masks: Boolean masks, by site.
     """
     for index, block in enumerate(vit.blocks):
         attn = block.attn
@@ -370,7 +403,7 @@ def _pick_channels(mask: Tensor, count: int) -> Tensor:
 
 
 def _cut(linear: nn.Linear, out: Tensor | None, into: Tensor | None) -> None:
-    """Keep rows `out` with their bias, or columns `into`, in place."""
+    """Keep only the rows `out` with their bias, or only the columns `into`, in place."""
     weight = linear.weight[out] if into is None else linear.weight[:, into]
     linear.weight = nn.Parameter(weight)
     if out is not None and linear.bias is not None:

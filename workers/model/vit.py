@@ -1,10 +1,10 @@
-"""The backbone: any timm model of images, built, loaded, digested and hooked from outside.
+"""The backbone: build any timm image model, load its weights, and compute its digest.
 
-It is never copied. timm's registry of models is the registry of backbones: our own models are added
-with `register_model`, like timm's (see t2t.py). Batch norm stays in evaluation mode for every
-method, also if the backbone is trained: its running statistics are those of the loaded weights and
-never change, so outputs depend only on the image, the shared weights and the state of its task.
-Without loaded weights, the statistics are measured once on noise.
+timm's registry of models is the registry of backbones: our own models are added with
+`register_model`, like timm's (see t2t.py). Batch norm stays in evaluation mode for every method,
+even if the backbone is trained. Its running statistics are those of the loaded weights and never
+change, so the outputs for an image depend only on the image, the shared weights and the state of
+its task. Without loaded weights, the statistics are measured once on noise.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ from workers.storage.regular_file import read_regular
 from workers.storage.taskstate import load_tensors
 
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
-# of weights and buffers together, 40 GB; a stranger's file may ask for any number
+# maximum number of elements in all parameters and buffers of a backbone (40 GB in fp32); a file
+# from an unknown source may ask for any number
 MAX_NUMBERS = 10_000_000_000
 EXAMPLES = "vit_tiny_patch16_224, convnext_atto, resnet18 or mobilenetv3_small_100"
-NOISE_IMAGES = 32  # that batch norms without loaded statistics are measured on
-MAX_OUTLINES = 16  # that a process keeps
-_outlines: dict[str, nn.Module] = {}  # by the settings in full
+NOISE_IMAGES = 32  # number of noise images in `measure_statistics`
+MAX_OUTLINES = 16  # maximum size of `_outlines`
+_outlines: dict[str, nn.Module] = {}  # cache of `shared_outline`, by the repr of the settings
 
 
 def build(settings: BackboneSettings) -> nn.Module:
-    """Return a backbone without a classifier and with random weights.
+    """Build a backbone without a classifier and with random weights.
 
-    `load_weights` or the result of a stage fills it.
+    `load_weights` or `from_bytes` sets its weights.
+
+    Raises:
+        UserError: If the settings are invalid.
     """
     dropout = next(
         (name for name in (*DROPOUTS, "drop_block_rate") if settings.options.get(name)), None
@@ -89,7 +93,14 @@ def build(settings: BackboneSettings) -> nn.Module:
 
 
 def _prepared(model: Any, settings: BackboneSettings) -> nn.Module:
-    """Return a model that timm made, checked and with our stochastic depth and norms, in place."""
+    """Check a model from timm, and replace its stochastic depth and norms in place.
+
+    Returns:
+        The model, with dropout switched off, and with context (see context.py) if it is configured.
+
+    Raises:
+        UserError: If `img_size` does not fit the model, or the model does not support the settings.
+    """
     patch: Any = model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1,)
     if any(settings.img_size % side for side in patch):
         raise UserError(
@@ -117,7 +128,7 @@ def _prepared(model: Any, settings: BackboneSettings) -> nn.Module:
 def feature_width(model: Any) -> int:
     """Return the width of the features before the classifier.
 
-    Some models have an extra layer that sets it.
+    Some models have an extra layer before the classifier; then the width is that of this layer.
     """
     return int(getattr(model, "head_hidden_size", None) or model.num_features)
 
@@ -130,17 +141,17 @@ def remove_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (nn.Dropout, nn.Dropout2d)):
             module.p = 0.0
-        for name in ("drop_rate", "attn_drop_rate"):  # read by forwards that call F.dropout
+        for name in ("drop_rate", "attn_drop_rate"):  # arguments of F.dropout
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
 
 @torch.no_grad()
 def measure_statistics(model: nn.Module, img_size: int) -> None:
-    """Set the statistics of batch norms by running random noise, because random weights have none.
+    """Measure the statistics of batch norms on random noise, for a network with random weights.
 
-    A network then starts with unit variance in all its layers, as batch norm would keep it. The
-    noise is the same everywhere.
+    For the noise, the outputs of each batch norm then have about unit variance, as in training
+    mode. The noise is always the same.
     """
     layers = [*norms.layers_with_statistics(model).values()]
     if not layers:
@@ -151,8 +162,8 @@ def measure_statistics(model: nn.Module, img_size: int) -> None:
     momenta = [layer.momentum for layer in layers]
     model.eval()
     for layer in layers:
-        layer.momentum = 1.0  # the statistics of this batch alone
-        layer.training = True  # `train` would do nothing
+        layer.momentum = 1.0  # only the statistics of this batch count
+        layer.training = True  # `FrozenNorm.train` would not change the mode
         if getattr(layer, "num_batches_tracked", None) is not None:
             layer.num_batches_tracked.zero_()
     try:
@@ -164,24 +175,24 @@ def measure_statistics(model: nn.Module, img_size: int) -> None:
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
-    """Compile each block of a ViT or ConvNeXt in place; compile another backbone as a whole.
+    """Compile each block of a ViT or ConvNeXt in place; compile other backbones as a whole.
 
-    Blocks run compiled for every way to call the backbone, for example forward_features or stage by
-    stage. Blocks (in a ConvNeXt those of a stage) are alike, so the code of the first one serves
-    all.
+    Compiled blocks are used for every way to call the backbone, for example forward_features or
+    stage by stage. All blocks of a ViT, and those of a stage of a ConvNeXt, are equal, so the code
+    that is compiled for the first block is used for all of them.
 
     Args:
         model: The backbone.
         options: Options of torch.compile.
     """
-    # One block's code serves the widths of four stages, each with and without gradients.
+    # a block has variants for the widths of four stages, each with and without gradients
     torch_internals.set_compile_options(max_variants=32)
     for block in list_blocks(model) or [model]:
         block.compile(**options)
 
 
 def list_blocks(model: Any) -> list[nn.Module]:
-    """Return the blocks of a ViT, or of all stages of a ConvNeXt; none of another backbone."""
+    """Return the blocks of a ViT, or those of all stages of a ConvNeXt; otherwise an empty list."""
     if isinstance(model, VisionTransformer):
         return [*model.blocks]
     if not isinstance(model, ConvNeXt):
@@ -197,7 +208,8 @@ def outline(settings: BackboneSettings) -> nn.Module:
     """Return the backbone on the meta device, without memory for its weights.
 
     Raises:
-        UserError: If `build` would raise it, or if the backbone would be too large.
+        UserError: If `build` raises it, if the backbone is too large, or if it does not return one
+            feature vector per image.
     """
     with torch.device("meta"):
         model = build(settings)
@@ -213,9 +225,10 @@ def outline(settings: BackboneSettings) -> nn.Module:
 
 
 def shared_outline(settings: BackboneSettings) -> nn.Module:
-    """Return the read-only result of `outline`; equal settings share one object.
+    """Return the result of `outline` from a cache; equal settings share one object.
 
-    Seeds of a run, trials of a search and versions of a model folder have the same backbone.
+    The caller must not change the result. The cache helps because the seeds of a run, the trials of
+    a search and the versions of a model folder have the same backbone.
     """
     key = repr(settings)
     if key not in _outlines:
@@ -226,37 +239,37 @@ def shared_outline(settings: BackboneSettings) -> nn.Module:
 
 
 def count_bytes(model: nn.Module) -> int:
-    """Return how many numbers the parameters and buffers of a model hold together."""
+    """Return the number of elements in all parameters and buffers of a model (not bytes)."""
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def most_bytes(model: nn.Module) -> int:
-    """Return the largest accepted size of a file of weights, or of a task's state.
+    """Return the largest accepted size in bytes of a file of weights, or of a task's state.
 
-    It is eight bytes for each number of the backbone, and a gigabyte for heads and names.
+    It is eight bytes for each element of the backbone, plus 1 GiB for heads and names.
     """
     return 8 * count_bytes(model) + (1 << 30)
 
 
 def check(settings: BackboneSettings) -> nn.Module:
-    """Return the backbone on the meta device, without memory for its weights.
+    """Return `outline(settings)`.
 
     Raises:
-        UserError: If `build` would raise it.
+        UserError: If the settings are invalid, see `outline`.
     """
     return outline(settings)
 
 
 def _check_features(model: Any, settings: BackboneSettings) -> None:
-    """Check that the model computes one row of features per image with its declared width.
+    """Check that the model returns one feature vector of its declared width per image.
 
-    Options can change its head, which stays. Nothing is computed. The random projections of our
-    T2T-ViT cannot be drawn without memory.
+    This can fail, because options can change the head of the model. On the meta device nothing is
+    computed.
 
     Raises:
-        UserError: If it does not.
+        UserError: If the model fails, or returns features of another shape.
     """
-    if isinstance(model, T2TVit):
+    if isinstance(model, T2TVit):  # its random projections cannot be drawn on the meta device
         return
     try:
         image = torch.empty(1, 3, settings.img_size, settings.img_size)
@@ -280,13 +293,14 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
-    """Fill `model` from `settings.weights`: `hub`, a model on the hub or a local safetensors file.
+    """Load the weights of `settings.weights` into `model`.
 
-    Position embeddings are resampled. Parameters of context that the weights lack keep their
-    initial values.
+    The setting is `hub`, a model on the hub, a local safetensors file, or `none`. Position
+    embeddings are resampled. Parameters of context (see context.py) that the weights lack keep
+    their initial values.
 
     Returns:
-        Notes about ignored parts of a person's own weights.
+        Notes about ignored parts of weights, except for those of `hub`.
 
     Raises:
         UserError: If the weights do not fit.
@@ -332,7 +346,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
         AttributeError,
         IndexError,
         TypeError,
-    ) as error:  # other shapes
+    ) as error:  # weights of another architecture or with other shapes
         lines = str(error).strip().splitlines() or [type(error).__name__]
         differs = [lines[-1].strip()]
     if differs:
@@ -351,10 +365,10 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
 
 
 def compute_digest(model: nn.Module) -> str:
-    """Return the sha256 of names, dtypes, shapes and bytes of all parameters and buffers, by name.
+    """Return the sha256 of names, dtypes, shapes and bytes of all parameters and buffers.
 
-    It includes the settings of context, which has no parameters but changes the function of the
-    weights.
+    They are sorted by name. The digest includes the settings of context (see context.py), because
+    context can change the outputs without having parameters.
     """
     digest = hashlib.sha256(context.encode_settings(model))
     for name, tensor in sorted(model.state_dict().items()):
@@ -368,7 +382,8 @@ def compute_digest(model: nn.Module) -> str:
 def to_bytes(model: nn.Module) -> bytes:
     """Return the weights of a model as safetensors.
 
-    A few models, for example CoaT, use a layer under several names; each name gets a copy.
+    A few models, for example CoaT, use a layer under several names; the weights are then stored
+    under each name.
     """
     weights: dict[str, Tensor] = {}
     addresses: set[int] = set()
@@ -382,7 +397,16 @@ def to_bytes(model: nn.Module) -> bytes:
 
 
 def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
-    """Load weights from safetensors; raise `UserError` when they are not of this model."""
+    """Load weights from safetensors.
+
+    Args:
+        model: The model.
+        data: The content of a safetensors file.
+        where: Origin of the weights, for messages.
+
+    Raises:
+        UserError: If the data are invalid, or the weights are those of another model.
+    """
     tensors, _ = load_tensors(data, where)
     try:
         model.load_state_dict(tensors)
@@ -394,10 +418,10 @@ def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
 
 
 def geometry(model: nn.Module) -> dict[str, Any]:
-    """Return the sizes that masks need.
+    """Return sizes of a ViT.
 
-    They are the number of blocks, of patch tokens and of prefix tokens, the grid, the width, and
-    the hidden width.
+    They are `depth` (number of blocks), `grid` (rows and columns of patches), `tokens` (number of
+    patch tokens), `prefix` (number of prefix tokens), `width`, and `hidden` (width of the FFN).
     """
     vit: Any = model
     grid = tuple(vit.patch_embed.grid_size)

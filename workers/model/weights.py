@@ -1,7 +1,7 @@
-"""Masks and copies replace parameters of a backbone by name.
+"""Replace parameters of a backbone by name, with masked weights or with copies.
 
-A method gives other tensors for some parameters, and `torch.func.functional_call` runs the backbone
-with them. No module is edited, so any timm model works.
+A method provides other tensors for some parameters, and `torch.func.functional_call` runs the
+backbone with these. No module is changed, so this works with any timm model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
-    """Return the weight of every Linear and Conv2d by module name, in order; N_w entries together.
+    """Return the weight of every Linear and Conv2d by module name, in the order of modules.
 
     Biases, norms, class token and position embedding are not included.
     """
@@ -32,5 +32,5 @@ class Copies(nn.Module):
         self.values = nn.ParameterList(copies)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The copies by name."""
+        """Return the copies by name."""
         return dict(zip(self.names, self.values, strict=True))

@@ -268,8 +268,8 @@ def cut_channels(cnn: nn.Module) -> None:
     for block in blocks:
         inner = [(block.conv1, block.bn1, block.conv2)]
         if isinstance(block, Bottleneck):
-            # from the last convolution to the first: removed outputs of conv2 leave fewer weights
-            # behind the outputs of conv1
+            # last convolution first: without removed outputs of conv2, more outputs of conv1 can
+            # have no outgoing weights
             inner.insert(0, (block.conv2, block.bn2, block.conv3))
         for before, norm, after in inner:
             live = after.weight.ne(0).any(dim=(0, 2, 3))

@@ -1,6 +1,6 @@
-"""Attention and robustness of the methods of finished runs, as tables and pictures.
+"""Measure attention and robustness of the methods of finished runs, as tables and pictures.
 
-Models are loaded from the store; nothing is trained.
+Models are loaded from the store. This module trains nothing.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ Measure = Callable[[Method, StageJob, Task], list[Row]]
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run with results of all its evaluations.
+    """A run whose evaluations all have results.
 
-    record: the run's record, which `RunTables.load` reads.
+    Attributes:
+        config: The config of the run.
+        graph: The stages of the run.
+        store: The store with the results.
+        record: The record of the run, as `RunTables.load` needs it.
     """
 
     config: Config
@@ -50,18 +54,18 @@ class FinishedRun:
 
     @property
     def name(self) -> str:
-        """Return the run's name."""
+        """Name of the run."""
         return self.graph.name
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the evaluated methods, in the order of the stages."""
+        """Labels of the evaluated methods, in the order of the stages."""
         stages = evaluate_stages(self)
         return list(dict.fromkeys(stage.method for stage in stages if stage.method))
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
-        """Return each method's average accuracy over tasks after the last task, NaN if unknown."""
+        """Label -> average accuracy over all tasks after the last task; NaN if unknown."""
         tables = RunTables.load(self.store.storage, self.record)
         accuracy = {}
         for label in self.labels:
@@ -72,7 +76,14 @@ class FinishedRun:
 
 @dataclass
 class Analysis:
-    """Parts of the page, rows of the record, and notes on failed measurements."""
+    """The results of an analysis.
+
+    Attributes:
+        parts: Name -> part of the section in the report.
+        attention: Rows of `attention_rows` for all methods and tasks.
+        robustness: Rows of `robustness_rows` and `shifted_rows` for all methods and tasks.
+        notes: Sentences on measurements that a method does not support.
+    """
 
     parts: dict[str, AnalysisPart] = field(default_factory=dict)
     attention: list[Row] = field(default_factory=list)
@@ -81,7 +92,7 @@ class Analysis:
 
     @property
     def text(self) -> str:
-        """Return all tables as text, then the notes."""
+        """All tables as text, followed by the notes."""
         blocks = []
         for part in self.parts.values():
             blocks += [table_text(heading, body) for heading, body in part.tables]
@@ -99,9 +110,15 @@ def analyse_runs(
 ) -> Analysis:
     """Measure the methods of finished runs on test images.
 
-    images: about how many test images of each task are measured. drawn: how many images get maps.
-    other_tasks: cards on which the finished models are tested too. Raise `UserError` when nothing
-    can be measured.
+    Args:
+        runs: The finished runs.
+        images: Maximum number of test images per task.
+        drawn: Maximum number of images per task with attention maps; 0 for no maps.
+        robustness: Whether to measure the accuracy on occluded and adversarial images.
+        other_tasks: Tasks of other cards. The models are also tested on their images.
+
+    Raises:
+        UserError: If no method has attention, and neither `robustness` nor `other_tasks` is given.
     """
     analysis = Analysis()
     analysis.attention = measure_tasks(
@@ -151,12 +168,12 @@ def analyse_runs(
 
 
 def evaluate_stages(run: FinishedRun) -> list[Stage]:
-    """Return the run's evaluations, in the order of the graph."""
+    """Return the evaluation stages of a run, in the order of the graph."""
     return [stage for stage in run.graph if stage.step == "evaluate"]
 
 
 def named_methods(runs: Sequence[FinishedRun]) -> Iterator[tuple[FinishedRun, str, str]]:
-    """Yield (run, label, name in pictures) for each method of each run."""
+    """Yield (run, label of the method, name of the method in pictures) for all methods."""
     for run in runs:
         for label in run.labels:
             if len(runs) == 1:
@@ -169,10 +186,10 @@ def named_methods(runs: Sequence[FinishedRun]) -> Iterator[tuple[FinishedRun, st
 
 
 def measure_tasks(runs: Sequence[FinishedRun], measure: Measure) -> list[Row]:
-    """Return the rows of `measure` for each task of each method.
+    """Call `measure` for each task of each method and return the rows.
 
-    Each task is measured with the model of the last evaluation that tests it. The column `name` is
-    the method's name in pictures.
+    Each task is measured with the model of the last evaluation that tests the task. The columns
+    `run`, `label`, `name` (the method's name in pictures) and `task` are added to each row.
     """
     rows = []
     for run, label, name in named_methods(runs):
@@ -184,7 +201,7 @@ def measure_tasks(runs: Sequence[FinishedRun], measure: Measure) -> list[Row]:
 
 
 def check_finished(run: FinishedRun) -> None:
-    """Raise `UserError` when an evaluation has no result."""
+    """Raise `UserError` if an evaluation of the run has no result."""
     for stage in evaluate_stages(run):
         if Artifact.open(run.store.root, stage.key) is None:
             raise UserError(
@@ -196,8 +213,10 @@ def check_finished(run: FinishedRun) -> None:
 def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJob, Task]]:
     """Yield (method, job, task) for each task of one method.
 
-    A task comes with the model of the last evaluation that tests it; each model is loaded once.
-    Raise `UserError` when a result that the model is built from is missing or damaged.
+    `method` is the model of the last evaluation that tests the task. Each model is loaded once.
+
+    Raises:
+        UserError: If a stored result that is needed to build a model is missing or damaged.
     """
     job_by_task: dict[Task, StageJob] = {}
     for stage in evaluate_stages(run):
@@ -226,7 +245,10 @@ def method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
 
 # ---- attention -----------------------------------------------------------------------------------
 def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart:
-    """Return one line per method: means over tasks, heads and images, and its accuracy."""
+    """Build the table and picture of attention.
+
+    The table has one line per method: its accuracy, and means over tasks, heads and images.
+    """
     body = []
     for run, label, name in named_methods(runs):
         all_blocks = method_rows(rows, run, label)
@@ -271,9 +293,9 @@ def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart
 
 
 def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
-    """Return one row per method: the number of the attention heads, and its accuracy.
+    """Return one row per method, with its number of attention heads and its accuracy.
 
-    Methods of one `family` have the same label and the same kind of context.
+    Methods with the same `family` have the same label and the same kind of context.
     """
     heads = []
     for run, label, name in named_methods(runs):
@@ -298,7 +320,7 @@ def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
 
 
 def heads_part(rows: list[Row]) -> AnalysisPart:
-    """Return a table and a picture of accuracy against the number of heads."""
+    """Build the table and picture of accuracy against the number of heads."""
     body = []
     for row in sorted(rows, key=lambda r: (r["family"], r["heads"])):
         accuracy = _percent(row["accuracy"])
@@ -318,7 +340,12 @@ def heads_part(rows: list[Row]) -> AnalysisPart:
 
 
 def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[FigureFile], list[str]]:
-    """Return a picture per method, and the names of the methods without maps."""
+    """Draw attention maps. Return one picture per method, and the names of methods without maps.
+
+    Args:
+        runs: The finished runs.
+        drawn: Maximum number of images per task.
+    """
     pictures = []
     names_without_maps = []
     for run, label, name in named_methods(runs):
@@ -352,9 +379,13 @@ def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[FigureFi
 
 # ---- robustness ----------------------------------------------------------------------------------
 def robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
-    """Return one table per kind: a line per method, its accuracy in per cent at each level.
+    """Build a picture, and one table for each kind of measurement.
 
-    part: the name of the picture and of the files.
+    A table has one line per method, with the accuracy in per cent at each level.
+
+    Args:
+        part: Name of the part, which is also the name of its files.
+        rows: Rows of `robustness_rows` or `shifted_rows`.
     """
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     tables = []
@@ -389,7 +420,11 @@ def robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
 
 
 def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> None:
-    """Raise `UserError` when a run has no task with all classes of one of `other_tasks`."""
+    """Check that each run can be tested on `other_tasks`.
+
+    Raises:
+        UserError: If no single task of a run has all classes of one of the other tasks.
+    """
     for run in runs:
         tasks: dict[Task, None] = {}
         for stage in evaluate_stages(run):

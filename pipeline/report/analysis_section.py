@@ -1,7 +1,7 @@
-"""The section of the report with the measurements of `analyse`.
+"""The section of the report with the results of `accrete analyse`.
 
-Outdated parts are left out: a part is current while the analysed runs still have the evaluations
-that it was computed from.
+The section consists of parts. A part is current as long as the analysed runs still have the
+evaluations that the part was computed from. Outdated parts are omitted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pipeline.report.html_parts import render
 from workers.storage.artifact import join, read_bytes, read_json
 
 LIST_FILE = "analysis.json"
-PART_ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # on the page
-# The link is inserted before the first marker of the page, the section before the second.
+PART_ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # order on the page
+# The link to the section is inserted before the first marker, the section before the second.
 INSERT_MARKERS = ('<a href="#sizes">', '<h2 id="sizes">')
 LINK = '<a href="#analysis">Attention and robustness</a>'
 Table = tuple[list[str], list[list[str]]]  # header row, data rows
@@ -31,7 +31,7 @@ FileName = Annotated[str, Field(pattern="^[^/]+$")]
 
 
 class ListedPicture(TypedDict):
-    """A picture in the list of parts. `says` is its caption."""
+    """A picture in LIST_FILE. `says` is its caption."""
 
     name: FileName
     title: str
@@ -39,7 +39,7 @@ class ListedPicture(TypedDict):
 
 
 class AnalysedRun(TypedDict):
-    """A run whose results were analysed: its name, and the keys of its evaluations by stage."""
+    """An analysed run: its name, and its evaluations as stage id -> key."""
 
     run: str
     evaluations: dict[str, str]
@@ -59,14 +59,20 @@ LISTED_PART = TypeAdapter(ListedPart)
 
 @dataclass(frozen=True)
 class AnalysisPart:
-    """A part of an analysis: pictures, other files by name, and small tables for the page."""
+    """A part of an analysis.
+
+    Attributes:
+        pictures: Pictures for the page.
+        files: Name -> content of other files, such as CSV.
+        tables: Small tables for the page.
+    """
 
     pictures: Sequence[FigureFile]
     files: Mapping[str, bytes] = field(default_factory=dict)
     tables: Sequence[Table] = ()
 
     def all_files(self) -> dict[str, bytes]:
-        """Return the files and the pictures by name."""
+        """Return name -> content of all files, including the pictures."""
         return {**self.files, **{picture.name: picture.png for picture in self.pictures}}
 
 
@@ -82,14 +88,18 @@ def identify_results(record: RunRecord) -> AnalysedRun:
 def build_files(
     parts: Mapping[str, AnalysisPart], records: Sequence[RunRecord], store: Store
 ) -> dict[str, bytes]:
-    """Build the files of an analysis for the folder of the first run, with the list of all parts.
+    """Build the files of an analysis and LIST_FILE, which lists all parts.
 
-    Earlier parts stay listed while their results are current.
+    The files belong in the folder of the first run. Parts of earlier analyses stay listed if they
+    are current.
 
     Args:
-        parts: The new parts by name.
+        parts: Name -> new part.
         records: Records of the analysed runs.
         store: The store of the first run.
+
+    Returns:
+        File name -> content.
     """
     earlier = load_parts(store, records[0]["name"])
     entries = {name: part for name, part in earlier.items() if is_current(part, records[0], store)}
@@ -114,9 +124,9 @@ def build_files(
 
 
 def load_parts(store: Store, run: str) -> dict[str, ListedPart]:
-    """Return the listed parts of a run's analysis by name.
+    """Load the parts of a run's analysis from LIST_FILE, as name -> part.
 
-    Damaged parts are left out. Without a readable list there are none.
+    Damaged parts are omitted. The result is empty if the file is missing or cannot be read.
     """
     try:
         parts = read_json(join(store.storage, "runs", run, LIST_FILE))
@@ -136,10 +146,10 @@ def _is_valid(part: Any) -> bool:
 
 
 def is_current(part: ListedPart, record: RunRecord, store: Store) -> bool:
-    """Return whether a part was computed from the present evaluations of all its runs.
+    """Return whether a part was computed from the current evaluations of all its runs.
 
-    The name of the first run is ignored, because it may have been renamed. Other runs are skipped
-    if their record is gone.
+    The name of the first run is not compared, because the run may have been renamed. Other runs
+    are skipped if their record no longer exists.
     """
     first, *compared = part["analysis-of"]
     if first["evaluations"] != identify_results(record)["evaluations"]:
@@ -152,7 +162,7 @@ def is_current(part: ListedPart, record: RunRecord, store: Store) -> bool:
 
 
 def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
-    """Insert the section into report.html if the run was analysed. Return the files."""
+    """Insert the section into report.html if the run was analysed. Return all files."""
     parts = load_parts(store, record["name"])
     page = files.get("report.html", b"").decode()
     if not parts or not all(marker in page for marker in INSERT_MARKERS):
@@ -165,7 +175,7 @@ def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> 
 
 
 def render_section(parts: Mapping[str, ListedPart], record: RunRecord, store: Store) -> str:
-    """Render the section with the parts that are current."""
+    """Render the section with the current parts."""
     folder = join(store.storage, "runs", record["name"])
     current = [part for part in parts.values() if is_current(part, record, store)]
     runs: dict[str, None] = {}
@@ -180,7 +190,10 @@ def render_section(parts: Mapping[str, ListedPart], record: RunRecord, store: St
 
 
 def _part_values(part: ListedPart, folder: str) -> dict[str, Any]:
-    """Return the pictures, tables and names of files for the template, without lost pictures."""
+    """Return the pictures, tables and file names for the template.
+
+    Pictures whose file cannot be read are omitted.
+    """
     pictures = []
     for entry in part["pictures"]:
         with contextlib.suppress(OSError):

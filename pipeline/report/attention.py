@@ -21,7 +21,7 @@ from pipeline.report.plots import (
     style_axes,
 )
 
-ROBUSTNESS_TITLES = {  # title and label of the x axis, by kind
+ROBUSTNESS_TITLES = {  # kind of measurement -> title of the panel, label of its x axis
     "occlusion": ("Occluded centre", "share of the image"),
     "fgsm": ("FGSM", "epsilon (1/255)"),
     "shifted": ("Images of another card", ""),
@@ -29,10 +29,10 @@ ROBUSTNESS_TITLES = {  # title and label of the x axis, by kind
 
 
 def draw_attention(rows: Sequence[Row]) -> Figure:
-    """Draw entropy and distance by block, averaged over heads and images.
+    """Draw entropy and distance of attention against the block, averaged over heads and images.
 
-    If a row has a scale of Context Broadcasting, there is a third panel for it. Methods are lines,
-    and their tasks are faint lines.
+    If a row has a Context Broadcasting scale, a third panel shows the scale. Each method is a
+    line. The tasks of a method are faint lines.
     """
     names = _list_names(rows)
     has_scale = any(row["scale"] is not None for row in rows)
@@ -50,7 +50,8 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
         measured_rows = [row for row in rows if row[value] is not None]
         _draw_lines(ax, names, measured_rows, "block", value)
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    max_tokens = max(row["tokens"] for row in rows)  # of any method: others have a lower maximum
+    # maximum over all methods: the entropy of uniform attention to fewer tokens is lower
+    max_tokens = max(row["tokens"] for row in rows)
     _mark_uniform(axes[0], float(np.log(max_tokens)))
     _mark_uniform(axes[1], 1.0)
     add_legend(figure, list_handles(axes[0]), columns=5)
@@ -75,9 +76,9 @@ def _mark_uniform(axes: Axes, value: float) -> None:
 
 
 def draw_robustness(rows: Sequence[Row]) -> Figure:
-    """Draw accuracy by occluded share of the image, by FGSM strength, and by card.
+    """Draw accuracy against occluded share of the image, FGSM strength, and card.
 
-    Kinds without rows are omitted.
+    There is one panel per kind of measurement. Kinds without rows are omitted.
     """
     names = _list_names(rows)
     measured_kinds = {row["kind"] for row in rows}
@@ -101,10 +102,10 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
 
 
 def describe_level(row: Row) -> str:
-    """Return the label of a robustness row.
+    """Return a label for the level of a robustness row.
 
-    It is a number, the name of another card, or `own (CARD)` for the task's own images of the
-    classes of that card.
+    For `occlusion` and `fgsm` the label is a number. For `shifted` the label is the name of the
+    other card, or `own (CARD)` for the task's own images of the classes of that card.
     """
     if row["kind"] != "shifted":
         return f"{row['level']:g}"
@@ -116,8 +117,8 @@ def describe_level(row: Row) -> str:
 def draw_heads(rows: Sequence[Row]) -> Figure:
     """Draw accuracy against the number of heads.
 
-    Each method of a run is a point. Each family, a method with one kind of context, has a line
-    through its means.
+    Each method of a run is a point. Each family (methods with the same label and kind of context)
+    has a line through its means.
     """
     figure, (axes,) = new_figure(5.4, 3.9)
     style_axes(axes, "Accuracy against number of heads", "heads", "average accuracy")
@@ -137,7 +138,7 @@ def draw_heads(rows: Sequence[Row]) -> Figure:
 
 
 def _draw_bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Draw a group of bars per set of images, with one bar per method."""
+    """Draw one group of bars per set of images (see `describe_level`), with one bar per method."""
     levels = list(dict.fromkeys(map(describe_level, rows)))
     width = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -162,7 +163,7 @@ def _list_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _draw_lines(axes: Axes, names: Sequence[str], rows: Sequence[Row], x: str, value: str) -> None:
-    """Draw the mean of the column `value` by the column `x`, for each method and for its tasks.
+    """Draw the mean of the column `value` against the column `x`, for each method and its tasks.
 
     Args:
         axes: Axes to draw on.
@@ -186,7 +187,7 @@ def _draw_lines(axes: Axes, names: Sequence[str], rows: Sequence[Row], x: str, v
 
 
 def _compute_means(rows: Sequence[Row], x: str, value: str) -> tuple[list[float], list[float]]:
-    """Return the sorted values of the column `x`, and the mean of the column `value` for each."""
+    """Return the sorted distinct values of column `x`, and the mean of column `value` for each."""
     values: dict[float, list[float]] = {}
     for row in rows:
         values.setdefault(row[x], []).append(row[value])

@@ -1,6 +1,7 @@
-"""Runs side by side: groups of seeds, metrics on the tasks that all runs share, differing settings.
+"""Compare runs: metrics on the tasks that all runs share, and settings that differ.
 
-A group holds runs that differ in nothing but their seed and name.
+Runs whose settings are equal, except for the seed and the other IGNORED_SETTINGS, form a group. The
+runs of a group are replicas, so each metric of a method has a mean and a deviation.
 """
 
 from __future__ import annotations
@@ -41,13 +42,21 @@ from pipeline.results.metrics import METRICS, metrics_for
 from pipeline.results.tables import Matrix, RunTables
 from workers.errors import UserError
 
-# Settings that do not separate runs: identity and seed, and those that change only rounding.
+# Settings that may differ between the runs of a group: the name, the seed, and settings that change
+# results at most by rounding.
 IGNORED_SETTINGS = ("name", "seed", "storage", "cluster", "tracking", "plugins")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation of n values; the deviation of fewer than two is NaN."""
+    """Mean and spread of several values.
+
+    Attributes:
+        mean: The mean; NaN if it is unknown.
+        deviation: Sample standard deviation; NaN for fewer than two values.
+        n: Number of known values.
+        paired: For a difference: whether runs with the same seed were subtracted.
+    """
 
     mean: float
     deviation: float
@@ -56,9 +65,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of the values; NaN without values, or if one is NaN."""
+        """Return the spread of values. The mean is NaN without values or if a value is NaN."""
         known = [value for value in values if not math.isnan(value)]
-        if len(known) < len(values) or not known:  # never a mean over fewer runs than requested
+        if len(known) < len(values) or not known:  # a mean over only some of the runs would mislead
             return cls(math.nan, math.nan, len(known))
         deviation = statistics.stdev(known) if len(known) > 1 else math.nan
         return cls(statistics.fmean(known), deviation, len(known))
@@ -66,19 +75,27 @@ class Spread:
 
 @dataclass
 class RunGroup:
-    """Runs by seed that differ in nothing but seed and name."""
+    """Runs that are compared as replicas of each other.
+
+    Their settings are equal, except for IGNORED_SETTINGS and, for the replicas of one run, the
+    class order.
+
+    Attributes:
+        name: Name of the group in tables.
+        runs: Seed, or name of the replica -> results of the run.
+    """
 
     name: str
     runs: dict[Any, RunTables]
 
     @property
     def first(self) -> RunTables:
-        """The first run; all others have its settings."""
+        """The first run, whose settings represent the group."""
         return next(iter(self.runs.values()))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings by dotted key, without IGNORED_SETTINGS."""
+        """Dotted key -> value of the settings, without IGNORED_SETTINGS."""
         config = dict(self.first.record["config"])
         for name in IGNORED_SETTINGS:
             config.pop(name, None)
@@ -88,7 +105,14 @@ class RunGroup:
 
 @dataclass
 class ComparedMethod:
-    """A method of a group, on the tasks that all entries share."""
+    """A method of a group, evaluated on the tasks that all compared runs share.
+
+    Attributes:
+        name: Name of this entry in tables.
+        group: The group of runs.
+        label: Label of the method in these runs.
+        tasks: The shared tasks.
+    """
 
     name: str
     group: RunGroup
@@ -97,7 +121,7 @@ class ComparedMethod:
 
     @cached_property
     def matrices(self) -> dict[Any, Matrix]:
-        """Accuracy matrices by seed on the shared tasks, in the order of this stream."""
+        """Seed -> accuracy matrix on the shared tasks, in the task order of the run."""
         matrices = {}
         for seed, run in self.group.runs.items():
             matrices[seed] = restrict_matrix(run.matrix(self.label), self.tasks)
@@ -105,7 +129,7 @@ class ComparedMethod:
 
     @cached_property
     def numbers(self) -> dict[str, dict[Any, float]]:
-        """The values of each metric by seed; NaN if a run is not finished."""
+        """Metric -> seed -> value; NaN if the value is unknown, as in an unfinished run."""
         numbers: dict[str, dict[Any, float]] = {
             metric.name: {} for metric in metrics_for("comparison")
         }
@@ -117,7 +141,7 @@ class ComparedMethod:
         return numbers
 
     def _values(self, matrix: Matrix, sizes: list[Row]) -> dict[str, float | None]:
-        """Return the metrics of one run; without accuracies if it is not finished."""
+        """Return the metrics of one run. Accuracies are missing if the run is not finished."""
         values: dict[str, float | None] = {}
         if matrix.finished == len(matrix.tasks):
             values |= matrix.final
@@ -135,9 +159,11 @@ class ComparedMethod:
         return values
 
     def values(self, metric: str) -> dict[Any, float]:
-        """Return the values of a metric by seed; NaN when a run is not finished.
+        """Return seed -> value of a metric; NaN if the value is unknown.
 
-        metric: name of a metric, or `accuracy on N`, after the last task on the one at position N.
+        Args:
+            metric: Name of a metric, or `accuracy on N`: the accuracy after the last task on the
+                task at position N.
         """
         if metric in self.numbers:
             return self.numbers[metric]
@@ -148,7 +174,11 @@ class ComparedMethod:
 
     @cached_property
     def conditions(self) -> Conditions:
-        """The conditions of the training; numbers are means over replicas."""
+        """The training conditions of the method.
+
+        `epochs` and `images` are means over replicas, and `seeds` lists all replicas. Other values
+        come from the first run.
+        """
         run = self.group.first
         settings = self.group.settings
         budgets = [each.budget(self.label) for each in self.group.runs.values()]
@@ -170,21 +200,22 @@ class ComparedMethod:
         )
 
     def _final_rates(self, task: str) -> dict[Any, float]:
-        """Return the accuracy on a task after the last one, by seed."""
+        """Return seed -> accuracy on a task after the last task."""
         values = {}
         for seed, matrix in self.matrices.items():
             values[seed] = float(matrix.rates[-1, matrix.tasks.index(task)])
         return values
 
     def spread(self, metric: str) -> Spread:
-        """Return the spread of a metric over the seeds. metric: as `values` takes it."""
+        """Return the spread of a metric (see `values`) over the seeds."""
         return Spread.of(list(self.values(metric).values()))
 
     def difference(self, base: ComparedMethod, metric: str) -> Spread:
-        """Return a metric minus that of `base`.
+        """Return the difference of a metric (see `values`) between this entry and `base`.
 
         Runs with the same seed are subtracted in pairs. Without common seeds the means are
-        subtracted, and their deviations add up as those of independent runs.
+        subtracted. The deviation is then the root of the sum of both variances, as for independent
+        runs.
         """
         values = self.values(metric)
         base_values = base.values(metric)
@@ -198,7 +229,10 @@ class ComparedMethod:
         return Spread(spread.mean - base_spread.mean, deviation, n, paired=False)
 
     def rates(self, order: Sequence[str]) -> NDArray[np.float64]:
-        """Return the mean accuracy over seeds, (T, T), tasks in `order`; NaN if a run has none."""
+        """Return the accuracy matrix (T, T) averaged over seeds, with the tasks in `order`.
+
+        A cell is NaN if a run has no value for it.
+        """
         matrices = []
         for matrix in self.matrices.values():
             index = [matrix.tasks.index(task) for task in order]
@@ -209,10 +243,13 @@ class ComparedMethod:
 
 @dataclass
 class Comparison:
-    """Runs side by side.
+    """The comparison of several runs.
 
-    groups: in the order of the command line. entries: their methods. tasks: shared by all runs.
-    notes: sentences to read before the numbers.
+    Attributes:
+        groups: Groups of runs, in the order of the command line.
+        entries: The methods of the groups.
+        tasks: The tasks that all runs share.
+        notes: Sentences that a reader needs to interpret the numbers.
     """
 
     groups: list[RunGroup]
@@ -240,9 +277,11 @@ class Comparison:
     # ---- intervals -------------------------------------------------------------------------------
     @cached_property
     def draws(self) -> dict[str, dict[str, Array]]:
-        """Metrics of each entry in draws of test images and replicas, by name.
+        """Entry -> metric -> values in bootstrap draws of test images and replicas.
 
-        Empty where the predictions of a run do not cover the tasks, or the runs test other images.
+        The result is empty if a run learns the shared tasks in another order, if the stored
+        predictions of a run do not cover the tasks, or if runs with the same seed have different
+        test images.
         """
         methods: dict[str, dict[str, RightAnswers]] = {}
         images: dict[str, Any] = {}
@@ -259,9 +298,15 @@ class Comparison:
         return answers.draw_metrics(methods)
 
     def interval(self, entry: ComparedMethod, metric: str) -> Interval:
-        """Return the 95 % interval of the mean of a metric; none for a metric without draws.
+        """Return the 95 % interval of the mean of a metric.
 
-        metric: name of a metric, or a name that `answers` gives to its draws.
+        Args:
+            entry: The entry.
+            metric: Name of a metric, or another name in the result of `answers.draw_metrics`, such
+                as `accuracy on 0`.
+
+        Returns:
+            The interval, or NO_INTERVAL if the metric has no draws.
         """
         draws = self.draws.get(entry.name, {})
         return percentile_interval(draws[metric]) if metric in draws else NO_INTERVAL
@@ -269,17 +314,25 @@ class Comparison:
     def difference_interval(
         self, entry: ComparedMethod, other: ComparedMethod, metric: str
     ) -> Interval:
-        """Return the 95 % interval of the mean difference of a metric, of paired draws."""
+        """Return the 95 % interval of the mean difference of a metric, from paired draws.
+
+        Without draws the result is NO_INTERVAL.
+        """
         draws = self.draws
         if metric not in draws.get(entry.name, {}):
             return NO_INTERVAL
         return percentile_interval(draws[entry.name][metric] - draws[other.name][metric])
 
     def winner(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
-        """Return the entry with the best mean of a metric, if it differs from all others.
+        """Return the best entry for a metric, if a fair comparison supports the lead.
 
-        None if its lead over another entry is within the noise, or its conditions were better
-        (`find_advantages`; these do not matter for sizes). metric: as `interval` takes it.
+        Args:
+            metric: Name of the metric, as in `interval`.
+            pick_best: `max` or `min`; None if no value of the metric is better than another.
+
+        Returns:
+            The entry; None if its lead over another entry is within the noise, or, for accuracies,
+            if it had an advantage in its conditions (see `find_advantages`).
         """
         leader = self.leader(metric, pick_best)
         if leader is None or not _is_rate(metric):
@@ -292,7 +345,7 @@ class Comparison:
     def leader(self, metric: str, pick_best: Callable[..., float] | None) -> ComparedMethod | None:
         """Return the entry with the best mean, if its lead over all others exceeds the noise.
 
-        Its conditions may have been better.
+        The conditions of the methods are not compared. See `winner` for the arguments.
         """
         if pick_best is None or len(self.entries) < 2:
             return None
@@ -306,7 +359,10 @@ class Comparison:
         return None
 
     def differ(self, entry: ComparedMethod, other: ComparedMethod, metric: str) -> bool:
-        """Return whether the means of two entries differ by more than the noise."""
+        """Return whether the means of two entries differ by more than the noise.
+
+        Only seeds that both entries have are compared.
+        """
         values = entry.values(metric)
         base = other.values(metric)
         differences = [values[seed] - base[seed] for seed in values if seed in base]
@@ -322,16 +378,20 @@ class Comparison:
     def t_interval(
         self, entry: ComparedMethod, other: ComparedMethod, metric: str = "average_accuracy"
     ) -> Interval:
-        """Return Student's t interval of the mean difference over common seeds; none for one."""
+        """Return Student's t interval of the mean difference over common seeds.
+
+        With fewer than two common seeds the result is NO_INTERVAL.
+        """
         values = entry.values(metric)
         base = other.values(metric)
         return t_interval([values[seed] - base[seed] for seed in values if seed in base])
 
     def base(self, entry: ComparedMethod) -> ComparedMethod | None:
-        """Return the entry that `entry` is compared with.
+        """Return the entry of the first group that `entry` is compared with.
 
-        It is the same method of the first group, or the first group's only method. None for
-        entries of the first group, and when the first group has other methods only.
+        This is the same method in the first group, or the only method of the first group. The
+        result is None for entries of the first group, and if the first group has several methods
+        that all differ from this one.
         """
         if entry.group is self.groups[0]:
             return None
@@ -342,7 +402,7 @@ class Comparison:
         return first_entries[0] if len(first_entries) == 1 else None
 
     def fairness_notes(self) -> list[str]:
-        """Return sentences on the conditions of the methods, and on a lead that is not bold."""
+        """Return sentences on the training conditions, and on a leader that is not set in bold."""
         sentences = describe_conditions([entry.conditions for entry in self.entries])
         leader = self.leader("average_accuracy", max)
         if leader is None:
@@ -363,7 +423,7 @@ class Comparison:
 
     # ---- tables ----------------------------------------------------------------------------------
     def summary_rows(self) -> list[Row]:
-        """Return mean and deviation of each metric of each entry."""
+        """Return one row per entry and metric, with mean, deviation and interval."""
         rows = []
         for entry in self.entries:
             for metric in metrics_for("comparison"):
@@ -386,7 +446,7 @@ class Comparison:
         return rows
 
     def difference_rows(self) -> list[Row]:
-        """Return the difference of each metric of each entry from the first group."""
+        """Return one row per entry and metric, with the difference from the first group."""
         rows = []
         for entry in self.entries:
             base = self.base(entry)
@@ -411,7 +471,10 @@ class Comparison:
         return rows
 
     def matrix_rows(self) -> list[Row]:
-        """Return the mean accuracy matrices in long format, with differences."""
+        """Return the mean accuracy matrices in long format, with differences from the first group.
+
+        The difference is NaN for entries without a base (see `base`).
+        """
         rows = []
         for entry in self.entries:
             rates = entry.rates(self.tasks)
@@ -432,7 +495,7 @@ class Comparison:
         return rows
 
     def curve_rows(self) -> list[Row]:
-        """Return the averages after each shared task, by run."""
+        """Return one row per run and task, with average accuracy and forgetting after the task."""
         rows = []
         for entry in self.entries:
             for seed, matrix in entry.matrices.items():
@@ -453,21 +516,22 @@ class Comparison:
     def setting_rows(self) -> list[Row]:
         """Return one row per setting that differs between groups, with a column per group.
 
-        Groups whose settings are not known have no column.
+        Groups with unknown settings have no column.
         """
         settings = {group.name: group.settings for group in self.groups}
         return differing_rows({name: values for name, values in settings.items() if values})
 
     def provenance_rows(self) -> list[Row]:
-        """Return one row per fact of the stages' environment that differs between groups.
+        """Return one row per property of the environment that differs between groups.
 
-        Groups whose environment is not known have no column.
+        Properties are, for example, the commit and the device. Groups with an unknown environment
+        have no column.
         """
         facts = {group.name: environment(group) for group in self.groups}
         return differing_rows({name: values for name, values in facts.items() if values})
 
     def stage_rows(self) -> list[Row]:
-        """Return the stage results that more than one run uses, with the runs."""
+        """Return one row per stage result that several runs use, with the names of the runs."""
         run_names: dict[str, list[str]] = {}
         stage_ids: dict[str, str] = {}
         for run in self.runs:
@@ -482,7 +546,7 @@ class Comparison:
         return rows
 
     def tables(self) -> dict[str, list[Row]]:
-        """Return all tables by name, without empty ones."""
+        """Return name -> rows of all tables that have rows."""
         tables = {
             "summary": self.summary_rows(),
             "differences": self.difference_rows(),
@@ -502,7 +566,7 @@ def _is_rate(metric: str) -> bool:
 
 # ---- from runs to a comparison -------------------------------------------------------------------
 def compare_runs(runs: Sequence[RunTables]) -> Comparison:
-    """Return the comparison of runs. Raise UserError when they have no task in common."""
+    """Compare runs. Raise `UserError` if the runs have no task in common."""
     groups = group_runs(runs)
     tasks, notes = common_tasks(runs)
     entries = []
@@ -519,7 +583,7 @@ def compare_runs(runs: Sequence[RunTables]) -> Comparison:
 
 
 def unfinished_notes(entries: Sequence[ComparedMethod]) -> list[str]:
-    """Return a sentence on each method of a run that has not finished all tasks."""
+    """Return one sentence per method and run that has not finished all tasks."""
     notes = []
     for entry in entries:
         for seed, matrix in entry.matrices.items():
@@ -533,7 +597,7 @@ def unfinished_notes(entries: Sequence[ComparedMethod]) -> list[str]:
 
 
 def image_notes(runs: Sequence[RunTables], tasks: Sequence[str]) -> list[str]:
-    """Return a sentence on the tasks whose images are not the same in all runs."""
+    """Return a sentence that lists the tasks with different images in different runs, if any."""
     digests: dict[str, set[str]] = {task: set() for task in tasks}
     for run in runs:
         for task, digest in run.image_digests().items():
@@ -546,9 +610,10 @@ def image_notes(runs: Sequence[RunTables], tasks: Sequence[str]) -> list[str]:
 
 
 def group_runs(runs: Sequence[RunTables]) -> list[RunGroup]:
-    """Group runs with the same settings and different seeds, those of a file among themselves.
+    """Group runs with the same settings and different seeds.
 
-    Runs with the same settings and the same seed differ in something else, and stay apart.
+    Runs of different results files are never grouped together. Runs with the same settings and the
+    same seed stay in separate groups, because they must differ in something else.
     """
     groups: list[RunGroup] = []
     for run in runs:
@@ -569,7 +634,11 @@ def group_runs(runs: Sequence[RunTables]) -> list[RunGroup]:
 
 
 def _distinguish(groups: Sequence[RunGroup]) -> None:
-    """Add to names that several groups have where each comes from, or else its number."""
+    """Make the names of groups unique.
+
+    The name of the storage folder is added to a name that several groups have, and a number if
+    the names are still equal.
+    """
     counts = Counter(group.name for group in groups)
     names: set[str] = set()
     for number, group in enumerate(groups, start=1):
@@ -581,7 +650,10 @@ def _distinguish(groups: Sequence[RunGroup]) -> None:
 
 
 def _common_name(group: RunGroup) -> str:
-    """Return `table` for the runs table-seed-0, table-seed-1, ...; else the name of the first."""
+    """Return the common part of the run names, such as `table` for table-seed-0, table-seed-1.
+
+    Without a common part, return the name of the group.
+    """
     stems = set()
     for seed, run in group.runs.items():
         stems.add(str(run.record["name"]).removesuffix(f"-seed-{seed}"))
@@ -589,17 +661,22 @@ def _common_name(group: RunGroup) -> str:
 
 
 def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
-    """Return the tasks with the same name and classes in all runs, and notes about the others.
+    """Find the tasks that all runs share, in the order of the first run.
 
-    Every method must be evaluated on a common task. The order is that of the first run. Raise
-    UserError when there is none.
+    A shared task has the same name and classes in all runs, and all methods are evaluated on it.
+
+    Returns:
+        The shared tasks, and notes about omitted tasks and different orders.
+
+    Raises:
+        UserError: If the runs have no task in common.
     """
     streams = [_evaluated_tasks(run) for run in runs]
     tasks = []
     for name in streams[0]:
         if all(name in stream for stream in streams):
             known = {stream[name] for stream in streams if stream[name]}
-            if len(known) <= 1:  # a plain matrix names no classes
+            if len(known) <= 1:  # an imported accuracy matrix may have tasks without classes
                 tasks.append(name)
     if not tasks:
         run_names = dict.fromkeys(str(run.record["name"]) for run in runs)
@@ -628,7 +705,7 @@ def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
 
 
 def _evaluated_tasks(run: RunTables) -> dict[str, frozenset[str]]:
-    """Return the classes of each task on which every method of the run is evaluated."""
+    """Return task -> classes, for the tasks on which every method of the run is evaluated."""
     tasks_by_method = [run.tasks(label) for label in run.labels]
     classes = {}
     for task in run.record["tasks"]:
@@ -638,7 +715,7 @@ def _evaluated_tasks(run: RunTables) -> dict[str, frozenset[str]]:
 
 
 def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
-    """Return the rows and columns of `tasks`, in the order of the matrix."""
+    """Return a matrix with only the rows and columns of `tasks`, in the order of the matrix."""
     index = [i for i, task in enumerate(matrix.tasks) if task in tasks]
     part = np.ix_(index, index)
     return Matrix(
@@ -652,7 +729,10 @@ def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
 
 
 def environment(group: RunGroup) -> dict[str, Any]:
-    """Return commit, packages, device, Python and platform of a group; all values of each."""
+    """Return commit, packages, device, Python and platform of a group.
+
+    A value lists all distinct values of the runs, separated by commas.
+    """
     values: dict[str, dict[str, None]] = {}
     for run in group.runs.values():
         facts = run.environment()
@@ -667,7 +747,11 @@ def environment(group: RunGroup) -> dict[str, Any]:
 
 
 def differing_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return one row for each name whose value is not the same in all columns."""
+    """Return one row per name whose value is not the same in all columns.
+
+    Args:
+        columns: Title of the column -> name -> value. A missing value is shown as `absent`.
+    """
     names: dict[str, None] = {}
     for column in columns.values():
         names |= dict.fromkeys(column)
@@ -682,7 +766,7 @@ def differing_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def index_lists(value: Any) -> Any:
-    """Return lists of mappings as mappings by index, so that `flatten` reaches inside them."""
+    """Replace lists of mappings by mappings from index to item, because `flatten` skips lists."""
     if isinstance(value, Mapping):
         return {name: index_lists(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):

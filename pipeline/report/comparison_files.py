@@ -1,6 +1,7 @@
-"""Runs of a store and files of results side by side: as a page, as CSV, and as text.
+"""Compare runs of a store and files of results: as a page, as CSV, and as text.
 
-Imports that load matplotlib or torch stand inside functions, so that mistakes are reported at once.
+Modules that import matplotlib or torch are imported inside functions, so that mistakes in the
+input are reported before the slow imports.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from pipeline.report.comparison import Comparison, Spread
     from pipeline.results.tables import RunTables
 
-MAX_CHARACTERS = 120  # of a folder's name
-# a run by its name or the path of the config, a file of results, or results that were loaded
+MAX_CHARACTERS = 120  # maximum length of a folder name, before a hash is added
+# name of a run, path of its config, path of a results file, or loaded results
 RunSource = str | Sequence["RunTables"]
 
 
@@ -29,8 +30,11 @@ RunSource = str | Sequence["RunTables"]
 class ComparisonResult:
     """The comparison of several runs.
 
-    page: path or URI of the page. folder: where it lies, with its tables as CSV. Both are empty
-    where nothing could be written.
+    Attributes:
+        page: Path or URI of the page; empty if the page could not be written.
+        folder: Folder of the page and its tables (CSV); empty if the page could not be written.
+        comparison: The compared runs.
+        html: The page.
     """
 
     page: str
@@ -40,10 +44,10 @@ class ComparisonResult:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables by name, without empty ones.
+        """Name -> table, without empty tables.
 
-        `summary`, `differences` from the first run, `matrices`, `curves`, `settings` that differ,
-        `provenance`, `stages` in common.
+        The names are `summary`, `differences` (from the first run), `matrices`, `curves`,
+        `settings` (that differ), `provenance` and `stages` (that several runs use).
         """
         from pipeline.results.data_frame import data_frame
 
@@ -51,7 +55,7 @@ class ComparisonResult:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about the compared tasks, and about left-out ones."""
+        """Sentences about the compared tasks, omitted tasks and unfinished runs."""
         return self.comparison.notes
 
 
@@ -60,10 +64,18 @@ def compare(
 ) -> ComparisonResult:
     """Compare runs, and write the page and its tables into the storage of the first run.
 
-    must_write: whether a storage that may only be read is an error; else page and folder of the
-    result are empty there. storage: of runs that are given by name. Raise `UserError` when there
-    are fewer than two runs, when one cannot be read, when they have no task in common, or when the
-    page must be written and cannot.
+    If no source is a run of a storage, `storage` is used for the page.
+
+    Args:
+        sources: The runs.
+        storage: Storage of runs that are given by name.
+        must_write: Whether a read-only storage is an error. If False, `page` and `folder` of the
+            result are empty for a read-only storage.
+
+    Raises:
+        UserError: If there are fewer than two runs, if a run cannot be read or is given twice, if
+            the runs have no task in common, or if the page must be written but the storage is
+            read-only.
     """
     from pipeline.config.yaml_files import absolute
 
@@ -106,7 +118,7 @@ def compare(
 
 
 def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
-    """Return the names of the runs. Raise UserError when a run is given twice."""
+    """Return the names of the runs. Raise `UserError` if a run is given twice."""
     seen = set()
     for run in runs:
         name = run.record["name"]
@@ -117,10 +129,14 @@ def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
 
 
 def load_runs(run: str, storage: str) -> list[RunTables]:
-    """Return the tables of a run, or of the replicas if it has several seeds or class orders.
+    """Load the results of a run, or of its replicas if it has several seeds or class orders.
 
-    run: its name in `storage`, the path of the config, whose storage replaces `storage`, or a file
-    of results. Raise UserError when the run has no record, or the file cannot be used.
+    Args:
+        run: Name of a run in `storage`, path of a config, or path of a results file.
+        storage: Storage of the run. For a config, the storage in the config is used instead.
+
+    Raises:
+        UserError: If the run has no record, or the results file cannot be used.
     """
     from pipeline.results.results_file import is_results_file, read_results
 
@@ -137,9 +153,12 @@ def load_runs(run: str, storage: str) -> list[RunTables]:
 
 
 def name_tasks(runs: Sequence[RunTables]) -> None:
-    """Give the tasks of matrices without names those of the first run that has them, in order.
+    """Name the tasks of imported matrices that have no task names.
 
-    Raise UserError when their numbers of tasks differ.
+    The names and their order are those of the first run with task names.
+
+    Raises:
+        UserError: If the numbers of tasks differ.
     """
     from pipeline.results.imported import ImportedTables
 
@@ -169,7 +188,7 @@ def name_tasks(runs: Sequence[RunTables]) -> None:
 
 
 def folder_name(names: Sequence[str]) -> str:
-    """Return `A~B`; a name that is too long for a file system ends in a hash instead."""
+    """Return a folder name such as `A~B`. A long name is cut, and a hash is added."""
     full_name = "~".join(names)
     if len(full_name) <= MAX_CHARACTERS:
         return full_name
@@ -178,7 +197,11 @@ def folder_name(names: Sequence[str]) -> str:
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """Return the tables for the terminal: means, difference of accuracy, differing settings."""
+    """Return the comparison as text for the terminal.
+
+    The text has the notes, a table of means and differences of accuracy, and the settings that
+    differ.
+    """
     from pipeline.config.text import table_text
     from pipeline.results.metrics import metrics_for
 
@@ -208,7 +231,7 @@ def format_comparison(comparison: Comparison) -> str:
 
 
 def format_plain(spread: Spread, kind: str, is_difference: bool = False) -> str:
-    """Return a spread as plain text; `-` for no value."""
+    """Return a spread as plain text, or `-` if it has no value. See `format_spread` for `kind`."""
     from pipeline.report.html_parts import format_spread
 
     return "-" if math.isnan(spread.mean) else format_spread(spread, kind, is_difference)

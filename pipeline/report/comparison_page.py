@@ -1,4 +1,4 @@
-"""The page of `compare`: runs side by side, one self-contained HTML file."""
+"""The page of `accrete compare`: a self-contained HTML file that compares runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.report.html_parts import render
 from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
 from pipeline.results.metrics import Metric, metrics_for
 
-SIDE_BY_SIDE = 4  # matrices in one row of a picture
+SIDE_BY_SIDE = 4  # maximum number of accuracy matrices in one row of a picture
 
 
 def render_page(comparison: Comparison) -> Markup:
@@ -54,7 +54,7 @@ def render_page(comparison: Comparison) -> Markup:
 
 
 def known_metrics(entries: Sequence[ComparedMethod]) -> list[Metric]:
-    """Return the metrics that at least one entry has."""
+    """Return the metrics that are known for at least one entry."""
 
     def is_known(metric: Metric) -> bool:
         return any(not math.isnan(entry.spread(metric.name).mean) for entry in entries)
@@ -85,7 +85,7 @@ def summary_values(comparison: Comparison) -> dict[str, Any]:
 
 # ---- pictures ------------------------------------------------------------------------------------
 def curves_picture(comparison: Comparison) -> FigureFile:
-    """Return the averages after each task, one line per entry."""
+    """Return the picture of the averages after each task."""
     bands = "from the lowest to the highest run"
     if comparison.draws:
         bands = "95 % intervals of the mean"
@@ -133,10 +133,18 @@ def draw_curve(
     index: int,
     scale: float = 1.0,
 ) -> None:
-    """Draw the mean of a metric over the seeds after each task, and its band.
+    """Draw a metric after each task: the mean over the seeds as a line, and a band.
 
-    The band is the 95 % interval of the mean, or, without one, from the lowest to the highest run.
-    metric: average_accuracy or forgetting. scale: of line and markers.
+    The band is the 95 % interval of the mean. Without bootstrap draws the band reaches from the
+    lowest to the highest run.
+
+    Args:
+        axes: Axes to draw on.
+        comparison: The comparison, for the intervals.
+        entry: The entry.
+        metric: `average_accuracy` or `forgetting`.
+        index: Index of the entry, which determines its style.
+        scale: Factor for the width of the line and the size of its markers.
     """
     num_steps = min(matrix.finished for matrix in entry.matrices.values())
     if num_steps == 0:
@@ -162,7 +170,11 @@ def draw_curve(
 
 
 def matrix_pictures(comparison: Comparison) -> list[FigureFile]:
-    """Return heat maps of entries with the same base, and below them the differences from it."""
+    """Return pictures of accuracy matrices.
+
+    A picture shows a base (see `Comparison.base`) and entries that are compared with it. The
+    differences from the base are below the matrices.
+    """
     families: dict[str, list[ComparedMethod]] = {}
     for entry in comparison.entries:
         base = comparison.base(entry) or entry
@@ -187,7 +199,14 @@ def matrix_pictures(comparison: Comparison) -> list[FigureFile]:
 
 
 class HeatScale(NamedTuple):
-    """Colours of a heat map, the ends of their scale, and the format of numbers in cells."""
+    """Colour scale of a heat map.
+
+    Attributes:
+        cmap: Name of the colour map.
+        low: Value at the start of the scale.
+        high: Value at the end of the scale.
+        text: Format of the numbers in cells, which are per cent.
+    """
 
     cmap: str
     low: float
@@ -199,7 +218,7 @@ ACCURACY_SCALE = HeatScale(plots.SEQUENTIAL, 0.0, 1.0, "{:.0f}")
 
 
 def draw_matrices(entries: Sequence[ComparedMethod], tasks: Sequence[str]) -> Figure:
-    """Draw the matrices of all entries, and below them their differences from the first."""
+    """Draw the accuracy matrices of entries, and below them the differences from the first."""
     columns = len(entries)
     rows = 1 if columns == 1 else 2
     side = min(max(2.6, 0.5 * len(tasks)), 4.2 if columns <= 2 else 3.2)
@@ -213,7 +232,7 @@ def draw_matrices(entries: Sequence[ComparedMethod], tasks: Sequence[str]) -> Fi
     for panel, entry in zip(axes, entries, strict=False):
         _draw_heat_map(panel, entry.rates(tasks), tasks, entry.name, ACCURACY_SCALE)
     if differences:
-        # Red: worse than the first. Blue: better.
+        # red is worse than the first entry, blue is better
         scale = HeatScale("RdBu", -limit, limit, "{:+.1f}")
         for panel, difference in zip(axes[columns + 1 :], differences, strict=True):
             _draw_heat_map(panel, difference, tasks, "minus the first", scale)

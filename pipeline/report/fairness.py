@@ -1,7 +1,8 @@
-"""The conditions under which the methods of a table were trained, and who had advantages.
+"""Compare the conditions under which the methods of a table were trained.
 
-A method can lead because it had better weights, more exemplars or longer training. These facts
-stand under each table, and a lead that they may explain is not bold.
+A method can lead because it had better weights, more exemplars or longer training. The caption of
+each table lists these conditions. The best value is not set in bold if the conditions may explain
+the lead.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 from pipeline.results.tables import RunTables
 
-# A value is bold only if its method has these in common with the others, and no more of those.
+# The best value of a column is bold only if its method has the same conditions SAME as every other
+# method, and not more of the conditions NO_MORE.
 SAME = ("backbone", "weights", "order", "validation", "seeds")
 NO_MORE = ("exemplars", "images")
-TOLERANCE = 1.01  # of the number of images: shares of steps are rounded
+TOLERANCE = 1.01  # factor for NO_MORE, because numbers of steps are rounded
 TITLES = {
     "backbone": "backbone",
     "weights": "weights",
@@ -28,23 +30,23 @@ TITLES = {
     "images": "images trained on",
     "parameters": "trained parameters",
 }
-MAX_VALUES = 3  # distinct texts of a fact that a sentence names
+MAX_VALUES = 3  # maximum number of distinct texts of a condition that a sentence lists
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a method. None: not known.
+    """The training conditions of a method. None means unknown.
 
     Attributes:
-        backbone: Name and image size.
-        weights: The initial weights.
+        backbone: Name, image size and other settings of the backbone.
+        weights: Initial weights of the backbone.
         order: The shared tasks in stream order, with their classes.
         validation: Share of the training images that is held out.
         seeds: Seeds, or other names of replicas.
-        exemplars: Images of earlier tasks that are trained on again, at most.
-        epochs: Epochs of a task, on average.
-        images: Images that training steps read, over all tasks and epochs.
-        parameters: Trained parameters of a task, at most.
+        exemplars: Maximum number of stored images of earlier tasks.
+        epochs: Mean number of epochs per task.
+        images: Number of images that training steps read, over all tasks and epochs.
+        parameters: Maximum number of trained parameters of a task.
     """
 
     backbone: str | None
@@ -59,7 +61,7 @@ class Conditions:
 
 
 def count_exemplars(run: RunTables, label: str) -> int | None:
-    """Return the largest number of exemplars of a method; 0 if it has none, None if not known."""
+    """Return the maximum number of exemplars of a method; 0 if it has none, None if unknown."""
     stages = [stage for stage in run.record["stages"] if stage["label"] == label]
     inputs = [stage["inputs"] for stage in stages if stage.get("inputs")]
     if not inputs:
@@ -74,10 +76,10 @@ def count_exemplars(run: RunTables, label: str) -> int | None:
 
 
 def find_advantages(best: Conditions, other: Conditions) -> list[str]:
-    """Return the titles of the conditions in which `best` had an advantage over another method.
+    """Return the titles of the conditions in which `best` may have had an advantage over `other`.
 
-    These are other conditions, or more exemplars or images. A condition that is not known of one
-    method counts as an advantage.
+    A condition in SAME is one if it differs, a condition in NO_MORE if `best` had more. A condition
+    that is unknown for one of the methods also counts as an advantage.
     """
 
     def is_fair(name: str) -> bool:
@@ -90,7 +92,7 @@ def find_advantages(best: Conditions, other: Conditions) -> list[str]:
 
 
 def describe_conditions(conditions: Sequence[Conditions]) -> list[str]:
-    """Return sentences: conditions that were equal for all methods, unequal ones, unknown ones."""
+    """Return sentences that list the equal, the unequal and the unknown conditions."""
     equal: list[str] = []
     unequal: list[str] = []
     unknown: list[str] = []
@@ -115,7 +117,7 @@ def describe_conditions(conditions: Sequence[Conditions]) -> list[str]:
 
 
 def _text_in_brackets(name: str, values: Sequence[Any]) -> str:
-    """Return ` (values)`, a range of numbers; "" for values that need more than a line."""
+    """Return the values of a condition as ` (values)`; a range for numbers, "" for class orders."""
     if name == "order":
         return ""
     distinct = list(dict.fromkeys(values))
@@ -138,14 +140,14 @@ def _format_count(value: float) -> str:
 
 
 def none_if_nan(value: Any) -> Any:
-    """Return a value, or None in place of NaN."""
+    """Return the value, or None if it is NaN."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def describe_backbone(settings: Mapping[str, Any]) -> str | None:
-    """Return name and image size of the backbone of a run; None where its settings are not known.
+    """Return name, image size, options and context of a backbone as text.
 
-    Other settings of the backbone are added where they are set.
+    The result is None if the settings of the backbone are unknown.
     """
     name = settings.get("backbone.name")
     if name is None:

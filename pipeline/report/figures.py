@@ -1,7 +1,6 @@
-"""The pictures of a run: which figures its report shows, with file name, title and caption.
+"""The figures of a run that its report and MLflow show, with file name, title and caption.
 
-A new figure is one function, and one line in RUN_FIGURES or METHOD_FIGURES. The report and MLflow
-show what these two list.
+To add a figure, write a function and add a line to RUN_FIGURES or METHOD_FIGURES.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from pipeline.report.samples import sample_image
 from pipeline.results.masks import MaskView, load_mask_view
 from pipeline.results.tables import PickCounts, Row, RunTables
 
-# tasks in one mask picture; a longer stream shows some tasks, with the first and the last
+# maximum number of tasks in a picture of token masks; of longer streams evenly spaced tasks are
+# shown, with the first and the last
 MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
 class FigureFile:
-    """A PNG with file name, title and caption."""
+    """A picture (PNG) with its file name, title and caption."""
 
     name: str
     title: str
@@ -33,7 +33,8 @@ class FigureFile:
 
     @property
     def width(self) -> int:
-        """Pixels on the page: 100 per inch of the figure."""
+        """Width on the page in pixels, at 100 pixels per inch of the figure."""
+        # bytes 16 to 20 of a PNG are the width in its IHDR chunk
         return int.from_bytes(self.png[16:20], "big") * 100 // plots.DPI
 
 
@@ -47,7 +48,7 @@ class CaptionedFigure(NamedTuple):
 
 # ---- figures of a run: all methods together ------------------------------------------------------
 def comparison_figure(tables: RunTables) -> CaptionedFigure:
-    """Final metrics, method by method."""
+    """Return the figure of the final metrics of each method."""
     caption = (
         "Final average accuracy, average incremental accuracy "
         "(the mean over all tasks so far, after each task), "
@@ -59,7 +60,7 @@ def comparison_figure(tables: RunTables) -> CaptionedFigure:
 
 
 def averages_figure(tables: RunTables) -> CaptionedFigure:
-    """Average accuracy and forgetting after each task."""
+    """Return the figure of average accuracy and forgetting after each task."""
     caption = (
         "Average accuracy and forgetting over the tasks learned so far, "
         "after each task. On the left, a falling line means that new tasks are harder "
@@ -71,7 +72,7 @@ def averages_figure(tables: RunTables) -> CaptionedFigure:
 
 
 def size_accuracy_figure(tables: RunTables) -> CaptionedFigure | None:
-    """Stored bytes against average accuracy; None when no size is known."""
+    """Return the figure of stored bytes against average accuracy; None if no size is known."""
     summary = tables.summary()
     if not any(row["growth"] for row in summary):
         return None
@@ -92,7 +93,10 @@ RUN_FIGURES: dict[str, RunFigure] = {
 
 
 def run_pictures(tables: RunTables) -> list[FigureFile]:
-    """Return the pictures of all methods together; empty until a row of a matrix is complete."""
+    """Return the pictures that show all methods together.
+
+    The list is empty until a row of an accuracy matrix is complete.
+    """
     if not any(tables.matrix(label).finished for label in tables.labels):
         return []
     pictures = []
@@ -109,7 +113,7 @@ def _to_picture(name: str, captioned: CaptionedFigure) -> FigureFile:
 
 # ---- figures of one method -----------------------------------------------------------------------
 def matrix_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure:
-    """The accuracy matrix."""
+    """Return the figure of the accuracy matrix."""
     matrix = tables.matrix(label)
     caption = (
         "Row: the model after learning one more task. "
@@ -129,7 +133,10 @@ def matrix_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
 def task_aware_matrix_figure(
     tables: RunTables, label: str, views: list[MaskView]
 ) -> CaptionedFigure | None:
-    """The second matrix if the task is not given; None when it was not measured."""
+    """Return the figure of the accuracy matrix with given tasks; None if it was not measured.
+
+    This matrix exists in addition to the first one if the method is not given the task of an image.
+    """
     matrix = tables.matrix(label, "correct_task_aware")
     if "measured" not in matrix.source:
         return None
@@ -141,7 +148,7 @@ def task_aware_matrix_figure(
 
 
 def picks_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Inferred tasks; None for methods that do not infer the task."""
+    """Return the figure of inferred tasks; None for methods that do not infer the task."""
     picks = tables.pick_counts(label)
     if picks is None:
         return None
@@ -153,7 +160,7 @@ def picks_figure(tables: RunTables, label: str, views: list[MaskView]) -> Captio
 
 
 def draw_picks(label: str, picks: PickCounts) -> Figure:
-    """Draw the confusion of true and inferred tasks."""
+    """Draw the confusion matrix of true and inferred tasks."""
     return plots.draw_confusion(
         picks.counts,
         picks.tasks,
@@ -164,7 +171,7 @@ def draw_picks(label: str, picks: PickCounts) -> Figure:
 
 
 def curves_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Training curves; None when no stage has a history."""
+    """Return the figure of training curves; None if no stage has a history."""
     figure = plots.draw_curves(training_histories(tables, label))
     if figure is None:
         return None
@@ -178,7 +185,7 @@ def curves_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
 def token_masks_figure(
     tables: RunTables, label: str, views: list[MaskView]
 ) -> CaptionedFigure | None:
-    """Token masks over a test image of each task; None when no task has token masks."""
+    """Return the figure of token masks over one test image per task; None without token masks."""
     masked_views = [view for view in views if view.tokens is not None]
     if not masked_views:
         return None
@@ -192,7 +199,7 @@ def token_masks_figure(
 
 
 def density_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Kept share of each mask by depth; None when no mask belongs to a block."""
+    """Return the figure of the kept share of masks by depth; None if no mask belongs to a block."""
     figure = mask_plots.draw_density(views)
     if figure is None:
         return None
@@ -204,7 +211,7 @@ def density_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capt
 
 
 def overlap_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Jaccard index of masks between tasks; None for fewer than two tasks with masks."""
+    """Return the figure of the Jaccard index of masks; None for fewer than two tasks with masks."""
     figure = mask_plots.draw_overlaps(views)
     if figure is None:
         return None
@@ -216,7 +223,7 @@ def overlap_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capt
 
 
 def capacity_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Share of entries in use after each task; None without masks."""
+    """Return the figure of the share of used entries after each task; None without masks."""
     figure = mask_plots.draw_capacity(views)
     if figure is None:
         return None
@@ -228,7 +235,7 @@ def capacity_figure(tables: RunTables, label: str, views: list[MaskView]) -> Cap
 
 
 def layers_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Kept share of each unit in the newest mask; None without masks."""
+    """Return the figure of the kept share of each unit in the newest mask; None without masks."""
     if not views:
         return None
     figure = mask_plots.draw_layers(views[-1])
@@ -239,7 +246,7 @@ def layers_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
 
 
 def tokens_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
-    """Learned tokens and their similarity; None without tokens."""
+    """Return the figure of learned tokens and their similarity; None without learned tokens."""
     figure = mask_plots.draw_prompts(views)
     if figure is None:
         return None
@@ -266,7 +273,13 @@ METHOD_FIGURES: dict[str, MethodFigure] = {  # in the order of the report
 
 
 def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[FigureFile]:
-    """Return the pictures of one method. views: the masks of the finished tasks."""
+    """Return the pictures of one method.
+
+    Args:
+        tables: Results of the run.
+        label: Label of the method.
+        views: Masks and tokens of the finished tasks (see `load_mask_views`).
+    """
     pictures = []
     for name, make_figure in METHOD_FIGURES.items():
         captioned = make_figure(tables, label, views)
@@ -277,7 +290,7 @@ def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> lis
 
 # ---- data of figures -----------------------------------------------------------------------------
 def draw_token_masks(tables: RunTables, views: Sequence[MaskView], most_blocks: int = 6) -> Figure:
-    """Draw token masks over a test image of each task."""
+    """Draw token masks over one test image per task, for at most `most_blocks` blocks."""
     entries = []
     for view in views:
         image = sample_image(tables, view.task)
@@ -286,7 +299,7 @@ def draw_token_masks(tables: RunTables, views: Sequence[MaskView], most_blocks: 
 
 
 def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
-    """Return the masks and tokens of every finished task of a method, in stream order."""
+    """Load masks and tokens of the finished tasks of a method, in stream order."""
     views = []
     for task in tables.tasks(label):
         view = load_mask_view(tables, label, task)
@@ -296,9 +309,9 @@ def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
 
 
 def training_histories(tables: RunTables, label: str) -> list[tuple[str, list[Row]]]:
-    """Return (name, epochs) of every training stage of a method, in order.
+    """Return (name, rows of the epochs) for each training stage of a method, in order.
 
-    The name is the task, and also the step for a task with several training stages.
+    The name is the task, or `TASK/STEP` if the task has several training stages.
     """
     histories = []
     for task in tables.tasks(label):

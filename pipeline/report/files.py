@@ -1,4 +1,4 @@
-"""Tables as files: CSV for people, Parquet for programs."""
+"""Write tables as CSV (for people) and as Parquet (for programs)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Row = dict[str, Any]
 
 
 def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
-    """Return rows as Parquet; an absent value or NaN is null.
+    """Return rows as a Parquet file. Missing values and NaN become null.
 
-    Columns are `first`, then all other keys in order of appearance.
+    The columns are `first`, followed by all other keys in order of appearance.
     """
     columns = {}
     for name in _column_names(rows, first):
@@ -29,13 +29,16 @@ def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
 
 
 def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
-    """Return rows as CSV with a header; absent values and NaN are empty. Columns: `as_parquet`."""
+    """Return rows as CSV with a header. Missing values and NaN become empty cells.
+
+    The order of the columns is that of `as_parquet`.
+    """
     names = _column_names(rows, first)
     return to_csv(names, (_cells(row, names) for row in rows))
 
 
 def csv_and_parquet(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
-    """Return `NAME.csv` and `NAME.parquet` of every table."""
+    """Return file name -> content of the files `NAME.csv` and `NAME.parquet` of each table."""
     files = {}
     for name, rows in tables.items():
         files[f"{name}.csv"] = as_csv(rows)

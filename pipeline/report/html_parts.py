@@ -1,4 +1,4 @@
-"""Formats of values on all pages, and the environment that renders their templates."""
+"""Formats of values on HTML pages, and the Jinja environment for the templates of the pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pipeline.report.parameters import format_setting
 from pipeline.results.intervals import Interval
 
 NO_VALUE = Markup("<span class=soft>-</span>")
-MAX_OPEN_WARNINGS = 5  # more warnings are folded
-MAX_OPEN_ROWS = 40  # a longer table is folded
+MAX_OPEN_WARNINGS = 5  # further warnings are collapsed
+MAX_OPEN_ROWS = 40  # a longer table is collapsed
 
 
 @cache
 def environment() -> Environment:
-    """Return the environment of the templates with the filters of this module."""
+    """Return the Jinja environment with the constants and filters of this module."""
     environment = templates.environment()
     environment.globals |= {
         "MAX_OPEN_WARNINGS": MAX_OPEN_WARNINGS,
@@ -62,7 +62,12 @@ def render_macro(name: str, *arguments: Any, **options: Any) -> Markup:
 
 
 def format_value(value: Any, kind: str) -> str:
-    """Return a number as HTML. kind: its unit, rate, bytes, times, count or seconds."""
+    """Return a number as HTML.
+
+    Args:
+        value: The number. None and NaN give NO_VALUE.
+        kind: Unit of the number: `rate`, `bytes`, `times`, `count` or `seconds`.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NO_VALUE
     match kind:
@@ -80,12 +85,19 @@ def format_value(value: Any, kind: str) -> str:
 
 
 def format_rate(value: float) -> str:
-    """0.612 -> `61.2 %`, which is not broken across lines."""
+    """Format a rate such as 0.612 as `61.2 %`, with a non-breaking space."""
     return f"{100 * value:.1f}\u00a0%"
 
 
 def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str:
-    """Return `61.2 ± 0.4 %`; a difference has a sign, of accuracies in points (pp)."""
+    """Format a spread as `61.2 ± 0.4 %`.
+
+    Args:
+        spread: The mean and its deviation.
+        kind: Unit of the values, as for `format_value`.
+        is_difference: Whether to write the sign, and differences of rates in percentage points
+            (`pp`).
+    """
     if math.isnan(spread.mean):
         return NO_VALUE
     sign = "+" if is_difference and spread.mean >= 0 else ""
@@ -110,17 +122,17 @@ def format_interval(interval: Interval) -> Markup:
 
 
 def format_yaml(value: Any) -> str:
-    """Return plain values as YAML."""
+    """Return a value of mappings, sequences and scalars as YAML."""
     return dump_yaml(_to_plain(value), default_flow_style=None, width=110)
 
 
 def format_lines(text: str) -> Markup:
-    """Return text with its line breaks as HTML."""
+    """Return text as HTML, with `<br>` for each line break."""
     return Markup("<br>").join(text.split("\n"))
 
 
 def _to_plain(value: Any) -> Any:
-    """Return the value with dicts and lists in place of other mappings and sequences."""
+    """Return a copy with a dict for each mapping, and a list for each list or tuple."""
     if isinstance(value, Mapping):
         return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -10,7 +10,7 @@ HEADING += ["distance", "far"]
 
 
 def format_inputs(report: InputReport) -> str:
-    """Return a table with a row for each day, model and task, and sentences below it."""
+    """Return a table with one row per day, model and task, followed by findings and notes."""
     rows = [_format_row(row) for row in report.rows]
     table = [table_text(HEADING, rows, HEADING[:3])] if rows else []
     return "\n".join([*table, *report.findings, *report.notes])

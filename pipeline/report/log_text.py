@@ -1,4 +1,4 @@
-"""The log of a run as text, with the full traceback of each failure."""
+"""The log of a run or a stage as text, with the full tracebacks of failed tries."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_
 from workers.errors import UserError, did_you_mean
 from workers.storage.secrets import printable
 
-MAX_EVENTS = 40  # that are printed without --all, the last ones
-MAX_TRIES = 3  # likewise
-LONGEST_LINE = 2 * MAX_TEXT  # characters
-MAX_NAMES = 8  # stages that an error names
+MAX_EVENTS = 40  # number of latest events that are printed without --all
+MAX_TRIES = 3  # number of latest failed tries that are printed without --all
+LONGEST_LINE = 2 * MAX_TEXT  # maximum characters of a line
+MAX_NAMES = 8  # maximum number of stages that an error message lists
 DECISION = "decision_"
-ROUTINE = ("progress", "decision_launch")  # events that the log of a whole run leaves out
+ROUTINE = ("progress", "decision_launch")  # kinds of events that the log of a run omits
 
 
 def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False) -> str:
-    """Return the log of a run, or of one of the stages.
+    """Return the log of a run, or of one of its stages.
 
-    with_all: every event and failure, however old. Raise `UserError` when there is no such run or
-    stage.
+    Args:
+        storage: Storage of the run.
+        name: Name of the run.
+        stage_id: Id of the stage; empty for the run.
+        with_all: Whether to include all events and failures, not only the latest ones.
+
+    Raises:
+        UserError: If the run or the stage does not exist.
     """
     record = find_record(Store(storage), name)
     events = read_events(storage, name)
@@ -40,7 +46,7 @@ def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False
 
 
 def named_stage(record: RunRecord, stage_id: str) -> StageRecord:
-    """Return a stage of a run. Raise `UserError` for an unknown one, with names of others."""
+    """Return a stage of a run. Raise `UserError` if the stage does not exist."""
     stages = {stage["id"]: stage for stage in record["stages"]}
     if stage_id in stages:
         return stages[stage_id]
@@ -55,10 +61,14 @@ def named_stage(record: RunRecord, stage_id: str) -> StageRecord:
 def run_text(
     storage: str, record: RunRecord, events: Sequence[RunEvent], with_all: bool = False
 ) -> str:
-    """Return the events of a run, and its stages with failed tries.
+    """Return the events of a run, and its stages that have failed tries.
 
-    with_all: every event, progress and queueing of stages too; otherwise the last MAX_EVENTS of
-    the rest.
+    Args:
+        storage: Storage of the run.
+        record: Record of the run.
+        events: Events of the run.
+        with_all: Whether to include all events. If False, the kinds in ROUTINE are omitted, and
+            only the last MAX_EVENTS other events are included.
     """
     if not with_all:
         events = [event for event in events if event.kind not in ROUTINE]
@@ -78,7 +88,7 @@ def run_text(
 def stage_text(
     storage: str, stage: StageRecord, events: Sequence[RunEvent], with_all: bool = False
 ) -> str:
-    """Return the events of a stage, and the files of the failed tries with their tracebacks."""
+    """Return the events of a stage, and its failed tries with their files and tracebacks."""
     of_stage = [event for event in events if event.stage == stage["id"]]
     lines = [
         f"stage {stage['id']}, key {stage['key']}",
@@ -96,7 +106,13 @@ def stage_text(
 
 
 def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = True) -> list[str]:
-    """Return a line for each of the last events, or of all. with_stage: whether to name stages."""
+    """Return one line per event.
+
+    Args:
+        events: The events.
+        with_all: Whether to include all events, not only the last MAX_EVENTS.
+        with_stage: Whether to write the id of the stage.
+    """
     if not events:
         return ["no event of it is in the log"]
     lines = []
@@ -112,7 +128,10 @@ def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = T
 
 
 def short_text(value: Any) -> str:
-    """Return a text or number of an event, cut to MAX_TEXT characters; empty for anything else."""
+    """Return a value of an event as text, cut to MAX_TEXT characters.
+
+    The result is empty if the value is neither text nor a number.
+    """
     if isinstance(value, str):
         return value[:MAX_TEXT]
     return str(value) if is_amount(value) else ""

@@ -1,4 +1,4 @@
-"""Maps over test images: the attention of the class token, and patches that feedback selects."""
+"""Draw maps over test images: attention of the class token, and patches selected by feedback."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ from pipeline.report.mask_plots import spaced_indices
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
-MAX_TASKS = 8  # in one picture; of a longer stream, some, the first and the last among them
-# lengths are in pixels
+# maximum number of tasks in a picture; of longer streams evenly spaced tasks are shown, with the
+# first and the last
+MAX_TASKS = 8
+# lengths in pixels
 CELL = 144  # side of an image
-GAP = 6  # between images
+GAP = 6  # gap between images
 SIDE = 160  # width of the captions to the left of a row
-TITLE = 44  # height above all tasks
-HEAD = 62  # height above the rows of a task
+TITLE = 44  # height of the title of the picture
+HEAD = 62  # height of the headings of a task
 FOOT = 96  # height of the colour bars below the last task
-APART = 20  # between tasks side by side
-WIDEST = 1700  # width of the picture, unless a single task is wider
-OPACITY_RANGE = (0.35, 0.8)  # of a map's lowest and highest value
+APART = 20  # gap between tasks that are side by side
+WIDEST = 1700  # maximum width of the picture, unless a single task is wider
+OPACITY_RANGE = (0.35, 0.8)  # opacity of the lowest and of the highest value of a map
 SELECTED = "selected"
 SCALES = {"looks": "viridis", SELECTED: "magma"}  # colour map of each kind of map
 CAPTIONS = {
     "looks": "attention of the class token, 1 is uniform",
     SELECTED: "selected: clamp(cos(x, ξ), 0, 1)",
-}  # of the colour bar of each kind of map
+}  # caption of the colour bar of each kind of map
 
 
 def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
-    """Draw one row per image, task after task: the image, then each map over it.
+    """Draw one row per image: the image, followed by each map blended over the image.
 
-    entries: (task name, its maps). Maps of one kind share a colour scale.
+    Maps of the same kind share a colour scale.
+
+    Args:
+        name: Title of the picture.
+        entries: Pairs of a task's name and its maps.
     """
     entries = [entries[i] for i in spaced_indices(len(entries), MAX_TASKS)]
     titles = _titles(entries)
@@ -79,7 +85,7 @@ def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
 
 
 class Sheet:
-    """A figure measured in pixels from the top left, with square images and text."""
+    """A figure with square images and text. Positions are pixels from the top left corner."""
 
     def __init__(self, width: int, height: int):
         self.figure = Figure(figsize=(width / DPI, height / DPI))
@@ -90,7 +96,7 @@ class Sheet:
         self.canvas[y : y + CELL, x : x + CELL] = image
 
     def write(self, x: float, y: float, text: str, color: str = INK, **style: Any) -> None:
-        """Write text from x on: one line is centred at y, several lines start at y."""
+        """Write text that starts at x. A single line is centred at y, several lines start at y."""
         height, width = self.canvas.shape[:2]
         alignment = "center"
         if "\n" in text:
@@ -107,7 +113,7 @@ class Sheet:
         return self.figure.add_axes((left, bottom, width / sheet_width, height / sheet_height))
 
     def finish(self) -> Figure:
-        """Return the figure with the placed images behind text and axes."""
+        """Add the placed images behind text and axes, and return the figure."""
         background = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
         background.imshow(self.canvas, interpolation="nearest", aspect="auto")
         background.set_axis_off()
@@ -115,7 +121,7 @@ class Sheet:
 
 
 def _titles(entries: Sequence[tuple[str, Maps]]) -> list[str]:
-    """Return the titles of all maps; the selection of the first look precedes the second look."""
+    """Return the titles of all maps. The selection of the first look precedes the second look."""
     distinct: dict[str, None] = {}
     for _, maps in entries:
         distinct |= dict.fromkeys(maps.looks)
@@ -126,7 +132,7 @@ def _titles(entries: Sequence[tuple[str, Maps]]) -> list[str]:
 
 
 def _top(maps: Sequence[torch.Tensor]) -> float:
-    """Return the end of a colour scale: the 99.5th percentile, as few values are far above it."""
+    """Return the end of a colour scale: the 99.5th percentile, so that outliers have no effect."""
     if not maps:
         return 1.0
     values = torch.cat([values.flatten() for values in maps])
@@ -142,7 +148,17 @@ def _draw_task(
     titles: Sequence[str],
     tops: dict[str, float],
 ) -> None:
-    """Draw the rows of a task. tops: the end of the colour scale of each kind of map."""
+    """Draw the rows of a task.
+
+    Args:
+        sheet: Figure to draw on.
+        left: Left edge in pixels.
+        top: Upper edge in pixels.
+        task: Name of the task.
+        maps: Images of the task with their maps.
+        titles: Titles of all columns with maps.
+        tops: Kind of map -> end of its colour scale.
+    """
     sheet.write(left + 8, top + 16, task, fontsize=8.5, fontweight="bold")
     image_x = left + SIDE
     xs = [image_x + column * (CELL + GAP) for column in range(1, 1 + len(titles))]
@@ -165,7 +181,7 @@ def _draw_task(
 
 
 def _write_answer(sheet: Sheet, x: float, y: float, right: str, answered: str) -> None:
-    """Write the true class of an image, and below it the prediction of the model."""
+    """Write the true class of an image, and the prediction of the model below."""
     sheet.write(x, y - 22, _shorten(right), fontsize=6.8)
     if right == answered:
         sheet.write(x, y + 4, "answered right", fontsize=6.5, color="#1a7f37")
@@ -176,9 +192,13 @@ def _write_answer(sheet: Sheet, x: float, y: float, right: str, answered: str) -
 def blend_map(
     image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
 ) -> NDArray[np.float32]:
-    """Return the image (H, W, 3) in grey under a map (h, w), resized to the image.
+    """Blend a map over an image. Low values of the map are more transparent.
 
-    Low values are more transparent. top: the value at the end of the colour scale.
+    Args:
+        image: Image (CELL, CELL, 3), which is shown in grey.
+        values: Map (h, w), which is resized to the image.
+        cmap: Name of the colour map.
+        top: Value at the end of the colour scale.
     """
     levels = (_resize(values[None].float())[..., 0] / top).clip(0, 1)
     lowest, highest = OPACITY_RANGE
@@ -190,7 +210,7 @@ def blend_map(
 
 
 def _resize(values: torch.Tensor) -> NDArray[np.float32]:
-    """Resize (c, h, w) to (CELL, CELL, c), bilinear."""
+    """Resize an array (c, h, w) to (CELL, CELL, c) by bilinear interpolation."""
     resized = F.interpolate(
         values[None].float(), (CELL, CELL), mode="bilinear", align_corners=False
     )
@@ -199,10 +219,10 @@ def _resize(values: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _draw_scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
-    """Draw the colour bar of one kind of map, with its caption. top: the end of the scale."""
+    """Draw the colour bar of a kind of map, with its caption. `top` is the end of the scale."""
     colours = matplotlib.colormaps[SCALES[kind]](np.linspace(0, 1, 256))
     opacity = np.linspace(*OPACITY_RANGE, 256)[:, None]
-    colours[:, :3] = (1 - opacity) * 0.5 + opacity * colours[:, :3]  # as over a mean grey
+    colours[:, :3] = (1 - opacity) * 0.5 + opacity * colours[:, :3]  # as over medium grey
     axes = sheet.axes(x, y, 1.6 * CELL, 14)
     bar = sheet.figure.colorbar(
         ScalarMappable(Normalize(0, top), ListedColormap(colours)),

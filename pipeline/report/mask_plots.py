@@ -1,4 +1,4 @@
-"""Figures of masks and learned tokens: over a test image, per layer, and between tasks."""
+"""Figures of masks and learned tokens: over test images, per layer, and across tasks."""
 
 from __future__ import annotations
 
@@ -40,16 +40,22 @@ from pipeline.results.masks import (
     similarity,
 )
 
-MAX_KINDS = 5  # panels side by side
-MAX_NAMED = 10  # lines in a legend; of more tasks evenly spaced ones are named
-# colours of patches when there is no image
+MAX_KINDS = 5  # maximum number of kinds of masks, each of which has a panel
+MAX_NAMED = 10  # maximum number of tasks in a legend; of more tasks, evenly spaced ones are listed
+# colours of patches if there is no image
 KEPT = "#56B4E9"
 DROPPED = "#22303c"
 SHARES = PercentFormatter(1, decimals=0)
 
 
 class TokenMasks(NamedTuple):
-    """The token masks of a task, (blocks, patches), and a test image, (H, W, 3)."""
+    """The token masks of a task.
+
+    Attributes:
+        task: Name of the task.
+        masks: Kept patches per block, (blocks, patches).
+        image: A test image of the task, (H, W, 3); None if there is none.
+    """
 
     task: str
     masks: NDArray[np.bool_]
@@ -57,7 +63,7 @@ class TokenMasks(NamedTuple):
 
 
 def spaced_indices(count: int, most: int) -> list[int]:
-    """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
+    """Return at most `most` evenly spaced indices below `count`, with the first and the last."""
     if count == 0:
         return []
     spaced = np.linspace(0, count - 1, min(count, most))
@@ -65,13 +71,15 @@ def spaced_indices(count: int, most: int) -> list[int]:
 
 
 def darken_patches(image: NDArray[np.uint8], kept_patches: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Return the image (H, W, 3) with dropped patches darkened.
+    """Darken the dropped patches of an image.
 
-    kept_patches: (rows, columns) of the grid; H and W need not be multiples of them.
+    Args:
+        image: Image (H, W, 3). H and W need not be multiples of the size of the grid.
+        kept_patches: Grid of patches (rows, columns), True for kept patches.
     """
     height, width = image.shape[:2]
     grid_height, grid_width = kept_patches.shape
-    rows = np.arange(height) * grid_height // height  # (H,): the patch row of each pixel row
+    rows = np.arange(height) * grid_height // height  # (H,), row of patches of each row of pixels
     columns = np.arange(width) * grid_width // width  # (W,)
     kept_pixels = kept_patches[np.ix_(rows, columns)]  # (H, W)
     factor = np.where(kept_pixels, 1.0, 0.18)
@@ -79,9 +87,13 @@ def darken_patches(image: NDArray[np.uint8], kept_patches: NDArray[np.bool_]) ->
 
 
 def draw_token_masks(entries: Sequence[TokenMasks], most_blocks: int = 6) -> Figure:
-    """Draw one line per task: the image, then the patches that each block attends to.
+    """Draw one line of panels per task: a test image, and the patches that each block attends to.
 
-    The blocks of a single task are drawn in lines of six panels.
+    A single task is drawn in several lines of at most six panels.
+
+    Args:
+        entries: The tasks.
+        most_blocks: Maximum number of blocks; of more blocks, evenly spaced ones are drawn.
     """
     blocks = spaced_indices(max(len(entry.masks) for entry in entries), most_blocks)
     panels = 1 + len(blocks)
@@ -111,7 +123,7 @@ def _draw_image(axes: Axes, entry: TokenMasks) -> None:
 
 
 def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
-    """Draw the mask of a block; nothing without that block or when patches form no square."""
+    """Draw the mask of a block. Draw nothing if the block is missing or the grid is not square."""
     side = math.isqrt(entry.masks.shape[1])
     if block >= len(entry.masks) or side * side != entry.masks.shape[1]:
         return
@@ -125,14 +137,14 @@ def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
 
 
 class DensityLine(NamedTuple):
-    """The kept shares of the masks of one kind and one task, each with its block."""
+    """Kept shares of the masks of one kind and one task, with the block of each mask."""
 
     blocks: list[int]
     shares: list[float]
 
 
 def _density_lines(views: Sequence[MaskView]) -> dict[str, list[DensityLine]]:
-    """Return for each kind of mask one line per task, which is empty without such masks."""
+    """Return kind of mask -> one line per task. A task without masks of this kind has no points."""
     lines_by_kind: dict[str, list[DensityLine]] = {}
     for index, view in enumerate(views):
         for row in view.rows():
@@ -148,9 +160,9 @@ def _density_lines(views: Sequence[MaskView]) -> dict[str, list[DensityLine]]:
 
 
 def draw_density(views: Sequence[MaskView]) -> Figure | None:
-    """Draw the kept share of every mask by depth, one line per task, one panel per kind of mask.
+    """Draw the kept share of masks by depth, with one panel per kind and one line per task.
 
-    None when no mask belongs to a block.
+    Return None if no mask belongs to a block.
     """
     lines_by_kind = _density_lines(views)
     panel_kinds = list(lines_by_kind)[:MAX_KINDS]
@@ -181,9 +193,10 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
 
 
 def draw_layers(view: MaskView) -> Figure | None:
-    """Draw the kept share of each output unit: one panel per kind of mask, one row per block.
+    """Draw the kept share of each output unit, with one panel per kind and one row per mask.
 
-    Adjacent units share a pixel when there are many. None when no mask belongs to a block.
+    Rows are in the order of the blocks. If there are many units, adjacent units share a pixel.
+    Return None if no mask belongs to a block.
     """
     profiles: dict[str, list[tuple[int, NDArray[np.float32]]]] = {}
     for kind in kinds([view]):
@@ -213,7 +226,8 @@ def draw_layers(view: MaskView) -> Figure | None:
         style_axes(panel, kind, x_label, "block", grid=None)
         panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         panel.set_xticks([])
-    # The scale starts just below the lowest share: masks that keep nearly all would be all dark.
+    # The scale starts just below the lowest share, because masks that keep almost everything would
+    # otherwise be uniformly dark.
     scale_start = min(math.floor(10 * lowest) / 10, 0.9)
     for image in images:
         image.set_clim(scale_start, 1)
@@ -224,9 +238,9 @@ def draw_layers(view: MaskView) -> Figure | None:
 
 
 def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
-    """Draw the share of entries that each task uses again and first, and that are used so far.
+    """Draw the shares of entries that each task reuses, uses first, and that are used so far.
 
-    One panel per kind of mask. None without masks.
+    There is one panel per kind of mask. Return None without masks.
     """
     panel_kinds = kinds(list(views))[:MAX_KINDS]
     if not panel_kinds:
@@ -255,7 +269,7 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
 
 
 def _shares_of_entries(rows: Sequence[dict[str, Any]], column: str) -> NDArray[np.float64]:
-    """Return a count of entries as a share of the mask's size, (tasks,)."""
+    """Return a column of counts as shares of the size of the mask, (tasks,)."""
     counts = np.array([row[column] for row in rows])
     sizes = np.array([row["size"] for row in rows])
     shares: NDArray[np.float64] = counts / sizes
@@ -263,9 +277,9 @@ def _shares_of_entries(rows: Sequence[dict[str, Any]], column: str) -> NDArray[n
 
 
 def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
-    """Draw the Jaccard index between the masks of each pair of tasks, one panel per kind of mask.
+    """Draw the Jaccard index between the masks of each pair of tasks.
 
-    None without masks or with fewer than two tasks.
+    There is one panel per kind of mask. Return None without masks or with fewer than two tasks.
     """
     panel_kinds = kinds(list(views))[:MAX_KINDS]
     if not panel_kinds or len(views) < 2:
@@ -291,9 +305,9 @@ def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
 
 
 def draw_prompts(views: Sequence[MaskView]) -> Figure | None:
-    """Draw the learned tokens of the last task, and cosine similarities between those of all tasks.
+    """Draw the learned tokens of the last task, and cosine similarities of the tokens of all tasks.
 
-    None without learned tokens.
+    Return None without learned tokens.
     """
     if not views or not views[-1].prompts:
         return None
@@ -317,7 +331,7 @@ def draw_prompts(views: Sequence[MaskView]) -> Figure | None:
 
 
 def _separate_tasks(axes: Axes, row_tasks: Sequence[str]) -> None:
-    """Draw lines between tasks, and write each task beside the middle of the rows."""
+    """Draw lines between tasks, and label each task at the middle of its rows."""
     starts = []
     for row, task in enumerate(row_tasks):
         if row == 0 or row_tasks[row - 1] != task:

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page, and its tables and plots as files."""
+"""The report of a run: a self-contained HTML page, and its tables and figures as files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pipeline.results.metrics import Metric, metrics_for
 from pipeline.results.tables import NOT_BYTES, Row, RunTables
 from workers.errors import UserError
 
-# a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
+# a picture of the graph below this width in pixels is shrunk to the page; a wider one scrolls
 FITS = 1500
-MAX_TASKS = 12  # named in the head of the page
+MAX_TASKS = 12  # maximum number of tasks that the head of the page lists
 
 
 def build(
@@ -37,13 +37,16 @@ def build(
     failures: Mapping[str, str] | None = None,
     gpu_use: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """Return all files of the report by name: the page, the graph, tables, pictures.
+    """Build all files of the report: the page, the graph, tables and pictures.
 
     Args:
         storage: Folder or URI of the results.
         record: The run record.
-        failures: Id of a stage that failed -> why.
-        gpu_use: Sentences on how busy each GPU was; empty without GPUs.
+        failures: Id of a failed stage -> reason.
+        gpu_use: Sentences on the utilisation of each GPU; empty without GPUs.
+
+    Returns:
+        File name -> content.
     """
     tables = RunTables.load(storage, record)
     views = {label: figures.load_mask_views(tables, label) for label in tables.labels}
@@ -67,13 +70,13 @@ def build(
 
 
 def one_run(tables: RunTables) -> Comparison:
-    """Return the comparison of the methods of one run, as for a run of several seeds."""
+    """Return the comparison of the methods of one run, which is its only replica."""
     seed = str(tables.record["config"].get("seed", ""))
     return compare_replicas(str(tables.record["name"]), {seed: tables})
 
 
 def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row]]:
-    """Return the tables of masks by name, without empty ones."""
+    """Return name -> rows of the tables about masks, without empty tables."""
     tables: dict[str, list[Row]] = {"masks": [], "overlap": [], "capacity": []}
     for views in views_by_method:
         for view in views:
@@ -98,9 +101,9 @@ def render_page(
         tables: Results of the run.
         run_pictures: Pictures of all methods together.
         method_pictures: Label -> pictures of the method.
-        graph_svg: Picture of the graph; empty for none.
-        failures: Id of a stage that failed -> why.
-        gpu_use: Sentences on how busy each GPU was.
+        graph_svg: Picture of the graph as SVG; empty for no picture.
+        failures: Id of a failed stage -> reason.
+        gpu_use: Sentences on the utilisation of each GPU.
     """
     record = tables.record
     stages = [stage["id"] for stage in record["stages"] if stage["step"] != "report"]
@@ -167,7 +170,10 @@ def render_summary(tables: RunTables) -> Markup:
 
 
 def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, str]:
-    """Return the best value of each size that has at least two values, as the page shows it."""
+    """Return column -> best value, formatted as on the page.
+
+    Only columns that are not rates (such as sizes) with at least two distinct values are included.
+    """
     best = {}
     for column in columns:
         if column.better is None or column.unit == "rate":
@@ -181,7 +187,7 @@ def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, st
 
 # ---- one method ----------------------------------------------------------------------------------
 def describe_method(tables: RunTables, label: str) -> dict[str, Any]:
-    """Return `text`, `carries` and `paper` of a method; no text if it is not installed."""
+    """Return `text`, `carries` and `paper` of a method. `text` is "" if it is not installed."""
     from workers.methods import METHODS  # heavy: imports torch
 
     method = METHODS.get(tables.method(label))
@@ -193,7 +199,10 @@ def describe_method(tables: RunTables, label: str) -> dict[str, Any]:
 
 
 def render_picks(tables: RunTables, label: str) -> Markup:
-    """Render how well a method infers the task after the last finished one; empty for others."""
+    """Render the table of inferred tasks after the last finished task.
+
+    The result is empty for methods that do not infer the task.
+    """
     picks = tables.pick_counts(label)
     if picks is None:
         return Markup()
@@ -210,7 +219,10 @@ def render_picks(tables: RunTables, label: str) -> Markup:
 
 # ---- sizes, graph, stages, settings --------------------------------------------------------------
 def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
-    """Return heading and cells of the stored bytes after each task; no cells before the first."""
+    """Return the heading and the cells of the table of stored bytes after each task.
+
+    There are no cells until the first task is finished.
+    """
     rows: list[Row] = []
     for label in tables.labels:
         rows += tables.sizes(label)
@@ -241,7 +253,7 @@ def draw_graph(tables: RunTables, page: str) -> str:
 
     Args:
         tables: Results of the run.
-        page: Path of the page relative to the picture; "" inside the page.
+        page: Path of the page relative to the picture; "" if the picture is part of the page.
     """
     status = {}
     times = {}
@@ -256,12 +268,12 @@ def draw_graph(tables: RunTables, page: str) -> str:
 
 
 def anchor(stage_id: str) -> str:
-    """Return the name of a stage's row in the page."""
+    """Return the HTML id of a stage's row on the page."""
     return f"stage-{stage_id}"
 
 
 def _fit_graph(svg: str) -> Markup:
-    """Return the picture of the graph as HTML; a narrow one is shrunk to the page."""
+    """Return the picture of the graph as HTML. A picture below FITS is shrunk to the page."""
     body = svg[svg.index("<svg") :] if "<svg" in svg else ""
     width = re.search(r'<svg[^>]* width="([0-9.]+)', body)
     if width and float(width.group(1)) < FITS:
@@ -292,9 +304,9 @@ def training_cells(tables: RunTables) -> list[list[str]]:
 
 
 def method_settings(tables: RunTables) -> list[list[str]]:
-    """Return the settings that each method ran with, its own defaults included.
+    """Return one row per setting of each method: label, name, value, and `set` or `default`.
 
-    Empty for a record of another version, because its settings are not those of today.
+    The list is empty if the config in the record is not valid in this version of Accrete.
     """
     from workers.methods import METHODS  # heavy: imports torch
 
@@ -313,7 +325,7 @@ def method_settings(tables: RunTables) -> list[list[str]]:
 
 
 def backbone_settings(tables: RunTables) -> list[tuple[str, str]] | None:
-    """Return the settings of the backbone in effect, those of timm included; None if unknown."""
+    """Return the effective settings of the backbone, including those of timm; None if unknown."""
     for stage in tables.record["stages"]:
         settings = stage["inputs"].get("backbone")
         if stage["step"] == "backbone" and isinstance(settings, dict):

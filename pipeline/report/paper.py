@@ -1,6 +1,6 @@
-"""Files of a comparison for papers.
+"""Tables and figures of a comparison for papers.
 
-Tables are LaTeX (booktabs), Markdown, CSV and Parquet; figures are PDF and SVG in the width of a
+Tables are LaTeX (booktabs), Markdown, CSV and Parquet. Figures are PDF and SVG in the width of a
 column.
 """
 
@@ -24,9 +24,9 @@ from pipeline.results.answers import ACCURACY_ON
 from pipeline.results.intervals import Interval
 from pipeline.results.training import TrainingBudget
 
-HtmlRows = list[list[tuple[str, str]]]  # rows of cells: content, class of the cell
-COLUMN_INCHES = 3.3  # width of a column of a paper in two columns
-FIGURE_INCHES = 2.5  # height
+HtmlRows = list[list[tuple[str, str]]]  # rows of cells (content, CSS class)
+COLUMN_INCHES = 3.3  # width of a figure: a column of a two-column paper
+FIGURE_INCHES = 2.5  # height of a figure
 LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -37,7 +37,7 @@ MARKDOWN = {letter: f"\\{letter}" for letter in "\\|*_`<>"}
 
 
 class Column(NamedTuple):
-    """A column of the table. metric: as `Comparison.winner` takes it."""
+    """A column of the table. `metric` and `pick_best` are arguments of `Comparison.winner`."""
 
     title: str
     metric: str
@@ -47,7 +47,10 @@ class Column(NamedTuple):
 class Cell(NamedTuple):
     """A number of a table.
 
-    spread: mean and deviation over replicas. is_best: best of the column beyond the noise.
+    Attributes:
+        spread: Mean and deviation over replicas.
+        interval: 95 % interval of the mean.
+        is_best: Whether the number is the winner of its column (see `Comparison.winner`).
     """
 
     spread: Spread
@@ -57,9 +60,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class AccuracyTable:
-    """Methods x tasks in per cent, with averages. heading: of each column but the first.
+    """A table of methods x tasks, with averages.
 
-    rows: method -> cells. average: position of the column whose interval is written, too.
+    Attributes:
+        heading: Headings of all columns except the first.
+        rows: Method -> cells.
+        average: Index of the only column that also shows intervals.
     """
 
     heading: Sequence[str]
@@ -68,7 +74,7 @@ class AccuracyTable:
 
 
 def accuracy_table(comparison: Comparison) -> AccuracyTable:
-    """Return the final accuracy of each method on each task, its average, and forgetting."""
+    """Build the table of final accuracies on each task, their average, and forgetting."""
     columns = []
     for position, task in enumerate(comparison.tasks):
         columns.append(Column(task, ACCURACY_ON.format(position), max))
@@ -89,7 +95,12 @@ def accuracy_table(comparison: Comparison) -> AccuracyTable:
 
 # ---- the same table in each form -----------------------------------------------------------------
 def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
-    """Return a `tabular` of booktabs. caption: sentences, written above it as comments."""
+    """Return the table as a LaTeX `tabular` in the style of booktabs.
+
+    Args:
+        table: The table.
+        caption: Sentences, which are written above the table as LaTeX comments.
+    """
     rows = []
     for name, cells in table.rows.items():
         texts = [latex_text(name)]
@@ -100,7 +111,7 @@ def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
 
 
 def _tabular(caption: Sequence[str], heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return cells, in LaTeX, as a `tabular` of booktabs."""
+    """Return cells, which are LaTeX, as a `tabular` in the style of booktabs."""
     lines = [f"% {sentence}" for sentence in caption]
     lines += ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{l{'r' * (len(heading) - 1)}}}"]
     heading_line, *row_lines = [" & ".join(cells) + r" \\" for cells in (heading, *rows)]
@@ -129,7 +140,7 @@ def _latex_cell(cell: Cell, with_interval: bool) -> str:
 
 
 def as_markdown(table: AccuracyTable, caption: Sequence[str]) -> str:
-    """Return the table in Markdown, the sentences of `caption` below it."""
+    """Return the table as Markdown, with the sentences of `caption` below."""
     lines = ["| method | " + " | ".join(map(markdown_text, table.heading)) + " |"]
     lines.append("|---|" + "---:|" * len(table.heading))
     for name, cells in table.rows.items():
@@ -146,7 +157,7 @@ def markdown_text(text: str) -> str:
 
 
 def html_rows(table: AccuracyTable) -> HtmlRows:
-    """Return the rows of the table for `method_table`."""
+    """Return the rows of the table for the template macro `method_table`."""
     rows: HtmlRows = []
     for name, cells in table.rows.items():
         row: list[tuple[str, str]] = [_method_cell(name)]
@@ -164,7 +175,15 @@ def _method_cell(name: str) -> tuple[str, str]:
 
 
 def _plain_cell(cell: Cell, with_interval: bool, start: str, end: str, nothing: str) -> str:
-    """Return `92.1 ± 0.4 [91.0, 93.2]`; the mean of the best between `start` and `end`."""
+    """Return a cell as text such as `92.1 ± 0.4 [91.0, 93.2]`.
+
+    Args:
+        cell: The cell.
+        with_interval: Whether to write the interval.
+        start: Text before the mean if the cell is best.
+        end: Text after the mean if the cell is best.
+        nothing: Text of a cell without a value.
+    """
     if math.isnan(cell.spread.mean):
         return nothing
     text = percent(cell.spread.mean)
@@ -178,12 +197,12 @@ def _plain_cell(cell: Cell, with_interval: bool, start: str, end: str, nothing: 
 
 
 def percent(value: float) -> str:
-    """0.9214 -> `92.1`."""
+    """Format a rate such as 0.9214 in per cent: `92.1`."""
     return f"{100 * value:z.1f}"
 
 
 def table_rows(table: AccuracyTable) -> list[Row]:
-    """Return the table in long format, rates between 0 and 1."""
+    """Return the table in long format, with rates between 0 and 1."""
     rows = []
     for name, cells in table.rows.items():
         for title, cell in zip(table.heading, cells, strict=True):
@@ -229,7 +248,7 @@ BUDGET_COLUMNS = {
 
 
 def budgets(comparison: Comparison) -> dict[str, TrainingBudget]:
-    """Return the budget of each entry, the mean over its replicas."""
+    """Return name of the entry -> training budget, averaged over replicas."""
     means = {}
     for entry in comparison.entries:
         parts = [run.budget(entry.label) for run in entry.group.runs.values()]
@@ -238,12 +257,12 @@ def budgets(comparison: Comparison) -> dict[str, TrainingBudget]:
 
 
 def budget_rows(comparison: Comparison) -> list[Row]:
-    """Return one row per entry."""
+    """Return the training budgets, with one row per entry."""
     return [{"method": name, **budget._asdict()} for name, budget in budgets(comparison).items()]
 
 
 def budget_html_rows(comparison: Comparison) -> HtmlRows:
-    """Return the rows of the table of budgets for `method_table`."""
+    """Return the rows of the table of budgets for the template macro `method_table`."""
     rows: HtmlRows = []
     for name, budget in budgets(comparison).items():
         values = [
@@ -255,7 +274,7 @@ def budget_html_rows(comparison: Comparison) -> HtmlRows:
 
 
 def budgets_latex(comparison: Comparison) -> str:
-    """Return the table of budgets as a `tabular` of booktabs."""
+    """Return the table of budgets as a LaTeX `tabular` in the style of booktabs."""
     caption = "What each method was given, without the backbone; mean of a replica."
     heading = ["method", *(title for title, _ in BUDGET_COLUMNS.values())]
     rows = []
@@ -270,7 +289,10 @@ def _latex_number(value: float) -> str:
 
 # ---- figures -------------------------------------------------------------------------------------
 def curve_figure(comparison: Comparison, metric: str, title: str) -> Figure:
-    """Return one curve per entry after each task with its band, in the width of a column."""
+    """Draw a metric after each task, with one curve and band per entry.
+
+    The figure has the width of a column.
+    """
     figure, (axes,) = plots.new_figure(COLUMN_INCHES, FIGURE_INCHES)
     plots.style_axes(axes, "", "tasks learned", title)
     for index, entry in enumerate(comparison.entries):
@@ -287,7 +309,7 @@ def curve_figure(comparison: Comparison, metric: str, title: str) -> Figure:
 
 
 def paper_files(comparison: Comparison) -> dict[str, bytes]:
-    """Return the tables and figures of a comparison by file name."""
+    """Return file name -> content of the tables and figures of a comparison."""
     table = accuracy_table(comparison)
     caption = format_caption(comparison)
     contents = {
@@ -307,7 +329,7 @@ def paper_files(comparison: Comparison) -> dict[str, bytes]:
 
 # ---- differences ---------------------------------------------------------------------------------
 def difference_html_rows(comparison: Comparison) -> HtmlRows:
-    """Return the difference of each method from the most accurate one, for `method_table`."""
+    """Return the differences of all methods from the most accurate method, for `method_table`."""
     first, *others = rank_by_accuracy(comparison.entries)
     metric = "average_accuracy"
     rows: HtmlRows = []
@@ -333,7 +355,7 @@ def _points(interval: Interval) -> str:
 
 
 def rank_by_accuracy(entries: Sequence[ComparedMethod]) -> list[ComparedMethod]:
-    """Return entries, the highest average accuracy first; those without one last."""
+    """Sort entries by average accuracy, highest first. Entries without a value come last."""
 
     def accuracy(entry: ComparedMethod) -> float:
         mean = entry.spread("average_accuracy").mean

@@ -1,4 +1,4 @@
-"""The parameters of a search: their axis, their distribution in words, and their importance."""
+"""The parameters of a search: their axes, distributions in words, and importances."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from pipeline.results.trials import SearchRecord, Trial, as_number
 
-FEWEST = 4  # finished trials for which importance is measured
-MAX_TRIALS = 1000  # finished trials that importance is measured on: seconds, not minutes
-CONDITIONS = ("when", "if")
-# the key that chooses one of several methods; settings of the other methods do not apply
+FEWEST = 4  # minimum number of finished trials to measure importance
+MAX_TRIALS = 1000  # maximum number of trials to measure importance on, so that it takes seconds
+CONDITIONS = ("when", "if")  # keys of a dimension that hold the condition under which it applies
+# parameter that chooses one of several methods; settings of the other methods do not apply
 METHOD = "method"
 KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 
@@ -24,9 +24,15 @@ KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 class Parameter:
     """One dimension of the search space.
 
-    key: the dotted setting. name: the key without the prefix that all keys share. dist: as in the
-    space, "" when the space does not have it. says: the values it could take, in words. categories:
-    in order, empty for numbers. low, high: ends of the axis of numbers.
+    Attributes:
+        key: Dotted name of the setting.
+        name: Short name of the setting (see `short_names`).
+        dist: Distribution as in the space; "" if the space does not contain the setting.
+        says: Description of the possible values, in words.
+        categories: The categories in order; empty for a numeric parameter.
+        log: Whether the axis of a numeric parameter is logarithmic.
+        low: Lower end of the axis of a numeric parameter.
+        high: Upper end of the axis of a numeric parameter.
     """
 
     key: str
@@ -39,7 +45,10 @@ class Parameter:
     high: float = 1.0
 
     def position(self, trial: Trial) -> float:
-        """Return the number, or the index of the category; NaN when the trial does not have it."""
+        """Return the value of a trial as a number, or the index of its category.
+
+        The result is NaN if the trial does not have the parameter.
+        """
         if self.key not in trial["params"]:
             return math.nan
         value = trial["params"][self.key]
@@ -48,7 +57,7 @@ class Parameter:
         return as_number(value)
 
     def axis_share(self, position: float) -> float:
-        """Return a position as a share of the axis, from 0 to 1."""
+        """Convert a position to a share of the axis, from 0 to 1."""
         if self.categories:
             return (position + 0.5) / len(self.categories)
         if self.log:
@@ -56,25 +65,28 @@ class Parameter:
         return (position - self.low) / (self.high - self.low)
 
     def at_end(self, value: Any) -> bool:
-        """Return whether a number lies at an end of the axis, so that a wider range may help."""
+        """Return whether a value is at an end of the axis, so that a wider range may help."""
         if not self.categories:
             return not 0.02 < self.axis_share(value) < 0.98
         try:
             order = sorted(self.categories, key=float)
-        except ValueError:  # not numbers: no end
+        except ValueError:  # the categories are not numbers, so there is no end
             return False
         return len(order) > 2 and format_setting(value) in (order[0], order[-1])
 
 
 def format_setting(value: Any) -> str:
-    """0.00123456 -> `0.001235`, [3, 6] -> `[3, 6]`."""
+    """Return a value as text: `0.001235` for 0.00123456, `[3, 6]` for the list."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def search_parameters(search: SearchRecord) -> list[Parameter]:
-    """Return all parameters: those of the space in its order, then those that only trials have."""
+    """Return all parameters, in the order of the space.
+
+    Parameters that only trials have come last.
+    """
     space = search.record["space"]
     keys = dict.fromkeys(space)
     for trial in search.trials:
@@ -88,9 +100,10 @@ def search_parameters(search: SearchRecord) -> list[Parameter]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return keys without `methods.LABEL.`, or without `methods.` for several methods.
+    """Return key -> short name, which is the key without the prefix `methods.LABEL.`.
 
-    A name that two keys would share stays the whole key.
+    If there are keys of several methods, only `methods.` is removed. If two keys would have the
+    same short name, both keep the full key.
     """
     labels = set()
     for key in keys:
@@ -105,7 +118,14 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def _parameter(
     key: str, names: Mapping[str, str], dimension: Any, values: Sequence[Any]
 ) -> Parameter:
-    """Return a parameter. dimension: its entry in the space. values: those of the trials."""
+    """Build a parameter.
+
+    Args:
+        key: Dotted name of the setting.
+        names: Key -> short name of all parameters.
+        dimension: Entry of the setting in the space; None if the space does not contain it.
+        values: Values of the setting in the trials.
+    """
     if dimension is None:
         dimension = {}
     elif isinstance(dimension, list):
@@ -134,7 +154,7 @@ def _parameter(
 
 
 def describe_dimension(dimension: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Return in words which values a dimension allows, and under which conditions it applies."""
+    """Describe the values that a dimension allows, and the conditions under which it applies."""
     parts = []
     if isinstance(dimension.get("values"), list):
         parts.append("one of " + ", ".join(map(format_setting, dimension["values"])))
@@ -171,11 +191,15 @@ def _describe_range(dimension: Mapping[str, Any]) -> str:
 def measure_importance(
     search: SearchRecord, varied: Sequence[Parameter]
 ) -> tuple[dict[str, float], str]:
-    """Return the importance of parameters by key, largest first; or nothing and a reason.
+    """Measure the importance of the varied parameters.
 
-    Importance is the share of the variance of accuracy between finished trials, at most the last
-    MAX_TRIALS, that a parameter explains, alone or with others (fANOVA, Hutter et al., ICML 2014).
-    Of Optuna's measures this one agreed best with known functions at 12 to 40 trials.
+    The importance of a parameter is the share of the variance of the accuracy that the parameter
+    explains, alone or together with others (fANOVA, Hutter et al., ICML 2014). The variance is over
+    the finished trials, but at most the last MAX_TRIALS. In tests with known functions and 12 to
+    40 trials, fANOVA was the most accurate of Optuna's measures.
+
+    Returns:
+        Key -> importance, largest first, and "". If it cannot be measured, {} and the reason.
     """
     standing = search.standing()
     finished = [trial for trial in search.trials if trial["status"] == "finished"]
@@ -220,7 +244,13 @@ def _is_moving(parameter: Parameter, trials: Sequence[Trial]) -> bool:
 def _fanova(
     parameters: Sequence[Parameter], trials: Sequence[Trial], scores: Mapping[int, float]
 ) -> dict[str, float]:
-    """Return importances by key, from Optuna. scores: by trial number."""
+    """Compute key -> importance with Optuna.
+
+    Args:
+        parameters: The parameters.
+        trials: The finished trials.
+        scores: Trial number -> score.
+    """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
@@ -247,10 +277,10 @@ def _fanova(
 
 
 def _imputed(parameter: Parameter, trial: Trial) -> float:
-    """Return the position of a trial.
+    """Return the position of a trial on the axis, with a substitute if the parameter is missing.
 
-    A trial without the parameter is in the middle of the axis, or in one more category, as is usual
-    for conditional spaces.
+    The substitute is the middle of the axis, or an additional category. This is usual for
+    conditional spaces.
     """
     position = parameter.position(trial)
     if parameter.categories:

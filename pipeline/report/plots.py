@@ -1,6 +1,6 @@
-"""Figures of accuracies, sizes and training, and the style that all figures share.
+"""Figures of accuracies, sizes and training, and the common style of all figures.
 
-Colours are safe for colour-blind readers. Nothing here keeps global state.
+The colours suit colour-blind readers. Figures do not use the global state of pyplot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pipeline.config.text import format_bytes
 from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import Matrix, Row
 
-# Okabe and Ito's palette without yellow, which is too pale on white. Markers and dashes carry the
-# same information as colours.
+# Palette of Okabe and Ito without yellow, which is too pale on white. Markers and dashes carry the
+# same information as the colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
@@ -35,19 +35,20 @@ FAINT = "#9aa0a6"
 EMPTY = "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
-MAX_SLANTED = 12  # labels of an x axis; more stand upright
-MAX_SPANS = 12  # labels above a panel; of more spans each second, third, ... has one
-MAX_MARKERS = 12  # on a line
-MAX_DOTTED = 60  # epochs of a curve that have a dot each
-LETTER_INCHES = 0.065  # width of a letter of 7.5 points
-# matplotlib is not thread-safe; MLflow recording and the report draw in two threads
+MAX_SLANTED = 12  # maximum number of horizontal or slanted x labels; more labels are vertical
+MAX_SPANS = 12  # maximum number of span labels in a panel; of more spans every n-th has a label
+MAX_MARKERS = 12  # a line of more points has 12 to 23 markers
+MAX_DOTTED = 60  # maximum number of epochs for which curves have a dot per epoch
+LETTER_INCHES = 0.065  # approximate width of a letter at 7.5 points
+# Lock around drawing: matplotlib is not thread-safe, and MLflow recording and the report draw in
+# separate threads.
 DRAWING = threading.Lock()
 
 
 def to_png(figure: Figure) -> bytes:
-    """Return the figure as PNG; equal figures give equal bytes.
+    """Return the figure as PNG. Equal figures give equal bytes.
 
-    `Figure.savefig` would draw it twice, once for the layout.
+    `Figure.savefig` is not used because it would draw the figure twice, once for the layout.
     """
     canvas: Any = FigureCanvasAgg(figure)
     sink = io.BytesIO()
@@ -63,9 +64,9 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_vector(figure: Figure, kind: str) -> bytes:
-    """Return the figure as `pdf` or `svg`; equal figures give equal bytes.
+    """Return the figure as `pdf` or `svg`. Equal figures give equal bytes.
 
-    Text is embedded as TrueType in PDF, as outlines in SVG.
+    Text is stored with embedded TrueType fonts in PDF, and as outlines in SVG.
     """
     FigureCanvasAgg(figure)
     sink = io.BytesIO()
@@ -78,7 +79,7 @@ def to_vector(figure: Figure, kind: str) -> bytes:
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure (size in inches) and its axes, row by row."""
+    """Create a figure of `width` x `height` inches. Return it with its axes, row by row."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.reshape(-1))
@@ -87,7 +88,15 @@ def new_figure(
 def style_axes(
     axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | None = "y"
 ) -> None:
-    """Give axes the common style. x, y: labels of the axes. grid: `x`, `y`, `both` or None."""
+    """Apply the common style.
+
+    Args:
+        axes: The axes.
+        title: Title of the axes.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        grid: `x`, `y`, `both` or None for no grid lines.
+    """
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(labelsize=8.5, colors=INK, length=2.5)
@@ -109,12 +118,12 @@ def method_style(index: int) -> dict[str, Any]:
 
 
 def task_colours(count: int) -> NDArray[np.float64]:
-    """Return one colour per task, dark to light in stream order, (count, 4)."""
+    """Return one RGBA colour per task, from dark to light in stream order, (count, 4)."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, count))
 
 
 def text_size(cells: int) -> float:
-    """Return the font size of numbers in a heat map with `cells` rows."""
+    """Return the font size, in points, of numbers in a heat map with `cells` rows."""
     if cells <= 6:
         return 9.5
     if cells <= 12:
@@ -125,10 +134,13 @@ def text_size(cells: int) -> float:
 def label_tasks(
     axes: Axes, tasks: Sequence[str], which: str = "xy", facts: Sequence[str] = ()
 ) -> None:
-    """Label the ticks of the axes in `which` with task names.
+    """Label ticks with task names. If there is not enough space, only every n-th task is named.
 
-    If the space is too small for all names, evenly spaced ones are shown. facts: a line below each
-    name.
+    Args:
+        axes: The axes.
+        tasks: Names of the tasks, one per tick.
+        which: Axes to label: `x`, `y` or `xy`.
+        facts: Text below each name; empty for no texts.
     """
     is_short = len(tasks) <= MAX_SLANTED
     size = 9 if is_short else 7.5
@@ -163,16 +175,21 @@ class Room(NamedTuple):
 
 
 def measure_room(axes: Axes) -> Room:
-    """Return about how large axes are, before the layout makes room for labels."""
+    """Return the approximate size of axes, before the layout reserves space for labels."""
     position = axes.get_position()
     width, height = axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
     return Room(position.width * width, position.height * height)
 
 
 def labelled_positions(count: int, inches: float, size: float) -> list[int]:
-    """Return the positions of the ticks that get a label of one line, the first one included.
+    """Return the positions of the ticks that have space for a label of one line.
 
-    count: number of ticks. inches: length of the axis. size: of the font, in points.
+    The first tick always has a label.
+
+    Args:
+        count: Number of ticks.
+        inches: Length of the axis.
+        size: Font size in points.
     """
     line_height = 1.2 * size / 72
     step = max(1, math.ceil(count * line_height / inches))
@@ -180,9 +197,9 @@ def labelled_positions(count: int, inches: float, size: float) -> list[int]:
 
 
 def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any) -> None:
-    """Label the ticks of the x axis.
+    """Label the ticks of the x axis with `names`, rotated by `angle` degrees.
 
-    Rotated labels end at their tick. Upright labels that would overlap are left out.
+    Rotated labels end at their tick. Vertical labels (90 degrees) that would overlap are omitted.
     """
     style = {"rotation": angle, "rotation_mode": "anchor", "ha": "right", **style}
     positions = list(range(len(names)))
@@ -201,7 +218,7 @@ def draw_cells(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Any:
-    """Draw a heat map with white gaps; NaN is left blank. Return the image."""
+    """Draw a heat map with white gaps between cells. NaN cells are blank. Return the image."""
     image = axes.imshow(
         np.ma.masked_invalid(values),
         cmap=cmap,
@@ -231,15 +248,16 @@ def add_share_bar(figure: Figure, image: Any, axes: Axes) -> None:
 def write_in_cell(
     axes: Axes, row: int, column: int, text: str, is_dark: bool, **style: Any
 ) -> None:
-    """Write a number into a cell of a heat map, in white on dark cells."""
+    """Write text into a cell of a heat map: white if the cell is dark, else in the colour INK."""
     color = "white" if is_dark else INK
     text_of_cell = axes.text(column, row, text, ha="center", va="center", color=color, **style)
-    text_of_cell.set_in_layout(False)  # it is inside the axes; a layout of thousands takes seconds
+    # The text is inside the axes. Including thousands of texts in the layout would take seconds.
+    text_of_cell.set_in_layout(False)
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
 def draw_matrix(matrix: Matrix) -> Figure:
-    """Draw an accuracy matrix. Bold: measured. Hatched: not finished."""
+    """Draw an accuracy matrix. Bold numbers were measured, hatched cells are not finished."""
     count = max(len(matrix.tasks), 1)
     side = min(max(2.2, 0.62 * count), 9.5)
     figure, (axes,) = new_figure(side + 2.6, side + 1.2)
@@ -256,7 +274,7 @@ def draw_matrix(matrix: Matrix) -> Figure:
 
 
 def _test_facts(matrix: Matrix) -> list[str]:
-    """Return the chance level in per cent and the number of test images for each task."""
+    """Return a text per task with its chance level in per cent and its number of test images."""
     facts = []
     last_chance = matrix.chance[-1] if matrix.chance.size else np.full(len(matrix.tasks), np.nan)
     for chance, images in zip(last_chance, matrix.test_images, strict=True):
@@ -267,7 +285,7 @@ def _test_facts(matrix: Matrix) -> list[str]:
 
 
 def _fill_matrix_cell(axes: Axes, matrix: Matrix, t: int, i: int) -> None:
-    """Write an accuracy, or fill the cell of an accuracy that does not exist."""
+    """Write an accuracy into a cell, or fill the cell if the accuracy does not exist."""
     source = matrix.source[t, i]
     rate = float(matrix.rates[t, i])
     corner = (i - 0.47, t - 0.47)
@@ -315,7 +333,7 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
     highest = 0.1
     for matrix in matrices:
         for row in matrix.over_time[: matrix.finished]:
-            if row["forgetting"] > highest:  # false for NaN
+            if row["forgetting"] > highest:  # False for NaN
                 highest = row["forgetting"]
     right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * highest)
     if len(matrices) > 1:
@@ -324,7 +342,7 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
 
 
 def _draw_chance(axes: Axes, matrices: Sequence[Matrix]) -> None:
-    """Draw the average accuracy of guessing so far, by the longest stream."""
+    """Draw the average chance level so far, for the method with the most tasks."""
     longest = max(matrices, key=lambda matrix: len(matrix.tasks), default=None)
     if longest is None or not longest.chance.size:
         return
@@ -336,12 +354,15 @@ def _draw_chance(axes: Axes, matrices: Sequence[Matrix]) -> None:
 
 
 def marker_step(count: int) -> int:
-    """Return how many of a line's `count` points lie between two markers."""
+    """Return the step between the points with markers, for a line of `count` points."""
     return max(1, count // MAX_MARKERS)
 
 
 def nested_line_style(index: int) -> dict[str, Any]:
-    """Return the style of the index-th line: thinner than the last, to show lines below others."""
+    """Return the style of the index-th line.
+
+    Each line is thinner than the line before, so that both are visible where they coincide.
+    """
     style = method_style(index)
     style["linewidth"] = max(1.3, 3.2 - 0.5 * index)
     style["markersize"] = max(4.5, 8.5 - index)
@@ -355,7 +376,7 @@ def add_legend(
     fontsize: float = 9,
     above: bool = False,
 ) -> None:
-    """Add a legend below the figure, or above it; nothing without handles."""
+    """Add a legend below the figure, or above it if `above`. Without handles, add nothing."""
     side: Literal["outside upper center", "outside lower center"] = "outside lower center"
     if above:
         side = "outside upper center"
@@ -375,7 +396,7 @@ def list_handles(axes: Axes) -> list[Any]:
 
 
 def draw_comparison(summary: Sequence[Row]) -> Figure:
-    """Draw final metrics as bars, the method with the best average accuracy on top."""
+    """Draw final metrics as bars, with the method with the best average accuracy on top."""
 
     def accuracy_rank(row: Row) -> tuple[bool, float]:
         accuracy = row["average_accuracy"]
@@ -408,12 +429,12 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
 
 
 def _chance_levels(rows: Sequence[Row]) -> set[float]:
-    """Return the chance levels of the methods: one level if all have finished."""
+    """Return the distinct chance levels of the methods: one level if all have finished."""
     return {row["chance"] for row in rows if not math.isnan(row.get("chance", math.nan))}
 
 
 def _write_bar_value(axes: Axes, y: int, value: float) -> None:
-    """Write a share in per cent behind its bar."""
+    """Write a share in per cent to the right of its bar."""
     style: dict[str, Any] = {"va": "center", "fontsize": 9}
     style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
     if math.isnan(value):
@@ -423,7 +444,7 @@ def _write_bar_value(axes: Axes, y: int, value: float) -> None:
 
 
 def method_label(row: Row) -> str:
-    """Return the method, and its progress when it is unfinished and so not comparable."""
+    """Return the label of a method, with its progress if it has not finished all tasks."""
     label: str = row["label"]
     if row["tasks_finished"] == row["tasks"]:
         return label
@@ -431,7 +452,7 @@ def method_label(row: Row) -> str:
 
 
 class LabelledPoint(NamedTuple):
-    """A method in a scatter plot."""
+    """A labelled point in a scatter plot, for one method."""
 
     x: float
     y: float
@@ -440,7 +461,7 @@ class LabelledPoint(NamedTuple):
 
 
 def draw_size_accuracy(summary: Sequence[Row]) -> Figure:
-    """Draw bytes stored besides the backbone (log scale) against average accuracy, by method."""
+    """Draw average accuracy against the bytes stored besides the backbone, for each method."""
     figure, (axes,) = new_figure(7.2, 4.2)
     style_axes(
         axes,
@@ -479,7 +500,7 @@ def draw_size_accuracy(summary: Sequence[Row]) -> Figure:
 
 
 class AxesBox(NamedTuple):
-    """A rectangle in shares of the axes."""
+    """A rectangle in axes coordinates, from 0 to 1."""
 
     left: float
     right: float
@@ -487,7 +508,7 @@ class AxesBox(NamedTuple):
     top: float
 
     def overlaps(self, other: AxesBox) -> bool:
-        """Return whether the two rectangles have a common point inside."""
+        """Return whether the interiors of the rectangles intersect."""
         overlaps_in_x = self.left < other.right and other.left < self.right
         return overlaps_in_x and self.bottom < other.top and other.bottom < self.top
 
@@ -495,7 +516,8 @@ class AxesBox(NamedTuple):
 def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
     """Write a name to the right of each point, the highest point first.
 
-    A name that would cover a point or another name is moved up or down, and a line leads to it.
+    A name that would cover a point or another name is moved up or down, and is joined to its point
+    by a line.
     """
     left, right = np.log10(axes.get_xlim())
     low, high = axes.get_ylim()
@@ -517,9 +539,9 @@ def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
 
 
 def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesBox:
-    """Return the nearest free rectangle for the name of a point at (x, y), in shares of the axes.
+    """Return the nearest free rectangle for the label of a point at (x, y) in axes coordinates.
 
-    If no rectangle is free, it is at the height of the point.
+    If no rectangle is free, return the one at the height of the point.
     """
     width = 0.0115 * len(label)
     candidates = [AxesBox(x + 0.02, x + 0.022 + width, y - 0.022, y + 0.022)]
@@ -536,11 +558,14 @@ def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesB
 
 # ---- training ------------------------------------------------------------------------------------
 FIXED_COLUMNS = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
-History = Sequence[tuple[str, Sequence[Row]]]  # (task or step, epochs), one after the other
+History = Sequence[tuple[str, Sequence[Row]]]  # (name of the stage, rows of its epochs), in order
 
 
 def draw_curves(histories: History, title: str = "") -> Figure | None:
-    """Draw loss, validation accuracy and the method's metrics over epochs; None without epochs."""
+    """Draw loss, validation accuracy and the method's metrics over epochs.
+
+    Return None without epochs.
+    """
     histories = [(name, rows) for name, rows in histories if rows]
     if not histories:
         return None
@@ -575,7 +600,7 @@ def draw_curves(histories: History, title: str = "") -> Figure | None:
 
 
 def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> None:
-    """Plot columns over the epochs of all histories, with a band per history."""
+    """Plot columns over the epochs of all histories, and mark the span of each history."""
     start = 0
     bands = []
     has_legend = len(columns) > 1
@@ -600,9 +625,10 @@ def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> Non
 
 
 def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Return the loss terms and the method's metrics among the columns of a history.
+    """Split the columns of a history into loss terms and metrics of the method.
 
-    Metrics follow `images`, which the train loop writes after the loss terms, or `val_total`.
+    Metrics are the columns after `images`, which the train loop writes after the loss terms. If
+    `images` is not after the loss, metrics are the columns after `val_total`.
     """
     distinct: dict[str, None] = {}
     for row in rows:
@@ -621,7 +647,7 @@ def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def _history_value(row: Row, column: str) -> float:
-    """Return a value of an epoch, NaN when absent. column: `val` is validation accuracy."""
+    """Return a value of an epoch; NaN if it is missing. The column `val` is validation accuracy."""
     if column == "val":
         total = row.get("val_total")
         if not total:
@@ -635,10 +661,14 @@ def _history_value(row: Row, column: str) -> float:
 
 
 def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
-    """Mark the task of each span of epochs or trials by a grey band with a title.
+    """Mark the spans of epochs or trials of each task by titles, and every second span in grey.
 
-    The titles are the names of the tasks, or their positions if names do not fit. spans: (left,
-    right, task).
+    The titles are the names of the tasks, or their positions if the names do not fit. A single
+    span is not marked.
+
+    Args:
+        axes: The axes.
+        spans: Triples of left end, right end and task.
     """
     if len(spans) < 2:
         return
@@ -671,9 +701,14 @@ def draw_confusion(
     columns: Sequence[str] | None = None,
     axis_titles: tuple[str, str] = ("prediction", "true class"),
 ) -> Figure:
-    """Draw the share of each true class (row) that was predicted as each class (column).
+    """Draw a confusion matrix: the share of each true class that was predicted as each class.
 
-    columns: names of the columns; None when they are those of the rows. axis_titles: of x and y.
+    Args:
+        counts: Number of images, (true classes, predicted classes).
+        names: Names of the rows.
+        title: Title of the figure.
+        columns: Names of the columns; None if they equal the names of the rows.
+        axis_titles: Titles of the x and the y axis.
     """
     columns = names if columns is None else columns
     size = max(len(names), len(columns))

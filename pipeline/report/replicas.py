@@ -1,4 +1,4 @@
-"""The replicas of a run side by side: the same methods with other seeds or class orders."""
+"""Compare the replicas of a run: the same methods with different seeds or class orders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from pipeline.shell.console import warning_lines
 
 
 def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
-    """Return the methods of a run on all of the tasks, each over all replicas.
+    """Compare the methods of a run, each with all replicas.
 
-    name: of the run. tables: of each replica. With several class orders a task is a position in the
-    stream, whose classes differ between replicas.
+    With several class orders, a task is a position in the stream, and its classes differ between
+    replicas.
+
+    Args:
+        name: Name of the run.
+        tables: Name of the replica -> its results.
     """
     group = RunGroup(name, dict(tables))
     labels = group.first.labels
@@ -39,7 +43,7 @@ def _classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
 
 
 def comparison_text(name: str, tables: Mapping[str, RunTables]) -> str:
-    """Return a table of mean and deviation over the replicas, and warnings, as plain text."""
+    """Return a table of means and deviations over the replicas, and warnings, as plain text."""
     comparison = compare_replicas(name, tables)
     metrics = metrics_for("replicas_text")
     body = []

@@ -1,4 +1,4 @@
-"""The report of a run of several seeds or class orders: one self-contained page and its files."""
+"""The report of a run with several seeds or class orders: a self-contained page and its files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ def build(
     failures: Mapping[str, str] | None = None,
     gpu_use: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """Return all files of the report by name.
+    """Build all files of the report.
 
     Args:
         record: The record of the run.
         tables: Name of a replica -> its results.
-        failures: Id of a stage that failed -> why.
-        gpu_use: Sentences on how busy each GPU was; empty without GPUs.
+        failures: Id of a failed stage -> reason.
+        gpu_use: Sentences on the utilisation of each GPU; empty without GPUs.
+
+    Returns:
+        File name -> content.
     """
     comparison = compare_replicas(str(record["name"]), tables)
     curves = comparison_page.curves_picture(comparison)

@@ -25,13 +25,13 @@ from pipeline.shell.console import columns_of_output, progress_text
 from workers.storage.artifact import join
 from workers.storage.secrets import printable
 
-WATCH_S = 2.0  # between two looks
-MAX_STAGES = 40  # more are listed with --all alone
-MAX_METHODS = 4  # whose accuracies stand in a line
-MAX_CHARACTERS = 200  # of the progress of a stage
+WATCH_S = 2.0  # seconds between two reads of the status
+MAX_STAGES = 40  # with more stages, those with a state in ENDED are listed only with --all
+MAX_METHODS = 4  # maximum number of methods whose accuracies are on a line
+MAX_CHARACTERS = 200  # maximum length of the progress of a stage
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
-ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
-ORDER = (
+ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list omits
+ORDER = (  # order in which states are counted
     "done",
     "reused",
     "running",
@@ -45,7 +45,7 @@ ORDER = (
 
 
 def run_picture(storage: str, name: str) -> str:
-    """Return the graph of a run as SVG, with the state and the time of each stage.
+    """Return the graph of a run as SVG, with the state and duration of each stage.
 
     Each box links to the row of the stage in the report.
     """
@@ -65,9 +65,15 @@ def run_picture(storage: str, name: str) -> str:
 
 
 def watch(name: str, storage: str, with_all: bool) -> None:
-    """Print how far a run is until it ends, whenever that has changed.
+    """Print the progress of a run until it ends.
 
-    On a terminal a text takes the place of the one before. with_all: as for `status_text`.
+    A terminal shows the status of the run, which is refreshed every WATCH_S seconds. Other outputs
+    get a line for each change.
+
+    Args:
+        name: Name of the run.
+        storage: Storage of the run.
+        with_all: As for `status_text`.
     """
     is_terminal = sys.stdout.isatty()
     last: tuple[StageStatus, ...] | None = None
@@ -91,14 +97,20 @@ def watch(name: str, storage: str, with_all: bool) -> None:
 
 
 def show_run(text: str) -> str:
-    """Return the lines that a terminal shows at once, each cut to its width."""
+    """Cut a text to the height and width of the terminal."""
     size = shutil.get_terminal_size()
     lines = text.splitlines()[: size.lines - 1]
     return "\n".join(line[: size.columns - 1] for line in lines)
 
 
 def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus]) -> list[str]:
-    """Return a line for each stage whose state has changed; at first for each that is at work."""
+    """Return a line for each stage whose state has changed.
+
+    Args:
+        before: Earlier status of the stages. None in the first call: stages with a state in ENDED
+            are omitted.
+        stages: Current status of the stages.
+    """
     states: Mapping[str, str] = {}
     if before is not None:
         states = {stage.id: stage.state for stage in before}
@@ -114,12 +126,12 @@ def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus])
 
 # ---- texts ---------------------------------------------------------------------------------------
 def in_one_line(text: str) -> str:
-    """Return a text without line breaks: a stranger's must not look like lines of ours."""
+    """Remove line breaks, so that text of unknown origin cannot imitate lines of the output."""
     return " ".join(text.split())
 
 
 def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
-    """Return the table of runs, those started last first."""
+    """Return the table of runs, in the order of `overviews`."""
     if not overviews:
         return f"no runs in {storage}"
     rows = []
@@ -136,7 +148,12 @@ def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
 
 
 def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
-    """Return methods with their accuracies, the best first: as many as fit, at least one."""
+    """Return methods with their accuracies, best first: as many as fit, but at least one.
+
+    Args:
+        methods: The methods.
+        columns: Maximum number of characters.
+    """
     best_first = sorted(methods, key=lambda method: -(method.average_accuracy or -1.0))
     text = ""
     for count in range(1, min(len(methods), MAX_METHODS) + 1):
@@ -151,7 +168,12 @@ def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
 
 
 def status_text(run: RunStatus, with_all: bool = False) -> str:
-    """Return what a person reads of a run: how far, how long, who runs what, how busy GPUs are."""
+    """Return the status of a run as text: state, counts, GPU utilisation, and a table of stages.
+
+    Args:
+        run: The status.
+        with_all: Whether to list all stages if there are more than MAX_STAGES.
+    """
     lines = [headline(run), counts_text(run)]
     lines += [in_one_line(sentence) for sentence in gpu_sentences(run.gpu_use)]
     listed = run.stages
@@ -171,7 +193,7 @@ def status_text(run: RunStatus, with_all: bool = False) -> str:
 
 
 def headline(run: RunStatus) -> str:
-    """Return the state of a run in one sentence, and what to do about it."""
+    """Return the state of a run in one sentence, with the command that resumes a stopped run."""
     driver = run.driver
     if driver is None or run.state == "finished":
         started = run.started[:16].replace("T", " ")
@@ -195,7 +217,7 @@ def headline(run: RunStatus) -> str:
 
 
 def left_text(run: RunStatus) -> str:
-    """Return the time that a run will take from now on; empty where it is not known."""
+    """Return the remaining time of a run as text; empty if it is unknown."""
     if run.left_s is None:
         return ""
     without = ""
@@ -212,7 +234,7 @@ def counts_text(run: RunStatus) -> str:
 
 
 def stage_text(stage: StageStatus) -> str:
-    """Return what else there is to say of a stage: its progress, where it runs, why it failed."""
+    """Return details of a stage: progress, place, failed tries, error message, checkpoint."""
     parts = []
     if stage.state == "running":
         if stage.progress:
@@ -229,7 +251,7 @@ def stage_text(stage: StageStatus) -> str:
 
 
 def progress_line(body: object) -> str:
-    """Return how far a stage is; empty where its report is not one of ours."""
+    """Return the progress of a stage as text; empty if `body` has an unknown format."""
     if not isinstance(body, Mapping):
         return ""
     try:

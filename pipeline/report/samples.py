@@ -1,4 +1,4 @@
-"""One test image per task for pictures of masks."""
+"""Load one test image per task, for pictures of masks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
 
-SIDE = 192  # pixels of a picture
+SIDE = 192  # side of an image in pixels
 
 
 def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
-    """Return the first test image of `task` as evaluation crops it, (SIDE, SIDE, 3).
+    """Return the first test image of `task`, cropped as in evaluation, (SIDE, SIDE, 3).
 
-    None when the shards are gone or damaged.
+    The result is None if the shards are missing or damaged.
     """
     from workers.data.decoding import decode  # heavy: with shards it imports torch
     from workers.data.shards import Shards
@@ -41,7 +41,7 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
 
 
 def _crop_center(image: NDArray[np.uint8], share: float) -> NDArray[np.uint8]:
-    """Return the center crop that evaluation uses, resized to SIDE by nearest neighbour."""
+    """Return the center crop of evaluation, resized to SIDE by nearest neighbour."""
     inner = max(1, round(SIDE * share))
     start = (SIDE - inner) // 2
     index = start + np.arange(SIDE) * inner // SIDE

@@ -1,6 +1,6 @@
-"""The report of a search: one self-contained HTML page, the table of the trials, and its plots.
+"""The report of a search: a self-contained HTML page, the table of trials, and figures.
 
-Everything is read from the records of the search, finished or not.
+Everything is read from the records of the search, which may still be running.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ COLUMNS = (
     "origin",
     "message",
 )
-RELOAD_S = 20  # a browser loads the page of a running search again
-OLDEST_MINUTES = 5  # age of the page of a search that runs, at most
+RELOAD_S = 20  # seconds after which a browser reloads the page of a running search
+OLDEST_MINUTES = 5  # maximum age of the page while the search is running
 STATUS_STYLES = {"finished": "done", "stopped": "soft", "running": "pending", "failed": "bad"}
 STATUS_TEXTS = {
     "finished": "finished",
@@ -96,12 +96,15 @@ SCHEDULERS = {
 
 
 def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, bytes]:
-    """Return all files of the report by name: `search.html`, `trials.csv`, `trials.parquet`, PNGs.
+    """Build all files of the report: `search.html`, `trials.csv`, `trials.parquet` and PNGs.
 
     Args:
         storage: Folder or URI of the results.
         name: Name of the search.
-        is_running: Whether the search is running; None: read from its lock.
+        is_running: Whether the search is running; None to read it from the lock of the search.
+
+    Returns:
+        File name -> content.
 
     Raises:
         UserError: If the search does not exist.
@@ -129,9 +132,9 @@ def trial_columns(search: SearchRecord) -> list[str]:
 
 
 def trial_rows(search: SearchRecord) -> list[files.Row]:
-    """Return one row per trial with a column per setting.
+    """Return one row per trial, with one column per setting.
 
-    A setting is a text column if one of the values is not a number.
+    The values of a setting are written as text if one of them is not a number.
     """
     text_keys = set()
     for parameter in search_parameters(search):
@@ -173,9 +176,9 @@ def render_page(
 
     Args:
         search: The search.
-        varied: Settings that differ between trials.
+        varied: Parameters of the search.
         pictures: Pictures of the search.
-        reason: Why importance is not measured; empty if it is.
+        reason: Why importance was not measured; empty if it was measured.
     """
     winner = _winner_trial(search)
     marks = _trial_marks(search)
@@ -213,7 +216,7 @@ def render_page(
 
 
 def _has_failed(search: SearchRecord) -> bool:
-    """Whether all trials of the last phase failed, so that it has no winner."""
+    """Return whether all trials of the last phase failed, so that there is no winner."""
     trials = search.of(search.phases[-1]) if search.trials else []
     return bool(trials) and all(trial["status"] == "failed" for trial in trials)
 
@@ -245,7 +248,7 @@ def _head_values(search: SearchRecord) -> dict[str, Any]:
 
 
 def status_text(search: SearchRecord, status: str) -> str:
-    """Return the text for a status: without a process, no trial is running."""
+    """Return the text for a status. A trial that is `running` without a process was interrupted."""
     if status != "running" or search.is_running is None:
         return STATUS_TEXTS[status]
     return "running" if search.is_running else "interrupted"
@@ -263,7 +266,7 @@ def _links(search: SearchRecord) -> list[tuple[str, str]]:
 
 
 def _describe_algorithm(search: SearchRecord) -> str:
-    """Return how settings were drawn and trials were stopped, without the last full stop."""
+    """Describe how settings were drawn and trials were stopped, without the final full stop."""
     algorithm = ALGORITHMS.get(str(search.settings.get("algorithm")), "Settings were drawn")
     scheduler = SCHEDULERS.get(str(search.settings.get("scheduler")))
     text = f"{algorithm}; {scheduler}" if scheduler else algorithm
@@ -280,7 +283,7 @@ def _describe_algorithm(search: SearchRecord) -> str:
 
 # ---- the winner ----------------------------------------------------------------------------------
 def _winner_trial(search: SearchRecord) -> Trial | None:
-    """Return the winner, or the leading trial of the last phase that has one."""
+    """Return the winner, or the best trial of the last phase with a finished trial, or None."""
     if search.winner:
         trial = search.trial(search.winner["trial"])
         if trial is not None:
@@ -293,7 +296,7 @@ def _winner_trial(search: SearchRecord) -> Trial | None:
 
 
 def explain_choice(search: SearchRecord, trial: Trial) -> str:
-    """Explain the choice of this trial by the rule of tolerance."""
+    """Explain why this trial was chosen, by accuracy, tolerance and size (see `best`)."""
     finished = [candidate for candidate in search.of(trial["phase"]) if _has_finished(candidate)]
     ruled = best(finished, search.tolerance)
     accuracy = format_rate(score(trial))
@@ -337,7 +340,7 @@ def _has_finished(trial: Trial) -> bool:
 
 
 def _test_values(search: SearchRecord, trial: Trial) -> dict[str, Any] | None:
-    """Return the accuracy of the winner on test images; None before a test."""
+    """Return the results of the winner on test images for the template; None without a test."""
     records = search.winner["tests"] if search.winner else []
     tests = [t for t in records if not math.isnan(as_number(t.get("average_accuracy")))]
     if not tests:
@@ -372,14 +375,20 @@ def _test_values(search: SearchRecord, trial: Trial) -> dict[str, Any] | None:
 
 
 def _format_mean(tests: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the mean of the tests that have a value; NaN when none has."""
+    """Return the mean of a value over the tests that have the value; NaN if no test has it."""
     values = [as_number(test.get(key)) for test in tests]
     known = [value for value in values if not math.isnan(value)]
     return statistics.mean(known) if known else math.nan
 
 
 def _compare_with_validation(search: SearchRecord, trial: Trial, mean: float) -> str:
-    """Return a sentence that compares the winner's validation accuracy with its test accuracy."""
+    """Return a sentence that compares the validation accuracy of the winner with its test accuracy.
+
+    Args:
+        search: The search.
+        trial: The winner.
+        mean: Mean test accuracy.
+    """
     accuracy = score(trial)
     if search.settings.get("protocol") in ("two_streams", "first_k_tasks"):
         return (
@@ -395,7 +404,7 @@ def _compare_with_validation(search: SearchRecord, trial: Trial, mean: float) ->
 
 
 def choice_cells(search: SearchRecord, varied: Sequence[Parameter]) -> list[list[object]]:
-    """Return the choice for each task, in stream order; empty without several phases."""
+    """Return one row of cells per task with its chosen trial; empty if there is only one phase."""
     if len(search.phases) < 2:
         return []
     chosen = search.chosen()
@@ -422,7 +431,7 @@ def choice_cells(search: SearchRecord, varied: Sequence[Parameter]) -> list[list
 
 # ---- space and cost ------------------------------------------------------------------------------
 def _cost_values(search: SearchRecord) -> dict[str, Any]:
-    """Return device time, budget, and the time that was saved because trials share stages."""
+    """Return device time, budget, and the time saved by shared stages, for the template."""
     num_run = sum(trial["stages"]["run"] for trial in search.trials)
     num_reused = sum(trial["stages"]["reused"] for trial in search.trials)
     device_s = sum(trial["device_s"] for trial in search.trials)
@@ -450,7 +459,12 @@ def _cost_values(search: SearchRecord) -> dict[str, Any]:
 
 
 def _budget_cells(search: SearchRecord, used: Mapping[str, float]) -> list[list[str]]:
-    """Return one row for each limit of the budget. used: all but the number of trials."""
+    """Return one row per limit of the budget.
+
+    Args:
+        search: The search.
+        used: Limit -> used amount, for all limits except the number of trials.
+    """
     trials_name = "trials"
     num_trials = len(search.trials)
     if search.settings.get("protocol") == "per_task":
@@ -467,7 +481,7 @@ def _budget_cells(search: SearchRecord, used: Mapping[str, float]) -> list[list[
 
 # ---- trials --------------------------------------------------------------------------------------
 def rank_trials(search: SearchRecord) -> list[Trial]:
-    """Sort trials by phase and status; finished ones by accuracy, stopped ones by progress."""
+    """Sort trials by phase, status and accuracy. Stopped trials are first sorted by progress."""
     phases = {phase: index for index, phase in enumerate(search.phases)}
     statuses = list(STATUS_STYLES)
 
@@ -520,7 +534,7 @@ def _trial_cells(
 
 
 def _trial_marks(search: SearchRecord) -> dict[int, Markup]:
-    """Return trial number -> marks: chosen, on the front, from a point of an earlier search."""
+    """Return trial number -> marks: chosen, on the Pareto front, taken from an earlier search."""
     soft = Markup('<span class="soft">{}</span>')
     marks: dict[int, Markup] = {}
     if search_plots.sizes_differ(search):
@@ -535,7 +549,7 @@ def _trial_marks(search: SearchRecord) -> dict[int, Markup]:
 
 
 def _numbers_by_message(search: SearchRecord) -> dict[str, list[int]]:
-    """Return the messages of failed trials, each once, with the numbers of the trials."""
+    """Return message -> numbers of the failed trials with this message."""
     numbers: dict[str, list[int]] = {}
     for trial in search.trials:
         if trial["status"] == "failed":
@@ -545,6 +559,6 @@ def _numbers_by_message(search: SearchRecord) -> dict[str, list[int]]:
 
 
 def format_points(difference: float) -> str:
-    """Return a difference of accuracies in percentage points: 0.005 -> `0.5 points`."""
+    """Return a difference of accuracies in percentage points, such as `0.5 points` for 0.005."""
     text = f"{100 * difference:.2g}"
     return f"{text} point" if text == "1" else f"{text} points"

@@ -1,6 +1,6 @@
-"""The pictures of a search: which figures its report shows, with file name, title and caption.
+"""The figures of a search that its report shows, with file name, title and caption.
 
-A new figure is one function, and one line in SEARCH_FIGURES.
+To add a figure, write a function and add a line to SEARCH_FIGURES.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from pipeline.report.figures import CaptionedFigure, FigureFile
 from pipeline.report.parameters import MAX_TRIALS, Parameter
 from pipeline.results.trials import SearchRecord
 
-MAX_DRAWN = 12  # parameters in one picture; of more, the most important ones
-MAX_LINES = 500  # trials in a picture with a line for each; of more, the most accurate ones
+MAX_DRAWN = 12  # maximum number of parameters in a picture; of more, the most important are drawn
+MAX_LINES = 500  # maximum number of lines of trials; of more, the most accurate trials are drawn
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the figures of a search are made of.
+    """The data for the figures of a search.
 
-    parameters: those that are drawn. num_varied: of all parameters. shares: importance by key, the
-    largest first.
+    Attributes:
+        search: The search.
+        parameters: The parameters that are drawn.
+        num_varied: Number of all parameters.
+        shares: Key of a parameter -> importance, largest first.
     """
 
     search: SearchRecord
@@ -36,7 +39,7 @@ class Drawn:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether some trials did not finish."""
+        """Whether a trial is not finished."""
         return self.count("finished") < len(self.search.trials)
 
     @property
@@ -49,13 +52,13 @@ class Drawn:
 
     @property
     def chosen_text(self) -> str:
-        """What the highlighted trials are called in captions."""
+        """The words for the highlighted trials in captions."""
         if len(self.search.phases) > 1:
             return "trial that was chosen for each task"
         return "winner" if self.search.winner else "leading trial"
 
     def with_few_trials(self) -> Drawn:
-        """Return the same with at most MAX_LINES trials, those that were chosen among them."""
+        """Return the same data with only the MAX_LINES best trials and the chosen trials."""
         if len(self.search.trials) <= MAX_LINES:
             return self
         standing = self.search.standing()
@@ -66,7 +69,7 @@ class Drawn:
 
     @property
     def left_out_trials_text(self) -> str:
-        """A sentence about trials that `with_few_trials` leaves out; empty where it leaves none."""
+        """A sentence about the trials that `with_few_trials` omits, or ""."""
         count = len(self.search.trials)
         if count <= MAX_LINES:
             return ""
@@ -74,7 +77,7 @@ class Drawn:
 
     @property
     def left_out_text(self) -> str:
-        """A sentence about parameters that are not drawn; empty when all are."""
+        """A sentence about the parameters that are not drawn, or ""."""
         if len(self.parameters) == self.num_varied:
             return ""
         return (
@@ -84,7 +87,7 @@ class Drawn:
 
 
 def history_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Accuracy of every trial; None without trials."""
+    """Return the figure of the accuracy of all trials; None without trials."""
     if not drawn.search.trials:
         return None
     caption = (
@@ -100,7 +103,7 @@ def history_figure(drawn: Drawn) -> CaptionedFigure | None:
 
 
 def parallel_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Trials as lines through their settings; None for fewer than two trials."""
+    """Return the figure of trials as lines through their settings; None for fewer than two."""
     if len(drawn.search.standing()) < 2 or not drawn.parameters:
         return None
     caption = (
@@ -118,7 +121,7 @@ def parallel_figure(drawn: Drawn) -> CaptionedFigure | None:
 
 
 def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Importance of settings; None when it cannot be measured."""
+    """Return the figure of the importance of settings; None if importance was not measured."""
     if not drawn.shares:
         return None
     count = drawn.count("finished")
@@ -142,7 +145,7 @@ def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
 
 
 def slices_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Accuracy against each setting; None without trials that have an accuracy."""
+    """Return the figure of accuracy against each setting; None if no trial has an accuracy."""
     if not drawn.search.standing() or not drawn.parameters:
         return None
     caption = (
@@ -155,7 +158,7 @@ def slices_figure(drawn: Drawn) -> CaptionedFigure | None:
 
 
 def curves_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Accuracy of trials after each task; None when no trial has learned two tasks."""
+    """Return the figure of accuracy after each task; None if no trial has results for two tasks."""
     if not any(len(trial["results"]) > 1 for trial in drawn.search.trials):
         return None
     caption = "Average validation accuracy over the tasks so far, after each task."
@@ -170,7 +173,7 @@ def curves_figure(drawn: Drawn) -> CaptionedFigure | None:
 
 
 def pareto_figure(drawn: Drawn) -> CaptionedFigure | None:
-    """Accuracy against size; None when all finished trials have the same size."""
+    """Return the figure of accuracy against size; None if all finished trials have equal sizes."""
     if not search_plots.sizes_differ(drawn.search):
         return None
     caption = (
@@ -195,7 +198,13 @@ SEARCH_FIGURES: dict[str, SearchFigure] = {  # in the order of the page
 def search_pictures(
     search: SearchRecord, varied: Sequence[Parameter], shares: Mapping[str, float]
 ) -> list[FigureFile]:
-    """Return the figures that the trials so far allow. shares: importance by key."""
+    """Return the pictures that can be drawn from the trials so far.
+
+    Args:
+        search: The search.
+        varied: Parameters of the search.
+        shares: Key of a parameter -> importance, largest first.
+    """
     parameters = list(varied)
     if len(parameters) > MAX_DRAWN:
         keys = list(dict.fromkeys([*shares, *(parameter.key for parameter in varied)]))

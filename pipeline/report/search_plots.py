@@ -1,4 +1,4 @@
-"""Figures of a search: trials as lines over parameters, importance, progress, accuracy and size."""
+"""Figures of a search: parallel coordinates, importance, progress, and accuracy against size."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ trial_number = itemgetter("number")
 WINNER = COLOURS[1]
 FINISHED = COLOURS[0]
 STOPPED = "#7a8087"
-# where an axis shows trials without its parameter; its values lie from 0 to 1
+# position on a parallel axis of trials without the parameter; other positions are from 0 to 1
 ABSENT = -0.16
-# without the palest colours, which would be lost on white
+# colour map of accuracies, without the palest colours, which are hard to see on white
 DARK = LinearSegmentedColormap.from_list(
     "dark", matplotlib.colormaps[SEQUENTIAL](np.linspace(0.3, 1, 64))
 )
 PER_CENT = FuncFormatter(lambda share, _: f"{100 * share:.4g}%")
 Style = dict[str, Any]
-STATUS_STYLES: dict[str, Style] = {  # of points
+STATUS_STYLES: dict[str, Style] = {  # status of a trial -> style of its point
     "finished": {"marker": "o", "color": FINISHED, "markersize": 6, "label": "finished"},
     "stopped": {
         "marker": "o",
@@ -80,19 +80,19 @@ STAR: Style = {
 
 
 def legend_entry(label: str, **style: Any) -> Line2D:
-    """Return an entry of a legend; a point unless `style` names a line style."""
+    """Return an entry of a legend. The entry is a point unless `style` contains `linestyle`."""
     return Line2D([], [], label=label, **{"linestyle": "none", **style})
 
 
 class StyledTrials(NamedTuple):
-    """Trials with the same style of points."""
+    """Trials whose points have the same style."""
 
     style: Style
     trials: list[Trial]
 
 
 def group_by_style(trials: Sequence[Trial], chosen: Collection[int]) -> list[StyledTrials]:
-    """Return the trials by style; chosen ones come last, on top."""
+    """Group trials by the style of their points. Chosen trials come last, so they are on top."""
     by_status: dict[str, list[Trial]] = {}
     chosen_trials = []
     for trial in trials:
@@ -110,14 +110,14 @@ def group_by_style(trials: Sequence[Trial], chosen: Collection[int]) -> list[Sty
 
 
 def draw_points(axes: Axes, x: Any, y: Any, style: Mapping[str, Any]) -> None:
-    """Draw one or several points of one style."""
+    """Draw points with the same style."""
     point_style = {"zorder": 4, **style}
     point_style.pop("label", None)
     axes.plot(x, y, linestyle="none", clip_on=False, **point_style)
 
 
 def chosen_label(search: SearchRecord) -> str:
-    """Return what the highlighted trials are called."""
+    """Return the name of the highlighted trials in legends: `chosen`, `winner` or `leading`."""
     if len(search.phases) > 1:
         return "chosen"
     if search.winner:
@@ -126,7 +126,7 @@ def chosen_label(search: SearchRecord) -> str:
 
 
 def legend_entries(search: SearchRecord, trials: Sequence[Trial]) -> list[Line2D]:
-    """Return one entry per status of the trials, and one for the chosen trials."""
+    """Return legend entries: one per status of the trials, and one for the chosen trials."""
     statuses = {trial["status"] for trial in trials}
     entries = []
     for status, style in STATUS_STYLES.items():
@@ -138,9 +138,10 @@ def legend_entries(search: SearchRecord, trials: Sequence[Trial]) -> list[Line2D
 
 
 def format_accuracy_axis(axes: Axes, search: SearchRecord) -> str:
-    """Format the y axis in per cent, or in points when trials belong to phases.
+    """Format a y axis of accuracies in per cent, or in points if there are several phases.
 
-    Return what the axis shows.
+    Returns:
+        Label of the axis.
     """
     if len(search.phases) > 1:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
@@ -153,7 +154,7 @@ def format_accuracy_axis(axes: Axes, search: SearchRecord) -> str:
 def spread_positions(parameter: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
     """Return the positions of trials on the axis of a parameter.
 
-    Trials of one category are spread over `width` around it, so that none hides another.
+    Trials with the same category are spread over `width` around it, so that they do not overlap.
     """
     positions = [parameter.position(trial) for trial in trials]
     if not parameter.categories:
@@ -171,7 +172,10 @@ def spread_positions(parameter: Parameter, trials: Sequence[Trial], width: float
 
 
 def axis_ticks(parameter: Parameter) -> list[tuple[float, str]]:
-    """Return (position, label) along an axis: categories, or both ends and round numbers."""
+    """Return (position, label) of the ticks of an axis.
+
+    Ticks are the categories, or, for numbers, both ends and round values between them.
+    """
     if parameter.categories:
         return list(enumerate(map(_short_category, parameter.categories)))
     low = parameter.low
@@ -181,7 +185,7 @@ def axis_ticks(parameter: Parameter) -> list[tuple[float, str]]:
         locator = LogLocator(numticks=6)
     candidates = map(float, locator.tick_values(low, high))
     inner = [value for value in candidates if low < value < high]
-    # Labels closer to an end would overlap its label.
+    # Labels closer to an end would overlap the label of the end.
     values = [value for value in inner if 0.09 < parameter.axis_share(value) < 0.91]
     values += [low, high]
     return [(value, f"{value:.3g}") for value in sorted(values)]
@@ -194,13 +198,16 @@ def _short_category(name: str) -> str:
 
 
 def wrap_name(name: str, width: int) -> str:
-    """Return a dotted name on several lines, broken after dots and underscores."""
+    """Wrap a dotted name after dots and underscores into lines of about `width` characters."""
     lines = textwrap.wrap(name.replace(".", ". ").replace("_", "_ "), width)
     return "\n".join(line.replace(". ", ".").replace("_ ", "_") for line in lines)
 
 
 def draw_parallel(search: SearchRecord, varied: Sequence[Parameter]) -> Figure:
-    """Draw one line per trial through its settings to its accuracy; chosen ones on top."""
+    """Draw parallel coordinates: one line per trial, through its settings to its accuracy.
+
+    Chosen trials are on top.
+    """
     standing = search.standing()
     chosen = set(search.chosen().values())
 
@@ -247,7 +254,7 @@ def draw_parallel(search: SearchRecord, varied: Sequence[Parameter]) -> Figure:
 
 
 def _name_axes(axes: Axes, names: Sequence[str]) -> None:
-    """Write the names of the parallel axes above them, and hide the frame."""
+    """Write the names above the parallel axes, and hide the frame."""
     columns = 15
     font_size = 9.0
     if len(names) > 8:
@@ -262,7 +269,10 @@ def _name_axes(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _accuracy_scale(trials: Sequence[Trial], standing: Mapping[int, float]) -> Normalize:
-    """Return the colour scale of accuracies, from those of finished trials when there are any."""
+    """Return the colour scale of accuracies.
+
+    The scale covers the finished trials, or all trials if none is finished.
+    """
     numbers = [trial["number"] for trial in trials if trial["status"] == "finished"]
     finished = [standing[number] for number in numbers if number in standing]
     accuracies = finished or list(standing.values()) or [0.0]
@@ -271,7 +281,7 @@ def _accuracy_scale(trials: Sequence[Trial], standing: Mapping[int, float]) -> N
 
 
 def _line_heights(varied: Sequence[Parameter], trials: Sequence[Trial]) -> list[list[float]]:
-    """Return for each trial its height on the axis of each parameter."""
+    """Return for each trial its heights on the parallel axes, in the order of the parameters."""
     lines: list[list[float]] = [[] for _ in trials]
     for parameter in varied:
         positions = spread_positions(parameter, trials, 0.5)
@@ -290,7 +300,7 @@ def _line_style(
     scale: Normalize,
     num_trials: int,
 ) -> Style:
-    """Return the style of a trial's line; lines are fainter the more trials there are."""
+    """Return the style of a trial's line. Lines are fainter if there are many trials."""
     if trial["number"] not in standing:
         return {"color": FAINT, "linewidth": 0.9, "linestyle": ":", "alpha": 0.8}
     style: Style = {
@@ -311,7 +321,7 @@ def _line_style(
 
 
 def _line_legend(search: SearchRecord, standing: Mapping[int, float]) -> list[Line2D]:
-    """Return the legend of lines."""
+    """Return the legend entries for the lines of `draw_parallel`."""
     statuses = {trial["status"] for trial in search.trials if trial["number"] in standing}
     dark = DARK(0.7)
     entries = []
@@ -335,7 +345,15 @@ def _draw_axis(
     parameter: Parameter,
     is_absent: bool,
 ) -> None:
-    """Draw a vertical axis with ticks. is_absent: a trial does not have the parameter."""
+    """Draw a vertical axis with ticks.
+
+    Args:
+        axes: Axes to draw on.
+        x: Horizontal position of the axis.
+        ticks: Pairs of position and label.
+        parameter: Parameter of the axis.
+        is_absent: Whether a trial does not have the parameter.
+    """
     axes.plot([x, x], [0, 1], color=INK, linewidth=0.9, zorder=3)
     box = {"boxstyle": "square,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
     labels = [(parameter.axis_share(position), label) for position, label in ticks]
@@ -347,7 +365,12 @@ def _draw_axis(
 
 
 def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
-    """Draw the share of the variance in accuracy that each parameter explains, largest on top."""
+    """Draw the share of the variance in accuracy that each parameter explains, largest on top.
+
+    Args:
+        shares: Key of a parameter -> share, largest first.
+        names: Key of a parameter -> displayed name.
+    """
     keys = list(shares)[::-1]
     figure, (axes,) = new_figure(7.2, 0.9 + 0.36 * max(len(keys), 2))
     title = "Importance of parameters"
@@ -390,7 +413,7 @@ def draw_slices(search: SearchRecord, varied: Sequence[Parameter]) -> Figure:
 def _draw_slice(
     axes: Axes, parameter: Parameter, search: SearchRecord, trials: Sequence[Trial]
 ) -> None:
-    """Draw the points of trials that have the parameter."""
+    """Draw the points of the trials that have the parameter."""
     standing = search.standing()
     positions = {}
     for trial, x in zip(trials, spread_positions(parameter, trials, 0.5), strict=True):
@@ -405,7 +428,7 @@ def _draw_slice(
 
 
 def _scale_slice(axes: Axes, parameter: Parameter) -> None:
-    """Set limits and ticks of the x axis."""
+    """Set limits and ticks of the x axis of a slice."""
     if parameter.categories:
         axes.set_xlim(-0.6, len(parameter.categories) - 0.4)
         label_tasks(axes, parameter.categories, "x")
@@ -426,9 +449,9 @@ def _scale_slice(axes: Axes, parameter: Parameter) -> None:
 
 # ---- progress ------------------------------------------------------------------------------------
 def draw_history(search: SearchRecord) -> Figure:
-    """Draw accuracy by trial number, and the highest so far among finished trials.
+    """Draw accuracy by trial number, and the highest accuracy of finished trials so far.
 
-    Failed trials and those without an accuracy are at the bottom.
+    Failed trials and trials without an accuracy are at the bottom.
     """
     standing = search.standing()
     figure, (axes,) = new_figure(10.4, 3.6)
@@ -464,7 +487,7 @@ def draw_history(search: SearchRecord) -> Figure:
 
 
 def _draw_highest(axes: Axes, trials: Sequence[Trial]) -> None:
-    """Draw the highest accuracy of finished trials so far; nothing without finished ones."""
+    """Draw the highest accuracy of finished trials so far. Draw nothing without finished trials."""
     finished = [trial for trial in trials if _has_finished(trial)]
     if finished:
         xs = list(map(trial_number, finished))
@@ -528,9 +551,9 @@ def sizes_differ(search: SearchRecord) -> bool:
 
 
 def draw_front(search: SearchRecord) -> Figure:
-    """Draw accuracy against bytes of finished trials (log scale), with the Pareto front.
+    """Draw accuracy against bytes (log scale) of finished trials, with the Pareto front.
 
-    Each phase has its own front.
+    Each phase has a separate front.
     """
     figure, (axes,) = new_figure(7.2, 4.4)
     style_axes(axes, "", "bytes stored per task (log scale)", "validation accuracy", grid="both")
@@ -582,7 +605,7 @@ def draw_front(search: SearchRecord) -> Figure:
 
 
 def _draw_dominated(axes: Axes, trials: Sequence[Trial], colour: Any) -> None:
-    """Draw trials that another one beats in accuracy or size."""
+    """Draw the trials that are not on the Pareto front."""
     if trials:
         style: Style = {"marker": "o", "markersize": 5, "color": colour, "alpha": 0.45}
         sizes = list(map(size, trials))
@@ -598,7 +621,7 @@ def _draw_phase_front(axes: Axes, front: Sequence[Trial], colour: Any, phase: st
 
 
 def _fit_front(axes: Axes, trials: Sequence[Trial]) -> None:
-    """Set the limits of both axes."""
+    """Set the limits of both axes so that all trials are visible."""
     xs = list(map(size, trials))
     ys = list(map(score, trials))
     axes.set_xlim(min(xs) / 1.25, max(xs) * 1.35)
@@ -607,7 +630,7 @@ def _fit_front(axes: Axes, trials: Sequence[Trial]) -> None:
 
 
 def _write_number(axes: Axes, trial: Trial) -> None:
-    """Write a trial's number top left of the point: the front passes below and to the right."""
+    """Write a trial's number to the top left of its point, away from the line of the front."""
     axes.annotate(
         str(trial["number"]),
         (size(trial), score(trial)),
@@ -620,7 +643,7 @@ def _write_number(axes: Axes, trial: Trial) -> None:
 
 
 def _format_minor_bytes(value: float, _: int | None) -> str:
-    """Return a label for minor ticks that start with 2, 3 or 5; none for others."""
+    """Return a label for minor ticks whose value starts with 2, 3 or 5; "" for other ticks."""
     first_digit = f"{value:.0e}"[0]
     if first_digit in "235":
         return format_bytes(value)

@@ -1,4 +1,4 @@
-"""The section of a report with the table of methods and tasks, and its files for a paper."""
+"""The section of a report with the table of methods and tasks, and the files for papers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAPER_FILES = (
 
 
 def render_table_of_tasks(comparison: Comparison) -> Markup:
-    """Render the table of methods and tasks, with the names of the files for a paper."""
+    """Render the table of methods and tasks, with the names of the files for papers."""
     table = paper.accuracy_table(comparison)
     return render(
         "table_of_tasks.html",

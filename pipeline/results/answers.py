@@ -1,6 +1,6 @@
-"""The correct predictions of each method, and draws of the metrics over images and replicas.
+"""Correct predictions of each method, and bootstrap draws of metrics over images and replicas.
 
-`intervals` explains the draws.
+See `pipeline.results.intervals` for the bootstrap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.results.metrics import Accuracies
 from pipeline.results.tables import RunTables
 
 ImageId = tuple[str, str]  # key of the ingested data, key of the image
-# names of further draws; `{}` is the position of a task
+# names of values that are drawn in addition to metrics; `{}` is the position of a task
 ACCURACY_AFTER = "average_accuracy after {}"
 FORGETTING_AFTER = "forgetting after {}"
 ACCURACY_ON = "accuracy on {}"
@@ -26,10 +26,12 @@ ACCURACY_ON = "accuracy on {}"
 
 @dataclass(frozen=True)
 class RightAnswers:
-    """The answers of one method in one replica.
+    """The correct predictions of one method in one replica.
 
-    right: (t, i) -> whether each image of task i is answered right after task t, (images of i,).
-    images: of each task, in that order.
+    Attributes:
+        right: (t, i) -> boolean array (images of task i,): whether the prediction for each test
+            image of task i is correct after task t.
+        images: Test images of each task, in the order of the arrays.
     """
 
     right: Mapping[tuple[int, int], NDArray[np.bool_]]
@@ -38,10 +40,11 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Test images that belong to the same task in every replica.
+    """Test images that are drawn together, because they share a task in every replica.
 
-    rows: by replica, the images' task, and their positions in it. counts: how often each is in each
-    draw, (images, draws).
+    Attributes:
+        rows: Replica -> index of the task, and positions (images,) of the images in the task.
+        counts: How often each image is in each draw, (images, draws).
     """
 
     rows: Mapping[str, tuple[int, NDArray[np.int64]]]
@@ -49,7 +52,7 @@ class Stratum:
 
 
 def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnswers | None:
-    """Load the answers of one method of a run.
+    """Load the correct predictions of one method of a run.
 
     Args:
         run: Results of the run.
@@ -57,7 +60,7 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
         tasks: Tasks in stream order.
 
     Returns:
-        The answers, or None if the stored predictions do not cover all tasks.
+        The correct predictions, or None if the stored predictions do not cover all tasks.
     """
     right: dict[tuple[int, int], NDArray[np.bool_]] = {}
     images: list[list[ImageId]] = [[] for _ in tasks]
@@ -67,7 +70,8 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
         if table is None or result is None:
             return None
         for i, task in enumerate(tasks[: t + 1]):
-            if i < t and not result["rewrites"]:  # it cannot change these answers
+            # a method that does not rewrite cannot change its predictions on earlier tasks
+            if i < t and not result["rewrites"]:
                 right[t, i] = right[i, i]
                 continue
             rows = table.filter(pc.equal(table["task"], task))
@@ -86,11 +90,13 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
 def find_strata(
     images: Mapping[str, Sequence[Sequence[ImageId]]], rng: np.random.Generator, draws: int
 ) -> list[Stratum]:
-    """Group the test images that every replica tests together, and draw from each group.
+    """Group test images that share a task in every replica, and draw from each group.
+
+    With one class order, each task is a group.
 
     Args:
-        images: Replica -> images of each task. With one class order a group is a task.
-        rng: Source of the draws.
+        images: Replica -> images of each task.
+        rng: Random generator of the draws.
         draws: Number of draws.
     """
     tasks_of: dict[ImageId, dict[str, tuple[int, int]]] = {}
@@ -115,12 +121,12 @@ def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) 
     """Compute the accuracy matrix of one method in each draw.
 
     Args:
-        answers: Answers of the method in the replica.
+        answers: Correct predictions of the method in the replica.
         replica: Name of the replica.
         strata: Groups of test images with their draws.
 
     Returns:
-        Accuracies, (draws, T, T).
+        Accuracy matrices, (draws, T, T).
     """
     size = len(answers.images)
     draws = strata[0].counts.shape[1]
@@ -162,13 +168,13 @@ def compute_metrics(rates: Array, totals: Array) -> dict[str, Array]:
 def draw_metrics(
     methods: Mapping[str, Mapping[str, RightAnswers]], draws: int = intervals.DRAWS
 ) -> dict[str, dict[str, Array]]:
-    """Compute the metrics of each method in each draw, means over the drawn replicas.
+    """Compute the metrics of each method in each draw, averaged over the drawn replicas.
 
-    Methods with the same replicas and images are drawn together, so that their differences are
-    paired.
+    All methods use the same draws of images, and methods with the same replicas use the same draws
+    of replicas. Their differences are therefore paired.
 
     Args:
-        methods: Method -> replica -> answers.
+        methods: Method -> replica -> correct predictions.
         draws: Number of draws.
 
     Returns:

@@ -24,11 +24,12 @@ from workers.storage.regular_file import read_regular, write_named_file
 def read_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
     """Build the bundle that serves all tasks of a method.
 
-    It is the model that the last evaluation of the method loads, with the states of all tasks.
+    The bundle has the model that the last evaluation of the method loads, and the states of all
+    tasks.
 
     Args:
         graph: Graph of the run.
-        store: Store with its results.
+        store: Store with the results of the run.
         label: Label of the method in the config.
 
     Raises:
@@ -53,7 +54,7 @@ def read_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
 
 
 def _find_limits(store: Store, tasks: Iterable[Task]) -> ImageLimits:
-    """Return the limits that hold for the images of all tasks.
+    """Return the common limits of the images of all tasks.
 
     Raises:
         UserError: If two cards have different values of `source.range`.
@@ -84,23 +85,23 @@ def open_folder(folder: str) -> Bundle:
     """Open the bundle of a model folder or a URI.
 
     Raises:
-        UserError: If the folder holds no bundle.
+        UserError: If the folder does not contain a bundle.
     """
     return Bundle.open(absolute(folder))
 
 
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
-    """Write a bundle and the reference of the tasks into a folder or a URI.
+    """Write a bundle, with measurements on the images of its run (see `with_measurements`).
 
     Args:
         bundle: Bundle to write.
-        folder: Path or URI; new or empty.
+        folder: Path or URI, which must be new or empty.
 
     Returns:
-        The bundle with its reference.
+        The bundle with its measurements.
 
     Raises:
-        UserError: If the folder is not new or empty.
+        UserError: If the folder is not empty.
     """
     uri = absolute(folder)
     check_new(uri)

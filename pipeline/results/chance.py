@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-# Below it, training for longer is the first remedy. It is `TrainDefaults.min_steps`, without torch.
+# With fewer optimizer steps, the first advice is to train for longer. Equal to
+# `TrainDefaults.min_steps`, which cannot be imported here because that would import torch.
 FEW_STEPS = 300
 
 
@@ -16,11 +17,12 @@ FEW_STEPS = 300
 def most_correct_by_chance(num_images: int, num_classes: int) -> int:
     """Compute the largest number of correct answers in the confidence interval of guessing.
 
-    It is the smallest k with P(X <= k) >= 97.5 %, where X is binomial.
+    This is the smallest k with P(X <= k) >= 97.5 %, where X is binomial with probability
+    1 / num_classes.
 
     Args:
         num_images: Number of test images.
-        num_classes: Classes to choose from; a guess is correct with probability 1 / num_classes.
+        num_classes: Number of classes to choose from.
     """
     if num_classes <= 1:
         return num_images
@@ -41,18 +43,18 @@ def most_correct_by_chance(num_images: int, num_classes: int) -> int:
 
 @dataclass(frozen=True)
 class LearnedTask:
-    """The test of a task right after it was learned.
+    """The test result of a task right after the task was learned.
 
     Attributes:
         label: Label of the method.
         method: Name of the method.
         task: Name of the task.
-        correct: Number of correct answers.
+        correct: Number of correct predictions.
         total: Number of test images.
-        num_classes: Number of classes that an answer is chosen from.
-        has_rate: The config sets the learning rate.
-        steps: Optimizer steps of the training; 0 if they are not known.
-        is_trained: A step of the method may have trained parameters for the task.
+        num_classes: Number of classes that a prediction is chosen from.
+        has_rate: Whether the config sets the learning rate.
+        steps: Number of optimizer steps of the training; 0 if unknown.
+        is_trained: Whether a step of the method may have trained parameters for the task.
     """
 
     label: str
@@ -66,7 +68,7 @@ class LearnedTask:
     is_trained: bool = True
 
     def sentence(self) -> str:
-        """Return a warning if the task does not exceed chance, or ""."""
+        """Return a warning if the accuracy does not exceed chance, else ""."""
         if self.num_classes <= 1 or not self.total:
             return ""
         limit = most_correct_by_chance(self.total, self.num_classes)
@@ -103,5 +105,5 @@ class LearnedTask:
 
 
 def describe_chance(learned: Sequence[LearnedTask]) -> list[str]:
-    """Return a sentence for each task that is not above chance."""
+    """Return one warning per task whose accuracy does not exceed chance."""
     return [sentence for sentence in (task.sentence() for task in learned) if sentence]

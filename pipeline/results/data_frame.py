@@ -1,4 +1,4 @@
-"""Rows as a data frame of pandas, which is imported when the first one is made."""
+"""Convert rows to pandas data frames. pandas is imported on the first call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
 
 def data_frame(rows: list[Row], columns: Iterable[str] = ()) -> pd.DataFrame:
-    """Return rows as a data frame. columns: those of one without rows.
+    """Return rows as a data frame.
 
-    Raise `UserError` where pandas is not installed.
+    Args:
+        rows: The rows.
+        columns: Columns of the data frame if there are no rows.
+
+    Raises:
+        UserError: If pandas is not installed.
     """
     require_package(
         "pandas",

@@ -1,4 +1,4 @@
-"""Results of a run as pandas data frames, and its models. `pipeline.load` returns them."""
+"""Results of a run as pandas data frames, and its models, for the Python interface."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ if TYPE_CHECKING:
     from pipeline.results.masks import MaskView
     from pipeline.results.model import Model
 
-COLUMNS = ("replica", "seed", "label")  # of every table, in front
+COLUMNS = ("replica", "seed", "label")  # first columns of every table
 
 
 @dataclass(frozen=True)
 class Results:
-    """The stored results of a run; an unfinished run has the results so far.
+    """The stored results of a run. An unfinished run has the results so far.
 
-    Each table is read from the store at the time of the call. Its first columns are
-    `replica` (empty for a run of one seed and class order, else as `seed-1`), `seed`, and `label`,
-    the method's name in the config. Rates are between 0 and 1.
+    Each table is read from the store at the time of the call. The first columns of a table are
+    `replica` (empty for a run with one seed and class order, otherwise a name such as `seed-1`),
+    `seed`, and `label` (the name of the method in the config). Rates are between 0 and 1.
 
-    name: of the run. tables: the results of each replica. open_model: returns the model of a
-    replica and a label. report: path or URI of the report's page.
+    Attributes:
+        name: Name of the run.
+        tables: Name of the replica -> its results.
+        open_model: Function that returns the model for a replica and a label.
+        report: Path or URI of the report page.
     """
 
     name: str
@@ -41,42 +44,46 @@ class Results:
 
     @property
     def labels(self) -> list[str]:
-        """The methods of the run, as its config calls them."""
+        """Labels of the methods: their names in the config."""
         return self._first.labels
 
     @property
     def tasks(self) -> list[str]:
-        """All tasks of the run, in stream order; a method may leave out the base task."""
+        """All tasks of the run, in stream order. A method may not be evaluated on the base task."""
         return [task["name"] for task in self._first.record["tasks"]]
 
     @property
     def summary(self) -> pd.DataFrame:
-        """A row for each method: its metrics after the last finished task, its sizes, its time."""
+        """One row per method: metrics after the last finished task, sizes and training time."""
         return self._frame(lambda tables, label: [tables.summary_row(label)])
 
     @property
     def matrix(self) -> pd.DataFrame:
-        """A row for each entry of the accuracy matrices, after each task on each task so far.
+        """One row per entry of the accuracy matrices: after each task, on each task so far.
 
-        `rate` is the accuracy, NaN where `source` is `missing`; `chance` is that of guessing.
+        `rate` is the accuracy; it is NaN if `source` is `missing`. `chance` is the accuracy of
+        guessing.
         """
         return self._frame(lambda tables, label: matrix_rows(tables.matrix(label)))
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """A row for each method and finished task with all metrics so far."""
+        """One row per method and finished task, with all metrics over the tasks so far."""
         return self._frame(lambda tables, label: average_rows(tables.matrix(label)))
 
     @property
     def sizes(self) -> pd.DataFrame:
-        """A row for each method and finished task: all bytes to keep so far, and the task's."""
+        """One row per method and finished task: stored bytes so far, and bytes of the task."""
         return self._frame(lambda tables, label: tables.sizes(label))
 
     def accuracy_matrix(self, label: str | None = None, replica: str = "") -> pd.DataFrame:
-        """Return the matrix R of one method: after each task (rows), on each task (columns).
+        """Return the accuracy matrix of one method: after each task (rows), on each task (columns).
 
-        Entries are accuracies; NaN ahead of the diagonal, and where they are missing. label: may be
-        left out for a run of one method; so may replica for a run of one seed and class order.
+        Entries are NaN above the diagonal and if they are missing.
+
+        Args:
+            label: Label of the method. It is optional for a run with one method.
+            replica: Name of the replica; "" for a run with one seed and class order.
         """
         label = self._label(label)
         matrix = self._tables(replica).matrix(label)
@@ -88,10 +95,16 @@ class Results:
         return frame
 
     def masks(self, task: str, label: str | None = None) -> pd.DataFrame:
-        """Return a row for each mask of a task, and each block of token masks.
+        """Return one row per mask of a task, and one row per block of its token masks.
 
-        `kept` of `size` entries are in use, their `share`. label: None for the methods that have
-        masks. Raise `UserError` for an unknown task.
+        A mask keeps `kept` of its `size` entries; `share` is the ratio.
+
+        Args:
+            task: Name of the task.
+            label: Label of the method; None for all methods.
+
+        Raises:
+            UserError: If the task or the label is unknown.
         """
         self._check_task(task)
         labels = self.labels if label is None else [self._label(label)]
@@ -105,9 +118,14 @@ class Results:
     def mask_arrays(
         self, task: str, label: str | None = None, replica: str = ""
     ) -> dict[str, NDArray[np.bool_]]:
-        """Return the masks of a task under one method, by name; empty without masks.
+        """Return name -> mask of a task and method; empty without masks.
 
-        They have the shapes of what they mask; True where the task uses an entry.
+        A mask has the shape of the masked tensor, and is True for entries that the task uses.
+
+        Args:
+            task: Name of the task.
+            label: See `accuracy_matrix`.
+            replica: See `accuracy_matrix`.
         """
         from pipeline.results.masks import load_masks  # start-up time: imports torch
 
@@ -118,16 +136,24 @@ class Results:
     def model(self, label: str | None = None, replica: str = "") -> Model:
         """Return the model of one method, which serves all its tasks.
 
-        label and replica: as for `accuracy_matrix`. Raise `UserError` where the run is unfinished.
+        Args:
+            label: See `accuracy_matrix`.
+            replica: See `accuracy_matrix`.
+
+        Raises:
+            UserError: If the run is not finished.
         """
         label = self._label(label)
         self._tables(replica)
         return self.open_model(replica, label)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all results as one JSON file, which `compare` reads on any machine.
+        """Write all results to one JSON file, which `compare` can read on any machine.
 
-        It is the file of `accrete report --json`. Raise `UserError` where it cannot be written.
+        `accrete report --json` writes the same file.
+
+        Raises:
+            UserError: If the file cannot be written.
         """
         from pipeline.results.results_file import write_results
 
@@ -143,7 +169,7 @@ class Results:
         rows_of: Callable[[RunTables, str], list[Row]],
         labels: Iterable[str] | None = None,
     ) -> pd.DataFrame:
-        """Return the rows of all replicas and methods. labels: None for all methods."""
+        """Return the rows of all replicas, for the given methods or for all methods if None."""
         rows: list[Row] = []
         for replica, tables in self.tables.items():
             seed = tables.record["config"].get("seed")
@@ -179,9 +205,16 @@ class Results:
 
 
 def choose_label(run: str, labels: Sequence[str], label: str | None, word: str = "label") -> str:
-    """Return the label of a method of a run; the only one may be left out.
+    """Return the label of a method of a run. If there is only one method, `label` may be None.
 
-    word: what a person chooses it with. Raise `UserError` when it is unknown, or is needed.
+    Args:
+        run: Name of the run.
+        labels: Labels of all methods.
+        label: The requested label, or None.
+        word: Name of the argument in error messages.
+
+    Raises:
+        UserError: If the label is unknown, or is None although there are several methods.
     """
     if label is None and len(labels) > 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The results of a run as a file holds them, in the form in which stored results are compared."""
+"""Results of a run from a file, with the same interface as results from the store."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from numpy.typing import NDArray
 from pipeline.graph.run_record import KEY_VERSION, RunRecord
 from pipeline.results.tables import Matrix, Row, RunTables
 
-MAX_TASKS = 256
-MAX_CELLS = 1 << 18  # of all matrices of a file together
+MAX_TASKS = 256  # maximum number of tasks of a run
+MAX_CELLS = 1 << 18  # maximum number of cells in all matrices of a file together
 
 
 @dataclass(frozen=True)
 class ImportedMethod:
     """The results of one method.
 
-    correct, total (T, T): counts, or accuracies and ones; NaN where missing. sizes: as
-    `RunTables.sizes` returns them.
+    Attributes:
+        method: Name of the method.
+        tasks: Names of the tasks, in stream order.
+        correct: Numbers of correct predictions (T, T), or accuracies; NaN if missing.
+        total: Numbers of test images (T, T), or ones for accuracies; NaN if missing.
+        sizes: Rows like those of `RunTables.sizes`.
     """
 
     method: str
@@ -32,9 +36,16 @@ class ImportedMethod:
 
 @dataclass
 class ImportedTables(RunTables):
-    """The results of a run from a file. Metrics are derived from the matrices, as everywhere.
+    """The results of a run from a file. Metrics are computed from the matrices.
 
-    storage: path of the file. has_task_names: False for a matrix whose tasks have positions alone.
+    `storage` is the path of the file.
+
+    Attributes:
+        methods: Label -> results of the method.
+        stream_scenario: `task`, `class` or `domain`.
+        versions: Property of the environment, such as a package -> its values.
+        digests: Task -> digest of its images.
+        has_task_names: Whether the file names the tasks. False if they only have positions.
     """
 
     methods: Mapping[str, ImportedMethod] = field(default_factory=dict)
@@ -55,7 +66,7 @@ class ImportedTables(RunTables):
 
     @property
     def scenario(self) -> str:
-        """`task` or `class`."""
+        """`task`, `class` or `domain`."""
         return self.stream_scenario
 
     def method(self, label: str) -> str:
@@ -63,11 +74,14 @@ class ImportedTables(RunTables):
         return self.methods[label].method
 
     def tasks(self, label: str) -> list[str]:
-        """Return the tasks on which this method is evaluated, in stream order."""
+        """Return the tasks on which the method is evaluated, in stream order."""
         return list(self.methods[label].tasks)
 
     def matrix(self, label: str, correct: str = "correct") -> Matrix:
-        """Return the accuracy matrix of one method. A file holds no other counts than `correct`."""
+        """Return the accuracy matrix of one method. A file contains only the counts `correct`.
+
+        `correct` only determines the chance level.
+        """
         method = self.methods[label]
         shape = method.correct.shape
         is_learned = np.tril(np.ones(shape, bool))
@@ -79,19 +93,19 @@ class ImportedTables(RunTables):
         return Matrix(label, method.tasks, method.correct, method.total, source, chance=chance)
 
     def sizes(self, label: str) -> list[Row]:
-        """Return one row per finished task; empty where the file holds no sizes."""
+        """Return one row per finished task; empty if the file contains no sizes."""
         return list(self.methods[label].sizes)
 
     def image_digests(self) -> dict[str, str]:
-        """Return the digest of each task's images, where the file names it."""
+        """Return task -> digest of its images, for the tasks whose digest is in the file."""
         return dict(self.digests)
 
     def environment(self) -> dict[str, list[str]]:
-        """Return commit, device and package versions as the file names them."""
+        """Return commit, device and package versions from the file."""
         return {name: list(values) for name, values in self.versions.items()}
 
     def rename_tasks(self, names: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
-        """Give names and classes to the tasks of a matrix that has none, in order."""
+        """Set names and classes of the tasks, in order, for a file without task names."""
         methods = self.methods.items()
         self.methods = {label: replace(one, tasks=tuple(names)) for label, one in methods}
         self.record["tasks"] = [
@@ -102,7 +116,7 @@ class ImportedTables(RunTables):
 
 
 def imported_record(name: str, config: Mapping[str, object], created: str = "") -> RunRecord:
-    """Return the record of an imported run: without stages, and without tasks yet."""
+    """Return the record of an imported run, without stages and tasks. The caller adds the tasks."""
     return {
         "name": name,
         "key_version": KEY_VERSION,

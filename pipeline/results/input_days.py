@@ -1,4 +1,4 @@
-"""The inputs of a model folder by day and task, and those that differ from the training data."""
+"""Counts of the inputs of a model folder by day and task, and shifts away from the test images."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from workers.serving.model_file import read_model
 from workers.storage.artifact import is_local, resolve
 from workers.storage.regular_file import write_named_file
 
-MIN_INPUTS = 50  # measured inputs of a task and day, below which nothing is reported
-EXPECTED_FAR = 0.05  # share of inputs like the test images that is farther than 95 % of these
-EXPECTED_BEYOND_MEDIAN = 0.5  # farther than half the inputs
-MEDIAN_BIN = round(1 / DISTANCE_WIDTH)  # the first bin of distances beyond the median
+MIN_INPUTS = 50  # minimum number of measured inputs of a task and day to report a shift
+# expected shares of inputs beyond a distance, if the inputs are like the test images
+EXPECTED_FAR = 0.05  # beyond the 95 % quantile of the distances of the test images
+EXPECTED_BEYOND_MEDIAN = 0.5  # beyond the median of the distances of the test images
+# first bin of the histogram beyond the median; distances are in units of the median
+MEDIAN_BIN = round(1 / DISTANCE_WIDTH)
 Z = 3.090232  # 99.9 % quantile of the standard normal distribution
 
 
@@ -33,20 +35,21 @@ class InputRow:
     """The inputs that one task of one model answered on one day.
 
     Attributes:
-        day: In UTC, as 2026-11-27.
+        day: Day in UTC, such as 2026-11-27.
         model: sha256 of the model.
-        task: "" for inputs that the method gave to no task.
+        task: Name of the task; "" for inputs that the method assigned to no task.
         inputs: Number of images.
-        share: Of the inputs of all tasks of that day and model.
+        share: Share of this task in the inputs of all tasks on that day and model.
         picked: Share of `inputs` whose request did not name the task.
         confidence: Mean probability of the predicted class.
         unsure: Share of `inputs` whose predicted class has a probability below 0.5.
         classes: Number of images by predicted class.
-        measured: Images whose distance was measured.
-        far: Of these, images farther from every class mean than 95 % of the test images.
-        beyond_median: Of these, images farther than half of the test images.
-        distance: Median distance, in median distances of the test images; None if `measured` is 0.
-        finding: How the inputs differ from the test images, as a sentence; "" if they do not.
+        measured: Number of images whose distance to the nearest class mean was measured.
+        far: Number of measured images that are farther than 95 % of the test images.
+        beyond_median: Number of measured images that are farther than half of the test images.
+        distance: Median distance divided by the median distance of the test images; None if
+            `measured` is 0.
+        finding: Sentence on how the inputs differ from the test images; "" if they do not differ.
     """
 
     day: str
@@ -70,10 +73,10 @@ class InputReport:
     """The inputs of a model folder.
 
     Attributes:
-        model: sha256 of the model that the folder has now.
-        rows: By day, model and task.
-        findings: A sentence for each row that differs.
-        notes: Sentences on what is unknown, and why.
+        model: sha256 of the current model of the folder.
+        rows: Rows by day, model and task.
+        findings: The findings of all rows.
+        notes: Sentences on values that are unknown, with the reason.
     """
 
     model: str
@@ -83,16 +86,16 @@ class InputReport:
 
 
 def exceeds(expected: float, count: int, measured: int, test_images: int) -> bool:
-    """Return whether more inputs lie beyond a distance than chance explains.
+    """Return whether more inputs are beyond a distance than chance explains.
 
-    The lower Wilson bound of their share (Wilson 1927, equation 2) must exceed the expected share
-    plus its standard error, because the distance was estimated on few test images. Both bounds are
-    one-sided at 99.9 %.
+    The lower Wilson bound of the share of these inputs (Wilson 1927, equation 2) must exceed an
+    upper bound of the expected share. The upper bound is needed because the distance was estimated
+    on few test images. Both bounds are one-sided at 99.9 %.
 
     Args:
         expected: Share of test images beyond the distance.
-        count: Number of inputs beyond it.
-        measured: Number of measured inputs; below `MIN_INPUTS` the answer is False.
+        count: Number of inputs beyond the distance.
+        measured: Number of measured inputs. Below MIN_INPUTS the result is False.
         test_images: Number of test images that the distance was estimated on.
     """
     if measured < MIN_INPUTS or not test_images:
@@ -104,9 +107,14 @@ def exceeds(expected: float, count: int, measured: int, test_images: int) -> boo
 
 
 def find_median(histogram: list[int], width: float) -> float | None:
-    """Return the median of a histogram from 0 with bins of equal width; None if it is empty.
+    """Return the median of a histogram that starts at 0; None if the histogram is empty.
 
-    It is interpolated within its bin. In the last bin, which has no upper end, it is its lower end.
+    The median is interpolated within its bin. The last bin has no upper end: if the median is in
+    this bin, the result is the lower end of the bin.
+
+    Args:
+        histogram: Count of each bin.
+        width: Width of a bin.
     """
     half = sum(histogram) / 2
     if not half:
@@ -123,10 +131,10 @@ def read_inputs(folder: str) -> InputReport:
     """Read the counts of the inputs of a model folder.
 
     Args:
-        folder: The path of the folder.
+        folder: Path of the folder.
 
     Raises:
-        UserError: If it is not on a disk, or no model folder.
+        UserError: If the folder is not a model folder on a disk.
     """
     body = read_model(folder)
     if not is_local(folder):
@@ -155,7 +163,7 @@ def read_inputs(folder: str) -> InputReport:
 
 
 def _make_row(day: str, model: str, name: str, task: TaskCounts, total: int) -> InputRow:
-    inputs = max(task.inputs, 1)  # a file may have distances alone
+    inputs = max(task.inputs, 1)  # a file may contain distances without inputs
     beyond_median = sum(task.distances[MEDIAN_BIN:])
     return InputRow(
         day=day,
@@ -176,7 +184,7 @@ def _make_row(day: str, model: str, name: str, task: TaskCounts, total: int) -> 
 
 
 def _explain_unmeasured(folder: str, rows: list[InputRow]) -> list[str]:
-    """Return a sentence for each task of which no distance was measured."""
+    """Return sentences on the tasks without measured distances, with the reasons."""
     measured = {row.task for row in rows if row.measured}
     unmeasured = [name for name in {row.task: None for row in rows} if name not in measured]
     if not unmeasured:
@@ -200,7 +208,7 @@ def _explain_unmeasured(folder: str, rows: list[InputRow]) -> list[str]:
 
 
 def _describe_shift(day: str, name: str, task: TaskCounts, beyond_median: int) -> str:
-    """Return how inputs differ from the test images, as a sentence; "" if they do not."""
+    """Return a sentence on how inputs differ from the test images, or "" if they do not differ."""
     for expected, count, limit in (
         (EXPECTED_FAR, task.far, "95 %"),
         (EXPECTED_BEYOND_MEDIAN, beyond_median, "half"),
@@ -216,5 +224,5 @@ def _describe_shift(day: str, name: str, task: TaskCounts, beyond_median: int) -
 
 
 def write_report(report: InputReport, file: str) -> None:
-    """Write the report as JSON. Raises `UserError` if the file cannot be written."""
+    """Write the report as JSON. Raise `UserError` if the file cannot be written."""
     write_named_file("--json", file, json.dumps(asdict(report), indent=1).encode())

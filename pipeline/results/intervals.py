@@ -1,13 +1,13 @@
 """95 % intervals of means: percentile bootstrap over test images and replicas, and Student's t.
 
-Test images and replicas are crossed: every replica is tested on the same images. A draw takes as
-many images as there are, with replacement and the same ones for all replicas and methods, and as
-many replicas as there are, the same ones for all methods. So differences are paired. Draws follow
-from a fixed seed.
+Test images and replicas are crossed: every replica is tested on the same images. Each bootstrap
+draw resamples the images and the replicas with replacement. The drawn images are the same for all
+replicas and methods, and the drawn replicas are the same for all methods. Differences are therefore
+paired. The draws use a fixed seed.
 
-Few replicas represent all possible ones badly: three do not show how far off a fourth would be. Two
-means are therefore reported as different only if Student's t over the replicas, which is wide for
-few replicas, agrees.
+A bootstrap over few replicas underestimates the noise between replicas. Two means are therefore
+reported as different only if Student's t interval over the replicas, which is wide for few
+replicas, also excludes zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 CONFIDENCE = 0.95
-DRAWS = 2000
+DRAWS = 2000  # number of bootstrap draws
 SEED = 0
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom
 T_QUANTILES = (
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether zero is outside; False without an interval."""
+        """Whether zero is outside the interval; False for NO_INTERVAL."""
         return self.low > 0 or self.high < 0
 
 
@@ -48,7 +48,7 @@ NO_INTERVAL = Interval(math.nan, math.nan)
 
 
 def percentile_interval(draws: ArrayLike) -> Interval:
-    """Return the interval that holds the middle 95 % of draws, (n,); none where one is NaN."""
+    """Return the interval of the middle 95 % of draws (n,); NO_INTERVAL if a draw is NaN."""
     values = np.asarray(draws, float)
     if not values.size or np.isnan(values).any():
         return NO_INTERVAL
@@ -58,7 +58,10 @@ def percentile_interval(draws: ArrayLike) -> Interval:
 
 
 def t_interval(values: ArrayLike) -> Interval:
-    """Return Student's t interval of the mean of values, (n,); none for fewer than two."""
+    """Return Student's t interval of the mean of values (n,).
+
+    The result is NO_INTERVAL for fewer than two values, or if a value is NaN.
+    """
     known = np.asarray(values, float)
     if known.size < 2 or np.isnan(known).any():
         return NO_INTERVAL
@@ -68,7 +71,10 @@ def t_interval(values: ArrayLike) -> Interval:
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t; beyond the table by its series in 1 / degrees."""
+    """Return the 97.5 % quantile of Student's t.
+
+    Beyond the table, the quantile is computed by its asymptotic series in 1 / degrees.
+    """
     if degrees <= len(T_QUANTILES):
         return T_QUANTILES[degrees - 1]
     z = NORMAL_QUANTILE
@@ -78,7 +84,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def draw_counts(size: int, rng: np.random.Generator, draws: int = DRAWS) -> NDArray[np.uint8]:
-    """Return how often each of `size` things is in each draw of as many, (size, draws).
+    """Return how often each of `size` items is in each draw, (size, draws).
 
     A draw takes `size` items with replacement.
     """
@@ -90,14 +96,19 @@ def draw_counts(size: int, rng: np.random.Generator, draws: int = DRAWS) -> NDAr
 
 
 def draw_replicas(count: int, rng: np.random.Generator, draws: int = DRAWS) -> NDArray[np.int64]:
-    """Return which of `count` replicas are in each draw of as many, (count, draws)."""
+    """Return indices of the replicas in each draw, (count, draws).
+
+    A draw takes `count` of the `count` replicas with replacement.
+    """
     return rng.integers(0, count, (count, draws))
 
 
 def mean_over_replicas(values: Array, picked: NDArray[np.int64]) -> Array:
     """Return the mean over the drawn replicas in each draw, (draws,).
 
-    values: (replicas, draws), of the drawn images. picked: from `draw_replicas`.
+    Args:
+        values: Value of each replica on the drawn images, (replicas, draws).
+        picked: Indices of the drawn replicas, from `draw_replicas`.
     """
     drawn: Array = np.take_along_axis(values, picked, axis=0)
     mean: Array = drawn.mean(0)
@@ -107,8 +118,10 @@ def mean_over_replicas(values: Array, picked: NDArray[np.int64]) -> Array:
 def differ(draws: Array, differences: Sequence[float]) -> bool:
     """Return whether a mean difference is larger than the noise.
 
-    draws: of the paired difference, (draws,). differences: of each replica, fewer than two of which
-    tell nothing of the noise between replicas.
+    Args:
+        draws: Bootstrap draws of the paired difference, (draws,).
+        differences: Difference of each replica. With fewer than two replicas the result is False,
+            because the noise between replicas is unknown.
     """
     if not percentile_interval(draws).excludes_zero:
         return False

@@ -1,7 +1,7 @@
-"""Statistics of the masks of finished tasks: density per layer, overlap of tasks, capacity used.
+"""Statistics of the masks of finished tasks: density per layer, overlap of tasks, used capacity.
 
-Packed bits are compared byte by byte. A mask that grew, because later tasks have wider layers,
-keeps its old entries in front.
+Masks are compared as packed bits, byte by byte. A mask grows if layers become wider in later tasks.
+Its old entries then stay in front of the new entries.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.storage.taskstate import TaskState
 
-BINS = 192  # at most, of a mask's profile
+BINS = 192  # maximum number of bins in the profile of a mask
 
 Bits = NDArray[np.uint8]
 
 
 @dataclass
 class MaskView:
-    """The masks of one task, small enough to hold those of a whole stream.
+    """The masks and learned tokens of one task.
 
-    tokens: (blocks, patches) boolean, or None. bits: every mask as packed bits, by name. num_kept,
-    sizes: number of set and of all entries, by name. profile: kept share of each output unit, by
-    name, averaged into at most BINS bins. prompts: learned tokens by name, (tokens, width) each.
+    It is small enough to keep the views of a whole stream in memory.
+
+    Attributes:
+        label: Label of the method.
+        task: Name of the task.
+        tokens: Token masks, boolean (blocks, patches); None without token masks.
+        bits: Name of a mask -> packed bits.
+        num_kept: Name of a mask -> number of True entries.
+        sizes: Name of a mask -> number of entries.
+        profile: Name of a mask -> kept share of the output units, averaged into at most BINS bins.
+        prompts: Name -> learned tokens, (tokens, width).
     """
 
     label: str
@@ -48,7 +56,13 @@ class MaskView:
     def of(
         cls, label: str, state: TaskState, masks: Mapping[str, Tensor] | None = None
     ) -> MaskView:
-        """Return the view of a task state. masks: shown instead of the masks of the state."""
+        """Create the view of a task state.
+
+        Args:
+            label: Label of the method.
+            state: State of the task.
+            masks: Name -> mask, in place of the masks of the state.
+        """
         view = cls(label, state.task)
         if masks is None:
             masks = state.masks
@@ -70,7 +84,7 @@ class MaskView:
         self.sizes[name] = mask.size
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per mask, and per block of token masks: how many entries it keeps."""
+        """Return one row per mask, and one per block of token masks, with its kept entries."""
         rows = []
         if self.tokens is not None:
             for block, mask in enumerate(self.tokens):
@@ -96,9 +110,9 @@ class MaskView:
 
 
 def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
-    """Return the masks and tokens of a task, as its method displays them.
+    """Load the masks (see `Method.display_masks`) and learned tokens of a task.
 
-    None when the task is not finished, or has neither masks nor tokens.
+    The result is None if the task is not finished, or has neither masks nor learned tokens.
     """
     state = tables.state(label, task)
     if state is None:
@@ -108,9 +122,9 @@ def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
 
 
 def load_masks(tables: RunTables, label: str, task: str) -> dict[str, NDArray[np.bool_]]:
-    """Return the masks of a task by name, as its method displays them, in their own shapes.
+    """Load name -> mask of a task (see `Method.display_masks`), in the original shapes.
 
-    Empty when the task is not finished, or has none.
+    The result is empty if the task is not finished, or has no masks.
     """
     state = tables.state(label, task)
     if state is None:
@@ -125,25 +139,25 @@ def _display_masks(tables: RunTables, label: str, state: TaskState) -> dict[str,
 
 
 def _profile(mask: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Return the kept share of each output unit (row), averaged into at most BINS bins."""
+    """Return the kept share of each output unit (first axis), averaged into at most BINS bins."""
     units = mask.reshape(len(mask), -1).mean(1, dtype=np.float32)
     bins = np.array_split(units, min(BINS, len(units)))
     return np.array([values.mean() for values in bins], np.float32)
 
 
 def mask_kind(name: str) -> str:
-    """`blocks.3.fc1` -> `fc1`; a name without a block is its own kind."""
+    """Return the kind of a mask: `fc1` for `blocks.3.fc1`. Without a block it is the whole name."""
     return re.sub(r"^blocks\.\d+\.", "", name)
 
 
 def mask_block(name: str) -> int | None:
-    """`blocks.3.fc1` -> 3; None for a name without a block."""
+    """Return the block of a mask: 3 for `blocks.3.fc1`; None for a name without a block."""
     match = re.match(r"blocks\.(\d+)\.", name)
     return int(match.group(1)) if match else None
 
 
 def _sort_key(name: str) -> tuple[bool, str, int, str]:
-    """Sort token masks first, then by kind, then by block."""
+    """Return a key that sorts token masks first, then by kind, then by block."""
     block = mask_block(name)
     return name != "tokens", mask_kind(name), -1 if block is None else block, name
 
@@ -157,10 +171,11 @@ def kinds(views: list[MaskView]) -> list[str]:
 
 
 def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
-    """Return the Jaccard index |A and B| / |A or B| of each pair of tasks over all blocks.
+    """Compute the Jaccard index |A and B| / |A or B| of each pair of tasks over all blocks.
 
-    Shape (tasks, tasks). NaN when two tasks share no mask of this kind and shape; 1 when both keep
-    nothing.
+    Returns:
+        Array (tasks, tasks). An entry is NaN if the two tasks have no mask of this kind with equal
+        name and size, and 1 if both tasks keep nothing.
     """
     result = np.full((len(views), len(views)), np.nan)
     for i, first in enumerate(views):
@@ -172,7 +187,7 @@ def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
 
 
 def _jaccard(first: MaskView, second: MaskView, kind: str) -> float:
-    """Return the Jaccard index of two tasks; NaN when they share no mask of this kind and shape."""
+    """Return the Jaccard index of two tasks; NaN if they have no mask with equal name and size."""
     has_common_mask = False
     intersection = 0
     union = 0
@@ -187,7 +202,7 @@ def _jaccard(first: MaskView, second: MaskView, kind: str) -> float:
 
 
 def overlap_rows(views: list[MaskView]) -> list[dict[str, Any]]:
-    """Return one row per kind of mask and pair of tasks, without pairs that share no mask."""
+    """Return one row per kind of mask and pair of tasks, with the Jaccard index if it exists."""
     rows = []
     for kind in kinds(views):
         values = overlap(views, kind)
@@ -206,10 +221,10 @@ def overlap_rows(views: list[MaskView]) -> list[dict[str, Any]]:
 
 
 def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
-    """Return one row per task: of all entries of a kind, how many it uses first and uses again.
+    """Return one row per task with the numbers of used entries in masks of a kind.
 
-    fresh: entries that no earlier task uses. again: entries that an earlier task uses too. used:
-    entries that any task uses so far.
+    The columns are `fresh` (entries that no earlier task uses), `again` (entries that an earlier
+    task also uses), `used` (entries that any task uses so far) and `size` (all entries).
     """
     rows = []
     used_bits: dict[str, Bits] = {}
@@ -249,10 +264,12 @@ def _count_set(bits: Bits) -> int:
 
 
 def similarity(views: list[MaskView], name: str) -> tuple[NDArray[np.float64], list[str]]:
-    """Return cosine similarities of the learned tokens `name`, and the task of each row.
+    """Compute cosine similarities between the learned tokens `name` of all tasks.
 
-    Shape (tokens of all tasks, tokens of all tasks). Tasks whose tokens have another width than
-    those of the last task are left out.
+    Tasks are omitted if the width of their tokens differs from the width in the last task.
+
+    Returns:
+        Similarities (tokens, tokens), over the tokens of all tasks, and the task of each row.
     """
     stacks = [(view.task, view.prompts[name]) for view in views if name in view.prompts]
     width = stacks[-1][1].shape[1]

@@ -1,8 +1,8 @@
-"""A plain accuracy matrix from a file: CSV with names of tasks, or JSON as a list of lists.
+"""Read a plain accuracy matrix from a file: CSV with task names, or JSON as a list of lists.
 
-Row: after learning a task. Column: on a task. Values are accuracies from 0 to 1; an empty cell was
-not measured. Values above the diagonal, on tasks not learned yet, are ignored because no metric
-reads them.
+A row is the state after learning a task, a column is the task that is tested. Values are accuracies
+from 0 to 1. An empty cell was not measured. Values above the diagonal, on tasks not learned yet,
+are ignored because no metric uses them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ from pipeline.results.imported import (
 from workers.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-MAX_NAME = 200  # characters of a task's name
+MAX_NAME = 200  # maximum number of characters in a name
 LAYOUT = "give a header with the names of the tasks, then a row for each task learned"
 MISSING = ("", "nan", "-")
 
 
 def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
-    """Return the run of one method whose matrix a CSV file holds. Raise `UserError` for a mistake.
+    """Read a CSV file as a run with one method.
 
-    The first row names the tasks, after a first cell that is free. Each further row begins with the
-    task just learned.
+    The first row contains the task names. Its first cell is ignored. Each other row starts with the
+    task that was just learned.
+
+    Args:
+        path: Path of the file, for messages.
+        data: Content of the file.
+
+    Raises:
+        UserError: If the file is not an accuracy matrix.
     """
     rows = _csv_rows(path, data)
     if not rows or len(rows[0]) < 2:
@@ -62,7 +69,7 @@ def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
 
 
 def _csv_rows(path: str, data: bytes) -> list[list[str]]:
-    """Return the rows of a CSV file that are not empty."""
+    """Return the rows of a CSV file, without empty rows."""
     try:
         text = data.decode("utf-8-sig")
         first_line = text.partition("\n")[0]
@@ -75,7 +82,7 @@ def _csv_rows(path: str, data: bytes) -> list[list[str]]:
 
 
 def _cell_value(path: str, number: int, cell: str) -> float | None:
-    """Return the accuracy in a cell; None where it was not measured."""
+    """Return the accuracy in a cell; None if it was not measured."""
     if cell.lower() in MISSING:
         return None
     try:
@@ -88,9 +95,16 @@ def _cell_value(path: str, number: int, cell: str) -> float | None:
 
 
 def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
-    """Return the run of one method whose matrix is a JSON list of lists. The tasks have no names.
+    """Return a run with one method from a JSON list of lists. The tasks have no names.
 
-    Rows are as long as the matrix, or end at the diagonal.
+    A row may be cut at any column from the diagonal on.
+
+    Args:
+        path: Path of the file, for messages.
+        rows: Rows of the matrix.
+
+    Raises:
+        UserError: If the rows are not an accuracy matrix.
     """
     for row in rows:
         if not isinstance(row, list):
@@ -103,7 +117,7 @@ def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
 
 
 def _check_names(path: str, names: Sequence[str]) -> None:
-    """Raise `UserError` unless there are tasks, not too many, with names that differ."""
+    """Raise `UserError` if there are no tasks, too many tasks, or invalid or duplicate names."""
     if not names:
         raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
     if len(names) > MAX_TASKS:
@@ -120,7 +134,7 @@ def _check_names(path: str, names: Sequence[str]) -> None:
 def _make_tables(
     path: str, names: Sequence[str], rows: Sequence[Sequence[Any]], has_task_names: bool
 ) -> ImportedTables:
-    """Return the run that a matrix of accuracies makes. Missing rows are not finished yet."""
+    """Return a run with one method from a matrix of accuracies. Missing rows are not finished."""
     size = len(names)
     rates = np.full((size, size), np.nan)
     has_more = False
@@ -140,7 +154,7 @@ def _make_tables(
                 has_more = True
     stem = os.path.splitext(os.path.basename(path))[0]
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).lstrip("_.-")[:MAX_NAME] or "matrix"
-    # A seed that no other run has: nothing is subtracted in pairs.
+    # A seed that no other run has, so that runs are not subtracted in pairs.
     record = imported_record(name, {"seed": f"unknown ({name})"})
     record["tasks"] = [
         {"name": task, "card": "", "role": "task", "classes": [], "data": ""} for task in names
@@ -158,7 +172,7 @@ def _make_tables(
 
 
 def checked_rate(path: str, value: Any) -> float:
-    """Return an accuracy. Raise `UserError` unless it is a number from 0 to 1."""
+    """Return a value as an accuracy. Raise `UserError` if it is not a number from 0 to 1."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         raise UserError(

@@ -1,13 +1,14 @@
-"""Metrics of a run: each one is an entry of METRICS, which all tables, pages and records read.
+"""Metrics of a run. Each metric is an entry of METRICS, which all tables, pages and records read.
 
-R[t, i] is the accuracy on task i after stage t, shape (T, T), given as integer counts `correct` and
-`total` of that shape, or as rates with `total` left at 1; all tasks then count the same. Entries
-above the diagonal are tasks that are not learned yet; no metric reads them. Forward transfer (GEM)
-is left out: a future task has no head, and no outputs to measure where the task is not given.
+R[t, i] is the accuracy on task i after stage t, shape (T, T). It is given as integer counts
+`correct` and `total` of this shape, or as rates with the default `total=1`, which gives all tasks
+the same weight. Entries above the diagonal belong to tasks that are not learned yet, and no metric
+reads them. Forward transfer (GEM) is not included: a future task has no head, and if the task is
+not given, the model has no outputs for its classes.
 
 An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
-stage, so an unfinished run has its metrics so far. Inputs are never changed.
+stage, so an unfinished run has its metrics so far. Inputs are not modified.
 
 Example:
     >>> METRICS["forgetting"]([[0.9, 0.0], [0.7, 0.8]])
@@ -30,10 +31,10 @@ from workers.errors import UserError
 NAN = float("nan")
 Array = NDArray[np.float64]
 Place = Literal[
-    "variants",  # also measured top-5 and task-aware in scenario `class`
+    "variants",  # variants `top5_...` and `task_aware_...` if the task of an image is not given
     "draws",  # bootstrap intervals
     "report",
-    "bars",  # the picture that compares the methods of a report
+    "bars",  # figure that compares the methods of a report
     "console",
     "comparison",
     "comparison_text",
@@ -45,31 +46,38 @@ Place = Literal[
 
 
 class Accuracies(NamedTuple):
-    """One or many accuracy matrices: `correct / total = rates`, (..., T, T), NaN where missing."""
+    """One or several accuracy matrices.
+
+    Attributes:
+        correct: Numbers of correct predictions (..., T, T); NaN if missing.
+        total: Numbers of test images (..., T, T); NaN if missing.
+        rates: `correct / total`, (..., T, T); NaN if missing.
+    """
 
     correct: Array
     total: Array
     rates: Array
 
     def until(self, t: int) -> Accuracies:
-        """Return the matrices after stage `t`, (..., t + 1, t + 1)."""
+        """Return the leading matrices up to stage `t`, (..., t + 1, t + 1)."""
         return Accuracies(*(values[..., : t + 1, : t + 1] for values in self))
 
 
 @dataclass(frozen=True)
 class Metric:
-    r"""A number of a method in a run, with all that other modules need to show it.
+    r"""A metric of a method in a run, with everything that other modules need to show it.
 
     Attributes:
         name: Name in tables, files, MLflow and Python.
         meaning: Explanation on the pages and in the documentation.
         unit: `rate`, `bytes`, `times` or `count`, see `format_value`.
-        better: `max` or `min`: picks the best value. None: no value is better.
-        shown_in: Places that show the metric, in the order of METRICS.
-        function: Formula, (..., T, T) -> (...). None: a column of `RunTables.summary`.
+        better: `max` or `min`, which picks the best value. None: no value is better than another.
+        shown_in: Places that show the metric.
+        function: Formula, (..., T, T) -> (...). None for a metric that is not computed from the
+            accuracy matrix but is a column of `RunTables.summary`.
         formula: Formula as text, for the documentation.
         also_called: Names of the same formula in papers and libraries.
-        heading: Heading of a column of the report, if it is not the name; "\n" breaks the line.
+        heading: Heading of the column in the report, if it is not the name; "\n" breaks the line.
         plain_heading: Heading in plain text, if it is not the name.
     """
 
@@ -86,11 +94,11 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The name in words: `bytes per task`."""
+        """The name in words, such as `bytes per task`."""
         return self.name.replace("_", " ")
 
     def __call__(self, correct: ArrayLike, total: ArrayLike = 1) -> float:
-        """Return the metric of one accuracy matrix, see `measure`."""
+        """Compute the metric of one accuracy matrix. See `measure` for the arguments."""
         return self._value(measure(correct, total))
 
     def _value(self, accuracies: Accuracies) -> float:
@@ -100,11 +108,11 @@ class Metric:
 
 
 def measure(correct: ArrayLike, total: ArrayLike = 1) -> Accuracies:
-    """Return one accuracy matrix with NaN where an entry is missing.
+    """Build one accuracy matrix, in which missing entries are NaN.
 
     Args:
-        correct: Correct answers, (T, T), or rates if `total` is 1.
-        total: Test images; any shape that broadcasts to (T, T).
+        correct: Numbers of correct predictions (T, T), or rates if `total` is 1.
+        total: Numbers of test images, in any shape that broadcasts to (T, T).
 
     Raises:
         UserError: If the matrix is not square or the shapes do not fit.
@@ -134,7 +142,7 @@ def measure(correct: ArrayLike, total: ArrayLike = 1) -> Accuracies:
 
 # ---- formulas, (..., T, T) -> (...) --------------------------------------------------------------
 def average_accuracy(a: Accuracies) -> Array:
-    """Compute mean_i R[T-1, i]; every task counts the same (macro)."""
+    """Compute mean_i R[T-1, i]; every task has the same weight (macro average)."""
     means: Array = a.rates[..., -1, :].mean(-1)
     return means
 
@@ -148,13 +156,13 @@ def pooled_accuracies(a: Accuracies) -> Array:
 
 
 def average_incremental_accuracy(a: Accuracies) -> Array:
-    """Compute mean_t acc_t, the first task included."""
+    """Compute mean_t acc_t, including the first task."""
     means: Array = pooled_accuracies(a).mean(-1)
     return means
 
 
 def last_accuracy(a: Accuracies) -> Array:
-    """Compute acc_{T-1}: each task is weighted by its number of test images (micro)."""
+    """Compute acc_{T-1}: each task is weighted by its number of test images (micro average)."""
     return pooled_accuracies(a)[..., -1]
 
 
@@ -186,7 +194,7 @@ def backward_transfer(a: Accuracies) -> Array:
 def backward_transfer_all_pairs(a: Accuracies) -> Array:
     """Compute 2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task.
 
-    It averages over all later tasks, `backward_transfer` over the last one only.
+    This metric averages over all later stages; `backward_transfer` uses only the last stage.
     """
     r = a.rates
     if r.shape[-1] < 2:
@@ -206,8 +214,8 @@ def learning_accuracy(a: Accuracies) -> Array:
 def forgetting_continuum_pre_2022_05(a: Accuracies) -> Array:
     """Compute 1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]).
 
-    `continuum` had this formula before May 2022. It leaves out task T-2 and the model after it, but
-    still divides by T-1. Use it only to compare with the paper of DyTox.
+    The library continuum used this formula before May 2022. It ignores task T-2 and the model after
+    it, but still divides by T-1. Use it only to compare with the paper of DyTox.
     """
     r = a.rates
     count = r.shape[-1]
@@ -224,12 +232,12 @@ def _diagonal(r: Array) -> Array:
 
 
 def _zero_if_measured(r: Array) -> Array:
-    """Return 0 for matrices of one measured task, NaN where it is missing."""
+    """Return 0 for matrices of one measured task; NaN if the task is missing."""
     return np.where(np.isnan(r[..., 0, 0]), NAN, 0.0)
 
 
 # ---- the registry --------------------------------------------------------------------------------
-# Places of the two metrics that are shown wherever a method has one line or one bar.
+# places of the two headline metrics, average accuracy and forgetting
 _HEADLINE: tuple[Place, ...] = (
     "draws",
     "report",
@@ -436,7 +444,7 @@ METRICS = {metric.name: metric for metric in _ENTRIES}
 
 
 def metrics_for(place: Place) -> list[Metric]:
-    """Return the metrics that a place shows, in the order of METRICS."""
+    """Return the metrics that are shown in a place, in the order of METRICS."""
     return [metric for metric in METRICS.values() if place in metric.shown_in]
 
 
@@ -446,12 +454,12 @@ def matrix_metrics() -> list[Metric]:
 
 
 def all_metrics(correct: ArrayLike, total: ArrayLike = 1) -> dict[str, float]:
-    """Return every metric of one accuracy matrix by name, see `measure`."""
+    """Compute all metrics of one accuracy matrix, as name -> value. See `measure`."""
     return _all_values(measure(correct, total))
 
 
 def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]]:
-    """Return `all_metrics` after each stage: those of the leading (t + 1) x (t + 1) matrix."""
+    """Compute `all_metrics` after each stage t, from the leading (t + 1) x (t + 1) matrix."""
     accuracies = measure(correct, total)
     return [_all_values(accuracies.until(t)) for t in range(len(accuracies.rates))]
 
@@ -461,9 +469,9 @@ def _all_values(accuracies: Accuracies) -> dict[str, float]:
 
 
 def order_disparity(accuracies: ArrayLike) -> Array:
-    """Compute max - min over orders of each task's final accuracy.
+    """Compute the range (max - min) of each task's final accuracy over several task orders.
 
-    APD reports the maximum and the mean of this as order robustness.
+    APD reports the maximum and the mean of this range as order robustness.
 
     Args:
         accuracies: R[T-1] of streams of the same tasks in different orders, (orders, T). A column
@@ -473,7 +481,7 @@ def order_disparity(accuracies: ArrayLike) -> Array:
         One value per task, (T,).
 
     Raises:
-        UserError: If the shape is another one.
+        UserError: If the array does not have two dimensions, or has no rows.
     """
     r: Array = np.asarray(accuracies, np.float64)
     if r.ndim != 2 or not len(r):

@@ -1,4 +1,4 @@
-"""`Model`: a trained model of one method. `predict` returns a pandas data frame."""
+"""`Model`: a trained model of one method, for the Python interface."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks that it serves, in stream order."""
+        """Names of the served tasks, in stream order."""
         return [task.name for task in self.bundle.tasks]
 
     def classes(self, task: str) -> tuple[str, ...]:
@@ -64,14 +64,14 @@ class Model:
                 images.
             task: One task for all images, or a task or None for each image. None: the method infers
                 the task.
-            rule: How the task of an image without one is chosen if the method cannot infer it.
+            rule: How to choose the task of an image without a task if the method cannot infer it.
                 `refuse` raises an error; `confident`, `entropy`, `nearest` and `ranpac` choose a
-                task; `recommended` is the one of these that was right most often when the model was
-                written. See `workers/serving/task_rules.py`.
-            top: Number of probabilities per image; 0: all.
+                task; `recommended` is the rule among these that was right most often when the
+                model was written. See `workers/serving/task_rules.py`.
+            top: Number of probabilities per image; 0 for all.
 
         Returns:
-            A row for each image with the columns class, probability (of the class), task,
+            One row per image with the columns class, probability (of the class), task,
             confidence (certainty of the task, 1 if it was given), and probabilities (class ->
             probability). See `workers.serving.server.Answer`.
 
@@ -87,8 +87,8 @@ class Model:
     def attention(self, images: Sequence[Any], task: str) -> dict[str, NDArray[np.float32]]:
         """Return attention maps of the class token over the (h, w) grid of patches.
 
-        Values are means over heads, divided by uniform attention: 1 is uniform. If a block runs
-        twice (top-down feedback), the map is that of the second pass.
+        Values are means over heads, relative to uniform attention, which is 1. If a block runs
+        twice (top-down feedback), the map is from the second pass.
 
         Args:
             images: See `predict`.
@@ -113,12 +113,12 @@ class Model:
 
     @torch.no_grad()
     def _attention(self, pixels: NDArray[Any], task: str) -> dict[str, NDArray[np.float32]]:
-        """Return the attention maps of pixels (n, 3, S, S) by the name of the block."""
+        """Return name of the block -> attention maps, for pixels (n, 3, S, S)."""
         method = self.predictor.method
         with self.predictor.lock, record_class_attention(method) as blocks:
             images = self.predictor.network_input(pixels)
             logits_with_task(method, images, task)
-        # Skip networks that did not run, or ran on other inputs: their batch size differs.
+        # Skip networks that did not run, or that ran on other inputs (with another batch size).
         ran = [block for block in blocks if block.passes and len(block.passes[-1]) == len(pixels)]
         networks = {block.network for block in ran}
         maps = {}
@@ -131,7 +131,7 @@ class Model:
 
     @property
     def sizes(self) -> pd.DataFrame:
-        """A row for each task: its number of classes, and the bytes of its state."""
+        """One row per task: its number of classes, and the bytes of its state."""
         return data_frame(task_rows(self.bundle.body))
 
     def save(self, folder: AnyPath) -> None:
@@ -141,8 +141,10 @@ class Model:
     def save_timm(self, folder: AnyPath, task: str) -> None:
         """Write one task into a new folder, as weights and config for timm.
 
-        `timm.create_model("local-dir:FOLDER", pretrained=True)` loads it. Raise `UserError` if
-        timm's own model does not compute the same logits.
+        `timm.create_model("local-dir:FOLDER", pretrained=True)` loads the model.
+
+        Raises:
+            UserError: If the model of timm does not compute the same logits.
         """
         from workers.serving import timm_model
 
@@ -151,16 +153,18 @@ class Model:
     def save_onnx(self, file: AnyPath, task: str) -> None:
         """Write one task as an ONNX file.
 
-        The input is `images` (N, 3, H, W), normalised; the output is `logits`. This needs the
-        packages of the extra `onnx`. Raise `UserError` if one is missing, or if onnxruntime does
-        not compute the same logits.
+        The input is `images` (N, 3, H, W), normalised; the output is `logits`. The packages of the
+        extra `onnx` are required.
+
+        Raises:
+            UserError: If a package is missing, or if onnxruntime does not compute the same logits.
         """
         from workers.serving import onnx_file
 
         onnx_file.write(self.bundle, task, absolute(os.fspath(file)))
 
     def export_task(self, task: str, file: AnyPath) -> None:
-        """Write one task into a file, which `import_task` adds to another model folder."""
+        """Write one task to a file, which `import_task` can add to another model folder."""
         export_task(self.bundle, task, os.fspath(file))
 
 

@@ -1,8 +1,8 @@
-"""One JSON file with the results of a run, for exchange with others.
+"""Write and read the results of a run as one JSON file, to exchange them with other people.
 
-`accrete report --json` writes it, `accrete compare` reads it, and `docs/formats.md` describes it. A
-file can come from a stranger: its size is limited, its fields are checked, and values that follow
-from the counts are computed, not read.
+`accrete report --json` writes the file, `accrete compare` reads it, and `docs/formats.md` describes
+it. The file may be untrusted: its size is limited, its fields are checked, and values that can be
+computed from the counts are not read.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from workers.storage.secrets import redact_texts
 FORMAT = "accrete-results"
 VERSION = 1
 SUFFIXES = (".json", ".csv")
-MAX_BYTES = 1 << 24  # of a file
-MAX_DEPTH = 20  # of the settings
-MAX_SETTINGS = 10_000
+MAX_BYTES = 1 << 24  # maximum size of a file
+MAX_DEPTH = 20  # maximum nesting depth of `runs`
+MAX_SETTINGS = 10_000  # approximate maximum number of settings of a run
 MAX_RUNS = 64
 MAX_METHODS = 64
 WRITE = "write it again with `accrete report CONFIG --json FILE`"
@@ -51,13 +51,13 @@ Cells = Annotated[list[list[Count | None]], Field(max_length=MAX_TASKS)]
 
 
 class Strict(Frozen):
-    """Base of the parts of a file: strict types, no unknown keys."""
+    """Base class for the parts of a file: strict types, no unknown keys."""
 
     model_config = ConfigDict(strict=True)
 
 
 class ResultTaskBody(Strict):
-    """A task of the stream. chance, test_images: for readers; they follow from the rest."""
+    """A task of the stream. `chance` is written for people; it is not read."""
 
     name: Text
     classes: list[Text] = Field(default_factory=list)
@@ -68,7 +68,10 @@ class ResultTaskBody(Strict):
 
 
 class SizesBody(Strict):
-    """Bytes to keep after a task. states: by kind, of all tasks so far. task_bytes: of this one."""
+    """Stored bytes after a task.
+
+    `states` are the bytes of all tasks so far by kind, `task_bytes` are the bytes of this task.
+    """
 
     after: Text
     backbone: Count = 0
@@ -80,7 +83,10 @@ class SizesBody(Strict):
 
 
 class MethodBody(Strict):
-    """The results of a method: counts, or accuracies alone. metrics, chance: for readers."""
+    """The results of a method: counts, or only accuracies.
+
+    `metrics` and `chance` are written for people; they are not read.
+    """
 
     label: Text
     method: Text
@@ -94,7 +100,10 @@ class MethodBody(Strict):
 
 
 class RunBody(Strict):
-    """A run, or one seed. stages: id -> key, for readers."""
+    """A run, or one replica of a run.
+
+    `stages` (stage id -> key) is written for people; it is not read.
+    """
 
     name: Annotated[str, Field(pattern=NAME, max_length=200)]
     seed: Annotated[int, Field(ge=0)] | Text = "unknown"
@@ -108,7 +117,7 @@ class RunBody(Strict):
 
 
 class ResultFileBody(Strict):
-    """The file. sha256: of the rest, by `compute_sha256`; may be left out."""
+    """The whole file. `sha256` is the optional `compute_sha256` of the other fields."""
 
     format: str
     version: int
@@ -118,7 +127,7 @@ class ResultFileBody(Strict):
 
 # ---- writing -------------------------------------------------------------------------------------
 def results_bytes(runs: Sequence[RunTables]) -> bytes:
-    """Return the file with the results of a run, or of all its seeds."""
+    """Return the content of the file with the results of a run, or of all its replicas."""
     body = {"format": FORMAT, "version": VERSION, "runs": [_run_body(run) for run in runs]}
     plain = json.loads(json.dumps(body, default=str))
     text = json.dumps({**plain, "sha256": compute_sha256(plain)}, indent=1, allow_nan=False)
@@ -126,9 +135,15 @@ def results_bytes(runs: Sequence[RunTables]) -> bytes:
 
 
 def write_results(name: str, path: str, runs: Sequence[RunTables]) -> None:
-    """Write the file with the results of runs. name: name of the path in an error.
+    """Write the file with the results of runs.
 
-    Raise `UserError` where it cannot be written.
+    Args:
+        name: Name of the path argument in error messages.
+        path: Path of the file.
+        runs: The runs.
+
+    Raises:
+        UserError: If the file cannot be written.
     """
     write_named_file(name, path, results_bytes(runs))
 
@@ -179,7 +194,7 @@ def _method_body(run: RunTables, label: str) -> dict[str, Any]:
 
 
 def _list_cells(matrix: Matrix) -> dict[str, Any]:
-    """Return the counts of a matrix; nothing for one of accuracies alone."""
+    """Return the counts of a matrix; an empty dict if the matrix has only accuracies."""
     known = matrix.correct[~np.isnan(matrix.correct)]
     if (known % 1).any():
         return {}
@@ -190,7 +205,7 @@ def _list_cells(matrix: Matrix) -> dict[str, Any]:
 
 
 def list_rows(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
-    """Return a matrix (T, T) as lists, null above the diagonal and where NaN."""
+    """Return a matrix (T, T) as lists. NaN and entries above the diagonal become None."""
     rows = []
     for t, row in enumerate(values.tolist()):
         cells: list[float | None] = []
@@ -216,14 +231,15 @@ def _sizes_body(row: Row) -> dict[str, Any]:
 
 # ---- reading -------------------------------------------------------------------------------------
 def is_results_file(run: str) -> bool:
-    """Return whether an argument names a file of results, by its suffix."""
+    """Return whether an argument has the suffix of a results file."""
     return run.lower().endswith(SUFFIXES)
 
 
 def read_results(path: str) -> list[ImportedTables]:
-    """Return the runs of a file: results as JSON, or one accuracy matrix as CSV or JSON.
+    """Read the runs of a file: results as JSON, or one accuracy matrix as CSV or JSON.
 
-    Raise `UserError` where it cannot be read, or is not as `docs/formats.md` describes it.
+    Raises:
+        UserError: If the file cannot be read, or has another format than in `docs/formats.md`.
     """
     if "://" in path:
         raise UserError(f"{path}: files of results are only read from disk; copy it first")
@@ -285,7 +301,7 @@ def _list_runs(path: str, body: Any) -> list[ImportedTables]:
 
 
 def _check_settings(path: str, runs: Any) -> None:
-    """Raise `UserError` where the file is nested too deeply, or has too many settings."""
+    """Raise `UserError` if the runs are nested too deeply or have too many settings."""
     level = [runs]
     depth = 0
     while level:
@@ -341,7 +357,13 @@ def _make_tables(path: str, run: RunBody) -> ImportedTables:
 
 
 def _make_method(path: str, body: MethodBody, roles: Mapping[str, str]) -> ImportedMethod:
-    """Return the results of a method. roles: of the tasks of the stream, in its order."""
+    """Check and return the results of a method.
+
+    Args:
+        path: Path of the file, for messages.
+        body: The part of the file about the method.
+        roles: Task -> role, in stream order.
+    """
     where = f"{path}: method {body.label!r}"
     in_order = [name for name in roles if name in body.tasks]
     if in_order != body.tasks:
@@ -371,7 +393,7 @@ def _make_method(path: str, body: MethodBody, roles: Mapping[str, str]) -> Impor
 def _make_array(
     where: str, rows: Sequence[Sequence[float | None]], size: int
 ) -> NDArray[np.float64]:
-    """Return a matrix (T, T), NaN where null, and above the diagonal."""
+    """Return a matrix (T, T). Null and entries above the diagonal become NaN."""
     if len(rows) != size or any(len(row) != size for row in rows):
         raise UserError(f"{where}: a matrix is not of {size} x {size}, one row per task; {WRITE}")
     values = np.array(rows, np.float64)  # null becomes NaN
@@ -380,7 +402,7 @@ def _make_array(
 
 
 def _sizes_row(where: str, method: MethodBody, body: SizesBody, roles: Mapping[str, str]) -> Row:
-    """Return sizes as `RunTables.sizes` does; totals and growth are derived."""
+    """Return a row like those of `RunTables.sizes`. Total and growth are computed."""
     if body.after not in method.tasks:
         raise UserError(f"{where}: sizes are of {body.after!r:.80}, no task of it; {WRITE}")
     total = body.backbone + sum(body.states.values()) + body.carried

@@ -1,4 +1,4 @@
-"""The runs of a storage and their progress, from records, results and the drivers' status files."""
+"""The runs of a storage and their progress, from run records, results and driver status files."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ State = Literal[
     "unfinished",
     "damaged",
 ]
-MAX_NAMES = 8  # runs that an error names
+MAX_NAMES = 8  # maximum number of runs that an error message lists
 
 
 class MethodAccuracy(NamedTuple):
-    """The average accuracy of a method after its last finished task; None before the first.
+    """The average accuracy of a method after its last finished task.
 
-    Of a run of several seeds or class orders it is the mean over them.
+    It is the mean over replicas for a run with several seeds or class orders, and None if a replica
+    has no finished task.
     """
 
     label: str
@@ -62,11 +63,17 @@ class MethodAccuracy(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run in a list.
+    """An entry in the list of runs.
 
-    started: ISO 8601, of the last start. done: stages with a result, of `total`, without the
-    report. `unfinished` is a run of which no driver has left word; of a `damaged` one the record
-    cannot be read.
+    Attributes:
+        name: Name of the run.
+        state: State of the run. `unfinished`: results are missing, but the driver left no status
+            file, or a status file that says that the run finished. `damaged`: the record of the
+            run cannot be read.
+        started: Time of the last start, ISO 8601.
+        done: Number of stages with a result, without the report.
+        total: Number of stages, without the report.
+        methods: Accuracy of each method.
     """
 
     name: str
@@ -79,11 +86,22 @@ class RunOverview:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """A stage of a run.
+    """The status of a stage of a run.
 
-    since_s: seconds in this state; None if unknown. wall_s: seconds that it took, or None. where:
-    the process that runs it or ran it. is_saved: no process runs it, and the next run resumes from
-    its checkpoint.
+    Attributes:
+        id: Id of the stage.
+        step: Step of the stage.
+        label: Label of the method, or None.
+        task: Name of the task, or None.
+        key: Key of the result.
+        state: State of the stage.
+        where: The process that runs or ran the stage.
+        since_s: Seconds in this state; None if unknown.
+        wall_s: Duration in seconds; None if unknown.
+        tries: Number of failed tries.
+        message: Why the stage failed or waits again.
+        progress: Progress report of a stage that is running.
+        is_saved: Whether no process runs the stage and the next run resumes from its checkpoint.
     """
 
     id: str
@@ -103,10 +121,15 @@ class StageStatus:
 
 @dataclass(frozen=True)
 class Driver:
-    """The process that runs a run, or ran it last.
+    """The driver: the process that executes a run, or executed it last.
 
-    age_s: seconds since it started. quiet_s: seconds since it was last heard of. message: why the
-    run failed. command: the command that resumes the run.
+    Attributes:
+        host: Name of the host.
+        pid: Process id.
+        age_s: Seconds since the start of the process.
+        quiet_s: Seconds since the last update of its status file.
+        message: Reason why the run failed.
+        command: Command that resumes the run.
     """
 
     host: str
@@ -119,11 +142,18 @@ class Driver:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is.
+    """The status of a run.
 
-    driver: None where none has left word. left_s: seconds until its end, about, or None.
-    left_without: stages that `left_s` leaves out, because nothing comparable was measured. gpu_use:
-    how busy each GPU was while stages trained; empty without GPUs.
+    Attributes:
+        name: Name of the run.
+        state: State of the run.
+        started: Time of the last start, ISO 8601.
+        stages: Status of the stages.
+        driver: The driver; None without a status file.
+        left_s: Estimated seconds until the end; None if unknown.
+        left_without: Number of stages that `left_s` does not include, because the duration of
+            comparable stages is unknown.
+        gpu_use: Utilisation of each GPU while stages trained; empty without GPUs.
     """
 
     name: str
@@ -142,7 +172,7 @@ class RunStatus:
 
 
 def list_runs(storage: str) -> list[RunOverview]:
-    """Return the runs of a storage, the latest first.
+    """Return the runs of a storage. The run that was started last comes first.
 
     Raises:
         UserError: If the storage does not exist.
@@ -152,7 +182,7 @@ def list_runs(storage: str) -> list[RunOverview]:
     has_result = _key_finder(storage, "stages", MANIFEST)
     overviews = []
     for name in store.run_names():
-        if not re.fullmatch(NAME, name):  # no run can have it
+        if not re.fullmatch(NAME, name):  # not a valid name of a run
             continue
         overview = _make_overview(store, name, has_result)
         if overview is not None:
@@ -163,9 +193,9 @@ def list_runs(storage: str) -> list[RunOverview]:
 def _make_overview(
     store: Store, name: str, has_result: Callable[[str], bool]
 ) -> RunOverview | None:
-    """Return a run in a list; None for a folder without a record.
+    """Return the entry of a run in the list; None for a folder without a record.
 
-    A record on a disk that is not a readable file counts as damaged and does not stop the list.
+    On a disk, a record that cannot be read makes the run `damaged` and does not raise an error.
     """
     try:
         record = store.record(name)
@@ -180,7 +210,15 @@ def _make_overview(
 
 
 def _key_finder(storage: str, area: str, file: str) -> Callable[[str], bool]:
-    """Return a function that says whether a key has a file in an area. A bucket is listed once."""
+    """Return a function that tells whether a key has a file in an area of the storage.
+
+    A bucket is listed only once, in advance.
+
+    Args:
+        storage: Folder or URI of the storage.
+        area: Folder in the storage that contains one folder per key.
+        file: Name of the file.
+    """
     root = join(storage, area)
     if is_local(storage):
         return lambda key: exists(join(root, key, file))
@@ -211,18 +249,18 @@ def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]
 
 
 def _computed(record: RunRecord) -> list[StageRecord]:
-    """Return the stages of a run without its report, which is made again at no cost."""
+    """Return the stages of a run without the report, which is cheap to build again."""
     return [stage for stage in record["stages"] if stage["step"] != "report"]
 
 
 def _evaluations(record: RunRecord) -> RunRecord:
-    """Return a record with the evaluations alone, which hold the accuracies."""
+    """Return a record with only the evaluation stages, which have the accuracies."""
     evaluations = [stage for stage in record["stages"] if stage["step"] == "evaluate"]
     return {**record, "stages": evaluations}
 
 
 def _mean_accuracy(runs: Sequence[RunTables], label: str) -> float | None:
-    """Return the average accuracy of a method, the mean over replicas; None before all have one."""
+    """Return the average accuracy of a method, averaged over replicas; None if one is missing."""
     values = [_average_accuracy(tables, label) for tables in runs]
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
@@ -233,19 +271,26 @@ def _mean_accuracy(runs: Sequence[RunTables], label: str) -> float | None:
 def _average_accuracy(tables: RunTables, label: str) -> float | None:
     try:
         value = tables.matrix(label).final.get("average_accuracy", math.nan)
-    # a record or a result of another version, or damaged
+    # the record or a result is damaged, or was written by another version of Accrete
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
         return None
     return None if math.isnan(value) else value
 
 
 def _state(storage: str, live: LiveStatus | None, is_whole: bool) -> State:
-    """Return the state of a run. is_whole: all its results stand."""
+    """Return the state of a run.
+
+    Args:
+        storage: Folder or URI of the storage.
+        live: Status file of the driver, or None.
+        is_whole: Whether all results of the run exist.
+    """
     if live is not None and is_alive(storage, live):
         return "running"
     if is_whole:
         return "finished"
-    if live is None or live["state"] == "finished":  # results were deleted, or the config changed
+    # `finished` without all results: results were deleted, or the config was changed
+    if live is None or live["state"] == "finished":
         return "unfinished"
     if live["state"] == "running":
         return "killed"
@@ -254,7 +299,7 @@ def _state(storage: str, live: LiveStatus | None, is_whole: bool) -> State:
 
 # ---- one run -------------------------------------------------------------------------------------
 def run_status(storage: str, name: str) -> RunStatus:
-    """Return how far a run is. Raise `UserError` for an unknown one."""
+    """Return the status of a run. Raise `UserError` if the run does not exist."""
     store = Store(storage)
     record = find_record(store, name)
     live = read_status(storage, name)
@@ -303,7 +348,19 @@ def _stage_status(
     has_checkpoint: Callable[[str], bool],
     now: float,
 ) -> StageStatus:
-    """Return the status of a stage: as the driver sees it while it lives, else by its result."""
+    """Return the status of a stage.
+
+    While the driver is alive, the state is taken from its status file. Otherwise results and
+    checkpoints determine the state, and a stage without a result stays `failed` or `blocked`.
+
+    Args:
+        stage: The stage in the record of the run.
+        live: The stage in the status file of the driver.
+        is_alive: Whether the driver is alive.
+        has_result: Returns whether a key has a result.
+        has_checkpoint: Returns whether a key has a checkpoint.
+        now: Current time, in seconds since the epoch.
+    """
     state: str = live.get("state", "waiting")
     is_saved = False
     if not is_alive:
@@ -334,9 +391,11 @@ def _stage_status(
 
 
 def named_run(run: str, storage: str) -> tuple[str, str]:
-    """Return name and storage of a run, given by its name or by the path of the config.
+    """Return name and storage of a run.
 
-    The storage of a config replaces `storage`.
+    Args:
+        run: Name of the run, or path of its config.
+        storage: Storage of the run. For a config, the storage in the config is used instead.
     """
     if run.endswith((".yaml", ".yml")) or os.path.isfile(run):
         settings = config.load(run, with_methods=False)
@@ -345,7 +404,7 @@ def named_run(run: str, storage: str) -> tuple[str, str]:
 
 
 def find_record(store: Store, name: str) -> RunRecord:
-    """Return the record of a run. Raise `UserError` where there is none, with names of others."""
+    """Return the record of a run. Raise `UserError` if the run does not exist or is damaged."""
     check_readable(store.storage)
     is_name = re.fullmatch(NAME, name) is not None
     record = store.record(name) if is_name else None

@@ -1,4 +1,4 @@
-"""Where the shards of a card lie, as WebDataset takes them: URLs with braces."""
+"""Locations of the shards of a card, as URLs with braces for WebDataset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.storage.artifact import Artifact, is_local
 
 
 class ShardUrl(NamedTuple):
-    """One or, with braces, several shards of a split."""
+    """URL of a shard of a split, or of several shards if it contains braces."""
 
     card: str
     split: Split
@@ -29,8 +29,10 @@ class ShardUrl(NamedTuple):
 def find_requested(name: str, storage: str | None) -> list[ShardUrl]:
     """Return the shards of a card, or of all cards of a config.
 
-    name: of a card, or the path of a card or a config. storage: of ingested data; None: that of the
-    config, else `storage`.
+    Args:
+        name: Name of a card, or path of a card or a config.
+        storage: Storage with the ingested data. None for the storage in the config, or for
+            `storage` if `name` is a card.
     """
     names = [name]
     is_file = name.endswith((".yaml", ".yml"))
@@ -43,9 +45,12 @@ def find_requested(name: str, storage: str | None) -> list[ShardUrl]:
 
 
 def list_shard_urls(name: str, store: Store) -> list[ShardUrl]:
-    """Return where the shards of a card lie: those that it names, else those that ingest wrote.
+    """Return the shards of a card: the shards that the card names, or the ingested shards.
 
-    Nothing is opened but the store. Raise UserError where the card was not ingested yet.
+    Shards are not opened.
+
+    Raises:
+        UserError: If the card names no shards and is not ingested yet.
     """
     card = card_files.load(name, store)
     urls = in_place.get_shard_urls(card)

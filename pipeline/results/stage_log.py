@@ -1,6 +1,6 @@
-"""The events of the stages of a run, and the tracebacks of their failed tries.
+"""Read the events of a run, and the tracebacks of failed tries of its stages.
 
-The storage can be a stranger's: files are read up to a maximum size, invalid events are skipped.
+The storage may be untrusted: the size of files is limited, and invalid events are skipped.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 from pipeline.graph import event_log, failures
 from workers.storage.artifact import join, list_files, read_bytes
 
-MAX_FAILURE_BYTES = 1 << 20
+MAX_FAILURE_BYTES = 1 << 20  # maximum size of the file of a failed try
 
 
 class RunEvent(NamedTuple):
     """A line of a run's event log.
 
-    time: ISO 8601. kind: such as `started`. stage: id of the stage; empty where it is about the
-    whole run. values: all of the line.
+    Attributes:
+        time: Time in ISO 8601.
+        kind: Kind of the event, such as `started`.
+        stage: Id of the stage; empty for an event of the whole run.
+        values: All fields of the line.
     """
 
     time: str
@@ -29,14 +32,14 @@ class RunEvent(NamedTuple):
 
 
 class FailedTry(NamedTuple):
-    """The file of a failed try of a stage, and its text, or why it cannot be read."""
+    """A failed try of a stage: the URI of its file, and the text of the file or a read error."""
 
     uri: str
     text: str
 
 
 def read_events(storage: str, name: str) -> list[RunEvent]:
-    """Return the events of a run in their order, of all its starts that the log still holds."""
+    """Return the events in the log of a run, oldest first. The log may cover several starts."""
     folder = join(storage, "runs", name)
     events: list[RunEvent] = []
     for file in (event_log.ROTATED_FILE, event_log.FILE):
@@ -63,7 +66,7 @@ def _list_events(data: bytes) -> Iterator[RunEvent]:
 
 
 def failed_keys(storage: str) -> dict[str, list[str]]:
-    """Return key of a stage -> names of the files of the failed tries, the oldest first."""
+    """Return key of a stage -> names of the files of its failed tries, oldest first."""
     files: dict[str, list[str]] = {}
     for path in sorted(list_files(join(storage, failures.FOLDER))):
         key, _, file = path.partition("/")
@@ -73,7 +76,7 @@ def failed_keys(storage: str) -> dict[str, list[str]]:
 
 
 def read_failure(storage: str, key: str, file: str) -> FailedTry:
-    """Return the file of a failed try of the stage `key`."""
+    """Read the file of a failed try of the stage with this key."""
     uri = join(storage, failures.FOLDER, key, file)
     try:
         text = read_bytes(uri, MAX_FAILURE_BYTES).decode(errors="replace")

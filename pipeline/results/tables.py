@@ -1,7 +1,7 @@
 """The results of a run as tables: matrices, metrics over time, sizes, histories, confusions.
 
-Everything is read from stage results in the store, never from a live run, so a report can be made
-again at any time. An unfinished run yields the results that exist.
+Everything is read from stage results in the store, never from a live run, so a report can be built
+again at any time. An unfinished run has the results so far.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
-# If the task is not given: correct within the five best logits; correct when the task is given.
+# Additional counts, which are measured if the task of an image is not given: name -> field of an
+# evaluation row. `top5`: the true class is among the five largest logits. `task_aware`: the
+# prediction is correct if the model chooses among the outputs of the task only.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
 TOP_CLASSES = 5
 # columns of `RunTables.sizes` that are not bytes
@@ -47,9 +49,12 @@ STATE_KINDS = ("masks", "tokens", "head", "copies")
 
 
 class PickCounts(NamedTuple):
-    """How often images of a task were assigned to each candidate task by task inference.
+    """How often images of a task were assigned to each candidate by task inference.
 
-    counts: (tasks, candidates).
+    Attributes:
+        counts: Number of images, (tasks, candidates).
+        tasks: True tasks (rows).
+        candidates: Names of the candidates (columns).
     """
 
     counts: NDArray[np.int64]
@@ -59,13 +64,21 @@ class PickCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """The accuracy matrix R of one method: integer counts, NaN when missing, both (T, T).
+    """The accuracy matrix R of one method.
 
-    Row: after learning a task. Column: on a task. source (T, T) is one of `measured`; `follows`
-    (equals the diagonal, because the method cannot change its predictions on earlier tasks, so
-    they were not measured again); `missing` (not finished yet); `ahead` (task not learned yet).
-    extra: other counts of the same predictions by name; their averages appear among the metrics as
-    `NAME_average_accuracy` and so on. chance (T, T): accuracy of guessing; NaN above the diagonal.
+    A row is the state after learning a task, a column is the task that is tested.
+
+    Attributes:
+        label: Label of the method.
+        tasks: Names of the T tasks, in stream order.
+        correct: Numbers of correct predictions (T, T), or accuracies; NaN if missing.
+        total: Numbers of test images (T, T), or 1 for accuracies; NaN if missing.
+        source: Origin of each entry (T, T). `measured`; `follows`: equal to the diagonal and not
+            measured again, because the method cannot change its predictions on earlier tasks;
+            `missing`: not finished yet; `ahead`: the task is not learned yet.
+        extra: Name -> matrix with other counts of the same predictions. Their metrics have names
+            such as `NAME_average_accuracy`.
+        chance: Accuracy of guessing (T, T); NaN above the diagonal.
     """
 
     label: str
@@ -78,22 +91,22 @@ class Matrix:
 
     @property
     def chance_so_far(self) -> list[float]:
-        """The mean accuracy of guessing over the tasks so far, after each task."""
+        """Mean accuracy of guessing over the tasks so far, after each task."""
         return [float(row[: t + 1].mean()) for t, row in enumerate(self.chance)]
 
     @property
     def test_images(self) -> list[int | None]:
-        """The number of test images of each task; None where it is not measured."""
+        """Number of test images of each task; None for a task that was not measured."""
         return [_whole(float(np.nan_to_num(c, nan=-1.0).max())) for c in self.total.T]
 
     @cached_property
     def rates(self) -> NDArray[np.float64]:
-        """Accuracies, (T, T); NaN when missing."""
+        """Accuracies (T, T); NaN if missing."""
         return metrics.measure(self.correct, self.total).rates
 
     @cached_property
     def over_time(self) -> list[dict[str, float]]:
-        """All metrics by name after each task."""
+        """Name -> value of all metrics, after each task."""
         rows = metrics.over_time(self.correct, self.total)
         for prefix, matrix in self.extra.items():
             for row, values in zip(rows, matrix.over_time, strict=True):
@@ -103,7 +116,7 @@ class Matrix:
 
     @property
     def finished(self) -> int:
-        """The number of complete leading rows."""
+        """Number of leading rows without missing entries."""
         for t, row in enumerate(self.source):
             if "missing" in row[: t + 1]:
                 return t
@@ -111,7 +124,7 @@ class Matrix:
 
     @property
     def final(self) -> dict[str, float]:
-        """The metrics after the last complete row; empty when no row is complete."""
+        """Metrics after the last complete row; empty if no row is complete."""
         if not self.finished:
             return {}
         return self.over_time[self.finished - 1]
@@ -119,10 +132,14 @@ class Matrix:
 
 @dataclass
 class RunTables:
-    """The stored results of a run. `record` is its run.json.
+    """The stored results of a run.
 
-    artifacts: finished stages by id. problems: sentences about files that cannot be read. notes:
-    sentences to read before these results are compared with others.
+    Attributes:
+        storage: Folder or URI of the storage.
+        record: The record of the run (run.json).
+        artifacts: Stage id -> artifact of all finished stages.
+        problems: Sentences about files that cannot be read.
+        notes: Sentences that a reader needs to compare these results with others.
     """
 
     storage: str
@@ -138,7 +155,13 @@ class RunTables:
         record: RunRecord,
         known: Mapping[str, Manifest] | None = None,
     ) -> RunTables:
-        """Read the manifests of all stages. known: manifests by stage id, which are not read."""
+        """Read the manifests of all finished stages.
+
+        Args:
+            storage: Folder or URI of the storage.
+            record: The record of the run.
+            known: Stage id -> manifest that is known and therefore not read.
+        """
         root = join(storage, "stages")
         known = known or {}
         artifacts = {}
@@ -154,28 +177,28 @@ class RunTables:
 
     @classmethod
     def load_all(cls, storage: str, records: Mapping[str, RunRecord]) -> dict[str, RunTables]:
-        """Read the manifests of several records, such as those of replicas, by the same names."""
+        """Call `load` for several records, such as the replicas of a run. The names are kept."""
         return {name: cls.load(storage, record) for name, record in records.items()}
 
     # ---- stages, methods and tasks ---------------------------------------------------------------
     @property
     def source(self) -> str:
-        """The path of the file that the results come from; empty for those in a store."""
+        """Path of the file that contains the results; empty for results in a store."""
         return ""
 
     @property
     def root(self) -> str:
-        """The folder of all stage results."""
+        """Folder of all stage results."""
         return join(self.storage, "stages")
 
     @property
     def labels(self) -> list[str]:
-        """The labels of all methods, in order."""
+        """Labels of all methods, in order."""
         return list(dict.fromkeys(s["label"] for s in self.record["stages"] if s["label"]))
 
     @property
     def scenario(self) -> str:
-        """`task` or `class`."""
+        """`task`, `class` or `domain`."""
         return str(self.record["config"].get("stream", {}).get("scenario", "task"))
 
     def method(self, label: str) -> str:
@@ -186,7 +209,7 @@ class RunTables:
         return label
 
     def tasks(self, label: str) -> list[str]:
-        """Return the tasks on which this method is evaluated, in stream order."""
+        """Return the tasks on which the method is evaluated, in stream order."""
         evaluated = set()
         for stage in self.record["stages"]:
             if stage["label"] == label and stage["step"] == "evaluate":
@@ -199,9 +222,9 @@ class RunTables:
         return task
 
     def stages(self, label: str, task: str) -> list[StageRecord]:
-        """Return the stages that learned `task`, in order, without `evaluate`.
+        """Return the stages in which a method learns `task`, in order, without `evaluate`.
 
-        A method that does not train on the base task has only the backbone stage there.
+        If a method does not train on the base task, the result for that task is the backbone stage.
         """
         learning = []
         backbone = []
@@ -215,7 +238,7 @@ class RunTables:
         return learning
 
     def result(self, label: str, task: str) -> dict[str, Any] | None:
-        """Return the result of `evaluate` after learning `task`; None when not finished."""
+        """Return the result of `evaluate` after learning `task`; None if it is not finished."""
         artifact = self.artifacts.get(f"{label}/{task}/evaluate")
         if artifact is None:
             return None
@@ -223,9 +246,9 @@ class RunTables:
         return result
 
     def state_stage(self, label: str, task: str) -> Artifact | None:
-        """Return the finished stage whose `task.safetensors` serves `task`.
+        """Return the stage with the `task.safetensors` that `task` is served with.
 
-        It is the stage that `evaluate` depends on; None when it is not finished.
+        This is the stage that `evaluate` depends on. The result is None if it is not finished.
         """
         evaluate_id = f"{label}/{task}/evaluate"
         parents: Sequence[str] = ()
@@ -242,9 +265,9 @@ class RunTables:
 
     # ---- files of stages -------------------------------------------------------------------------
     def read(self, artifact: Artifact | None, name: str) -> bytes | None:
-        """Return a file of a stage; None when it is absent or damaged.
+        """Return the content of a file of a stage; None if it is missing or damaged.
 
-        A damaged file adds a sentence to `problems`.
+        For a damaged file, a sentence is added to `problems`.
         """
         if artifact is None or name not in artifact.manifest["files"]:
             return None
@@ -255,19 +278,19 @@ class RunTables:
             return None
 
     def add_problem(self, sentence: str) -> None:
-        """Add a sentence to `problems` once."""
+        """Add a sentence to `problems`, unless the sentence is there already."""
         if sentence not in self.problems:
             self.problems.append(sentence)
 
     def table(self, artifact: Artifact | None, name: str) -> pa.Table | None:
-        """Return a Parquet file of a stage as a table; None when it cannot be read."""
+        """Return a Parquet file of a stage as a table; None if it is missing or damaged."""
         data = self.read(artifact, name)
         if data is None:
             return None
         return read_table(data)
 
     def history(self, stage_id: str) -> list[Row]:
-        """Return one row per epoch, in the columns of the stage's history."""
+        """Return the history of a stage with one row per epoch; empty without a history."""
         table = self.table(self.artifacts.get(stage_id), "history.parquet")
         if table is None:
             return []
@@ -275,7 +298,7 @@ class RunTables:
         return rows
 
     def state(self, label: str, task: str) -> TaskState | None:
-        """Return the state of a task; None when it cannot be read."""
+        """Return the state of a task; None if it is missing or damaged."""
         from workers.storage.taskstate import TaskState  # start-up time: imports torch
 
         data = self.read(self.state_stage(label, task), "task.safetensors")
@@ -288,9 +311,9 @@ class RunTables:
             return None
 
     def carried(self, label: str, task: str) -> Carried:
-        """Return the state that the task's last step carries to the next task.
+        """Return the state that a method carries from `task` to the next task.
 
-        It is empty when it cannot be read.
+        The result is empty if the state is missing or damaged.
         """
         from workers.storage.taskstate import Carried  # start-up time: imports torch
 
@@ -307,9 +330,11 @@ class RunTables:
     def matrix(self, label: str, correct: str = "correct") -> Matrix:
         """Return the accuracy matrix of one method.
 
-        correct: the count of an evaluation row to use. `correct_task_aware` gives the second matrix
-        where the task is not given, with logits masked to those of the task; every entry is missing
-        when `evaluate` did not write it.
+        Args:
+            label: Label of the method.
+            correct: Field of an evaluation row with the number of correct predictions: `correct`,
+                or a value of EXTRA_COUNTS. All entries are missing if `evaluate` did not write the
+                field.
         """
         tasks = self.tasks(label)
         size = len(tasks)
@@ -341,10 +366,14 @@ class RunTables:
         return Matrix(label, tuple(tasks), hits, totals, source, extra, chance)
 
     def _chance(self, tasks: Sequence[str], correct: str) -> NDArray[np.float64]:
-        """Return the accuracy of guessing after each task, on each: (T, T), NaN above the diagonal.
+        """Return the accuracy of guessing (T, T); NaN above the diagonal.
 
-        In scenario `class` the classes of all tasks so far compete, unless the task is given.
-        correct: as `matrix` takes it; among TOP_CLASSES guesses any may be right.
+        In scenario `class` the classes of all tasks so far compete, unless the task is given. For
+        the top-5 accuracy there are TOP_CLASSES guesses.
+
+        Args:
+            tasks: Tasks in stream order.
+            correct: See `matrix`.
         """
         sizes = np.array([len(self.task(name)["classes"]) for name in tasks], float)
         competing = np.tile(sizes, (len(tasks), 1))
@@ -356,7 +385,7 @@ class RunTables:
         return np.where(is_learned, chance, np.nan)
 
     def learned_tasks(self, label: str) -> list[LearnedTask]:
-        """Return the test of each task right after the method learned it."""
+        """Return the test result of each task right after the method learned the task."""
         matrix = self.matrix(label)
         config = self.record["config"]
         own = (config.get("methods") or {}).get(label) or {}
@@ -385,11 +414,11 @@ class RunTables:
         return learned
 
     def sizes(self, label: str) -> list[Row]:
-        """Return one row per finished task: all bytes to keep, the growth ratio, the task's cost.
+        """Return one row per finished task: stored bytes, growth, and the cost of the task.
 
-        A chain that retrains the backbone carries a changed copy of the backbone. That copy counts
-        as `carried`, in addition to the shared backbone. A star keeps the state that its base task
-        carries to every task.
+        A method that trains its tasks in a chain and changes the backbone carries a copy of the
+        backbone. This copy counts as `carried`, in addition to the shared backbone. A method whose
+        tasks all start from the base task (a star) keeps the state that the base task carries.
         """
         backbone_bytes = 0
         if "backbone" in self.artifacts:
@@ -452,9 +481,9 @@ class RunTables:
         )
 
     def budget(self, label: str) -> TrainingBudget:
-        """Return the training budget of a method, without the backbone that all methods share.
+        """Return the training budget of a method, without the shared backbone stage.
 
-        It contains the stages with features, although other methods may share them too.
+        Stages that compute features are included, although other methods may share them.
         """
         manifests: list[Manifest | None] = []
         trained: dict[str, None] = {}
@@ -473,11 +502,11 @@ class RunTables:
         return sum_budget(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
 
     def summary(self) -> list[Row]:
-        """Return one row per method: final metrics, sizes, and whether its logits changed."""
+        """Return one row per method: final metrics, sizes, and whether logits changed."""
         return [self.summary_row(label) for label in self.labels]
 
     def summary_row(self, label: str) -> Row:
-        """Return the row of one method in `summary`."""
+        """Return the row of `summary` for one method."""
         matrix = self.matrix(label)
         sizes = self.sizes(label)
         last_sizes = sizes[-1] if sizes else {}
@@ -507,10 +536,11 @@ class RunTables:
 
     # ---- evaluations -----------------------------------------------------------------------------
     def evaluation_rows(self, label: str, after: str) -> list[Row]:
-        """Return the evaluation rows measured after learning `after`.
+        """Return the evaluation rows that were measured after learning `after`.
 
-        For a chain it is a row of the matrix. For a star it is the new task and its canary: the
-        previous task, which is measured again.
+        If the tasks form a chain, these are all entries in a row of the matrix. If the tasks are
+        independent (a star), these are the new task and its canary: the previous task, which is
+        measured again as a check.
         """
         result = self.result(label, after)
         if result is None:
@@ -521,10 +551,10 @@ class RunTables:
         return rows
 
     def logits_rows(self, label: str) -> list[Row]:
-        """Return one row per task: how often it was measured, and whether its logits were equal.
+        """Return one row per task: number of measurements, and whether their logits were equal.
 
-        Only measurements on the same kind of device with the same number of threads are compared
-        by sha256; others sum in another order.
+        The sha256 of logits is only compared between measurements on the same kind of device with
+        the same number of threads, because other measurements sum in a different order.
         """
         digests: dict[str, dict[str, list[str]]] = {}  # task -> device -> sha256 of logits
         for after in self.tasks(label):
@@ -550,7 +580,7 @@ class RunTables:
         return rows
 
     def _device_of_evaluation(self, label: str, after: str) -> str:
-        """Return the device and the number of threads, which decide the last bits of logits."""
+        """Return device and number of threads, which can change the last bits of logits."""
         artifact = self.artifacts.get(f"{label}/{after}/evaluate")
         provenance: Mapping[str, Any] = {}
         if artifact is not None:
@@ -558,17 +588,22 @@ class RunTables:
         return f"{provenance.get('device')} {provenance.get('threads')}"
 
     def logits_verdict(self, label: str) -> str:
-        """Return `identical` or `changed` for earlier tasks, or `not measured again`."""
+        """Return whether the logits of tasks stayed the same in repeated measurements.
+
+        Returns:
+            `identical`, `changed`, or `not measured again` without comparable measurements.
+        """
         verdicts = {row["logits_equal"] for row in self.logits_rows(label)} - {None}
         if not verdicts:
             return "not measured again"
         return "changed" if False in verdicts else "identical"
 
     def picks(self, label: str) -> list[Row]:
-        """Return how well a method infers the task; empty for methods that do not infer it.
+        """Return how well a method infers the task; empty for methods that do not infer the task.
 
-        One row per task measured after each task: how many images were assigned to the right task,
-        and the mean confidence of right and of wrong assignments.
+        There is one row for each learned task and each task that was tested after it, with the
+        number of images that were assigned to the right task, and the mean confidence of right and
+        of wrong assignments.
         """
         rows = []
         for index, after in enumerate(self.tasks(label)):
@@ -597,8 +632,12 @@ class RunTables:
     def pick_counts(self, label: str, after: str | None = None) -> PickCounts | None:
         """Return how often images of each task were assigned to each candidate task.
 
-        after: the last task learned; None for the last finished one. None when the method does not
-        infer the task.
+        Args:
+            label: Label of the method.
+            after: The last learned task; None for the last finished task.
+
+        Returns:
+            The counts, or None if the method does not infer the task.
         """
         last_rows: list[Row] = []
         for task in self.tasks(label):
@@ -616,9 +655,11 @@ class RunTables:
     def confusion(
         self, label: str, after: str, task: str
     ) -> tuple[NDArray[np.int64], list[str]] | None:
-        """Return counts (true, predicted) on `task` after learning `after`, and the class names.
+        """Return the confusion matrix on `task` after learning `after`.
 
-        None if no predictions fit the classes.
+        Returns:
+            Counts (true class, predicted class) and the class names. None if there are no
+            predictions, or if they do not match the classes.
         """
         table = self.table(self.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
@@ -630,7 +671,7 @@ class RunTables:
         predictions = rows["prediction"].to_numpy()
         highest = max(labels.max(), predictions.max())
         names = list(self.task(task)["classes"])
-        if highest >= len(names):  # labels index the classes of all tasks learned so far
+        if highest >= len(names):  # then labels are indices into the classes of all tasks so far
             order = self.tasks(label)
             names = []
             for learned in order[: order.index(after) + 1]:
@@ -643,9 +684,10 @@ class RunTables:
 
     # ---- the run as a whole ----------------------------------------------------------------------
     def stage_rows(self) -> list[Row]:
-        """Return one row per stage: its state, wall time, bytes and device.
+        """Return one row per stage: state, wall time, bytes and device.
 
-        The report, which is made of this, counts as done when all else is.
+        The report stage is built from these rows, so it counts as done if all other stages are
+        done.
         """
         rows = []
         for stage in self.record["stages"]:
@@ -686,9 +728,10 @@ class RunTables:
         return group_steps(steps)
 
     def warnings(self) -> list[Row]:
-        """Return a row for each warning, with the number of stages that have it.
+        """Return one row per warning, with the number of stages that have the warning.
 
-        First images that were left out, then tasks at chance, warnings of stages, and `problems`.
+        The order is: omitted images, tasks that do not exceed chance, warnings of stages, and
+        `problems`.
         """
         rows: list[Row] = []
         for stage in self.record["stages"]:
@@ -711,7 +754,7 @@ class RunTables:
         return rows
 
     def image_digests(self) -> dict[str, str]:
-        """Return the digest of each task's images, where its data is ingested."""
+        """Return task -> digest of its images, for the tasks whose data are ingested."""
         contents = {artifact.key: artifact.manifest.get("content") for artifact in self.ingested()}
         digests = {}
         for task in self.record["tasks"]:
@@ -721,7 +764,10 @@ class RunTables:
         return digests
 
     def _left_out(self, stage_id: str) -> str:
-        """Return a sentence on the images that an ingest stage left out, or ""."""
+        """Return a sentence on the images that an ingest stage omitted, or "".
+
+        Images above the configured limit are not mentioned.
+        """
         artifact = self.artifacts.get(stage_id)
         data = self.read(artifact, REJECTED_CSV)
         if artifact is None or data is None:
@@ -747,7 +793,7 @@ class RunTables:
         return [self.artifacts[s["id"]] for s in stages if s["id"] in self.artifacts]
 
     def environment(self) -> dict[str, list[str]]:
-        """Return commit, seed, device and package versions of the stages, all values of each."""
+        """Return commit, seed, device and package versions, with all distinct values of each."""
         provenances = [self.record.get("provenance") or {}]
         provenances += [a.manifest.get("provenance") or {} for a in self.artifacts.values()]
         values: dict[str, list[str]] = {}
@@ -764,7 +810,7 @@ class RunTables:
         return values
 
     def tables(self) -> dict[str, list[Row]]:
-        """Return all tables by name, in long format, without empty ones."""
+        """Return name -> rows of all tables that have rows, in long format."""
         tables: dict[str, list[Row]] = {
             "summary": self.summary(),
             "matrix": [],
@@ -797,7 +843,7 @@ class RunTables:
 
 
 class TaskSizes(NamedTuple):
-    """Bytes that one task adds to the stored state, and its cost."""
+    """Bytes that one task adds to the stored state, and the cost of the task."""
 
     bytes_by_kind: Mapping[str, int]
     carried_bytes: int
@@ -806,7 +852,7 @@ class TaskSizes(NamedTuple):
 
 
 def matrix_rows(matrix: Matrix) -> list[Row]:
-    """Return a matrix in long format, one row per entry, without tasks not learned yet."""
+    """Return a matrix in long format: one row per entry, without tasks that are not learned yet."""
     rows = []
     for t, i in np.ndindex(matrix.source.shape):
         if matrix.source[t, i] == "ahead":
@@ -829,7 +875,7 @@ def matrix_rows(matrix: Matrix) -> list[Row]:
 
 
 def average_rows(matrix: Matrix) -> list[Row]:
-    """Return one row per finished task with all metrics so far."""
+    """Return one row per finished task, with all metrics over the tasks so far."""
     rows = []
     for t in range(matrix.finished):
         columns = {"label": matrix.label, "after_index": t, "after": matrix.tasks[t]}
@@ -838,7 +884,7 @@ def average_rows(matrix: Matrix) -> list[Row]:
 
 
 def _whole(value: float) -> int | None:
-    """Return a count as an int; None when it is missing."""
+    """Return a count as an int; None if it is NaN."""
     if math.isnan(value):
         return None
     return int(value)
@@ -853,11 +899,12 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def merge_warnings(replicas: Mapping[str, RunTables]) -> list[Row]:
-    """Return the warnings of all replicas of a run, as `RunTables.warnings` does.
+    """Merge the warnings of all replicas of a run into one list (see `RunTables.warnings`).
+
+    If only some replicas have a warning, their names are added to the stage of the warning.
 
     Args:
-        replicas: Name, such as `seed-0` -> its results. A stage is followed by the names of the
-            replicas that have the warning, unless all have it.
+        replicas: Name of a replica, such as `seed-0` -> its results.
     """
     names: dict[tuple[str, str], list[str]] = {}
     rows: dict[tuple[str, str], Row] = {}

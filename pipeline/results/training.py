@@ -1,4 +1,4 @@
-"""Training settings of the steps of a run: the config's settings override the methods' defaults."""
+"""Training settings and training lengths of the steps of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from workers.job import TrainSettings, with_neutral
 
-# Keys: images, batch_size, epochs and (optimizer) steps of a training; with a memory also
-# `replayed`, the replayed images of all epochs together.
+# Length of a training. Keys: `images` (per epoch), `batch_size`, `epochs`, `steps` (of the
+# optimizer), and, for a method with a memory, `replayed` (replayed images of all epochs together).
 Length = Mapping[str, int]
 
 
@@ -21,9 +21,9 @@ class StepTraining:
     Attributes:
         label: Label of the method; the step for stages without a method.
         step: Name of the step, for example `train` or `finetune`.
-        train: Its settings.
+        train: Training settings.
         tasks: Tasks that are trained with these settings.
-        lengths: Task -> length of its training. Tasks with an unknown number of images are missing.
+        lengths: Task -> length of its training. Tasks with an unknown length are missing.
     """
 
     label: str
@@ -33,7 +33,7 @@ class StepTraining:
     lengths: dict[str, Length] = field(default_factory=dict)
 
     def format_optimizer(self) -> str:
-        """Return optimizer and rates, for example `adamw, lr 0.002, weight decay 0.05`."""
+        """Return optimizer and rates as text, for example `adamw, lr 0.002, weight decay 0.05`."""
         train = self.train
         text = f"{train.optimizer}, lr {train.lr:g}, weight decay {train.weight_decay:g}"
         if train.clip:
@@ -41,7 +41,10 @@ class StepTraining:
         return text
 
     def format_length(self) -> str:
-        """Return the steps, epochs and batch size of tasks with known lengths, or the settings."""
+        """Return steps, epochs and batch size as text.
+
+        The values are those of the tasks with known lengths, or the settings if no length is known.
+        """
         if self.lengths:
             steps = _format_range(length["steps"] for length in self.lengths.values())
             epochs = _format_range(length["epochs"] for length in self.lengths.values())
@@ -109,7 +112,7 @@ def _format_range(numbers: Iterable[int]) -> str:
 
 
 class StageInfo(NamedTuple):
-    """A stage of a run or a plan, which may train or not.
+    """A stage of a run or a plan. Not all stages train.
 
     Attributes:
         label: Label of the method; the step for stages without a method.
@@ -127,7 +130,7 @@ class StageInfo(NamedTuple):
 
 
 def group_steps(stages: Iterable[StageInfo]) -> list[StepTraining]:
-    """Return the training of each step, in order. Tasks with equal settings are in one entry.
+    """Group the training stages by label, step and training settings, in order.
 
     Stages that do not train are skipped.
     """

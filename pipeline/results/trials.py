@@ -1,4 +1,4 @@
-"""Records of a search in the store: its trials, their scores, and the rule that picks a winner."""
+"""Records of a search in the store: its trials, their scores, and the rule to choose a winner."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from workers.storage.artifact import exists, join, read_json, resolve
 from workers.storage.lock import is_locked
 
 STATUSES = ("finished", "stopped", "running", "failed")
-# accuracies closer than this are equal: the order of a summation must not choose a winner
+# Accuracies that differ by less than this are equal, so that rounding does not choose the winner.
 SLACK = 1e-9
-# types of the fields of a trial's record
+# field of a trial's record -> allowed types
 TRIAL_TYPES: dict[str, tuple[type, ...]] = {
     "number": (int,),
     "phase": (str,),
@@ -46,8 +46,12 @@ SEARCH_TYPES: dict[str, type] = {
 class TrialResult(TypedDict):
     """The result of a trial after one task.
 
-    position: of the task in the stream. accuracy: average validation accuracy over the tasks so
-    far. bytes: bytes stored per task beyond the backbone. per_task: accuracy of each task so far.
+    Attributes:
+        task: Name of the task.
+        position: Position of the task in the stream.
+        accuracy: Average validation accuracy over the tasks so far.
+        bytes: Stored bytes per task, without the backbone.
+        per_task: Task -> validation accuracy, for all tasks so far.
     """
 
     task: str
@@ -58,26 +62,35 @@ class TrialResult(TypedDict):
 
 
 class TrialRound(TypedDict):
-    """One round of population-based training: the parameters of a task and the accuracy after."""
+    """One round of population-based training: the parameters, and the accuracy afterwards."""
 
     params: dict[str, Any]
     accuracy: float
 
 
 class StageCounts(TypedDict):
-    """Stages that a trial has run, and stages that it reused from the store."""
+    """Number of stages that a trial ran, and number of stages that it reused from the store."""
 
     run: int
     reused: int
 
 
 class Trial(TypedDict):
-    """`trials/NNNN.json`.
+    """The record of a trial: `trials/NNNN.json`.
 
-    phase: the task that is searched; "" in a search of one phase. params: by dotted key of the
-    config. device_s: seconds of stages times their workers. gpu_s: the same times the GPUs that a
-    worker took, absent from early records. graph: the run record of the graph.
-    history: task -> parameters that it was trained with, where they differ from task to task.
+    Attributes:
+        number: Number of the trial.
+        phase: Task whose settings are searched; "" in a search with one phase.
+        params: Dotted key of the config -> value.
+        status: One of STATUSES.
+        message: Why the trial failed or was stopped.
+        results: Results after each task.
+        stages: Numbers of stages that were run and reused.
+        device_s: Seconds of stages times their number of workers.
+        rounds: Rounds of population-based training.
+        gpu_s: Seconds of stages times their number of GPUs; missing in old records.
+        graph: The stages of the trial, as a run record.
+        history: Task -> parameters that the task was trained with, if they differ between tasks.
     """
 
     number: int
@@ -98,7 +111,7 @@ class Trial(TypedDict):
 
 
 class SeedTest(TypedDict):
-    """The winner trained with one seed and measured on test data. run: name of that run."""
+    """The result of the winner on test images for one seed. `run` is the name of the run."""
 
     seed: int
     run: str
@@ -108,10 +121,16 @@ class SeedTest(TypedDict):
 
 
 class Winner(TypedDict):
-    """`winner.json`.
+    """The winner of a search: `winner.json`.
 
-    config: name of the file with its config. pareto: numbers of the trials on the front of accuracy
-    and size.
+    Attributes:
+        trial: Number of the trial.
+        params: Parameters of the trial.
+        tests: Results on test images, one per seed.
+        accuracy: Validation accuracy.
+        bytes: Stored bytes per task.
+        config: Name of the file with the config of the winner.
+        pareto: Numbers of the trials on the Pareto front of accuracy and size.
     """
 
     trial: int
@@ -127,9 +146,13 @@ class Winner(TypedDict):
 class SearchRecord:
     """The records of a search.
 
-    record: its search.json. trials: sorted by number. winner: its winner.json, None before there is
-    one. problems: sentences on files that could not be used and are left out. is_running: whether
-    a process searches now; None where that is not known, as in a bucket.
+    Attributes:
+        name: Name of the search.
+        record: Content of search.json.
+        trials: Trials, sorted by number.
+        winner: Content of winner.json; None until there is a winner.
+        problems: Sentences on files that could not be read and are omitted.
+        is_running: Whether a process runs the search; None if unknown, as in a bucket.
     """
 
     name: str
@@ -141,20 +164,20 @@ class SearchRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the search file."""
+        """Settings of the search file."""
         settings: dict[str, Any] = self.record["settings"]
         return settings
 
     @property
     def tolerance(self) -> float:
-        """How far below the best accuracy a trial may be and win with fewer bytes."""
+        """Maximum difference from the best accuracy at which a smaller trial still wins."""
         if "tolerance" not in self.settings:
             return 0.0
         return as_number(self.settings["tolerance"])
 
     @property
     def phases(self) -> list[str]:
-        """The phases of the trials, in the order of the stream; `[""]` in a search of one phase."""
+        """Phases of the trials, in stream order; `[""]` in a search with one phase."""
         tasks = self.record["tasks"]
         phases = list(dict.fromkeys(trial["phase"] for trial in self.trials))
         return sorted(phases, key=lambda name: tasks.index(name) if name in tasks else len(tasks))
@@ -168,7 +191,10 @@ class SearchRecord:
         return next((trial for trial in self.trials if trial["number"] == number), None)
 
     def origins(self) -> dict[int, str]:
-        """Return the trial of an earlier search, as `NAME 7`, of each trial that has its point."""
+        """Return number of a trial -> the trial of an earlier search that it repeats (`NAME 7`).
+
+        The first trials repeat trials of an earlier search if the search was warm-started.
+        """
         warm_start = self.record.get("warm_start")
         if not isinstance(warm_start, dict) or not isinstance(warm_start.get("points"), list):
             return {}
@@ -178,9 +204,9 @@ class SearchRecord:
         return {number: f"{name} {trial}" for number, trial in enumerate(numbers)}
 
     def chosen(self) -> dict[str, int]:
-        """Return the number of the trial that each phase has chosen.
+        """Return phase -> number of the chosen trial.
 
-        For the phase of the winner it is the winner, for any other one the best trial so far.
+        This is the winner for its phase, and the best trial so far for any other phase.
         """
         numbers: dict[str, int] = {}
         for phase in self.phases:
@@ -194,10 +220,10 @@ class SearchRecord:
         return numbers
 
     def standing(self) -> dict[int, float]:
-        """Return the score of each trial by number, comparable across phases.
+        """Return number of a trial -> score that is comparable across phases.
 
-        In a search of several phases, whose scores are of different tasks, it is the score minus
-        the best of the phase. Failed trials and those without a score are left out.
+        In a search with several phases, scores average over different tasks. The best score of the
+        phase is therefore subtracted. Failed trials and trials without a score are omitted.
         """
         judged = [trial for trial in self.trials if trial["status"] != "failed"]
         scored = [trial for trial in judged if not math.isnan(score(trial))]
@@ -211,24 +237,24 @@ class SearchRecord:
 
 # ---- scores of trials ----------------------------------------------------------------------------
 def as_number(value: Any) -> float:
-    """Return a finite number as a float; NaN for anything else."""
+    """Return a finite number as a float, and NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     return float(value) if math.isfinite(value) else math.nan
 
 
 def score(trial: Trial) -> float:
-    """Return the accuracy after the last task that the trial completed; NaN without results."""
+    """Return the average accuracy after the last completed task; NaN without results."""
     return as_number(trial["results"][-1].get("accuracy")) if trial["results"] else math.nan
 
 
 def size(trial: Trial) -> float:
-    """Return the bytes per task after the last task that the trial completed; NaN when unknown."""
+    """Return the bytes per task after the last completed task; NaN if unknown."""
     return as_number(trial["results"][-1].get("bytes")) if trial["results"] else math.nan
 
 
 def completed(trial: Trial) -> int:
-    """Return how many tasks the trial has learned, also before the first that it was judged on."""
+    """Return the number of learned tasks, including tasks before the first result."""
     return trial["results"][-1]["position"] + 1 if trial["results"] else 0
 
 
@@ -238,16 +264,16 @@ def gpu_hours(trials: Iterable[Trial]) -> float:
 
 
 def forgetting(results: Sequence[TrialResult]) -> float:
-    """Return the forgetting after the last of the results, averaged over the tasks before it.
+    """Compute the forgetting after the last result, averaged over the earlier tasks.
 
-    Of a task it is the best accuracy after any earlier task minus the accuracy now (Chaudhry et
-    al., arXiv 1801.10112), as `metrics.forgetting`. 0 for one task; NaN where an accuracy is
-    missing.
+    The forgetting of a task is its best earlier accuracy minus its accuracy now (Chaudhry et al.,
+    arXiv 1801.10112), as in `metrics.forgetting`. The result is 0 for one task, and NaN if an
+    accuracy is missing.
     """
     if not results:
         return math.nan
     if len(results) < results[-1]["position"] + 1:
-        return math.nan  # judged after some tasks alone
+        return math.nan  # there are results for some of the tasks only
     losses = []
     for index, learned in enumerate(results[:-1]):
         task = learned["task"]
@@ -259,7 +285,7 @@ def forgetting(results: Sequence[TrialResult]) -> float:
 
 
 class _Scored(NamedTuple):
-    """A finished trial with a score; unknown bytes are infinite."""
+    """A finished trial with a score. `bytes` is infinite if the size is unknown."""
 
     number: int
     accuracy: float
@@ -269,7 +295,8 @@ class _Scored(NamedTuple):
 def pareto(trials: Iterable[Trial]) -> list[int]:
     """Return the sorted numbers of the finished trials on the Pareto front of accuracy and bytes.
 
-    Trials that are equal in both are treated alike. An unknown size counts as the largest.
+    Of trials that are equal in both, all or none are on the front. An unknown size counts as
+    infinite.
     """
     front: list[int] = []
     smallest: float | None = None  # bytes of the trials that are more accurate
@@ -284,10 +311,11 @@ def pareto(trials: Iterable[Trial]) -> list[int]:
 
 
 def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
-    """Return the number of the trial that wins; None when none has finished.
+    """Return the number of the winning trial; None if no trial has finished.
 
-    Of the finished trials whose score is at most `tolerance` below the best one, the winner has the
-    fewest bytes, then the lowest number. Trials must be of one phase.
+    The candidates are the finished trials whose score is at most `tolerance` below the best score.
+    Of these, the trial with the fewest bytes wins, and then the lowest number. All trials must be
+    of the same phase.
     """
     scored = _scored(trials)
     top = max((trial.accuracy for trial in scored), default=math.nan)
@@ -310,8 +338,10 @@ def _scored(trials: Iterable[Trial]) -> list[_Scored]:
 def load(storage: str, name: str) -> SearchRecord:
     """Read `<storage>/searches/NAME`.
 
-    Files that are damaged or do not belong there are named in `problems` and left out. Raises
-    `UserError` if the search does not exist.
+    Files that are damaged or unexpected are omitted and listed in `problems`.
+
+    Raises:
+        UserError: If the search does not exist.
     """
     folder = join(storage, "searches", name)
     trials_folder = join(folder, "trials")
@@ -334,14 +364,15 @@ def load(storage: str, name: str) -> SearchRecord:
 
 
 def lock_key(name: str) -> str:
-    """Return the key of the lock that the process holds which runs a search."""
+    """Return the key of the lock that is held by the process that runs a search."""
     return f"search-{name}"
 
 
 def keys_of_searches(storage: str) -> set[str]:
-    """Return the keys of all stages that trials of the searches in a storage consist of.
+    """Return the keys of all stages of the trials of all searches in a storage.
 
-    Raises `UserError` when a record cannot be read.
+    Raises:
+        UserError: If a record cannot be read.
     """
     keys: set[str] = set()
     folder = join(storage, "searches")
@@ -360,9 +391,13 @@ def keys_of_searches(storage: str) -> set[str]:
 
 
 def _names(folder: str, kind: fs.FileType | None = None) -> list[str]:
-    """Return the sorted names in a folder; empty if the folder does not exist.
+    """Return the sorted names in a folder, without unfinished files.
 
-    Unfinished files are left out. kind: type of the entries; None: all.
+    The result is empty if the folder does not exist.
+
+    Args:
+        folder: Folder or URI.
+        kind: Type of the entries; None for all types.
     """
     system, path = resolve(folder)
     entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
@@ -371,7 +406,7 @@ def _names(folder: str, kind: fs.FileType | None = None) -> list[str]:
 
 
 def _read_object(path: str, problems: list[str]) -> dict[str, Any] | None:
-    """Read a JSON object; None, with a sentence in `problems`, when it cannot be read."""
+    """Read a JSON object. If it cannot be read, return None and add a sentence to `problems`."""
     try:
         body = read_json(path)
     except (OSError, ValueError) as error:

@@ -85,7 +85,7 @@ def format_setting(value: Any) -> str:
 def search_parameters(search: SearchRecord) -> list[Parameter]:
     """Return all parameters, in the order of the space.
 
-    Parameters that only trials have come last.
+    Parameters that are missing in the space and only used by trials come last.
     """
     space = search.record["space"]
     keys = dict.fromkeys(space)

@@ -1,4 +1,4 @@
-"""Analysis of the attention of finished runs."""
+"""Measure the attention and robustness of finished runs, and add the results to their reports."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ if TYPE_CHECKING:
 
     from pipeline.report.analyse import Analysis, FinishedRun
 
-MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
+MAX_MAP_IMAGES = 32  # maximum number of test images per task with attention maps
 
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """Results of `analyse`; `pictures` has the path of the first picture of each part."""
+    """Results of `analyse`.
+
+    Attributes:
+        analysis: The measured values and the drawn pictures.
+        pictures: Path or URI of the first picture of each part of the analysis.
+        report: Report of the first run.
+    """
 
     analysis: Analysis = field(repr=False)
     pictures: dict[str, str]
@@ -37,12 +43,12 @@ class AnalysisResult:
 
     @property
     def attention(self) -> pd.DataFrame:
-        """A row for each method, task and layer: where its attention looks, and how far."""
+        """A row per method, task, layer and head: entropy and distance of the attention."""
         return data_frame(self.analysis.attention)
 
     @property
     def robustness(self) -> pd.DataFrame:
-        """A row for each method, task and kind of disturbance; empty where it was not asked for."""
+        """A row per method, task, kind of disturbance and its level; empty if not requested."""
         return data_frame(self.analysis.robustness)
 
     @property
@@ -60,21 +66,26 @@ def analyse(
     robustness: bool = False,
     other_cards: Sequence[str] = (),
 ) -> AnalysisResult:
-    """Measure the attention of finished runs, and add the result to their reports and records.
+    """Measure the attention of finished runs, and add the results to their reports and records.
 
-    The tables and pictures go to the first run; the numbers of a method go to its own record.
+    The tables and pictures are stored in the folder of the first run. The numbers of each method
+    are added to the MLflow record of its own run.
 
     Args:
-        finished_runs: The runs. Each is taken after the previous ones were checked, so it can be
-            prepared lazily.
+        finished_runs: The runs. The iterator is advanced only after the previous run was checked,
+            so it can prepare the runs lazily.
         open_screen: Creates the screen.
-        command: Command that repeats this, for messages.
+        command: Command that repeats the analysis, for messages.
         images: Approximate number of test images per task.
-        map_images: Approximate number of images for maps.
-        robustness: Also measure occluded and adversarial images.
-        other_cards: Cards to test on in addition.
+        map_images: Approximate number of test images per task for attention maps.
+        robustness: Also measure the accuracy on occluded and adversarial images.
+        other_cards: Cards with further test images of the same classes.
+
+    Raises:
+        UserError: If a run is not finished, two runs have the same name, or nothing can be
+            measured.
     """
-    # They import torch and matplotlib.
+    # imported here to keep the start-up fast: they import torch and matplotlib
     from pipeline.graph.tasks import cards_graph
     from pipeline.report import analyse as analysis
     from pipeline.report import analysis_section
@@ -137,7 +148,7 @@ def _record_analysis(
     images: int,
 ) -> WrittenReport:
     """Add an analysis to the report of one run and to its record in MLflow."""
-    # They import torch and matplotlib.
+    # imported here to keep the start-up fast: they import torch and matplotlib
     from pipeline.report import analysis_section
     from pipeline.tracking import points
     from pipeline.tracking.recorder import Recorder

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.results.model import Model
     from pipeline.results.tables import RunTables
 
-# in messages, instead of a command line, if the config or a method exists only in Python
+# replaces the command line in messages if the config or a method exists only in Python
 REPEAT_IN_PYTHON = "the same `pipeline.load(...).{}()`"
 Names = str | Sequence[str]  # one name or several
 
@@ -47,7 +47,7 @@ class Experiment:
     folder: str = field(default_factory=os.getcwd)
 
     def __repr__(self) -> str:
-        from pipeline.config import settings as configs  # start-up time: imports pydantic
+        from pipeline.config import settings as configs  # keeps the start-up fast: pydantic
 
         words = [f"{self.name}:", configs.name_of_source(self.source), *self.overrides]
         return f"<Experiment {' '.join(words)}>"
@@ -59,9 +59,9 @@ class Experiment:
 
     # ---- before a run ----------------------------------------------------------------------------
     def plan(self) -> pd.DataFrame:
-        """Return a row for each stage with its key, whether it is a `hit` or a `miss`, and why.
+        """Return a row for each stage: its key, whether it is a `hit` or a `miss`, and the reason.
 
-        Nothing is run.
+        No stage runs.
 
         Raises:
             UserError: If the config or its storage cannot be used.
@@ -117,13 +117,13 @@ class Experiment:
                 like `plan --calibrate`.
 
         Returns:
-            A row for each method, and a row `together` for all. Columns: `stages`; `images`, a sum
-            of images times epochs; `device_hours` and `wall_hours`, each also with `_low` and
-            `_high`, the ends of its likely range; and for each basis of an estimate (for example
+            A row for each method, and a row `together` for all. Columns: `stages`; `images`, the
+            sum of images times epochs; `device_hours` and `wall_hours`, each also with `_low` and
+            `_high`, the ends of the likely range; and for each basis of an estimate (for example
             `calibration`) the number of stages. Hours are NaN if no number of images is known.
         """
         from pipeline.app import runs as app
-        from pipeline.launch import cost  # start-up time: imports torch
+        from pipeline.launch import cost  # keeps the start-up fast: imports torch
         from pipeline.results.data_frame import data_frame
 
         with self._in_folder():
@@ -134,7 +134,7 @@ class Experiment:
         """Return a drawing of the graph as SVG text.
 
         Args:
-            of: What the colours show. `plan`: hits and misses. `status`: state and duration of
+            of: Meaning of the colours. `plan`: hits and misses. `status`: state and duration of
                 each stage of a started run.
         """
         from pipeline.app import runs as app
@@ -156,11 +156,11 @@ class Experiment:
             quiet: Print nothing.
 
         Returns:
-            A row for each data set: number of `train`, `test` and `rejected` images, and the
-            `reasons` of rejections.
+            A row for each data set: the number of images in each split, the number of `rejected`
+            images, and the `reasons` for the rejections.
 
         Raises:
-            UserError: If data cannot be used.
+            UserError: If the data cannot be used.
         """
         from pipeline.app import runs as app
         from pipeline.results.data_frame import data_frame
@@ -193,7 +193,8 @@ class Experiment:
             quiet: Do not print progress, warnings, or the locations of the report and the MLflow
                 record.
             only: Run only these stages, as with `accrete run --only`.
-            start: Run these stages and their descendants, as with `--from` (a Python keyword).
+            start: Run these stages and their descendants, as with `--from`. (`from` is a Python
+                keyword.)
             until: Run these stages and their ancestors, as with `--until`.
             force: Run these stages again, as with `--force`.
 
@@ -227,8 +228,9 @@ class Experiment:
         """Return the progress of the run: a row for each stage, also while another process runs it.
 
         `state` is `done`, `reused`, `running`, `queued`, `waiting`, `interrupted` (the next run
-        resumes from its checkpoint), `missing`, `failed` or `blocked`. `since_s` is the time in
-        this state and `wall_s` the duration, in seconds; NaN if unknown.
+        resumes the stage from its checkpoint), `missing`, `failed` or `blocked`. `since_s` is the
+        time in this state, and `wall_s` is the duration of the stage. Both are in seconds, and NaN
+        if unknown.
 
         Raises:
             UserError: If the run has not been started.
@@ -243,10 +245,10 @@ class Experiment:
         )
 
     def logs(self, stage: str | None = None, every: bool = False) -> str:
-        """Return the events of the run, or of one stage with the traceback of each failure.
+        """Return the events of the run, or the events and failure tracebacks of one stage.
 
         Args:
-            stage: Id of a stage as in `plan()`.
+            stage: Id of a stage, as in `plan()`. None: the whole run.
             every: Include all old events and failures, as with `--all`.
 
         Raises:
@@ -275,7 +277,7 @@ class Experiment:
         """Write the report and the MLflow record again from the store, also for an unfinished run.
 
         Returns:
-            The locations of the report and the record.
+            The locations of the report and of the MLflow record.
         """
         from pipeline.app import reports
 
@@ -341,7 +343,7 @@ class Experiment:
     def _command(
         self, command: str, run: PreparedRun, cd_prefix: str, options: Sequence[str] = ()
     ) -> str:
-        """Return the command line for a command on this config.
+        """Return the command line that runs a command on this config.
 
         Args:
             command: The command.
@@ -361,7 +363,7 @@ class Experiment:
         from workers.storage.artifact import join
 
         def open_model(replica: str, label: str) -> Model:
-            from pipeline.results.bundles import read_run_bundle  # start-up time: imports torch
+            from pipeline.results.bundles import read_run_bundle  # keeps the start-up fast: torch
             from pipeline.results.model import Model
 
             with self._in_folder():
@@ -384,10 +386,11 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
 
     Args:
         folder: Working directory at the time of loading.
-        loaded: The loaded object, for the error message.
+        loaded: The experiment or search that was loaded in `folder`, for the error message.
 
     Yields:
-        The prefix `cd FOLDER && ` for command lines; empty if the process is already in `folder`.
+        The prefix `cd FOLDER && ` for command lines, or an empty string if `folder` already is the
+        working directory.
 
     Raises:
         UserError: If the folder no longer exists.
@@ -408,7 +411,7 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
 
 
 def list_names(names: Names) -> list[str]:
-    """Return one name or several as a list."""
+    """Return one or several names as a list."""
     return [names] if isinstance(names, str) else [*names]
 
 
@@ -423,7 +426,7 @@ def make_printer(stream: TextIO) -> Callable[[str], None]:
 
 
 def make_console(stream: TextIO) -> OpenScreen:
-    """Return a function that shows a run on a stream."""
-    from pipeline.shell.console import Console  # start-up time: imports pyarrow
+    """Return a function that creates a screen which shows a run on a stream."""
+    from pipeline.shell.console import Console  # keeps the start-up fast: imports pyarrow
 
     return lambda graph, lookups: Console(graph, lookups, stream)

@@ -23,11 +23,11 @@ def find_garbage(
 
     Args:
         store: The store.
-        changed: Names of runs that were changed. Their earlier records are ignored, so results that
-            only those need are included.
-        older_than_s: Include only folders whose last write is at least this many seconds ago. 0:
-            all.
-        keep_bytes: Omit the newest garbage, up to this total size in bytes.
+        changed: Names of runs with a changed config. The records of their earlier configs are
+            ignored, so results that only these records need are included.
+        older_than_s: Include only folders that were last written at least this many seconds ago.
+            0: all.
+        keep_bytes: Leave out the newest folders, up to this total size in bytes.
 
     Raises:
         UserError: If the storage does not exist, a record cannot be read, or a limit is negative or
@@ -60,8 +60,8 @@ def delete_garbage(
     Args:
         store: The store.
         paths: Paths of the folders, relative to the storage.
-        changed: Names of runs, as in `find_garbage`. Their earlier records are deleted too, except
-            those that need a result which remains.
+        changed: Names of runs, as in `find_garbage`. The records of their earlier configs are
+            deleted too, except records that need a result that was not deleted.
 
     Returns:
         Two lists of paths that were not deleted: folders that are no longer garbage or no longer
@@ -84,7 +84,7 @@ def delete_garbage(
 def _delete_garbage(
     store: Store, paths: list[str], changed: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Implement `delete_garbage`, under the lock of gc."""
+    """Delete garbage while the lock of `gc` is held. See `delete_garbage`."""
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():

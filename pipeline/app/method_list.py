@@ -1,4 +1,8 @@
-"""The methods and their settings as text: type, range, default, meaning, and sources of numbers."""
+"""Describe the methods and their settings as text.
+
+The text of a setting has its type, range, default and meaning, and the value of the paper if it
+differs from the default.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,15 @@ from workers.job import TrainSettings
 if TYPE_CHECKING:
     from workers.methods.base import Method
 
-SHORTEST_LINE = 60  # characters; a narrower terminal wraps lines itself
-LONGEST_LINE = 100
+SHORTEST_LINE = 60  # characters; a narrower terminal wraps the lines itself
+LONGEST_LINE = 100  # characters
 INDENT = "    "
 SCENARIOS = ("task", "class", "domain")
-OLD_IMAGES = ("none", "exemplars", "all")
-TRAINED = ("nothing", "modules", "backbone")
+OLD_IMAGES = ("none", "exemplars", "all")  # images of earlier tasks that a method reads, sorted
+TRAINED = ("nothing", "modules", "backbone")  # trained parts of the network, sorted
+# titles of the groups in the list of methods
 TASK_NEEDED = "the task of an image must be given"
-TASK_NOT_NEEDED = {
+TASK_NOT_NEEDED = {  # key: an item of OLD_IMAGES
     "none": "without the task of an image, and without images of earlier tasks",
     "exemplars": "without the task of an image, with some images of earlier tasks",
     "all": "without the task of an image, with all images of earlier tasks",
@@ -42,10 +47,12 @@ class Setting(NamedTuple):
     """A setting of a method.
 
     Attributes:
-        kind: Kind of the values, in words.
-        default: Default value. None if it is required.
-        bounds: Range of a number, for example `> 0, <= 1`.
-        paper: Value of the method's paper if it differs, else None.
+        name: Name in a config.
+        kind: Type of the values as text, for example `whole number or null`.
+        default: Default value as text. None if the setting is required.
+        bounds: Range of a number, for example `> 0, <= 1`; empty without limits.
+        paper: Value of the method's paper if it differs from the default, else None.
+        meaning: Description of the setting.
     """
 
     name: str
@@ -57,10 +64,11 @@ class Setting(NamedTuple):
 
 
 def method_rows() -> list[Row]:
-    """Return a row for each method, sorted by its needs.
+    """Return a row for each method, sorted by the requirements of the method.
 
-    Methods that serve images without a task come first, then those without images of earlier tasks,
-    then those that train less.
+    Methods that predict without a given task come first. Among these and among the other methods,
+    methods that read fewer images of earlier tasks come first, and then methods that train a
+    smaller part of the network.
     """
     from workers.methods import METHODS  # imports torch
     from workers.serving.single_tasks import trains_shared
@@ -88,7 +96,7 @@ def method_rows() -> list[Row]:
 
 
 def _old_images(method: type[Method[Any]]) -> str:
-    """Return which images of earlier tasks the training of a task reads."""
+    """Return which images of earlier tasks are read to train a task: an item of OLD_IMAGES."""
     if method.trains_on == "seen":
         return "all"
     return "exemplars" if method.reads == "seen" else "none"
@@ -101,7 +109,7 @@ def _trained_part(method: type[Method[Any]]) -> str:
 
 
 def list_methods() -> str:
-    """Return a line for each method, in groups of equal needs."""
+    """Return a text with a line for each method, grouped by requirements."""
     from workers.methods.registration import BROKEN  # imports torch
 
     groups: dict[str, list[list[str]]] = {}
@@ -142,7 +150,7 @@ def list_methods() -> str:
 
 
 def describe_method(name: str) -> str:
-    """Describe a method: its idea, its default training, and its settings.
+    """Describe a method: its family and paper, its default training, and its settings.
 
     Raises:
         UserError: If there is no such method.
@@ -171,7 +179,7 @@ def describe_method(name: str) -> str:
 
 
 def paper_config(method: str) -> Path:
-    """Return the path of the config of a method's paper."""
+    """Return the path of the config with the settings of a method's paper."""
     return METHOD_FILES / f"{method}.yaml"
 
 
@@ -184,7 +192,7 @@ def list_settings(name: str) -> list[Setting]:
         raise UserError(f"there is no method {name!r}; {describe_unknown(name)}")
     path = paper_config(name)
     in_paper: dict[str, Any] = {}
-    if path.exists():  # a registered method has no file
+    if path.exists():  # an external method has no such file
         in_paper = load(str(path)).methods[name].settings
     settings = []
     for key, info in list_fields(METHODS[name].Settings):
@@ -201,7 +209,7 @@ def list_settings(name: str) -> list[Setting]:
 
 
 def training_texts(method: type[Method[Any]]) -> list[str]:
-    """Return how each step is trained where a config is silent, and where the numbers come from."""
+    """Describe the default training of each step, and the source of the default values."""
     defaults = method.train_defaults
     texts = []
     for step in method.steps:
@@ -222,7 +230,7 @@ def training_texts(method: type[Method[Any]]) -> list[str]:
 
 
 def list_fields(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the name in a config and the field of every setting."""
+    """Yield the name in a config and the pydantic field of each setting."""
     for name, info in settings.model_fields.items():
         yield info.alias or name, info
 
@@ -262,7 +270,7 @@ def format_bounds(info: FieldInfo) -> str:
 
 
 def _marks(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
-    """Yield the constraints of a field, also those inside of unions."""
+    """Yield the constraints of a field, including constraints on members of a union."""
     yield from metadata
     for mark in getattr(annotation, "__metadata__", ()):
         yield from getattr(mark, "metadata", None) or [mark]
@@ -272,7 +280,7 @@ def _marks(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
 
 
 def type_text(info: FieldInfo) -> str:
-    """Return the type of a setting in words, its words if it has some to choose from."""
+    """Describe the type of a setting: a word such as `number`, or the values of a `Literal`."""
     return " or ".join(dict.fromkeys(_kinds(info.annotation)))
 
 
@@ -304,7 +312,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Return a text as indented lines that fit into the terminal."""
+    """Wrap a text into indented lines that fit into the terminal."""
     columns = shutil.get_terminal_size((LONGEST_LINE, 24)).columns
     width = min(max(columns, SHORTEST_LINE), LONGEST_LINE)
     return textwrap.wrap(

@@ -1,4 +1,7 @@
-"""Write a package with one method, its test and an entry point: `accrete methods new NAME`."""
+"""Write a Python package for a new method, for `accrete methods new NAME`.
+
+The package contains the method, a test, and an entry point that makes the method known to Accrete.
+"""
 
 from __future__ import annotations
 
@@ -89,17 +92,17 @@ accrete run configs/streams/digits.yaml --method {name}
 
 
 def write_method_package(name: str, folder: str) -> list[Path]:
-    """Write a package with a method that works.
+    """Write a package with an executable example method.
 
     Args:
         name: Name of the method.
-        folder: The new folder. "": NAME in the current folder.
+        folder: The folder to create. "": a folder with the name of the method.
 
     Returns:
         The written files.
 
     Raises:
-        UserError: If the name cannot be used, or the folder exists.
+        UserError: If the name is invalid or already in use, or the folder exists.
     """
     from workers.methods import METHODS  # imports torch
 

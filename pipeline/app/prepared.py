@@ -33,7 +33,7 @@ PACKAGES = (
     "pyarrow",
     "numpy",
     "pillow",
-)  # packages with versions in the provenance of results
+)  # packages that the provenance of results lists with their versions
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,11 @@ class PreparedRun:
     """A checked config with its store and its graph of stages, before the run.
 
     Attributes:
-        has_jobs: False for a cached graph; its stages cannot be run; see `with_jobs`.
-        replicas: Replicas of a run with several seeds or class orders, each like a separate run.
-            `graph` then contains all replicas, and `tasks` are those of the first.
+        has_jobs: Whether the stages of `graph` can be run. False for a graph from the cache, which
+            contains no jobs; `runs.with_jobs` builds them.
+        replicas: Replicas of a run with several seeds or class orders, each a run of its own. In
+            this case `graph` contains the stages of all replicas, and `tasks` are the tasks of the
+            first replica.
     """
 
     config: Config
@@ -64,7 +66,9 @@ class RunPlan:
     """The plan of a run.
 
     Attributes:
-        stages_to_run: Ids of the stages.
+        run: The prepared run.
+        lookups: Result of the look-up of each stage, by id.
+        stages_to_run: Ids of the stages that would run.
         notes: Notes about the effect of an upgrade on existing results.
     """
 
@@ -82,8 +86,8 @@ class RunPlan:
         return status
 
     def training(self) -> list[StepTraining]:
-        """Return the optimizer and length of each training step that would run."""
-        from pipeline.launch.training_plan import plan_training  # start-up time
+        """Return the optimizer and the length of each training stage that would run."""
+        from pipeline.launch.training_plan import plan_training  # keeps the start-up fast
 
         run = self.run
         return plan_training(run.graph, self.lookups, self.stages_to_run, run.store, run.tasks)
@@ -92,12 +96,13 @@ class RunPlan:
         """Forecast the cost of the stages that would run.
 
         Args:
-            calibrate: Measure this machine for a few seconds if there are no measurements.
+            calibrate: Measure the speed of this machine for a few seconds if the storage has no
+                measurements.
 
         Raises:
             UserError: If this machine cannot be calibrated for the config.
         """
-        from pipeline.launch import cost  # start-up time: imports torch
+        from pipeline.launch import cost  # keeps the start-up fast: imports torch
 
         run = self.run
         todo = self.stages_to_run
@@ -105,13 +110,16 @@ class RunPlan:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the provenance of results: git commit, versions of packages and Python, time."""
+    """Return the provenance of results: git commit, versions of packages and Python, and time."""
     return {**_describe_code(), "created": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 @functools.cache
 def _describe_code() -> dict[str, Any]:
-    """Describe the code that this process has loaded; it stays the same if files change later."""
+    """Describe the code that this process has loaded.
+
+    The result is cached, because later changes of files do not affect the loaded code.
+    """
     import importlib.metadata
     import platform
 
@@ -133,7 +141,7 @@ def _describe_code() -> dict[str, Any]:
 
 
 def current_record(run: PreparedRun) -> RunRecord:
-    """Return the stored record of a run; a new one when its graph has changed since."""
+    """Return the stored record of a run, or a new record if the graph has changed since then."""
     record = run.store.record(run.config.name)
     keys = {stage.id: stage.key for stage in run.graph}
     if record is not None and {s["id"]: s["key"] for s in record["stages"]} == keys:
@@ -142,7 +150,7 @@ def current_record(run: PreparedRun) -> RunRecord:
 
 
 def list_records(run: PreparedRun) -> dict[str, RunRecord]:
-    """Return the records of the replicas of a run; empty for a run of one seed."""
+    """Return a new record of each replica of a run, by replica; empty for a run of one seed."""
     records = {}
     for name, replica in run.replicas.items():
         records[name] = make_record(replica.graph, replica.config, replica.tasks, provenance())
@@ -152,6 +160,6 @@ def list_records(run: PreparedRun) -> dict[str, RunRecord]:
 def read_tables(run: PreparedRun) -> dict[str, RunTables]:
     """Return the stored results of each replica of a run, by replica.
 
-    Of a run of one seed and class order, its own, under an empty name.
+    For a run with one seed and one class order, the only key is the empty string.
     """
     return RunTables.load_all(run.store.storage, list_records(run) or {"": current_record(run)})

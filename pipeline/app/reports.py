@@ -1,4 +1,4 @@
-"""Reports of runs: built from the store, exported to the storage, recorded in MLflow."""
+"""Build the reports of runs from the store, write them to the storage, and log them to MLflow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.tracking.recorder import Recorder
 
 LOG = logging.getLogger("accrete.app")
-REPORT_FILES = "report-files.json"  # names and digests of the files of the report
+REPORT_FILES = "report-files.json"  # file with the names and digests of the files of the report
 
 
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
@@ -50,11 +50,12 @@ ANALYSIS_FILE = "analysis.json"
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A written report, and the messages of the recording in MLflow.
+    """A written report, and messages about its MLflow record.
 
     Attributes:
-        page: Path or URI of the page.
-        links: Lines with the location of the record.
+        page: Path or URI of the HTML page.
+        warnings: Messages about missing parts of the MLflow record.
+        links: Lines with the location of the MLflow record.
     """
 
     page: str
@@ -63,12 +64,17 @@ class WrittenReport:
 
     @property
     def lines(self) -> list[str]:
-        """Lines for a person: warnings, the page, and where the record is."""
+        """Lines for the user: warnings, and the locations of the page and the MLflow record."""
         return [*self.warnings, f"report: {self.page}", *self.links]
 
 
 def report(run: PreparedRun, report_command: str) -> WrittenReport:
-    """Write the report and the MLflow record again from the store, also of an unfinished run."""
+    """Write the report and the MLflow record again from the store, also for an unfinished run.
+
+    Args:
+        run: The prepared run.
+        report_command: Command that writes the record again, for messages.
+    """
     from pipeline.report import analysis_section  # imports torch and matplotlib
 
     store = run.store
@@ -93,7 +99,10 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
 
 
 def _earlier_failures(run: PreparedRun) -> dict[str, str]:
-    """Return id -> message of the stages that failed when the run was last tried."""
+    """Return the error messages of stages that failed in the last start of the run, by id.
+
+    Stages that have a result by now are left out.
+    """
     status = read_status(run.store.storage, run.config.name)
     failures = {}
     for stage_id, stage in (status["stages"] if status else {}).items():
@@ -104,9 +113,10 @@ def _earlier_failures(run: PreparedRun) -> dict[str, str]:
 
 
 def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    """Run the report stage: write pages, pictures and tables of the run; return its manifest.
+    """Run the report stage: build and commit the files of the report, and return its manifest.
 
-    Of several drivers one makes the report. The others wait for it, and return its manifest.
+    If several drivers run the same stage, one of them builds the report. The others wait for it and
+    return its manifest.
     """
     return run.store.compute_once(stage.key, lambda: _make_report(run, record, stage))
 
@@ -132,14 +142,18 @@ def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str,
 
 
 def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
-    """Return the files of the report stage; build them when the stage has no result."""
+    """Return the files of the report stage, or build them if the stage has no result."""
     if Artifact.open(run.store.root, run.graph["report"].key):
         return report_files(run)
     return build_report(run, record)
 
 
 def report_files(run: PreparedRun) -> dict[str, bytes]:
-    """Return the files of the report stage by name; raise `UserError` if it has no result."""
+    """Return the files of the report stage, by name.
+
+    Raises:
+        UserError: If the stage has no result.
+    """
     artifact = Artifact.need(run.store.root, run.graph["report"].key)
     return {name: artifact.read(name) for name in artifact.manifest["files"]}
 
@@ -147,14 +161,17 @@ def report_files(run: PreparedRun) -> dict[str, bytes]:
 def build_report(
     run: PreparedRun, record: RunRecord, failures: Mapping[str, str] | None = None
 ) -> dict[str, bytes]:
-    """Return the files of a report by name: of one run, or of all replicas together.
+    """Build the report of a run. A run with replicas has one report for all replicas.
 
     Args:
         run: The run.
         record: Its record.
-        failures: Id of a stage that failed -> why.
+        failures: Error messages of failed stages, by id.
+
+    Returns:
+        The content of each file, by name.
     """
-    from pipeline.report import page, replicas_page  # they import matplotlib
+    from pipeline.report import page, replicas_page  # keeps the start-up fast: matplotlib
 
     gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
     if not run.replicas:
@@ -166,9 +183,10 @@ def build_report(
 def report_failures(
     run: PreparedRun, record: RunRecord, failures: Mapping[str, str], screen: Screen
 ) -> dict[str, bytes]:
-    """Write the report of a run of which stages failed, and return its files.
+    """Write the report of a run with failed stages, and return its files.
 
-    An error here must not hide why the stages failed: it is a line on the screen.
+    An error in the report must not hide the errors of the stages. Therefore it is only shown on the
+    screen, and the result is empty.
     """
     try:
         with screen.activity(lambda: "building the report"):
@@ -183,17 +201,23 @@ def report_failures(
 
 
 def add_analysis(files: dict[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
-    """Add the section on attention to the page of a report, where the run was analysed."""
+    """Add the section on attention to the page of a report if the run was analysed."""
     if not exists(join(store.storage, "runs", record["name"], ANALYSIS_FILE)):
         return files
-    from pipeline.report import analysis_section  # start-up time: imports torch and matplotlib
+    from pipeline.report import analysis_section  # keeps the start-up fast: torch and matplotlib
 
     return analysis_section.add_section(files, record, store)
 
 
 def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
-    """Create the recorder of a run and all its replicas in MLflow."""
-    from pipeline.tracking.recorder import Recorder  # start-up time
+    """Create the object that logs a run and all its replicas to MLflow.
+
+    Args:
+        run: The run.
+        say: Called with a line if MLflow stops answering, and when it answers again.
+        report_command: Command that writes the record again, for messages.
+    """
+    from pipeline.tracking.recorder import Recorder  # keeps the start-up fast
     from pipeline.tracking.replicas import ReplicatedRecorder
 
     storage = run.store.storage
@@ -204,14 +228,20 @@ def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: 
 
 
 def log_models(recorder: Recorder, run: PreparedRun) -> None:
-    """Log each method of a finished run as a model, of each replica."""
+    """Log the trained model of each method of a finished run to MLflow, for each replica."""
     for replica in run.replicas.values() or (run,):
         bundle = partial(write_bundle, replica)
         recorder.models(replica.graph, bundle)
 
 
 def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
-    """Write a model folder that serves all tasks of one method of a finished run."""
+    """Write a model folder that serves all tasks of one method of a finished run.
+
+    Args:
+        run: The finished run.
+        label: Label of the method.
+        folder: The folder to write.
+    """
     from pipeline.results.bundles import read_run_bundle  # imports torch
 
     read_run_bundle(run.graph, run.store, label).write(folder)
@@ -220,8 +250,8 @@ def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
     """Write the files of a report to `<storage>/runs/NAME/`, and return the path of the page.
 
-    Unchanged files of an earlier report that this one does not have are removed, because they
-    belong to another config. Changed files, and those of an analysis, stay.
+    Files of an earlier report that the new report does not have are deleted, because they belong to
+    another config. A file stays if its content was changed since. Files of an analysis stay, too.
     """
     folder = join(store.storage, "runs", name)
     list_uri = join(folder, REPORT_FILES)
@@ -240,7 +270,7 @@ def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
 
 
 def _remove_unchanged(uri: str, digest: object) -> None:
-    """Remove a file if its sha256 is this one."""
+    """Delete a file if its sha256 equals `digest`."""
     try:
         is_unchanged = hashlib.sha256(read_bytes(uri)).hexdigest() == digest
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Typed functions of the driver that return values and print nothing.
+"""Python functions behind the commands: they run in the driver, return values and print nothing.
 
 `prepare` turns a config into a `PreparedRun`; `execute` runs and records it. The command line
 parses arguments, calls these functions and prints their results.
@@ -94,9 +94,11 @@ class RunResult:
     """A finished run: its tables, the outcome of the stages, and its report.
 
     Attributes:
-        run: The run with the keys of the data, which may have been ingested during the run.
-        replicas: Tables of each replica of a run with several seeds or class orders. `tables` are
-            then those of the first.
+        tables: Tables of results. For a run with replicas, the tables of the first replica.
+        outcome: How the stages ended.
+        report: The written report.
+        run: The run, with the final keys: keys change if data is ingested during the run.
+        replicas: Tables of each replica of a run with several seeds or class orders.
     """
 
     tables: RunTables
@@ -111,10 +113,10 @@ class IngestedData(NamedTuple):
 
     Attributes:
         stage: Id of the stage.
-        counts: Images by split.
-        rejected: Images by reason.
-        account: Lines about every file of the source.
-        preview: Path or URI of the page with some images. Empty if there is none.
+        counts: Number of images, by split.
+        rejected: Number of rejected images, by reason.
+        account: Lines that account for every file of the source.
+        preview: Path or URI of a page with some of the images. Empty if there is none.
     """
 
     stage: str
@@ -143,11 +145,12 @@ def prepare(
     Args:
         source: Path of the config, or its values.
         overrides: Overrides in the form of `--set`.
-        to_run: Read raw data that was rewritten in place. Otherwise a source on another machine
-            with an existing result is not checked.
-        say: Called with a line about such raw data.
-        with_jobs: Build stages that can be run. False takes the graph from the cache if its config
-            is unchanged, without importing torch.
+        to_run: Prepare to run stages: check that the storage is writable, delete temporary files of
+            killed processes, and read raw data that was rewritten in place. If false, a data source
+            on another machine is not contacted if its data was ingested.
+        say: Called with each line about raw data that was rewritten in place.
+        with_jobs: Build stages that can be run. If false, the graph is read from the cache if
+            nothing that it is built from has changed, without importing torch.
         several: Accept a config with several seeds or class orders.
 
     Raises:
@@ -168,8 +171,8 @@ def _prepare(
     with_jobs: bool,
     several: bool,
 ) -> PreparedRun:
-    """Implement `prepare`."""
-    # Where the builder is imported already there is nothing to save.
+    """Prepare a run without a progress message. See `prepare`."""
+    # The cache saves the import of torch: if it is already imported, the cache is not needed.
     may_use_cache = BUILD_MODULE not in sys.modules
     config = configs.load(source, list(overrides), with_methods=not may_use_cache)
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
@@ -180,7 +183,8 @@ def _prepare(
         )
     storage = absolute(config.storage)
     if may_use_cache and "://" not in storage and not os.path.isdir(storage):
-        config = configs.load(source, list(overrides))  # a bad config makes no storage folder
+        # check the config completely: no storage folder is created for an invalid config
+        config = configs.load(source, list(overrides))
     store = Store(storage)
     store.check_usable(to_write=to_run)
     if to_run:
@@ -221,7 +225,7 @@ def _with_graph(
         to_run: See `prepare`.
         with_jobs: See `prepare`.
         may_use_cache: Whether the cache can be used.
-        checked: Returns the config after the checks that import torch, which the cache saves.
+        checked: Loads the config with all checks, including the ones that need torch.
     """
     inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None
     if inputs is not None and not with_jobs:
@@ -238,7 +242,7 @@ def _with_graph(
 
 
 def _with_replicas(config: Config, replicas: Mapping[str, PreparedRun]) -> PreparedRun:
-    """Return a run of several replicas, with their graphs as one."""
+    """Return a run of several replicas, with one graph for all."""
     graph = unite_graphs(config.name, {name: run.graph for name, run in replicas.items()})
     first = next(iter(replicas.values()))
     has_jobs = all(run.has_jobs for run in replicas.values())
@@ -265,7 +269,7 @@ def rebuild(run: PreparedRun) -> PreparedRun:
 def _build(
     config: Config, store: Store, ask_sources: bool, sources: Mapping[str, KnownSource]
 ) -> tuple[Graph, list[Task]]:
-    from pipeline.graph import build  # start-up time: imports torch and timm
+    from pipeline.graph import build  # keeps the start-up fast: imports torch and timm
 
     return build.build_graph(config, store, provenance(), ask_sources=ask_sources, sources=sources)
 
@@ -273,7 +277,14 @@ def _build(
 def command_text(
     command: str, config_path: str, overrides: Sequence[str], options: Sequence[str] = ()
 ) -> str:
-    """Return the line that a person types to run a command on a config."""
+    """Return the command line that runs a command on a config.
+
+    Args:
+        command: Name of the command, for example `run`.
+        config_path: Path of the config.
+        overrides: Values of `--set`.
+        options: Further options and arguments.
+    """
     words = [command, config_path, *options]
     for override in overrides:
         words += ["--set", override]
@@ -281,7 +292,10 @@ def command_text(
 
 
 def plan(run: PreparedRun) -> RunPlan:
-    """Look up every stage, compare the sizes of the files, and return the plan of a run."""
+    """Look up every stage, and return the plan of a run.
+
+    The files of results are checked by size only, not by digest.
+    """
     previous = previous_record(run.store, run.config)
     lookups = look_up_all(run.graph, run.store, previous, "sizes")
     return RunPlan(
@@ -293,7 +307,10 @@ def plan(run: PreparedRun) -> RunPlan:
 
 
 def previous_record(store: Store, config: Config) -> RunRecord | None:
-    """Return the record that explains misses: of this run, or of the config without `--set`."""
+    """Return the record used to explain misses.
+
+    It is the last record of this run, or else of the run of the same config without `--set`.
+    """
     return store.record(config.name) or store.record(config.base_name)
 
 
@@ -305,22 +322,22 @@ def execute(
     report_command: str,
     selection: StageSelection = EVERYTHING,
 ) -> RunResult:
-    """Run the missing stages, write the report, and record the run in MLflow.
+    """Run the missing stages, write the report, and log the run to MLflow.
 
-    The events are logged in the run's driver.log.
+    Events are also logged to the file driver.log of the run.
 
     Args:
         run: The prepared run.
         open_screen: Creates the screen.
         resume_command: Command that resumes the run, for messages.
-        report_command: Command that writes its record again, for messages.
+        report_command: Command that writes the MLflow record again, for messages.
         selection: Part of the graph to run.
 
     Raises:
-        UserError: If a stage fails, or is unknown.
+        UserError: If a stage fails, or `selection` names an unknown stage.
     """
     for option, names in selection.options:
-        find_stages(run.graph, names, option)  # before anything is written
+        find_stages(run.graph, names, option)  # checks the names before anything is written
     with driver_log(run.store.storage, run.config.name):
         return _execute(run, open_screen, resume_command, report_command, selection)
 
@@ -392,8 +409,12 @@ def _run_and_record(
     resume_command: str,
     report_command: str,
 ) -> RunResult:
-    """Run the stages `todo`, and record the run at the same time."""
-    # start-up time: they import torch and matplotlib
+    """Run the stages `todo` and log the run to MLflow at the same time.
+
+    The ingest stages run first: the keys of other stages depend on the ingested data, so the graph
+    is built again after them.
+    """
+    # imported here to keep the start-up fast: they import torch and matplotlib
     from pipeline.graph.walk import State
     from pipeline.launch.time_left import TimeLeftEstimator
 
@@ -458,7 +479,7 @@ def _run_and_record(
         links = recorder.links()
         location = recorder.writer.location
         if config.tracking.enabled and is_whole and not recorder.warnings:
-            # An executor's report about a stage can lack the name of the attempt; the store has it.
+            # Read the manifests from the store: an event of an executor can lack the attempt.
             stored = look_up_all(graph, store, None, "nothing")
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
@@ -474,14 +495,14 @@ def _look_up_again(
     lookups: Mapping[str, Lookup],
     ingested: Outcome,
 ) -> dict[str, Lookup]:
-    """Look up the stages with keys that changed during ingest.
+    """Look up the stages of a graph after ingest. Only stages with a changed key are read.
 
     Args:
         graph: Graph with the current keys.
         store: Store of the run.
         before: Graph before the ingest.
-        lookups: Results of the stages.
-        ingested: Outcome of the ingest stages; their results need not be read again.
+        lookups: Look-up of each stage before the ingest.
+        ingested: Outcome of the ingest stages. Their results are not looked up again.
     """
     known: dict[str, Lookup] = {}
     for stage in graph:
@@ -496,20 +517,20 @@ def _look_up_again(
 
 
 class Walks:
-    """The two walks of a run on one executor: over its ingest stages, and over all others.
+    """Runs the two walks of a run on one executor: the ingest stages, then all other stages.
 
-    Keys of other stages follow from the result of ingest. The screen, the log and the journal
-    observe both walks.
+    Two walks are needed because the keys of the other stages depend on the ingested data. The
+    screen, the log and the journal observe both walks.
 
     Args:
-        run: The run before its data are ingested.
+        run: The run before its data is ingested.
         todo: Ids of the stages to run.
-        screen: Shows the run to a person.
-        journal: Status of the run.
+        screen: Shows the run to the user.
+        journal: Records the status of the run.
     """
 
     def __init__(self, run: PreparedRun, todo: set[str], screen: Screen, journal: Journal):
-        # start-up time: they import torch
+        # imported here to keep the start-up fast: they import torch
         from pipeline.launch import executor as launch
         from pipeline.launch.machine import SAMPLE_S
 
@@ -536,12 +557,12 @@ class Walks:
         self.graph = run.graph
 
     def progress(self, event: Event) -> None:
-        """Hand a report of a worker to all that watch."""
+        """Pass an event of a worker to all observers."""
         for watch in self.watching:
             watch(event)
 
     def ingest(self, lookups: dict[str, Lookup], todo: set[str]) -> Outcome:
-        """Run the ingest stages among the stages `todo`."""
+        """Run the ingest stages in `todo`, and return how they ended."""
         stages = [stage for stage in self.graph if stage.id in todo and stage.step == "ingest"]
         with self.screen.activity(lambda: "starting"):
             return run_graph(
@@ -563,17 +584,17 @@ class Walks:
         ingested: Outcome | None,
         recorder: Recorder,
     ) -> Outcome:
-        """Run all other stages and record them in MLflow; return how all stages ended.
+        """Run all other stages, log them to MLflow, and return how all stages ended.
 
         Args:
-            run: With the keys that follow from its data.
-            record: Of the run.
-            lookups: Of all stages.
+            run: The run, with keys for the ingested data.
+            record: Record of the run.
+            lookups: Look-up of each stage.
             todo: Ids of the stages to run.
-            ingested: How the ingest stages ended, if any ran.
-            recorder: Writes to MLflow.
+            ingested: Outcome of the ingest stages. None if none of them ran.
+            recorder: Logs to MLflow.
         """
-        # start-up time: they import torch
+        # imported here to keep the start-up fast: they import torch
         from pipeline.graph.walk import Event, EventKind
         from pipeline.launch.executor import count_parallel_stages
 
@@ -583,7 +604,7 @@ class Walks:
 
         def write_report(stage: Stage) -> dict[str, Any]:
             if gpu_use.figures():
-                self.journal.save()  # the report reads them
+                self.journal.save()  # the report reads the figures from the status file
             return make_report(run, record, stage)
 
         self.write_report = write_report
@@ -621,7 +642,7 @@ def _finish(
     warnings: list[str],
     links: list[str],
 ) -> RunResult:
-    """Copy the report to the folder of the run, and return the results."""
+    """Write the report to the folder of the run, and return the results of the run."""
     page = export(run.store, run.config.name, files)
     written = WrittenReport(page, warnings, links)
     if not run.replicas:
@@ -635,7 +656,16 @@ def _no_executor(stages_to_run: set[str]) -> Executor:
 
 
 def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> list[IngestedData]:
-    """Run the missing ingest stages of a graph; return the data of all its ingest stages."""
+    """Run the missing ingest stages of a run, and describe the data of all its ingest stages.
+
+    Args:
+        run: The prepared run.
+        open_screen: Creates the screen.
+        resume_command: Command that resumes the ingest, for messages.
+
+    Raises:
+        UserError: If a stage fails.
+    """
     stages = [stage for stage in run.graph if stage.step == "ingest"]
     ingest_graph = Graph.of(run.graph.name, stages)
     bring(ingest_graph, run.config, run.store, open_screen, resume_command)
@@ -650,9 +680,9 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
 
 
 def _read_account(store: Store, key: str) -> tuple[list[str], str]:
-    """Return the lines of an ingest stage's account, and its preview.
+    """Return the account of the files of an ingest stage, and the location of its preview page.
 
-    Results of older versions have neither.
+    Both are empty for results of older versions.
     """
     artifact = Artifact.open(store.root, key)
     if artifact is None or not {ACCOUNT, PREVIEW} <= artifact.manifest["files"].keys():
@@ -707,5 +737,5 @@ def bring(
 
 # ---- looking at runs -----------------------------------------------------------------------------
 def list_runs(storage: str) -> list[RunOverview]:
-    """Return all runs of a storage, those started last first."""
+    """Return all runs of a storage, the most recently started first."""
     return stored_runs.list_runs(absolute(storage))

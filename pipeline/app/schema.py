@@ -1,7 +1,7 @@
 """JSON schemas of configs and cards, for completion and checks in editors.
 
-They follow draft 7, which editors support. A file can extend others, so nothing is required. Rules
-beyond the type of a value are checked when the file is read.
+They follow draft 7 of JSON Schema, which editors support. No top-level key is required, because a
+file can extend other files. Rules beyond the type of a value are checked when the file is read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def config_schema() -> Schema:
 
 
 def _methods_schema(definitions: Schema) -> Schema:
-    """Return the schema of `methods`: settings by label, of the method in label or `method`."""
+    """Return the schema of `methods`, a mapping from labels to settings of methods.
+
+    The label of an entry is the name of the method, unless the entry names the method in `method`.
+    """
     from workers.methods import METHODS  # imports torch
 
     properties: Schema = {}
@@ -95,14 +98,17 @@ def _methods_schema(definitions: Schema) -> Schema:
 
 
 def _other_method(name: str) -> Schema:
-    """Return the schema of an entry with a method's name as label that names another method."""
+    """Return the schema of an entry that has a method's name as label, but is another method."""
     another = {"type": "object", "required": ["method"]}
     same = {"properties": {"method": {"const": name}}}
     return {"allOf": [another, {"not": same}, {"$ref": f"#/{DEFINITIONS}/labelled method"}]}
 
 
 def _method_schema(definitions: Schema, name: str) -> Schema:
-    """Return the schema of one entry of `methods`: its own settings, and those of every method."""
+    """Return the schema of an entry of `methods`.
+
+    It has the settings of this method, and the settings that all methods have.
+    """
     from workers.methods import METHODS  # imports torch
 
     method = METHODS[name]
@@ -130,12 +136,12 @@ def _method_schema(definitions: Schema, name: str) -> Schema:
 
 
 def _object(properties: Mapping[str, Any]) -> Schema:
-    """Return the schema of a mapping with these keys and no others."""
+    """Return the schema of a mapping that accepts only these keys."""
     return {"type": "object", "properties": dict(properties), "additionalProperties": False}
 
 
 def model_schema(model: type[BaseModel]) -> Schema:
-    """Return pydantic's schema of a model, with names as they are written in files."""
+    """Return pydantic's schema of a model. Keys have their names in files (aliases)."""
     template = f"#/{DEFINITIONS}/{{model}}"
     schema = model.model_json_schema(by_alias=True, ref_template=template)
     schema[DEFINITIONS] = schema.pop("$defs", {})
@@ -143,23 +149,23 @@ def model_schema(model: type[BaseModel]) -> Schema:
 
 
 def define(definitions: Schema, model: type[BaseModel]) -> None:
-    """Add the schema of a model, and of the nested models, to the definitions."""
+    """Add the schemas of a model and its nested models to the definitions."""
     body = model_schema(model)
     definitions.update(body.pop(DEFINITIONS))
     definitions[model.__name__] = body
 
 
 def finished(schema: Schema) -> Schema:
-    """Return a schema in draft 7 in which nothing is required and any mapping may be null."""
+    """Convert a schema to draft 7, without required top-level keys; any mapping may be null."""
     finished: Schema = {"$schema": DRAFT, **_as_draft_7(copy.deepcopy(schema))}
     del finished["required"]
     return finished
 
 
 def _as_draft_7(value: Any) -> Any:
-    """Return the schema with tuples in the form of draft 7, and without pydantic's titles.
+    """Convert tuples and unions to the form of draft 7, and remove pydantic's titles.
 
-    A mapping can be null, which removes the value of an extended file.
+    A mapping can be null in a file: null removes the value of an extended file.
     """
     if isinstance(value, list):
         return [_as_draft_7(item) for item in value]
@@ -179,13 +185,13 @@ def _as_draft_7(value: Any) -> Any:
 
 
 def _by_kind(key: str, references: Mapping[str, str]) -> Schema:
-    """Return the schema of a mapping with its kind in a key.
+    """Return the schema of a mapping in which the value of a key selects the schema.
 
-    An editor then shows only that kind.
+    The schema uses conditions, so that an editor shows only the keys of the selected kind.
 
     Args:
         key: The key.
-        references: Location of the schema of each kind.
+        references: Location of the schema, by value of the key.
     """
     conditions = []
     for kind, reference in references.items():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Screen(Watcher, Protocol):
-    """Shows the progress of a run to a person, for example `pipeline.shell.console.Console`."""
+    """Shows the progress of a run to the user. `pipeline.shell.console.Console` implements it."""
 
     def progress(self, event: Event) -> None:
         """Show the progress of a stage."""
@@ -24,7 +24,7 @@ class Screen(Watcher, Protocol):
         """Show one line of text."""
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context manager that shows the text of `describe` after a while without output."""
+        """Context manager that shows the text of `describe` if there is no output for a while."""
 
 
 OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]

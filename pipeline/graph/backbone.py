@@ -1,4 +1,4 @@
-"""The backbone of a run with every value resolved: the model supplies omitted values."""
+"""Resolve the backbone settings of a config: the timm model supplies values that are not set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workers.model import pretrained, vit
 from workers.storage.hub import pinned
 
 DEFAULT_NAME = "vit_tiny_patch16_224"
-# Arguments in the config.json of a model on the hub that other settings replace.
+# `model_args` of a hub model that are ignored, because other settings determine these values
 OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
-# settings with a default that depends on the model
+# settings that take their default from the model
 ASKED = ("img_size", "mean", "std", "crop_pct", "interpolation")
 
 
@@ -24,8 +24,8 @@ class Backbone(NamedTuple):
     """A backbone that workers can build.
 
     Attributes:
-        settings: Settings as in a job. A model on the hub is named with its commit.
-        outline: The model without memory for its weights. Copy it before you change it.
+        settings: The settings as in a job. The name of a hub model includes its commit.
+        outline: The model without memory for its weights. It is shared: copy it before a change.
         weights: Digest of the weights, for keys.
     """
 
@@ -39,11 +39,11 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
 
     Args:
         config: The config.
-        store: Remembers models and digests.
-        may_connect: Ask the hub for a model that the config names there.
+        store: Caches hub models and digests.
+        may_connect: Contact the Hugging Face hub if the config names a hub model.
 
     Raises:
-        UserError: If there is no such backbone.
+        UserError: If there is no such backbone, or its weights cannot be used.
     """
     choice = config.backbone
     model = hub_model(config, store, may_connect)
@@ -59,9 +59,9 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
 
 
 def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
-    """Return the settings of a model on the hub. Settings of the config take precedence.
+    """Return the settings of a hub model. Settings of the config take precedence.
 
-    The hub supplies only the name of an architecture, plain arguments and numbers.
+    Only the name of the architecture, plain arguments and numbers are read from its config.json.
     """
     where = f"backbone.weights is {choice.weights!r}, and its config.json"
     architecture = model.body["architecture"].partition(".")[0]
@@ -94,7 +94,14 @@ def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
 def _complete(
     choice: BackboneChoice, name: str, options: Mapping[str, Any], own_input: Mapping[str, Any]
 ) -> BackboneSettings:
-    """Return the settings of a config, completed by the model's own input."""
+    """Complete the backbone settings of a config.
+
+    Args:
+        choice: The settings in the config.
+        name: Name of the timm model.
+        options: Arguments of the timm model.
+        own_input: Input of the model, for example `img_size`: the default of settings in ASKED.
+    """
     values = choice.model_dump(exclude={*ASKED, "name", "options"})
     values |= {"name": name, "options": dict(options)}
     for key in ASKED:

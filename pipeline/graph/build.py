@@ -1,6 +1,7 @@
-"""Turn a config into a graph: for each method a chain or a star of tasks, with a key per stage.
+"""Turn a config into a graph of stages with keys: each method gets a chain or a star of tasks.
 
-A method that carries states from task to task makes a chain; any other method makes a star.
+The tasks of a method that carries state from task to task form a chain. The tasks of any other
+method form a star.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from workers.methods import METHODS
 from workers.methods.base import Method, Step
 from workers.storage.artifact import Artifact
 
-REPORT_REVISION = 3  # increase it if the content of the report changes
-# increase it if the same settings give other weights: building, loading, resampling
+REPORT_REVISION = 3  # part of the key: increase it if the content of the report changes
+# part of the key: increase it if equal settings result in other weights, for example after a change
+# of how weights are loaded or resampled
 BACKBONE_REVISION = 1
-TRAINING_SPLITS = ("train", "val")  # validation images can be a part of the train images
+TRAINING_SPLITS = ("train", "val")  # validation images can be held out of the train images
 NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that do not change a result
 
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
@@ -42,17 +44,17 @@ def build_graph(
     ask_sources: bool = True,
     sources: Mapping[str, KnownSource] | None = None,
 ) -> tuple[Graph, list[Task]]:
-    """Return the stages of a run in topological order, and its tasks, the base task first.
+    """Return the stages of a run in topological order, and its tasks. The base task is first.
 
     Args:
         config: The config.
-        store: Knows the data of the cards.
+        store: The store of the run. It also caches information about the data of the cards.
         provenance: Git commit and versions of packages, for manifests.
-        split: `val`, for a search, evaluates methods on validation images and leaves out the
-            report. Training stages have the same keys.
-        ask_sources: If false, open no connection to a source on another machine that has an
-            ingested result.
-        sources: Raw data that was looked at before, by card.
+        split: `val` (for a search) evaluates methods on validation images and leaves out the
+            report. The keys of training stages do not depend on `split`.
+        ask_sources: If false, do not contact a data source on another machine if its data was
+            ingested.
+        sources: Known state of the raw data, by card. A missing card is looked up.
 
     Raises:
         UserError: If a method cannot be trained on this stream.
@@ -86,7 +88,7 @@ def _task_with_role(tasks: Sequence[Task], role: str) -> Task | None:
 
 
 def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> None:
-    """Check that there are validation images if a best epoch is chosen.
+    """Check that there are validation images if `keep: best` is set for a training step.
 
     Args:
         builder: The builder of the graph.
@@ -113,7 +115,7 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
 
 
 def check_task_settings(builder: Builder, label: str) -> None:
-    """Raise `UserError` if a method has settings for a task without steps of that method."""
+    """Raise `UserError` if a method has settings for a task, but no training step for it."""
     entry = builder.config.methods[label]
     names: list[str] = []
     for stage in builder.stages:
@@ -143,7 +145,7 @@ def check_unlabelled_used(builder: Builder, unlabelled: Task) -> None:
 
 # ---- the backbone --------------------------------------------------------------------------------
 def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None:
-    """Add the backbone stage.
+    """Add the backbone stage, and set `builder.backbone`.
 
     Args:
         builder: The builder of the graph.
@@ -186,14 +188,14 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
 
 
 def shared_revisions() -> dict[str, int]:
-    """Return the revisions of the code that every training step of any method runs."""
+    """Return the revisions of the code that all training stages share, for keys."""
     return {"training": loop.TRAIN_REVISION, "decoding": decoding.DECODING}
 
 
 def add_features(builder: Builder, task: Task) -> str:
-    """Add the stage with the features of a task's train images, once, and return its id.
+    """Add the stage with the features of a task's train images, unless it exists; return its id.
 
-    All methods share it: it depends on the backbone and the images alone.
+    All methods share the stage, because it depends only on the backbone and the images.
 
     Args:
         builder: The builder of the graph.
@@ -217,17 +219,17 @@ def add_features(builder: Builder, task: Task) -> str:
 # ---- chains and stars ----------------------------------------------------------------------------
 @dataclass
 class TaskTopology:
-    """The stages that the next task starts from: a chain or a star.
+    """The stages that the next task of a method starts from: a chain or a star.
 
     In a chain, every task starts from the carried states of the last steps of the previous task. In
-    a star, all tasks start from the stages of the shared steps: steps on images without labels, or
-    on the base task. If the tasks of a star train on the data of all tasks so far, the newest task
-    serves all of them.
+    a star, all tasks start from the stages of the shared steps (`Method.starts_from`), which are
+    trained on images without labels or on the base task. If the tasks of a star train on the data
+    of all tasks so far, the state of the newest task serves all of them.
 
     Attributes:
-        method: The method.
-        shared_stages: Stages of the shared steps, by step.
-        last_stages: Stages of the last steps of the newest task, by step.
+        method: The class of the method.
+        shared_stages: Ids of the stages of the shared steps, by step.
+        last_stages: Ids of the stages of the last steps of the newest task, by step.
     """
 
     method: type[Method[Any]]
@@ -239,20 +241,25 @@ class TaskTopology:
         return self.last_stages if self.method.carries else self.shared_stages
 
     def serving_start(self) -> Stages:
-        """Return the stages with the carried states that serve the tasks so far."""
+        """Return the stages with the carried states needed to serve the tasks so far."""
         if self.method.carries or self.method.trains_on == "seen":
             return self.last_stages
         return self.shared_stages
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
-        """Note the stages of an added task, by step."""
+        """Update the topology after a task was added.
+
+        Args:
+            steps: Steps of the task.
+            stages: Ids of its stages, by step.
+        """
         shared = {step: stages[step] for step in self.method.starts_from if step in stages}
         self.shared_stages = self.shared_stages | shared
         self.last_stages = {step: stages[step] for step in _last_steps(steps)}
 
 
 def _awaited_steps(steps: tuple[Step, ...]) -> dict[str, tuple[str, ...]]:
-    """Return for each step the steps of the same task that it waits for."""
+    """Return the steps that each step waits for, in the same task: name -> names."""
     awaited: dict[str, tuple[str, ...]] = {}
     previous: tuple[str, ...] = ()
     for step in steps:
@@ -276,8 +283,8 @@ def add_method(
 ) -> list[str]:
     """Add all stages of one method.
 
-    The tasks of a star start from images without labels if there are any, or else from the base
-    task.
+    The shared steps of a star are trained on images without labels if the stream has any and the
+    method uses them. Otherwise they are trained on the base task.
 
     Args:
         builder: The builder of the graph.
@@ -287,7 +294,7 @@ def add_method(
         unlabelled: The task with images without labels, or None.
 
     Returns:
-        The ids of the evaluations.
+        The ids of the evaluation stages.
 
     Raises:
         UserError: If the method needs a base task and there is none.
@@ -326,12 +333,12 @@ def add_method(
 
 @dataclass
 class MethodStages:
-    """Adds the stages of one method.
+    """Adds the stages of one method to the graph.
 
     Attributes:
         builder: The builder of the graph.
         label: Label of the method.
-        state_stages: Name of a task -> id of the stage with its state.
+        state_stages: Name of a task -> id of the stage with the state of the task.
     """
 
     builder: Builder
@@ -341,20 +348,23 @@ class MethodStages:
     def add_training(
         self, task: Task, seen: tuple[Task, ...], steps: tuple[Step, ...], start: Stages
     ) -> Stages:
-        """Add the training stages of one task, and return them by step.
+        """Add the training stages of one task.
 
         Args:
             task: The task.
-            seen: The tasks so far; this one is the last.
+            seen: The tasks so far; `task` is the last of them.
             steps: The steps to train.
-            start: The stages that the first steps start from.
+            start: Ids of the stages that the first steps start from, by step.
+
+        Returns:
+            The ids of the added stages, by step.
         """
         builder = self.builder
         method = builder.method(self.label)
         read_tasks: tuple[Task, ...] = (task,)
         if (method.reads or method.trains_on) == "seen":
             read_tasks = seen
-        # In a chain the states of earlier tasks belong to ancestors of these stages.
+        # in a chain, the stages with the states of earlier tasks are ancestors of the new stages
         state_stages: Stages = {}
         if method.carries:
             state_stages = {
@@ -399,13 +409,13 @@ class MethodStages:
     def _training_inputs(
         self, task: Task, read_tasks: tuple[Task, ...], step: Step
     ) -> dict[str, Any]:
-        """Return the inputs for the key of a training stage."""
+        """Return everything that enters the key of a training stage, besides its parents."""
         builder = self.builder
         method = builder.method(self.label)
         train, data = builder.train_and_data(self.label, step.name, task)
         ignored = method.ignored_settings(step.name)
         data_inputs = key_inputs(data, NOT_IN_KEYS)
-        if step.reads_features:  # augmentation has no effect on them
+        if step.reads_features:  # features do not depend on data settings such as augmentation
             data_inputs = {"val_fraction": data.val_fraction}
         name = builder.config.methods[self.label].method
         return {
@@ -424,16 +434,17 @@ class MethodStages:
         }
 
     def add_evaluation(self, seen: tuple[Task, ...], start: Stages) -> str:
-        """Add the evaluation after the last of the tasks `seen`, and return its id.
+        """Add the evaluation after the last task in `seen`, and return the id of the stage.
 
-        It measures all tasks if later stages can change past predictions. Otherwise it measures
-        this task, and the previous one as a check. Test data is left out if its source and shards
-        are both gone and no result has measured it. So a new task can still be added, and values
-        that cannot be measured stay empty in the matrix.
+        It measures all tasks in `seen` if the method can change predictions for earlier tasks.
+        Otherwise it measures the last task, and the previous one as a check. A task is left out if
+        neither the source of its data nor the ingested shards exist any more, unless a result of
+        the complete evaluation exists. Therefore a new task can still be added; the values that
+        cannot be measured stay empty in the accuracy matrix.
 
         Args:
             seen: The tasks so far.
-            start: The stages with the carried states that serve them, by step.
+            start: Ids of the stages with the carried states that serve them, by step.
         """
         builder = self.builder
         method = builder.method(self.label)
@@ -450,12 +461,12 @@ class MethodStages:
     def _evaluation(
         self, served: tuple[Task, ...], measured: tuple[Task, ...], start: Stages
     ) -> Stage:
-        """Return an evaluation after the last of the tasks `served`.
+        """Return the stage of the evaluation after the last task in `served`.
 
         Args:
-            served: The tasks.
-            measured: The tasks with test images that are read.
-            start: The stages with the carried states that serve them, by step.
+            served: The tasks that the evaluated model serves.
+            measured: The tasks to measure, on their test images (or validation images).
+            start: Ids of the stages with the carried states of the model, by step.
         """
         builder = self.builder
         config = builder.config

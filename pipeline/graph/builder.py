@@ -1,4 +1,4 @@
-"""The builder of a graph: collects stages, and gives every stage its key."""
+"""Builder of a graph: collects stages and computes the key of each stage."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Builder:
 
     Attributes:
         config: The config of the run.
-        store: Knows the data of the cards.
+        store: Store of the run. It also caches information about the data of the cards.
         provenance: Git commit and versions of packages, for manifests.
-        split: Split that evaluations read.
-        ask_sources: Ask a source on another machine for its fingerprint although its result exists.
-        sources: Raw data that was looked at before, by card.
-        backbone: Settings as workers get them; `add_backbone` sets them.
+        split: Split of the images that evaluations read.
+        ask_sources: Contact a data source on another machine even if its data was ingested.
+        sources: Known state of the raw data, by card.
+        backbone: Backbone settings as in a job; `add_backbone` sets them.
         stages: The stages so far.
         keys: Stage id -> key.
-        images: Name of a card -> digests of the images; None before they are ingested.
-        cards_without_data: Names of cards without source and without shards.
-        code_digests: Name of a method -> digest of the code of an external method.
-        provisional: Ids of the stages with keys that are unknown until an ingest has run.
+        images: Name of a card -> digests of its images; None if they are not ingested yet.
+        cards_without_data: Names of cards with neither a source nor ingested shards.
+        code_digests: Name of a method -> digest of its code; "" for a built-in method.
+        provisional: Ids of stages with placeholder keys: their images are not ingested yet.
     """
 
     config: Config
@@ -56,12 +56,12 @@ class Builder:
     def add(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
     ) -> Stage:
-        """Make a stage, add it to the graph, and return it.
+        """Create a stage, add it to the graph, and return it.
 
         Args:
-            stage_id: Its id.
+            stage_id: Id of the stage.
             step: Kind of the stage.
-            inputs: Inputs of the key.
+            inputs: Everything that enters the key, besides the keys of the parents.
             parents: Ids of the parents.
             rest: Other attributes of `Stage`.
         """
@@ -70,10 +70,11 @@ class Builder:
     def make_stage(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
     ) -> Stage:
-        """Return a stage with its key. Its job gets the key and the parents' keys.
+        """Return a stage with its key. Its job gets the key and the keys of the parents.
 
-        Keys of ingest stages are not part of the key: the inputs contain the digests of the images
-        that the stage uses (see `digest_images`). See `add` for the arguments.
+        The keys of parents that are ingest stages do not enter the key. Instead, the inputs contain
+        the digests of the images that the stage uses (see `digest_images`). See `add` for the
+        arguments.
         """
         parent_keys = [self.keys[parent] for parent in parents]
         is_ingest = [parent.startswith("data/") for parent in parents]
@@ -92,10 +93,10 @@ class Builder:
         )
 
     def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
-        """Return the name of each task -> a digest of the images in some splits.
+        """Return a digest of the images of each task in the given splits, by name of the task.
 
-        Before a card is ingested its images are unknown. The digest of the source is used then, and
-        the key of the stage is a placeholder that no result has.
+        The images of a card are unknown before it is ingested. The digest then is a placeholder
+        that contains the key of the ingest stage, so no result has the key of the stage.
 
         Args:
             tasks: The tasks.
@@ -119,7 +120,7 @@ class Builder:
         return stage
 
     def get_keys(self, stage_ids: Mapping[str, str]) -> dict[str, str]:
-        """Replace the stage ids of a mapping by the keys of these stages."""
+        """Replace the stage ids in the values of a mapping by the keys of the stages."""
         return {name: self.keys[stage_id] for name, stage_id in stage_ids.items()}
 
     def method(self, label: str) -> type[Method]:
@@ -127,14 +128,19 @@ class Builder:
         return METHODS[self.config.methods[label].method]
 
     def code(self, method: str) -> dict[str, str]:
-        """Return the input for keys that stands for a method's code; empty for built-in methods."""
+        """Return the digest of a method's code as an input of keys; empty for built-in methods."""
         if method not in self.code_digests:
             self.code_digests[method] = get_code_digest(method)
         digest = self.code_digests[method]
         return {"code": digest} if digest else {}
 
     def settings(self, label: str, task: Task | None = None) -> MethodSettings:
-        """Return a method's settings for the steps of a task; None: for all tasks."""
+        """Return the settings of a method.
+
+        Args:
+            label: Label of the method.
+            task: Include the differences of the config for this task. None: no differences.
+        """
         task_name = None if task is None else task.name
         entry = self.config.merge_entry(label, task_name)
         return METHODS[entry.method].Settings.model_validate(entry.settings)
@@ -144,13 +150,13 @@ class Builder:
     ) -> tuple[TrainSettings, DataSettings]:
         """Return the training and data settings of a step of a method.
 
-        Images without labels cannot validate anything: the step trains on all images, to the last
-        epoch.
+        A step on images without labels uses all images for training and keeps the last epoch,
+        because validation needs labels.
 
         Args:
             label: Label of the method.
             step: Kind of the stage.
-            task: The task; None: settings for all tasks.
+            task: Include the differences of the config for this task. None: no differences.
         """
         task_name = None if task is None else task.name
         train = self.config.merge_train(label, step, task=task_name)
@@ -164,7 +170,7 @@ class Builder:
         """Return the job of the backbone stage.
 
         Args:
-            base: The task that it is trained on, or None.
+            base: The task that the backbone is trained on, or None.
         """
         tasks = () if base is None else (base,)
         train = self.config.backbone_train()
@@ -204,7 +210,10 @@ class Builder:
         tasks: tuple[Task, ...],
         **rest: Any,
     ) -> StageJob:
-        """Return the job of a method's stage. It contains only settings that its step reads.
+        """Return the job of a stage of a method.
+
+        A training job contains only the settings that its step reads. The job of an evaluation
+        contains all settings.
 
         Args:
             stage_id: Id of the stage.
@@ -214,13 +223,13 @@ class Builder:
             tasks: The tasks so far.
             rest: Other attributes of `StageJob`.
         """
-        # An evaluation serves all tasks, so it has no settings for one task.
+        # an evaluation serves several tasks, so the settings for a single task do not apply
         settings_task = None if step == "evaluate" else task
         task_name = None if settings_task is None else settings_task.name
         entry = self.config.merge_entry(label, task_name)
         train, data = self.train_and_data(label, step, settings_task)
         ignored = METHODS[entry.method].ignored_settings(step)
-        if step == "evaluate":  # a bundle of its job has all settings
+        if step == "evaluate":  # a bundle can be made from this job, and a bundle has all settings
             ignored = frozenset()
         settings = {key: value for key, value in entry.settings.items() if key not in ignored}
         return self._job(
@@ -257,22 +266,22 @@ class Builder:
 
 
 def cache_folder(configured: str, storage: str) -> str:
-    """Return the node-local folder for shards and decoded images.
+    """Return the cache folder for shards and decoded images on a node.
 
-    It is below the configured folder; else in the storage if that is on a disk; else below the
-    temporary folder.
+    It is a subfolder of the configured folder. If no folder is configured, it is in the storage, or
+    in the temporary folder of the system if the storage is a bucket.
 
     Args:
         configured: `cluster.cache`; empty if it is not set.
         storage: URI of the storage.
     """
     if configured:
-        # A subfolder, so that other files in the configured folder are never deleted.
+        # a subfolder, so that other files in the configured folder are never deleted
         return os.path.join(os.path.abspath(os.path.expanduser(configured)), "accrete-cache")
     if "://" in storage:
         return os.path.join(tempfile.gettempdir(), f"accrete-cache-{os.getuid()}")
     folder = os.path.join(os.path.abspath(storage), "cache")
-    # A cache belongs to one user: another user of the same storage gets another folder.
+    # each user of a shared storage has a separate cache
     if os.path.isdir(folder) and os.stat(folder).st_uid != os.getuid():
         return f"{folder}-{os.getuid()}"
     return folder

@@ -1,4 +1,4 @@
-"""Pictures of a graph: as text for the terminal, as SVG for pages."""
+"""Draw a graph of stages: as text for the terminal, and as SVG for pages."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ COLOURS = {
     "failed": "#f6c6c6",
     "blocked": "#ead7ea",
 }
-OTHER_COLOUR = "#eeeeee"
-# pixels
+OTHER_COLOUR = "#eeeeee"  # of a stage without a state
+# all sizes are in pixels
 BOX_W = 128
 BOX_H = 36
-TIME_H = 14  # extra height of a box with a time
+TIME_H = 14  # extra height of a box with a duration
 LEGEND_H = 24
-LEGEND_W = 84  # width of one state
+LEGEND_W = 84  # width of one state in the legend
 GAP_X = 46
 GAP_Y = 10
 MARGIN = 12
 MAX_LETTERS = 20  # per line of a box
-MAX_CLEAR = 120  # stages; above that, arrows are faint
-FAINT = 0.4
+MAX_CLEAR = 120  # number of stages; the arrows of a larger graph are faint
+FAINT = 0.4  # opacity of faint arrows
 
 
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
-    """Return one line per method: its tasks, and `*` after each stage that will run.
+    """Return a line for the shared stages and a line per method; `*` marks stages that will run.
 
-    `->` means that the next task waits for the task (a chain), `|` that it does not (a star).
+    `->` means that the next stage waits for the previous one, as in a chain. `|` means that it does
+    not, as in a star.
 
     Args:
         graph: The graph.
@@ -66,7 +67,7 @@ def _row_name(stage: Stage) -> str:
 
 
 def _method_line(stages: Sequence[Stage], status: Mapping[str, str]) -> str:
-    """Return the stages of a method in order, and the number of evaluations."""
+    """Return the training stages of a method in order, and the number of its evaluations."""
     line = ""
     previous: Stage | None = None
     evaluations = 0
@@ -107,13 +108,15 @@ def to_svg(
     times: Mapping[str, str] | None = None,
     links: Mapping[str, str] | None = None,
 ) -> str:
-    """Return an SVG with a column per depth and a box per stage, coloured by its state.
+    """Return an SVG with a box per stage, coloured by its state.
+
+    The column of a stage is the length of the longest path to it.
 
     Args:
         graph: The graph.
         status: State of each stage, by id.
         times: Duration of stages as text, by id.
-        links: Target of a click on a box, by id.
+        links: URL that a click on the box of a stage opens, by id.
     """
     times = times or {}
     links = links or {}
@@ -132,7 +135,7 @@ def to_svg(
     opacity = FAINT if len(graph) > MAX_CLEAR else 1
     parts.append(f'<g fill="none" stroke="#a8a8a8" stroke-opacity="{opacity}">')
     for stage in graph:
-        # leave out arrows that follow from two others
+        # omit the arrow from a parent that is also a parent of another parent
         implied: set[str] = set()
         for parent in stage.parents:
             implied.update(graph[parent].parents)
@@ -153,7 +156,12 @@ def to_svg(
 
 
 def _legend_svg(state: str, index: int) -> str:
-    """Return a dot in the colour of a state, and the state's name, at a place in the row."""
+    """Return an item of the legend: a dot in the colour of a state, and the name of the state.
+
+    Args:
+        state: The state.
+        index: Position of the item in the legend.
+    """
     x = MARGIN + index * LEGEND_W
     y = MARGIN
     return (
@@ -173,7 +181,7 @@ def _arrow_svg(start: Corner, end: Corner, box_h: int) -> str:
 
 
 def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: int) -> str:
-    """Return the box of a stage: its task, then its method and step, then its time."""
+    """Return the box of a stage, with its task, its method and step, and its duration."""
     x, y = corner
     colour = COLOURS.get(state, OTHER_COLOUR)
     middle = x + BOX_W / 2
@@ -208,13 +216,13 @@ def _short(text: str) -> str:
 def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
     """Return the corner of each stage's box, by id.
 
-    The column is the depth of the stage. Methods are stacked, and so are the tasks of a method in a
-    column.
+    The column is the length of the longest path to the stage. The methods are drawn below each
+    other. Stages of one method in the same column are drawn below each other, too.
 
     Args:
         graph: The graph.
         box_h: Height of a box in pixels.
-        margin_top: Margin of the whole picture in pixels.
+        margin_top: Space above the first row in pixels.
     """
     depth: dict[str, int] = {}
     stages_by_row: dict[str, list[Stage]] = {}
@@ -223,9 +231,9 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
         row_name = _row_name(stage) if stage.method else ""
         stages_by_row.setdefault(row_name, []).append(stage)
     corners: dict[str, Corner] = {}
-    top = 0  # first row of the method
+    top = 0  # first row of the current method
     for stages in stages_by_row.values():
-        used_rows: Counter[int] = Counter()  # rows of the method, by column
+        used_rows: Counter[int] = Counter()  # number of rows that the method uses, by column
         for stage in stages:
             column = depth[stage.id]
             row = top + used_rows[column]

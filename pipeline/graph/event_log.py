@@ -1,8 +1,8 @@
-"""The events of a run as JSON lines, `<storage>/runs/NAME/events.jsonl`: one line per event.
+"""The event log of a run: `<storage>/runs/NAME/events.jsonl`, with one JSON line per event.
 
-On a local disk, each event is appended immediately with a single write, so that readers see whole
-lines. In a bucket the whole file is rewritten from time to time. The size of the file is bounded: a
-full file is renamed to `events.1.jsonl` and replaces the previous file of that name.
+On a local disk, each event is appended immediately with a single write, so that readers see only
+complete lines. In a bucket, the whole file is rewritten from time to time. The size of the file is
+limited: a full file is renamed to `events.1.jsonl` and replaces the previous file of that name.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from workers.storage.secrets import redact_texts
 
 FILE = "events.jsonl"
 ROTATED_FILE = "events.1.jsonl"
-MAX_BYTES = 8 << 20
-MAX_TEXT = 2000  # characters of a text in an event
+MAX_BYTES = 8 << 20  # per file
+MAX_TEXT = 2000  # characters per string in an event
 
 
 class EventLog:
     """Appends events to the log of a run.
 
-    Errors are ignored: an event that cannot be written is lost. On a full disk the run itself
-    reports it. A log in a bucket is not overwritten before its old lines were read; one that is
-    larger than `max_bytes` is left as it is, and the new events are lost.
+    Errors are ignored: an event that cannot be written is lost. (If the disk is full, the run fails
+    when it writes results, and reports it.) A log in a bucket is not overwritten before its old
+    lines were read. If it is larger than `max_bytes`, it stays unchanged, and new events are lost.
 
     Args:
         storage: URI of the storage.
         name: Name of the run.
-        max_bytes: Largest size of the file.
+        max_bytes: Maximum size of the file in bytes.
     """
 
     def __init__(self, storage: str, name: str, max_bytes: int = MAX_BYTES):
@@ -54,9 +54,9 @@ class EventLog:
         self.is_local = is_local(storage)
         self.size = 0
         self.stream: TextIO | None = None
-        # all lines of a log in a bucket, which is rewritten as a whole
+        # only for a log in a bucket: all its lines, because the file is rewritten as a whole
         self.lines: list[bytes] = []
-        self.has_old_lines = False  # `lines` begins with those of the log in the bucket
+        self.has_old_lines = False  # whether `lines` begins with the old content of the file
         self.has_unflushed_lines = False
         with suppress(OSError, UserError):
             self._open()
@@ -66,7 +66,8 @@ class EventLog:
 
         Args:
             kind: Kind of the event.
-            values: JSON values. Secrets in strings are redacted; "", None and {} are left out.
+            values: JSON values of the event. Secrets in strings are redacted. Values that are "",
+                None or {} are left out.
         """
         event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}
         for name, value in values.items():
@@ -77,7 +78,7 @@ class EventLog:
             self._append(line)
 
     def flush(self) -> None:
-        """Rewrite the file of a log in a bucket if events were added."""
+        """Rewrite the file of a log in a bucket if there are new events."""
         if not self.has_unflushed_lines:
             return
         with suppress(OSError, UserError):
@@ -101,7 +102,7 @@ class EventLog:
             self._read_old_lines()
 
     def _read_old_lines(self) -> None:
-        """Read the log in the bucket, unless that was done. Raise OSError if it cannot be read."""
+        """Read the existing log in the bucket, once. Raise `OSError` if it cannot be read."""
         if self.has_old_lines:
             return
         with suppress(FileNotFoundError):
@@ -138,11 +139,11 @@ class EventLog:
 def open_log(path: str) -> TextIO:
     """Open a log on a disk for appending.
 
-    In a folder that is shared with a group, the group can read and write the log.
+    If the folder is shared with a group, the group can read and write the log.
 
     Raises:
-        OSError: If the log cannot be written, or is not a regular file: opening a symbolic link
-            could write outside the storage, and opening a FIFO would block.
+        OSError: If the log cannot be written, or is not a regular file. (A symbolic link could lead
+            out of the storage, and opening a FIFO would block.)
     """
     make_dirs(os.path.dirname(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -150,6 +151,6 @@ def open_log(path: str) -> TextIO:
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise OSError(errno.EINVAL, "it is not a regular file", path)
-    with suppress(PermissionError):  # owned by another user, so that its mode cannot be changed
+    with suppress(PermissionError):  # only the owner of the file can change its mode
         share_file(path)
     return stream

@@ -1,8 +1,8 @@
-"""Files about failed tries of a stage: traceback, end of the log, line that raised the error.
+"""Failure files: the traceback of each failed try of a stage, and the end of its log.
 
 Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. The time has
 nanoseconds, so that each try has its own file. `gc` deletes the files of stages that have a result,
-and of stages that no run needs.
+and of stages that no run needs. The module also finds the line of code that raised an error.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ FOLDER = "failures"
 SUFFIX = ".txt"
 ROOT = str(Path(__file__).resolve().parents[2])
 PACKAGES = (f"pipeline{os.sep}", f"workers{os.sep}")
+# a frame in the text of a traceback, and the path of a file of this project in such a frame
 REMOTE_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 REMOTE_MODULE = re.compile(r"(?!.*site-packages).*?(?P<module>(?:pipeline|workers)/.*\.py)")
-# folders of libraries: their files are not the user's code
+# folders of the standard library and of installed packages
 LIBRARIES = tuple({f"{path}{os.sep}" for path in sysconfig.get_paths().values()})
-MAX_MESSAGE = 500  # characters of an error's message in `describe`; the file has the whole message
-MAX_WRITE_ERROR = 200  # characters of the reason why the file was not written
-STDERR = 2
-LOG_LINES = 50  # at the end of a log, in at most LOG_BYTES
-LOG_BYTES = 16 << 10
-ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colours, which Ray puts into tracebacks
+MAX_MESSAGE = 500  # characters of an error message in `describe`; the file has the full message
+MAX_WRITE_ERROR = 200  # characters of the reason why a file was not written
+STDERR = 2  # file descriptor
+LOG_LINES = 50  # number of lines that are copied from the end of a log
+LOG_BYTES = 16 << 10  # maximum size of these lines
+ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colour codes, which Ray inserts into tracebacks
 
 
 def describe(error: Exception) -> str:
-    """Return the type and message of an error, and the line to look at (`find_frame`)."""
+    """Return the type and message of an error, and the line of code that `find_frame` finds."""
     message = printable(" ".join(ANSI.sub("", str(error)).split()))
     text = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
     frame = find_frame(error)
@@ -47,16 +48,17 @@ def describe(error: Exception) -> str:
 
 
 def find_frame(error: BaseException) -> str:
-    """Return the innermost frame of the user's code, for example of a method in a notebook.
+    """Return the innermost traceback frame in the user's code, such as a method in a notebook.
 
-    Without such a frame, return the innermost frame below `pipeline/` or `workers/`; empty if there
-    is neither. If Ray sent the error from another process, it is the frame in that process.
+    Without such a frame, return the innermost frame below `pipeline/` or `workers/`, or an empty
+    string if there is none. If Ray transferred the error from another process, the frames of that
+    process are searched.
 
     Example of a result: `workers/loop.py:120 in train_step`.
     """
-    # a RayTaskError holds the traceback of the other process as text
+    # a RayTaskError contains the traceback of the other process as text
     remote_traceback = getattr(error.__cause__, "traceback_str", "")
-    # (path, line, function), the outermost first
+    # (path, line, function), outermost frame first
     frames = [match.groups() for match in REMOTE_FRAME.finditer(remote_traceback)] or [
         (frame.filename, frame.lineno, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -72,7 +74,16 @@ def find_frame(error: BaseException) -> str:
 
 
 def _own_module(path: str, is_remote: bool) -> str:
-    """Return the path of a file below this project, for example `workers/loop.py`, or empty."""
+    """Return the path of a source file relative to this project, for example `workers/loop.py`.
+
+    Args:
+        path: Path in a traceback.
+        is_remote: Whether the traceback is from another process, where the project can be in
+            another folder.
+
+    Returns:
+        The path, or an empty string if the file does not belong to this project.
+    """
     if is_remote:
         match = REMOTE_MODULE.fullmatch(path)
         return match["module"] if match else ""
@@ -81,22 +92,22 @@ def _own_module(path: str, is_remote: bool) -> str:
 
 
 def _is_users(path: str) -> bool:
-    """Return whether a code file belongs neither to a library nor to the interpreter."""
+    """Return whether a source file belongs neither to a library nor to the interpreter."""
     is_library = path.startswith(LIBRARIES) or "-packages/" in path or "/lib/python3" in path
     return not is_library and not path.startswith("<")
 
 
 class Origin(NamedTuple):
-    """Place of a failed try.
+    """The process in which a try of a stage failed.
 
     Attributes:
         stage: Id of the stage.
-        key: Its key.
+        key: Key of the stage.
         host: Name or address of the machine.
-        rank: Rank in the group.
+        rank: Rank in the worker group.
         world: Number of ranks.
         process: Process id.
-        log: File with stderr of the process.
+        log: Path of the file with stderr of the process; empty if stderr is not a file.
     """
 
     stage: str
@@ -111,15 +122,18 @@ class Origin(NamedTuple):
 def keep(
     storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
 ) -> str:
-    """Write the whole traceback of a stage that failed in this process. See `write`.
+    """Write the failure file of a stage that failed in this process. See `write`.
 
     Args:
         storage: URI of the storage.
         stage_id: Id of the stage.
-        key: Its key.
+        key: Key of the stage.
         error: The error.
         rank: Rank of this process.
         world: Number of ranks.
+
+    Returns:
+        The path of the file, or the reason why it was not written.
     """
     log = log_path()
     origin = Origin(stage_id, key, platform.node(), rank, world, os.getpid(), log)
@@ -128,18 +142,18 @@ def keep(
 
 
 def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
-    """Write the report about a failed try below `storage`, with the end of the log.
+    """Write the failure file of a try.
+
+    An error while writing is not raised: it must not hide the error of the stage.
 
     Args:
         storage: URI of the storage.
-        origin: Place of the try.
-        text: The report.
+        origin: The process in which the try failed.
+        text: The traceback or another explanation.
         log_end: Last lines of the log.
 
     Returns:
-        The path of the file, or the reason why it was not written: an unreachable storage must not
-            hide
-        the error itself.
+        The path of the file, or the reason why it was not written.
     """
     host = re.sub(r"[^\w.-]", "_", origin.host)  # IPv6 addresses contain colons
     process = f"rank{origin.rank}-{origin.process}"
@@ -170,7 +184,7 @@ def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
 
 
 def end_of_log(path: str) -> str:
-    """Return the last lines of a log; empty if there is none, or it cannot be read."""
+    """Return the last lines of a log, or an empty string if the log cannot be read."""
     if not path:
         return ""
     try:
@@ -184,9 +198,9 @@ def end_of_log(path: str) -> str:
 
 
 def log_path() -> str:
-    """Return the file that stderr of this process is redirected to; empty if there is none.
+    """Return the path of the file that stderr of this process is redirected to.
 
-    Workers of Ray and jobs of Slurm have such a file.
+    Ray workers and Slurm jobs have such a file. The result is empty for other processes.
     """
     try:
         if stat.S_ISREG(os.fstat(STDERR).st_mode):

@@ -13,9 +13,9 @@ from pipeline.graph.live_status import GpuFigure, GpuSample, read_status
 from pipeline.graph.stage import Graph
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 
-BUSY = 0.5  # share of the time; below this, more groups are suggested
-MEMORY_SHARE = 0.9  # of a GPU, for all groups together
-MIN_SAMPLES = 3
+BUSY = 0.5  # share of the time; if a GPU is less busy, more chains per GPU are suggested
+MEMORY_SHARE = 0.9  # share of the GPU memory that all chains on it may use together
+MIN_SAMPLES = 3  # minimum number of samples of a GPU for a figure
 
 
 @dataclass
@@ -24,13 +24,13 @@ class Use:
 
     Attributes:
         samples: Number of samples.
-        measured: Number of samples that say how busy the GPU was.
-        busy_sum: Sum over these of the share of the time in which the GPU computed.
-        stages_sum: Sum over all samples of the stages that trained, on all GPUs together.
+        measured: Number of samples that contain the utilization.
+        busy_sum: Sum of the utilization (share of the time in [0, 1]) over these samples.
+        stages_sum: Sum over all samples of the number of stages in training on all GPUs.
         sampled_at: Time of the last sample, in seconds since the epoch.
-        memory_bytes: Largest use of the memory.
-        total_bytes: Size of the memory.
-        reason: Why a sample does not say how busy the GPU was.
+        memory_bytes: Largest amount of used GPU memory.
+        total_bytes: Size of the GPU memory.
+        reason: Why a sample lacks the utilization.
     """
 
     samples: int = 0
@@ -44,12 +44,12 @@ class Use:
 
     @property
     def busy(self) -> float:
-        """Mean share of the time in which the GPU computed."""
+        """Mean utilization: share of the time in which the GPU computed."""
         return self.busy_sum / self.measured
 
     @property
     def stages(self) -> float:
-        """Mean number of stages that trained at a time, on all GPUs together."""
+        """Mean number of stages in training at the same time, on all GPUs."""
         return self.stages_sum / self.samples
 
 
@@ -60,8 +60,8 @@ class GpuUse:
         graph: The graph of the run.
         cluster: Resources of the workers.
         chains: Number of stages that can run in parallel.
-        post: Is called with the figures whenever they have changed. They are empty when the first
-            stage starts to train.
+        post: Called with the figures after each sample taken during training, and with an empty
+            list when the first stage starts to train.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GpuUse:
             self.progress(event)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        """Do nothing: a stage trains once it has started."""
+        """Do nothing: the start event of a stage counts, not the decision to launch it."""
 
     def _add(self, node: str, gpu: str, sample: GpuSample) -> None:
         use = self.uses[node, gpu]
@@ -115,7 +115,10 @@ class GpuUse:
         use.total_bytes = sample["total_bytes"]
 
     def figures(self) -> list[GpuFigure]:
-        """Return the figure of each GPU with enough samples, or the reason for its absence."""
+        """Return the figures of the GPUs with enough samples.
+
+        A GPU without any utilization in its samples has an entry with the reason.
+        """
         figures: list[GpuFigure] = []
         for node, gpu in sorted(self.uses, key=lambda place: (place[0], len(place[1]), place[1])):
             use = self.uses[node, gpu]
@@ -133,12 +136,12 @@ class GpuUse:
         return figures
 
     def _advice(self, use: Use) -> str:
-        """Return a setting that makes better use of a GPU; empty if there is none."""
+        """Return settings that use a GPU better, as text; empty if there are none."""
         groups = self.groups_that_fit(use)
         if use.busy >= BUSY or groups < 2:
             return ""
         workers = "" if self.cluster.workers else "cluster.workers=1 and "
-        share = math.floor(1000 / groups) / 1000  # rounded up, fewer groups would fit
+        share = math.floor(1000 / groups) / 1000  # if it were rounded up, `groups` would not fit
         return (
             f"{workers}cluster.gpus_per_worker={share:g} trains {groups} chains in parallel, which "
             f"take about {groups * use.memory_bytes / 2**30:.1f} of its "
@@ -148,20 +151,20 @@ class GpuUse:
     def groups_that_fit(self, use: Use) -> int:
         """Return how many chains can train on a GPU in parallel, by time and by memory."""
         if self.cluster.gpus_per_worker < 1 or self.cluster.workers > 1:
-            return 1  # it is shared, or its ranks use NCCL, which needs whole GPUs
-        by_time = int(1 / max(use.busy, 0.01) + 1e-6)  # 1 / 0.2 is less than 5
+            return 1  # the GPU is shared already, or ranks use NCCL, which needs a GPU per rank
+        by_time = int(1 / max(use.busy, 0.01) + 1e-6)  # 1e-6: protects from rounding errors
         by_memory = int(MEMORY_SHARE * use.total_bytes / max(use.memory_bytes, 1))
         return min(self.chains, by_time, by_memory)
 
 
 def read_gpu_use(storage: str, name: str) -> list[GpuFigure]:
-    """Return the figures of the last start of a run in which stages trained; none without GPUs."""
+    """Return the GPU figures of the last start of a run that trained stages; empty without GPUs."""
     status = read_status(storage, name)
     return status.get("gpu_use", []) if status else []
 
 
 def gpu_sentences(figures: Iterable[GpuFigure]) -> list[str]:
-    """Return how busy each GPU was while stages trained, and a setting that helps."""
+    """Describe how busy each GPU was during training, with settings that would use it better."""
     sentences = []
     for figure in figures:
         if "busy" not in figure:

@@ -1,10 +1,11 @@
-"""Cache of the graph of an unchanged config: if all results exist, a start does not import torch.
+"""Cache of graphs: if the config is unchanged and all results exist, torch is not imported.
 
-Building a graph imports torch, timm and every method, which takes seconds; the rest takes tenths.
-So a built graph is written to `<storage>/graphs/<digest>.json`. The digest covers everything that a
-graph is built from: the config, the cards, the state of the raw data and of the weights file, the
-code of this project, and the versions of Python and of packages. A damaged or foreign file is
-ignored. Jobs are not stored: the driver builds the graph again to run stages.
+Building a graph imports torch, timm and all methods, which takes seconds. The rest of a start takes
+tenths of a second. Therefore a built graph is written to `<storage>/graphs/<digest>.json`. The
+digest covers everything that a graph is built from: the config, the cards, the state of the raw
+data and of the weights file, the code of this project, and the versions of Python and of packages.
+A damaged file, or a file of another graph, is ignored. Jobs are not cached: to run stages, the
+driver builds the graph again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from workers.storage.artifact import join, read_json, resolve, write_bytes
 LOG = logging.getLogger("accrete.graph")
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = "graphs"
-MAX_FILES = 64  # older files are deleted
+MAX_FILES = 64  # the oldest files above this number are deleted
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "pillow", "PyYAML", "safetensors")
 
 
@@ -48,8 +49,8 @@ class BuildInputs:
     """Everything that a graph is built from.
 
     Attributes:
-        digest: Digest of these inputs.
-        sources: Name of a card -> state of the raw data.
+        digest: Digest of all inputs.
+        sources: Name of a card -> state of its raw data.
     """
 
     digest: str
@@ -73,9 +74,9 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         ask_sources: See `build_graph`.
 
     Returns:
-        The inputs; None if the cache cannot be used. The config is invalid in that case, and the
-            build
-        reports it; or raw data is gone, and the graph also depends on the existing results.
+        The inputs, or None if the cache cannot be used. This is the case if the config is invalid
+        (the build reports the error), or if raw data is missing (the graph then also depends on the
+        results in the store).
     """
     loaded: dict[str, Card] = {}
     sources: dict[str, KnownSource] = {}
@@ -126,7 +127,7 @@ def code_digest() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that influence settings and backbones."""
+    """Return the versions of Python and of the packages that affect settings and backbones."""
     versions = {"python": sys.version}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -139,7 +140,7 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
 
     Args:
         run_store: Store of the run.
-        inputs: See `collect_inputs`.
+        inputs: Result of `collect_inputs`.
         name: Name of the run.
     """
     try:
@@ -157,12 +158,13 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
 def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
     """Store a graph that was built from these inputs, and delete the oldest graphs above MAX_FILES.
 
-    The cache only saves time: if it cannot be written, nothing is lost. A graph with an external
-    method is not stored, because a later start cannot know whether its code is the same.
+    An error while writing is only logged, because the cache only saves time. A graph with an
+    external method is not stored, because a later start cannot know whether the code of the method
+    is unchanged.
 
     Args:
         run_store: Store of the run.
-        inputs: See `collect_inputs`.
+        inputs: Result of `collect_inputs`.
         graph: The graph.
         tasks: The tasks of the run.
     """
@@ -197,7 +199,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
 
 
 def _task_json(task: Task) -> dict[str, Any]:
-    """Return a task without shard locations, which only cards may name."""
+    """Return a task without the locations of its shards: these must come from the card."""
     fields = asdict(task)
     del fields["shard_urls"]
     return fields
@@ -221,7 +223,7 @@ def _from_json(content: Mapping[str, Any]) -> CachedGraph:
 
 
 def _digest(value: Any) -> str:
-    """Return the digest of plain values. The order of keys counts, because methods are ordered."""
+    """Return the digest of a JSON value. The order of keys matters, because methods are ordered."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Records the progress of a run: the event log, and the status that other processes read."""
+"""Record the progress of a run: its event log, and its status file for other processes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from workers.storage.artifact import is_local
 from workers.storage.lock import stage_lock
 from workers.storage.secrets import redact
 
-WRITE_S = 1.0  # minimum time between two writes on a disk
-BUCKET_WRITE_S = 20.0
-MAX_LOAD = 0.02  # largest share of the time for writing: a status grows with the graph
-PROGRESS_S = 30.0  # between two events about the progress of one stage
-MAX_MESSAGE = 2000  # characters
-# Events that change no state of the walk.
+WRITE_S = 1.0  # minimum number of seconds between two writes of the status on a disk
+BUCKET_WRITE_S = 20.0  # minimum number of seconds between two writes of the status in a bucket
+# Maximum share of the time spent on writing. It matters for large graphs: their status is large.
+MAX_LOAD = 0.02
+PROGRESS_S = 30.0  # minimum number of seconds between two progress events of one stage
+MAX_MESSAGE = 2000  # characters of a message in the status
+# kinds of events that do not change the state of a stage in the walk
 REPORTS = (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT)
 
 
@@ -47,8 +48,8 @@ class TimeLeft(NamedTuple):
     """The remaining time of a run.
 
     Attributes:
-        seconds: Estimated seconds until the run ends; None if nothing was measured, or a stage is
-            late by more than the estimate.
+        seconds: Estimated seconds until the run ends. None if nothing comparable was measured, or
+            if a stage is late by more than the estimate.
         without: Number of stages that the estimate leaves out, because nothing comparable was
             measured.
     """
@@ -61,12 +62,13 @@ EstimateTimeLeft = Callable[[Mapping[str, LiveStage]], TimeLeft]
 
 
 class Journal:
-    """Watches a run. A thread writes the status, so that the run never waits for a write.
+    """Observes a run and records its progress.
 
-    Two drivers can run the same run: the first one that holds its lock writes the status.
+    A separate thread writes the status, so that the run does not wait for a write. If several
+    drivers execute the same run, the driver that holds the lock of the run writes the status.
 
     Args:
-        store: Holds the results.
+        store: Store of the run.
         graph: The graph of the run.
         lookups: Look-up of each stage.
         todo: Ids of the stages to run.
@@ -105,17 +107,17 @@ class Journal:
             "left_without": 0,
             "stages": stages,
         }
-        self.guard = threading.Lock()  # protects the status: ingest stages report from threads
-        self.writing = threading.Lock()
-        self.is_changed = True
-        self.written_at = 0.0  # by the monotonic clock
+        self.guard = threading.Lock()  # protects `status`: ingest stages report from threads
+        self.writing = threading.Lock()  # allows one write at a time
+        self.is_changed = True  # whether `status` has changed since the last write
+        self.written_at = 0.0  # time of the last write, on the monotonic clock
         self.write_took_s = 0.0
-        self.last_progress: dict[str, float] = {}
+        self.last_progress: dict[str, float] = {}  # time of the last progress event, by stage id
         self.ended = threading.Event()
-        self.holding = ExitStack()  # holds the lock of the run
+        self.holding = ExitStack()  # releases the lock of the run
         self.has_lock = False
         self.thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
-        with suppress(OSError, UserError):  # the last figures are valid until a stage trains
+        with suppress(OSError, UserError):  # earlier figures are valid until a stage trains
             self.set_gpu_use(read_gpu_use(store.storage, graph.name))
         self.log.write(
             "run_started",
@@ -128,10 +130,12 @@ class Journal:
         )
 
     def take_up(self, lookups: Mapping[str, Lookup], todo: set[str]) -> None:
-        """Note that waiting stages have results: data was ingested, so their keys are known now.
+        """Update the waiting stages after ingest: stages that need not run become `reused`.
+
+        Their keys, and so their results, are known only after ingest.
 
         Args:
-            lookups: Look-up of each stage.
+            lookups: Look-up of each stage after ingest.
             todo: Ids of the stages to run.
         """
         with self.guard:
@@ -145,7 +149,7 @@ class Journal:
 
     # ---- events ----------------------------------------------------------------------------------
     def progress(self, event: Event) -> None:
-        """Note the place or progress of a stage, or a message about the cluster."""
+        """Record a report of an executor: the start or progress of a stage, a sample, or a note."""
         match event.kind:
             case EventKind.NOTE:
                 self.log.write("note", message=event.message)
@@ -171,7 +175,7 @@ class Journal:
                     self.is_changed = True
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Note an event of the walk."""
+        """Record an event of the walk."""
         if event.kind in REPORTS:
             self.progress(event)
         elif event.kind is EventKind.DONE:
@@ -187,7 +191,7 @@ class Journal:
             self.log.write(event.kind.value, stage=event.stage, message=event.message, **origin)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        """Note a decision on a stage."""
+        """Record a decision about a stage."""
         reason = decision.reason
         match decision.kind:
             case DecisionKind.LAUNCH:
@@ -226,7 +230,7 @@ class Journal:
 
     @property
     def is_over(self) -> bool:
-        """Whether no stage runs or waits any more."""
+        """Whether no stage is waiting, queued or running."""
         with self.guard:
             states = {stage["state"] for stage in self.status["stages"].values()}
         return not states & {"waiting", "queued", "running"}
@@ -247,7 +251,7 @@ class Journal:
             self.log.write("progress", stage=stage_id, progress=body)
 
     def _add_sample(self, sample: dict[str, Any]) -> None:
-        """Note the use of a machine. Each rank on a node reports its own GPU."""
+        """Update the use of a machine. Each rank on a node reports only its own GPU."""
         with self.guard:
             machines = self.status.setdefault("machines", {})
             before = machines.get(sample["node"], {"gpus": {}})
@@ -256,7 +260,7 @@ class Journal:
             self.is_changed = True
 
     def set_gpu_use(self, figures: list[GpuFigure]) -> None:
-        """Note how busy the GPUs are while stages train. Empty figures remove the entry."""
+        """Set the GPU figures of the status. An empty list removes the entry."""
         with self.guard:
             if figures:
                 self.status["gpu_use"] = figures
@@ -271,12 +275,17 @@ class Journal:
 
     # ---- the status file -------------------------------------------------------------------------
     def start(self) -> None:
-        """Write the first status, and start the thread that writes it."""
+        """Write the first status, and start the thread that writes later ones."""
         self.save()
         self.thread.start()
 
     def end(self, state: RunState, message: str = "") -> None:
-        """Write the last status, with the state and message at the end of the run."""
+        """Write the last status, stop the thread, and release the lock of the run.
+
+        Args:
+            state: Final state of the run.
+            message: Why the run failed.
+        """
         self.ended.set()
         self.thread.join()
         with self.guard:
@@ -300,7 +309,7 @@ class Journal:
                 self.save()
 
     def save(self) -> None:
-        """Write the current status and events. On a full disk the run itself reports it."""
+        """Write the current status and events. Errors while writing are ignored."""
         with self.writing:
             self._write()
 
@@ -326,7 +335,7 @@ class Journal:
         if self.has_lock:
             return
         key = lock_key(self.status["name"])
-        with suppress(BlockingIOError, OSError):  # another driver of this run holds it
+        with suppress(BlockingIOError, OSError):  # another driver of this run holds the lock
             self.holding.enter_context(stage_lock(self.store.root, key, wait=False))
             self.has_lock = True
 
@@ -340,7 +349,7 @@ def keep_journal(
     command: str,
     estimate: EstimateTimeLeft,
 ) -> Iterator[Journal]:
-    """Context manager that records a run and how it ended. See `Journal` for the arguments."""
+    """Context manager that records a run and its final state. See `Journal` for the arguments."""
     journal = Journal(store, graph, lookups, todo, command, estimate)
     journal.start()
     try:

@@ -1,7 +1,7 @@
-"""Status of a run, `<storage>/runs/NAME/status.json`. Its driver writes it, others read it.
+"""Status of a run, `<storage>/runs/NAME/status.json`: its driver writes it, others read it.
 
-A live driver holds the lock `run-NAME`. The system releases the lock when the driver ends in any
-way. A bucket has no locks: there the time of the last write shows that the driver lives.
+A live driver holds the lock `run-NAME`. The operating system releases the lock when the process
+ends for any reason. Buckets have no locks: there, a recent write shows that the driver is alive.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from workers.storage.filesystem import access_remedy
 from workers.storage.lock import is_locked
 
 FILE = "status.json"
-HEARTBEAT_S = 10.0  # maximum time between two writes on a disk
-BUCKET_HEARTBEAT_S = 60.0
-MISSED = 4  # a driver counts as dead after this number of missed heartbeats
-MAX_NUMBER = 10**15  # in a status or an event
-MAX_TEXT = 10_000  # characters of a text in a status
+HEARTBEAT_S = 10.0  # maximum number of seconds between two writes on a disk
+BUCKET_HEARTBEAT_S = 60.0  # maximum number of seconds between two writes in a bucket
+MISSED = 4  # number of missed heartbeats after which a driver counts as dead
+MAX_NUMBER = 10**15  # largest accepted number in a status or an event
+MAX_TEXT = 10_000  # characters per string in a status
 
 StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
 STAGE_STATES: tuple[StageState, ...] = get_args(StageState)
@@ -49,13 +49,13 @@ class LiveStage(TypedDict, total=False):
     """A stage of a run in progress.
 
     Attributes:
-        state: Its state.
+        state: State of the stage.
         since: Time of the last change of `state`, in seconds since the epoch.
         tries: Number of failed tries.
-        where: Place that runs it.
+        where: Process or worker group, machine and GPU that run the stage, as text.
         wall_s: Duration in seconds.
         progress: Last progress report of the worker.
-        message: Why it failed or waits again.
+        message: Why the stage failed, or why it waits again.
     """
 
     state: StageState
@@ -71,9 +71,9 @@ class GpuSample(TypedDict, total=False):
     """Use of a GPU by all processes.
 
     Attributes:
-        memory_bytes: Used memory.
-        total_bytes: Size of the memory.
-        utilization: Share of the time in which it computed.
+        memory_bytes: Used GPU memory.
+        total_bytes: Size of the GPU memory.
+        utilization: Share of the time in which the GPU computed, in [0, 1].
         reason: Why `utilization` is unknown.
     """
 
@@ -88,9 +88,9 @@ class MachineSample(TypedDict, total=False):
 
     Attributes:
         node: Name of the machine.
-        cpu: Used share of all its cores since the last sample; absent without psutil.
-        memory_bytes: Memory used by all processes; absent without psutil.
-        gpus: Number of the worker's GPU on its machine -> use of the GPU.
+        cpu: Used share of all CPU cores since the last sample; absent without psutil.
+        memory_bytes: Main memory used by all processes; absent without psutil.
+        gpus: Index of a worker's GPU on its machine -> use of the GPU.
     """
 
     node: Text
@@ -100,15 +100,15 @@ class MachineSample(TypedDict, total=False):
 
 
 class GpuFigure(TypedDict, total=False):
-    """How busy a GPU was while stages trained.
+    """Utilization of a GPU while stages trained.
 
     Attributes:
         node: Name of the machine.
-        gpu: Its number on that machine.
-        busy: Share of the time in which it computed; absent if it could not be measured.
-        reason: Why it could not be measured.
-        advice: A setting that would use it more; empty if there is none.
-        ranks: Average number of ranks that trained on it at a time.
+        gpu: Index of the GPU on that machine.
+        busy: Share of the time in which the GPU computed; absent if it could not be measured.
+        reason: Why `busy` could not be measured.
+        advice: Settings that would use the GPU better; empty if there are none.
+        ranks: Average number of ranks that trained on the GPU at the same time.
         sampled_at: Time of the last sample, in seconds since the epoch.
     """
 
@@ -122,26 +122,26 @@ class GpuFigure(TypedDict, total=False):
 
 
 class LiveStatus(TypedDict):
-    """A run as its driver sees it.
+    """The status of a run, as its driver writes it.
 
     Attributes:
         name: Name of the run.
-        state: Its state.
+        state: State of the run.
         host: Machine of the driver.
         pid: Process id of the driver.
-        started: Seconds since the epoch.
-        updated: Seconds since the epoch.
+        started: Start time, in seconds since the epoch.
+        updated: Time of the last write, in seconds since the epoch.
         command: Command that resumes the run.
         message: Why the run failed.
-        left_s: Estimated seconds until its end; None if nothing comparable was measured, or a stage
-            is late by more than that.
+        left_s: Estimated seconds until the run ends. None if nothing comparable was measured, or if
+            a stage is late by more than the estimate.
         left_without: Number of stages that `left_s` leaves out, because nothing comparable was
             measured.
         stages: Status of each stage, by id.
-        machines: Node -> the last sample.
-        groups: Number of worker groups that are `up`, and `starting` (waiting for room or
-            processes).
-        gpu_use: How busy each GPU was while stages trained, since the last start with training.
+        machines: Name of a machine -> its last sample.
+        groups: Number of worker groups in state `up`, and in state `starting` (waiting for
+            resources or processes).
+        gpu_use: Utilization of each GPU in the last start of the run that trained stages.
     """
 
     name: Text
@@ -169,15 +169,22 @@ def lock_key(name: str) -> str:
 
 
 def status_uri(storage: str, name: str) -> str:
-    """Return where the status of a run is."""
+    """Return the path or URI of the status file of a run."""
     return join(storage, "runs", name, FILE)
 
 
 def write_status(storage: str, status: LiveStatus) -> None:
-    """Write the status of a run as a whole.
+    """Write the status of a run atomically.
 
-    On a disk the file is not forced down: after a crash of the machine nobody needs it. Raise
-    `OSError` or `UserError` when it cannot be written.
+    On a disk there is no fsync, because the status is not needed after a crash of the machine.
+
+    Args:
+        storage: URI of the storage.
+        status: Status of the run.
+
+    Raises:
+        OSError: If the file cannot be written.
+        UserError: If the storage cannot be used.
     """
     uri = status_uri(storage, status["name"])
     data = json.dumps(status).encode()
@@ -199,12 +206,12 @@ def write_status(storage: str, status: LiveStatus) -> None:
 
 
 def read_status(storage: str, name: str) -> LiveStatus | None:
-    """Return the last status of a run; None where there is none that can be read."""
+    """Return the last status of a run, or None if there is no valid status."""
     try:
         status = read_json(status_uri(storage, name))
     except (FileNotFoundError, ValueError):
         return None
-    except OSError:  # on a disk: it is not a file, or may not be read
+    except OSError:  # on a disk: the path is not a file, or reading it is not permitted
         if not is_local(storage):
             raise
         return None
@@ -212,13 +219,13 @@ def read_status(storage: str, name: str) -> LiveStatus | None:
 
 
 def is_amount(value: Any) -> TypeGuard[float]:
-    """Return whether a JSON value is a number that can be shown: finite, of reasonable size."""
+    """Return whether a JSON value is a finite number with an absolute value below MAX_NUMBER."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and -MAX_NUMBER < value < MAX_NUMBER
 
 
 def _is_status(value: Any, name: str) -> bool:
-    """Return whether a JSON value has the form of a status: the storage can be a stranger's."""
+    """Return whether a JSON value is a status of this run. The storage may be untrusted."""
     try:
         STATUS.validate_python(value, strict=True)
     except ValidationError:
@@ -229,8 +236,8 @@ def _is_status(value: Any, name: str) -> bool:
 def is_alive(storage: str, status: LiveStatus) -> bool:
     """Return whether the driver that wrote a status is still alive.
 
-    On the driver's machine its lock decides. The lock of a driver on another machine may be
-    invisible here, so its heartbeat decides.
+    A driver with a visible lock is alive. Without a visible lock, a driver of this machine has
+    ended. The lock of a driver on another machine may be invisible here, so its heartbeat decides.
 
     Args:
         storage: URI of the storage.
@@ -248,7 +255,7 @@ def is_alive(storage: str, status: LiveStatus) -> bool:
 
 
 def check_readable(storage: str) -> None:
-    """Raise `UserError` if a storage is not a folder that can be listed."""
+    """Raise `UserError` if a local storage is not a folder that can be listed."""
     if not is_local(storage):
         return
     folder = resolve(storage)[1]

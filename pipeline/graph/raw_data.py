@@ -1,11 +1,11 @@
-"""Raw data of cards: the content from which results were made, and its changes.
+"""Track the raw data of cards: which content was ingested, and whether it has changed since.
 
-The key of the ingest stage contains the paths and sizes of the raw files. Files that were edited in
-place have the same paths and sizes, but other modification times. They are read again, once, and
-compared by digest. If the content is equal, nothing changes. Otherwise the content gets an
-`edition`, a prefix of its digest. The edition is part of the key, so that results of both contents
-are kept apart. This information is stored in `<storage>/sources/`, per card and fingerprint (digest
-of paths and sizes).
+The key of an ingest stage contains a digest of the paths and sizes of the raw files (the
+fingerprint). Files that were rewritten in place can have the same paths and sizes, but their
+modification times differ. Such files are read again, once, and compared by digest. If the content
+is equal, the key stays the same. Otherwise the new content gets an `edition`, which is a prefix of
+its digest and part of the key. Therefore the results of both contents have different keys. This
+information is stored in `<storage>/sources/`, per card and fingerprint.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
-# label -> (number of files, one digest of their names, sizes and times)
+# label -> (number of files, digest of their names, sizes and modification times)
 ClassFiles = dict[str, tuple[int, str]]
-READ_THREADS = 16
-MAX_NAMED_CLASSES = 8  # in a message
+READ_THREADS = 16  # threads that read raw files
+MAX_NAMED_CLASSES = 8  # maximum number of classes that a message names
 GONE = (
     "its raw files are gone, so it cannot be ingested again; the ingested data is used as long as "
     "it exists"
@@ -50,17 +50,17 @@ REWRITTEN = (
 
 @dataclass(frozen=True)
 class KnownSource:
-    """The raw data of a card as the storage knows it.
+    """The known state of a card's raw data.
 
     Attributes:
-        fingerprint: Digest of paths and sizes.
+        fingerprint: Digest of the paths and sizes of the files.
         modified: Digest of the modification times; "" if unknown.
         edition: "" for the content that was ingested first, else a prefix of the digest of the raw
             content.
         contents: Edition -> digest of the raw content.
         present: Whether the files exist.
-        note: Warning for users about the source; "" without one.
-        entries: The files. None: they were not listed by this look-up.
+        note: Warning for the user; "" if there is none.
+        entries: The files. None if this look-up did not list them.
     """
 
     fingerprint: str
@@ -73,24 +73,24 @@ class KnownSource:
 
     @property
     def key_text(self) -> str:
-        """Part of the key of the ingest stage: identifies the content."""
+        """Text that identifies the content, as an input of the key of the ingest stage."""
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
 def find_source(store: Store, card: Card, check_remote: bool = True) -> KnownSource:
-    """Look at the source of a card, and save its state in the store.
+    """List the files of a card's source, and save its state in the store.
 
-    If the files are gone or unreachable, the last known source is returned, so that results stay
-    valid.
+    If the files do not exist any more or cannot be reached, the last known state is returned, so
+    that existing results stay valid.
 
     Args:
-        store: Remembers sources.
+        store: Stores the state of sources.
         card: The card.
-        check_remote: If false, do not contact another machine for a source that was ingested.
+        check_remote: If false, do not contact another machine if its data was ingested.
 
     Raises:
-        UserError: If the files are gone and were never known.
-        StorageUnavailable: If the source cannot be reached and was never known.
+        UserError: If the files do not exist and no earlier state is known.
+        StorageUnavailable: If the source cannot be reached and no earlier state is known.
     """
     last_fingerprint = store.remembered(card.identity())
     last_source = None
@@ -134,13 +134,13 @@ def find_source(store: Store, card: Card, check_remote: bool = True) -> KnownSou
 
 
 def compare_rewritten_sources(config: Config, store: Store, say: Callable[[str], None]) -> None:
-    """Compare raw data of a config's cards that were rewritten in place with the earlier content.
+    """Call `compare_rewritten_source` for each card of a config.
 
-    A card that does not fit its data is skipped: building the graph reports it.
+    A card that cannot be loaded is skipped: building the graph reports the error.
 
     Args:
         config: The config.
-        store: Remembers sources.
+        store: Stores the state of sources.
         say: Prints a line.
     """
     for name in dict.fromkeys(entry.card for entry in config.stream.tasks):
@@ -152,20 +152,20 @@ def compare_rewritten_sources(config: Config, store: Store, say: Callable[[str],
 
 
 def compare_rewritten_source(store: Store, card: Card, say: Callable[[str], None]) -> None:
-    """Read the raw files of a card if they were rewritten in place, and save their digest.
+    """Read the raw files of a card again if they were rewritten in place, and compare the content.
 
-    Do nothing if the files were not rewritten, are gone, or cannot be listed. If the content
-    differs, it becomes another edition of the source.
+    If the content differs, it becomes another edition of the source. Nothing happens if the files
+    were not rewritten, do not exist, or cannot be listed.
 
     Args:
-        store: Remembers sources.
+        store: Stores the state of sources.
         card: The card.
         say: Prints a line.
     """
     try:
         with patience(FIRST_CONTACT_S):
             state = source_state(card)
-    except UserError:  # `find_source` refuses the source, or uses the last known one
+    except UserError:  # `find_source` raises the error, or uses the last known state
         return
     if state is None:
         return
@@ -176,7 +176,7 @@ def compare_rewritten_source(store: Store, card: Card, say: Callable[[str], None
     before = known["contents"].get(known["edition"])
     inputs = stage_inputs(card, KnownSource(**known))
     if before is None and Artifact.open(store.root, compute_key(inputs, ())) is None:
-        pass  # It was never ingested: there is no earlier content.
+        pass  # the source was never ingested, so there is no earlier content to compare with
     elif before is None:
         say(
             f"data/{card.name}: its raw files were written again; "
@@ -203,7 +203,7 @@ def compare_rewritten_source(store: Store, card: Card, say: Callable[[str], None
 
 
 def _is_ingested(store: Store, card: Card, source: KnownSource) -> bool:
-    """Return whether the store has the ingested result of a source."""
+    """Return whether the store has the result of ingesting a source."""
     return Artifact.open(store.root, compute_key(stage_inputs(card, source), ())) is not None
 
 
@@ -218,10 +218,10 @@ def stage_inputs(card: Card, source: KnownSource) -> dict[str, Any]:
 
 
 def fingerprint_classes(card: Card, entries: list[Entry]) -> ClassFiles:
-    """Count the files of each label of a source, and hash their names, sizes and times.
+    """Count the files of each label, and hash their names, sizes and modification times.
 
-    Images that the card leaves out do not count. The result is empty for formats that store several
-    images in one file.
+    Images that the card leaves out are not counted. The result is empty for formats that store
+    several images in one file.
 
     Args:
         card: The card.
@@ -246,14 +246,14 @@ def fingerprint_classes(card: Card, entries: list[Entry]) -> ClassFiles:
 
 
 def previous_key(store: Store, card: Card) -> str:
-    """Return the key of the last ingest of a card with this name; empty if there was none."""
+    """Return the key of the last ingest of a card with this name, or "" if there was none."""
     last = store.remembered(_name_of_files(card))
     key = last.get("key") if isinstance(last, dict) else None
     return key if isinstance(key, str) and run_record.PLAIN.fullmatch(key) else ""
 
 
 def read_last_files(store: Store, card: Card) -> ClassFiles:
-    """Return the files of each class at the last ingest of a card with this name.
+    """Return the files of each label at the last ingest of a card with this name.
 
     The result is empty if there was no such ingest.
     """
@@ -267,14 +267,14 @@ def read_last_files(store: Store, card: Card) -> ClassFiles:
 
 
 def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]]) -> str:
-    """Describe the classes with changed files since the last ingest of a card with this name.
+    """List the classes with changed files since the last ingest of a card with this name, as text.
 
-    The result is empty if there was no such ingest.
+    The result is empty if nothing changed, or if there was no such ingest.
 
     Args:
-        store: Remembers the files of the last ingest.
+        store: Stores the fingerprints of the last ingest.
         card: The card.
-        now: Result of `fingerprint_classes`.
+        now: Result of `fingerprint_classes` for the current files.
     """
     before = read_last_files(store, card)
     if not now or not before:
@@ -295,14 +295,14 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
 def record_ingest(
     store: Store, card: Card, source: str, artifact: Artifact, files: ClassFiles | None = None
 ) -> None:
-    """Save digests of an ingest: of the raw content, and of the images of each class.
+    """Save the digests of an ingest: of the raw content, of each class, and of the raw files.
 
     Args:
         store: Store of the run.
         card: Card of the data set.
         source: `KnownSource.key_text`.
         artifact: The result of the ingest stage.
-        files: See `fingerprint_classes`.
+        files: Result of `fingerprint_classes`.
     """
     fingerprint, _, edition = source.partition("+")
     known = _load_known(store, card, fingerprint)
@@ -313,14 +313,14 @@ def record_ingest(
 
 
 def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests | None:
-    """Return the digests of the images of each class at their ingest, or None before that.
+    """Return the digests of the ingested images of each class, or None before the ingest.
 
-    They are kept even if raw files and shards are gone.
+    The digests stay available if the raw files and the ingested shards do not exist any more.
 
     Args:
-        store: Remembers digests.
+        store: Stores the digests.
         card: The card.
-        source: Its source.
+        source: State of the card's source.
     """
     name = _name_of_images(card, source.key_text)
     known = store.remembered(name)
@@ -333,14 +333,14 @@ def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests
         digests = _digest_artifact(artifact)
     except DamagedArtifact:
         return None
-    with suppress(OSError):  # the storage can be read-only
+    with suppress(OSError):  # the storage may be read-only
         store.remember(name, digests)
     return digests
 
 
 def _digest_artifact(artifact: Artifact) -> ClassDigests:
     """Return the digests of the images of each class in the result of an ingest stage."""
-    # start-up time: they import torch
+    # imported here to keep the start-up fast: they import torch
     from workers.data.in_place import is_in_place, read_shards
     from workers.data.shards import get_limits, read_hold_out, read_index
 
@@ -370,7 +370,7 @@ def _name_of_source(card: Card, fingerprint: str) -> str:
 
 
 def _load_known(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
-    """Return the saved fields of a `KnownSource`; defaults for those that were never saved."""
+    """Return the saved fields of a `KnownSource`; a field that was not saved has its default."""
     stored = store.remembered(_name_of_source(card, fingerprint))
     known: dict[str, Any] = {
         "fingerprint": fingerprint,

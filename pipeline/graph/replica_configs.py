@@ -1,8 +1,8 @@
-"""The replicas of a run: its config once for each seed, and for each class order.
+"""Replicas of a run: one config for each combination of seed and class order.
 
-A replica is an ordinary config with one seed. It has the name and the keys of the same config run
-on its own: replica `seed-1` of run `table` is the run `table-seed-1`, the same run as that of
-`accrete run table.yaml --set seed=1`.
+A replica is an ordinary run with one seed and one class order. Its name and its keys are the same
+as if it were run separately: replica `seed-1` of run `table` is the run `table-seed-1`, and
+`accrete run table.yaml --set seed=1` starts the same run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from workers.errors import UserError
 
 
 def make_replica_configs(config: Config) -> dict[str, Config]:
-    """Return a config for each replica: name of the replica -> config with one seed and one order.
+    """Return the config of each replica, with one seed and one class order, by replica name.
 
     The result is empty for a config without `seeds` and `orders`.
     """
@@ -38,13 +38,13 @@ def make_replica_configs(config: Config) -> dict[str, Config]:
 
 
 def refuse_replicas(config: Config, where: str, needs: str) -> None:
-    """Raise `UserError` if a config has `seeds` or `orders`, because it is a run of replicas.
+    """Raise `UserError` if a config has replicas: `seeds` or `orders`.
 
     Args:
         config: The config.
         where: Path of the config, for the message.
-        needs: Clause that says why the command needs one replica, for example "`add` updates one
-            model".
+        needs: Reason why the command needs a single replica, as a clause. Example: "`add` updates
+            one model".
     """
     replicas = make_replica_configs(config)
     if not replicas:
@@ -61,7 +61,7 @@ def refuse_replicas(config: Config, where: str, needs: str) -> None:
 
 
 def _replica_name(config: Config, order: str, seed: int) -> str:
-    """Return `seed-1`, `order1` or `order1-seed-1`, without parts that the run does not vary."""
+    """Return `seed-1`, `order1` or `order1-seed-1`: the name contains only what the run varies."""
     parts = []
     if order:
         parts.append(_order_name(config.orders, order))
@@ -71,7 +71,7 @@ def _replica_name(config: Config, order: str, seed: int) -> str:
 
 
 def _order_name(orders: Sequence[str], order: str) -> str:
-    """Return the name of a class order, without the prefix of its card if the rest is unique."""
+    """Return the name of a class order, without the name of its card if the rest is unique."""
     stems = [other.rpartition("/")[2] for other in orders]
     stem = order.rpartition("/")[2]
     name = stem if stems.count(stem) == 1 else order.replace("/", "-")
@@ -79,7 +79,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
 
 
 def _in_order(stream: StreamSettings, order: str) -> StreamSettings:
-    """Return a stream with a class order for tasks with `split`; unchanged if `order` is empty."""
+    """Set the class order of the entries of a stream that have `split`; "" changes nothing."""
     if not order:
         return stream
     entries = []

@@ -1,4 +1,4 @@
-"""One graph for several replicas of a run: stages with equal keys are one stage."""
+"""Merge the graphs of a run's replicas into one graph. Stages with equal keys become one stage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import compute_key
 from workers.job import StageJob
 
-REPORT_REVISION = 3  # increase it if the content of the report on replicas changes
+REPORT_REVISION = 3  # part of the key: increase it if the content of the replicas' report changes
 
 
 def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
-    """Return the graph of all replicas, with one report.
+    """Return one graph with the stages of all replicas, and one report.
 
-    A stage that all replicas share, such as an ingest, keeps its id. The id of any other stage
-    begins with the name of the first replica that has it.
+    A stage that all replicas share, such as an ingest, keeps its id. The id of any other stage is
+    prefixed with the name of the first replica that has the stage.
 
     Args:
         name: Name of the run.
@@ -45,9 +45,15 @@ def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
 
 
 def _in_union(stage: Stage, replica: str, parents: tuple[str, ...]) -> Stage:
-    """Return a stage for the graph of all replicas. An empty replica means that all share it."""
+    """Return a copy of a stage for the merged graph.
+
+    Args:
+        stage: The stage in the graph of a replica.
+        replica: First replica with the stage. Empty if all replicas share the stage.
+        parents: Ids of the parents in the merged graph.
+    """
     stage_id = f"{replica}/{stage.id}" if replica else stage.id
     job = stage.job
-    if isinstance(job, StageJob):  # workers name the stage by its id in reports
+    if isinstance(job, StageJob):  # workers send this id in their reports
         job = replace(job, id=stage_id)
     return replace(stage, id=stage_id, parents=parents, job=job, replica=replica)

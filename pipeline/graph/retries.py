@@ -1,7 +1,7 @@
-"""Number of retries of failed work. This is the only place that reads `cluster.retries`.
+"""Number of retries after a failure. Only this module reads `cluster.retries`.
 
-A stage starts each try from its last checkpoint. A loss that is not the fault of the work, such as
-a preempted node, does not count as a try.
+Each try of a stage starts from the last checkpoint. A loss that the stage has not caused, such as a
+preempted node, does not count as a try.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.config.settings import ClusterSettings  # start-up time: imports pydantic
+    from pipeline.config.settings import ClusterSettings  # keeps the start-up fast: pydantic
 
-# A stage that loses more nodes may be the cause: each further loss counts as a try.
+# Number of lost nodes per stage that do not count as tries. Each further loss counts as a try,
+# because the stage may cause the losses.
 MAX_MOVES = 20
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Numbers of tries after the first one.
+    """Maximum numbers of tries after the first one.
 
     Attributes:
-        stage: Of a stage that failed or lost its workers.
-        group: Of a worker group that ended before its workers came up.
-        trial: Of a search trial after its process died.
+        stage: Retries of a stage that failed or lost its workers.
+        group: Retries of a worker group that ended before its workers had started.
+        trial: Retries of a search trial after its process died.
     """
 
     stage: int

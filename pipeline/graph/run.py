@@ -1,8 +1,8 @@
 """Run a graph: look up the results in the store, and let an executor run the other stages.
 
-The walk (walk.py) is the scheduler: a state machine that decides what happens to each stage. This
-module carries out its decisions. A stage is a node of the graph. A result is valid if it is
-complete and was made from the parents' results that are stored now.
+The scheduler is the walk (walk.py), a state machine that decides when each stage runs. This module
+carries out the decisions of the walk. A stage is a node of the graph. A result is valid if it is
+complete and was computed from the results of the parents that are stored now.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.graph.walk import (
 from workers.errors import UserError
 from workers.storage.artifact import content_digest
 
-LOOK_UP_THREADS = 16  # each holds at most 64 MiB of a file in memory
+LOOK_UP_THREADS = 16  # each thread holds at most 64 MiB of a file in memory
 OTHER_IMAGES = (
     "its raw files hold other images than when they were ingested before, with the same paths and "
     "sizes; run the same command again to use them"
@@ -37,18 +37,18 @@ Manifests = dict[str, Mapping[str, Any] | None]  # by stage id; None for a stage
 
 
 class Executor(Protocol):
-    """Runs stages and reports events. Stages with the longest path of descendants go first."""
+    """Runs stages and reports events. Stages with the longest path of descendants run first."""
 
     def submit(self, stage: Stage, depth: int) -> None:
         """Queue a stage.
 
         Args:
             stage: The stage.
-            depth: Number of stages on the longest path of descendants.
+            depth: Number of stages on the longest path of descendants, as the priority.
         """
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call, without waiting for more."""
+        """Return the events since the last call, without waiting."""
 
     def close(self) -> None:
         """Stop running stages and release all resources."""
@@ -66,14 +66,14 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run.
+    """The outcome of a run.
 
     Attributes:
-        states: State of each stage, by id.
-        failures: Error messages of the stages that failed, by id.
+        states: Final state of each stage, by id.
+        failures: Error messages of the failed stages, by id.
         seconds: Duration of the run.
         manifests: Manifests of the results, by id, from the executor or the look-up.
-        left_out: Ids of missing stages that were not selected.
+        left_out: Ids of missing stages that were not selected to run.
     """
 
     states: dict[str, State]
@@ -114,8 +114,9 @@ def look_up_all(
     Args:
         graph: The graph.
         store: Holds the results.
-        previous: Record of the last run of this name; it explains why a stage is missing.
-        verify: What to compare files with: digests, sizes or nothing.
+        previous: Record of the last run of this name. It is used to explain why a result is
+            missing.
+        verify: How to verify the files of a result: by their digests, by their sizes, or not.
     """
     return mark_outdated(graph, look_up_each(graph, store, previous, verify))
 
@@ -123,10 +124,10 @@ def look_up_all(
 def look_up_each(
     graph: Graph, store: Store, previous: RunRecord | None, verify: Verify = "digests"
 ) -> dict[str, Lookup]:
-    """Look up each stage without regard to its parents. See `look_up_all` for the arguments.
+    """Look up each stage, without a check whether the result is outdated.
 
-    A bucket needs several round trips per stage, so threads look up in parallel there. On a disk,
-    threads would cost more than they save.
+    See `look_up_all` for the arguments. In a bucket, a look-up needs several round trips, so
+    threads look up stages in parallel. On a disk, threads would cost more time than they save.
     """
     previous_by_stage = {}
     if previous:
@@ -143,10 +144,11 @@ def look_up_each(
 
 
 def mark_outdated(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
-    """Return all look-ups. Outdated results become misses, to be withdrawn.
+    """Return the look-ups, with outdated results as misses that must be withdrawn.
 
-    A result is outdated if a parent's content digest differs from the one that the result was made
-    from. Descendants of an outdated result are checked after it has been computed again.
+    A result is outdated if the content of a parent's result differs from the content that the
+    result was computed from. Descendants of an outdated result are checked later, after that result
+    was computed again.
     """
     contents = content_digests(lookups)
     marked = dict(lookups)
@@ -158,10 +160,10 @@ def mark_outdated(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]
 
 
 def stages_to_run(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
-    """Return the ids of the stages to run: every missing stage, except some ingest stages.
+    """Return the ids of the stages to run: all missing stages, except unneeded ingest stages.
 
-    An ingest stage does not run if all its children have results: results remain valid when their
-    data is deleted.
+    A missing ingest stage does not run if all its children have results, because results remain
+    valid if their data is deleted.
     """
     missing = {stage.id for stage in graph if not lookups[stage.id].hit}
     todo = set()
@@ -189,15 +191,15 @@ def run_graph(
 
     Args:
         graph: The graph.
-        store: Holds the results.
-        make_executor: Makes the executor from the ids to run. It is called once, and only if there
-            are stages to run.
+        store: Store of the run.
+        make_executor: Creates the executor, given the ids of the stages to run. It is called once,
+            and only if there are stages to run.
         retries: Tries of a stage after the first one.
         watchers: Observers of the run.
         lookups: Result of `look_up_all`.
         poll_s: Pause in seconds after a poll without events.
-        selected: Ids of the stages to run, if not all missing stages.
-        failed: Stages that failed before, and why. Stages that need them do not run.
+        selected: Ids of the stages to run. None: all missing stages.
+        failed: Error messages of stages that failed before, by id. Their descendants do not run.
     """
     started = time.monotonic()
     missing = stages_to_run(graph, lookups)
@@ -228,11 +230,11 @@ class GraphRun:
     """Carries out the decisions of a walk.
 
     Attributes:
-        store: Holds the results.
+        store: Store of the run.
         walk: The walk.
         watchers: Observers of the run.
-        manifests: Manifest of the last known result of each stage, by id; changes during the run.
-        contents: Content digest of these results, by stage id; changes during the run.
+        manifests: Manifest of the last known result of each stage, by id. Updated during the run.
+        contents: Content digest of these results, by stage id. Updated during the run.
     """
 
     store: Store
@@ -274,13 +276,14 @@ class GraphRun:
                 self._withdraw(decision_to_rerun.stage)
                 self._notify(decision_to_rerun)
         if decision is not None:
-            # A child could not read this stage's result, which may have been replaced meanwhile.
+            # A child has reported that this stage's result is damaged. Look again before the result
+            # is withdrawn, because it may have been replaced in the meantime.
             if decision.kind is DecisionKind.RECOMPUTE and self._is_damaged(decision.stage):
                 self._withdraw(decision.stage)
             self._notify(decision)
 
     def _has_other_images(self, event: Event) -> bool:
-        """Return whether data that was ingested again differs from the data in the keys."""
+        """Return whether an ingest found other images than the keys of its children stand for."""
         graph = self.walk.graph
         before = self.contents.get(event.stage)
         return (
@@ -291,10 +294,11 @@ class GraphRun:
         )
 
     def _rerun_outdated(self, stage_id: str) -> list[Decision]:
-        """Set stages that a finished stage makes outdated to waiting; return the decisions.
+        """Schedule outdated stages again after a stage has finished, and return the decisions.
 
-        It is the stage itself if a parent's content changed while it ran. Otherwise it is each
-        finished child that was computed from another content of the stage.
+        If the content of a parent changed while the stage ran, the stage itself is outdated.
+        Otherwise, each finished child that was computed from another content of the stage is
+        outdated.
         """
         reason = self._why_outdated(stage_id)
         if reason:
@@ -325,10 +329,10 @@ def raise_if_failed(outcome: Outcome, command: str, logs_command: str = "") -> N
     """Raise the error of the first failed stage, if any.
 
     Args:
-        outcome: The end of the run.
+        outcome: Outcome of the run.
         command: Command that resumes the run.
-        logs_command: Command that prints the log of a stage, to which its id is appended; empty if
-            there are no logs.
+        logs_command: Command that prints the log of a stage; the message appends the id of the
+            stage. Empty if there are no logs.
 
     Raises:
         UserError: If a stage failed.

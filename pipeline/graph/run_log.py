@@ -1,7 +1,7 @@
-"""The log of a driver: `<storage>/runs/NAME/driver.log`, and the output of `--log-level`.
+"""Log of a driver: the file `<storage>/runs/NAME/driver.log`, and the output of `--log-level`.
 
-All loggers of the project are below `accrete`. A run appends their records from INFO on to its
-driver.log. Secrets are redacted.
+All loggers of the project are children of the logger `accrete`. A run appends their records of
+level INFO and above to its driver.log. Secrets are redacted.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from workers.storage.secrets import printable
 LOG = logging.getLogger("accrete.run")
 LEVELS = ("debug", "info", "warning", "error")
 FILE = "driver.log"
-ON_SCREEN = "is_on_screen"  # attribute of a record that the terminal shows anyway
+ON_SCREEN = "is_on_screen"  # attribute of a log record whose content the terminal shows already
 FAILURES = (EventKind.FAILED, EventKind.LOST, EventKind.DAMAGED)
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class OneLineFormatter(logging.Formatter):
-    """Formats a record as one printable line without secrets."""
+    """Formats a log record as one printable line without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the line of a record."""
         return printable(" ".join(super().format(record).splitlines()))
 
 
 def is_not_on_screen(record: logging.LogRecord) -> bool:
-    """Return whether the terminal does not already show the content of a record."""
+    """Return whether the terminal does not show the content of a record already. Used as filter."""
     return not getattr(record, ON_SCREEN, False)
 
 
 class FileHandler(logging.StreamHandler[TextIO]):
-    """Writes records to an open file.
+    """Writes log records to an open file.
 
-    It stops silently if the file cannot be written: on a full disk the run itself reports it.
+    Errors are ignored: a record that cannot be written is lost. (If the disk is full, the run fails
+    when it writes results, and reports it.)
     """
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -49,7 +50,11 @@ class FileHandler(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr(level: str) -> None:
-    """Print the records of the project's loggers from `level` on, which is one of LEVELS."""
+    """Print the records of the project's loggers to stderr.
+
+    Args:
+        level: Lowest level to print: an item of LEVELS.
+    """
     logger = logging.getLogger("accrete")
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(level.upper())
@@ -66,15 +71,15 @@ def log_to_stderr(level: str) -> None:
 
 @contextmanager
 def driver_log(storage: str, name: str) -> Iterator[None]:
-    """Context manager that appends to the driver.log of a run.
+    """Context manager that appends log records to the driver.log of a run.
 
-    In a bucket the log is written at the end, and replaces the log of the previous run.
+    In a bucket, the log is written when the context ends, and it replaces the previous log.
 
     Args:
         storage: URI of the storage.
         name: Name of the run.
     """
-    # start-up time: they import pyarrow
+    # imported here to keep the start-up fast: they import pyarrow
     from pipeline.graph.event_log import open_log
     from workers.storage.artifact import is_local, join, resolve, write_bytes
     from workers.storage.filesystem import FIRST_CONTACT_S, patience
@@ -105,16 +110,16 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level_before)
         text = buffer.getvalue()
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError):  # for example because the disk is full
             stream.close()
         if text and not is_local(storage):
-            # An unreachable storage must neither hide how the run ended nor delay its end for long.
+            # an unreachable storage must neither hide the outcome of the run nor delay it for long
             with suppress(OSError, UserError), patience(FIRST_CONTACT_S):
                 write_bytes(path, text.encode())
 
 
 class RunLog:
-    """Logs the events of a run: failures as warnings, everything else as info."""
+    """Logs the events of a run: failures as warnings, progress as debug, other events as info."""
 
     def progress(self, event: Event) -> None:
         """Log the progress of a stage, or a note about the cluster."""

@@ -1,4 +1,4 @@
-"""The record of a named run, `<storage>/runs/NAME/run.json`: config, tasks, keys of the stages."""
+"""Record of a named run, `<storage>/runs/NAME/run.json`: config, tasks and keys of the stages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task
 
-KEY_VERSION = 1  # increase it if `store.compute_key` changes: all results are computed again then
-# A key names a folder: a foreign record must not lead out of the store.
+# Increase it if `store.compute_key` changes. All keys then differ, so all results are recomputed.
+KEY_VERSION = 1
+# Valid keys. A key is the name of a folder: an untrusted record must not lead out of the store.
 PLAIN = re.compile(r"[\w-]+")
-MAX_NAME_LENGTH = 1000  # of a stage, a label or a task in a record
+MAX_NAME_LENGTH = 1000  # characters of the name of a stage, a label or a task in a record
 
 
 class StageRecord(TypedDict):
@@ -23,14 +24,14 @@ class StageRecord(TypedDict):
 
     Attributes:
         id: Id of the stage.
-        key: Its key.
+        key: Key of the stage.
         step: Kind of the stage.
-        label: Label of the method in the config; None without a method.
-        task: Name of the task; None without a task.
+        label: Label of the method in the config; None if the stage belongs to no method.
+        task: Name of the task; None if the stage belongs to no task.
         parents: Ids of the parents.
-        method: Name of the method; None without a method.
-        inputs: Inputs of the key, besides the parents' keys.
-        replica: See `Stage`; absent if empty.
+        method: Name of the method; None if the stage belongs to no method.
+        inputs: Inputs of the key, besides the keys of the parents.
+        replica: See `Stage.replica`; absent if empty.
     """
 
     id: str
@@ -51,9 +52,9 @@ class TaskRecord(TypedDict):
         name: Name of the task.
         card: Name of the card.
         role: Role of the task.
-        classes: Its classes.
+        classes: Classes of the task.
         data: Key of the ingest stage of the card.
-        shares: Of a slice of a stream, the share of the images of each class that it has.
+        shares: Share of the images of each class that the task has. Only for a slice of a stream.
     """
 
     name: str
@@ -65,18 +66,18 @@ class TaskRecord(TypedDict):
 
 
 class RunRecord(TypedDict):
-    """The contents of a named run when it was last started.
+    """A named run as it was last started.
 
     Attributes:
         name: Name of the run.
-        key_version: KEY_VERSION of the code.
-        config: All settings, including defaults; for the backbone the values that were used.
-        created: Time in ISO 8601.
+        key_version: KEY_VERSION of the code that started the run.
+        config: All settings, including defaults. The backbone settings contain the resolved values.
+        created: Time of the start in ISO 8601.
         stages: The stages.
         tasks: The tasks.
         provenance: Git commit and versions of packages.
-        replicas: Names of the replicas' runs, by replica, if there are several seeds or class
-            orders.
+        replicas: Name of the run of each replica, by replica. Only if there are several seeds or
+            class orders.
     """
 
     name: str
@@ -96,8 +97,8 @@ def make_record(
 
     Args:
         graph: The graph of the run.
-        config: Its config.
-        tasks: Its tasks.
+        config: Config of the run.
+        tasks: Tasks of the run.
         provenance: Git commit and versions of packages.
     """
     stages: list[StageRecord] = []
@@ -144,7 +145,7 @@ def make_record(
 
 
 def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
-    """Return all settings; for the backbone the values that were used, also if unset."""
+    """Return all settings of a config, with the resolved values of the backbone settings."""
     body = dump(config)
     for stage in graph:
         if stage.step == "backbone":
@@ -156,10 +157,10 @@ def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
 def graph_of_record(record: RunRecord) -> Graph:
     """Return the graph of a recorded run, for display.
 
-    Stages have no jobs. Stages are left out if the record lacks their parents.
+    The stages have no jobs. A stage is left out if the record lacks one of its parents.
     """
     stages: dict[str, Stage] = {}
-    for entry in record["stages"]:  # parents come first
+    for entry in record["stages"]:  # in topological order
         stage = _make_stage(entry)
         if stages.keys() >= {*stage.parents}:
             stages[stage.id] = stage
@@ -180,7 +181,10 @@ def _make_stage(entry: StageRecord) -> Stage:
 
 
 def needed_keys(record: RunRecord) -> set[str]:
-    """Return the keys of a run's results, without its report, which is cheap to make again."""
+    """Return the keys of the results that a run needs.
+
+    The report is left out, because it is cheap to build again. Provisional keys are left out, too.
+    """
     return {
         stage["key"]
         for stage in record["stages"]
@@ -189,7 +193,7 @@ def needed_keys(record: RunRecord) -> set[str]:
 
 
 def is_provisional(entry: Mapping[str, Any]) -> bool:
-    """Return whether the key of a recorded stage was provisional: see `Stage`."""
+    """Return whether the key of a recorded stage was provisional. See `Stage.is_provisional`."""
     inputs = entry.get("inputs")
     images = inputs.get("images") if isinstance(inputs, Mapping) else None
     return isinstance(images, Mapping) and any(
@@ -198,15 +202,16 @@ def is_provisional(entry: Mapping[str, Any]) -> bool:
 
 
 def can_be_shown(record: RunRecord) -> bool:
-    """Return whether a record has the complete form that displaying a run requires.
+    """Return whether a record is complete enough to display the run.
 
-    The storage can be a stranger's. `needed_keys` works with less.
+    The storage may be untrusted, so the types of all values are checked. `needed_keys` accepts
+    records that are less complete.
     """
     return isinstance(record.get("config"), dict) and all(map(_is_complete, record["stages"]))
 
 
 def _is_complete(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of a record, which is a stage, has the form that readers expect."""
+    """Return whether a stage of a record has all values that are needed to display it."""
     parents = entry.get("parents")
     names = [entry["id"], entry["step"], entry.get("replica", "")]
     names += [entry[key] for key in ("label", "task") if entry.get(key) is not None]
@@ -221,7 +226,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
 
 
 def is_stage(entry: Any) -> bool:
-    """Return whether an entry of a record names a stage, with a key that stays in the store."""
+    """Return whether an entry of a record has the id, step and valid key of a stage."""
     return (
         isinstance(entry, Mapping)
         and all(isinstance(entry.get(name), str) for name in ("id", "key", "step"))

@@ -1,7 +1,7 @@
-"""The stages that a user selects: `run --only`, `--from`, `--until` and `--force`.
+"""Select stages to run: options `--only`, `--from`, `--until` and `--force` of `accrete run`.
 
-A stage is named by its id, by the beginning of ids up to a slash (`meat`, `meat/45`), by a step
-(`evaluate`), or by a pattern with `*`.
+A name selects a stage by its id, all stages whose id starts with the name and a slash (`meat`,
+`meat/45`), or all stages of a step (`evaluate`). A name with `*` or `?` is a pattern for ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.graph.store import Lookup
 from workers.errors import UserError, did_you_mean
 
 FORCED = "it runs again because --force names it"
-MAX_NAMES = 8  # stages that an error names
+MAX_NAMES = 8  # maximum number of stages that an error message lists
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class StageSelection:
     """The part of a graph to run. Without any names, all missing stages run.
 
     Attributes:
-        only: Only these stages.
-        start: These stages and their descendants.
-        until: These stages and their ancestors.
-        force: Stages that run even if they have a result.
+        only: Names for `--only`: run only these stages.
+        start: Names for `--from`: run only these stages and their descendants.
+        until: Names for `--until`: run only these stages and their ancestors.
+        force: Names for `--force`: run these stages even if they have a result.
     """
 
     only: Sequence[str] = ()
@@ -37,7 +37,7 @@ class StageSelection:
 
     @property
     def options(self) -> list[tuple[str, Sequence[str]]]:
-        """The names of each option."""
+        """Pairs of a command-line option and its names."""
         return [
             ("--only", self.only),
             ("--from", self.start),
@@ -47,18 +47,19 @@ class StageSelection:
 
     @property
     def resume_options(self) -> list[str]:
-        """Options that resume an interrupted `run` with this selection."""
+        """Command-line options that resume an interrupted run with this selection."""
         words = []
         for option, names in self.options:
             for stage in names:
-                # A forced stage of an interrupted run has no result, so it runs again anyway.
+                # earlier results of forced stages are withdrawn at the start of the run, so an
+                # unfinished forced stage runs again anyway
                 if option != "--force":
                     words += [option, stage]
         return words
 
     @property
     def is_part(self) -> bool:
-        """Whether a part of the graph can be left out."""
+        """Whether the selection can leave out missing stages."""
         return bool(self.only or self.start or self.until)
 
 
@@ -68,7 +69,7 @@ EVERYTHING = StageSelection()
 def force(
     graph: Graph, lookups: Mapping[str, Lookup], selection: StageSelection
 ) -> dict[str, Lookup]:
-    """Return look-ups in which the results of the forced stages no longer count.
+    """Return look-ups in which the results of forced stages are misses that must be withdrawn.
 
     Args:
         graph: The graph.
@@ -85,16 +86,16 @@ def force(
 def selected_to_run(
     graph: Graph, lookups: dict[str, Lookup], selection: StageSelection
 ) -> set[str]:
-    """Return the ids of the stages to run: the missing stages that are selected.
+    """Return the ids of the stages to run: the selected stages without a result.
 
     Args:
         graph: The graph.
-        lookups: Look-up of each stage.
+        lookups: Look-up of each stage; results of forced stages are misses (see `force`).
         selection: The selection.
 
     Raises:
-        UserError: If a name is not a stage, or a selected stage needs a missing stage that is not
-            selected.
+        UserError: If a name matches no stage, or if a selected stage needs a stage that has no
+            result and is not selected.
     """
     forced = find_stages(graph, selection.force, "--force")
     if not selection.is_part:
@@ -110,7 +111,8 @@ def selected_to_run(
     chosen = {stage_id for stage_id in selected if not lookups[stage_id].hit}
     if selection.until and not selection.only and not selection.start:
         part = Graph.of(graph.name, [stage for stage in graph if stage.id in selected])
-        chosen = stages_to_run(part, lookups) | forced  # leaves out data that no stage needs
+        # `stages_to_run` leaves out ingest stages that no missing stage needs
+        chosen = stages_to_run(part, lookups) | forced
     for stage in graph:
         if stage.id not in chosen:
             continue
@@ -133,15 +135,15 @@ def _check_forced(graph: Graph, selection: StageSelection, selected: set[str]) -
 
 
 def find_stages(graph: Graph, names: Iterable[str], option: str) -> set[str]:
-    """Return the ids of the stages with some names.
+    """Return the ids of the stages that the names of an option select.
 
     Args:
         graph: The graph.
-        names: Names from the command line.
+        names: Names from the command line; see the module for their meaning.
         option: The option, for the message.
 
     Raises:
-        UserError: If a name is not a stage.
+        UserError: If a name matches no stage.
     """
     ids: set[str] = set()
     for name in names:
@@ -171,7 +173,7 @@ def _unknown_stage(graph: Graph, name: str, option: str) -> UserError:
 
 
 def descendants(graph: Graph, stage_ids: set[str]) -> set[str]:
-    """Return stages and all their descendants, by id."""
+    """Return the ids of stages and all their descendants."""
     ids = set(stage_ids)
     for stage in graph:  # in topological order
         if ids.intersection(stage.parents):

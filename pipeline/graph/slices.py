@@ -1,6 +1,7 @@
-"""Streams whose classes come back: the images of each class are cut into parts for several tasks.
+"""Divide the images of each class among several tasks, for streams in which classes recur.
 
-The tasks have one output space, in scenario `domain`. A task has images of some of its classes.
+All tasks have the same classes and share one output space (scenario `domain`). Each task has images
+of some of the classes.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ from pipeline.config.settings import Slices
 from workers.errors import UserError
 from workers.rng import derive_seed
 
-Parts = dict[str, tuple[float, float]]  # class -> the part of its images, see `Task.parts`
+# class -> part [start, stop) of its images, as fractions in [0, 1] (see `Task.parts`)
+Parts = dict[str, tuple[float, float]]
 
 
 def cut_slices(slices: Slices, classes: Sequence[str], name: str) -> list[Parts]:
-    """Return the part of each class's images that each task has.
+    """Return the parts of each task: for each of its classes, which part of the images it has.
 
-    Each image is in exactly one task. The same seed gives the same parts.
+    Each image is in exactly one task. The same seed results in the same parts.
 
     Args:
-        slices: How the images are divided.
+        slices: Settings of the division.
         classes: The classes.
-        name: Name of the entry of the stream in errors.
+        name: Name of the entry of the stream, for messages.
 
     Raises:
-        UserError: If there are too few classes for the tasks, or too many.
+        UserError: If the number of classes does not fit the settings.
     """
     generator = Random(derive_seed(slices.seed, "slices", slices.kind))
-    # a class is drawn by its place among the sorted names, not by the order on the card
+    # sort first, so that the result does not depend on the order of the classes on the card
     names = sorted(classes)
     generator.shuffle(names)
     if slices.kind == "blurry":
@@ -38,10 +40,10 @@ def cut_slices(slices: Slices, classes: Sequence[str], name: str) -> list[Parts]
 
 
 def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str) -> list[Parts]:
-    """Cut as i-Blurry does (Koh et al., ICLR 2022).
+    """Divide the images as in i-Blurry (Koh et al., ICLR 2022).
 
-    Some classes are in one task only. Each other class has a main task, and the share `blur` of its
-    images is divided equally among the other tasks.
+    The share `disjoint` of the classes is in one task only. Each other class has a main task, and
+    the share `blur` of its images is divided equally among the other tasks.
     """
     if len(names) < slices.tasks:
         raise UserError(
@@ -65,10 +67,10 @@ def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str)
 
 
 def _cut_repeating(slices: Slices, names: list[str], generator: Random, entry: str) -> list[Parts]:
-    """Cut as the slots of CIR (Hemati et al., CoLLAs 2023).
+    """Divide the images as the slots of CIR (Hemati et al., CoLLAs 2023).
 
-    Each task has images of `classes` classes. Each class is in equally many tasks, or in one more
-    than another, and its images are divided equally among them.
+    Each task has images of `classes` classes. The numbers of tasks that two classes are in differ
+    by at most one. The images of a class are divided equally among its tasks.
     """
     num_slots = slices.tasks * slices.classes
     if not slices.classes <= len(names) <= num_slots:
@@ -84,7 +86,8 @@ def _cut_repeating(slices: Slices, names: list[str], generator: Random, entry: s
     left = dict(times)
     tasks: list[Parts] = []
     for tasks_left in range(slices.tasks, 0, -1):
-        chosen = [name for name in names if left[name] == tasks_left]  # it has no later place
+        # these classes must be in each of the remaining tasks
+        chosen = [name for name in names if left[name] == tasks_left]
         rest = [name for name in names if 0 < left[name] < tasks_left]
         chosen += generator.sample(rest, slices.classes - len(chosen))
         tasks.append({})

@@ -1,4 +1,4 @@
-"""Stages and their graph: plain values, checked for order and cycles."""
+"""Stages and the graph of stages. Both are plain values; a graph is checked for cycles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipeline.data.cards import Card  # start-up time: imports pyarrow
 
 
-UNKNOWN = "unknown until ingest"  # replaces the digest of images that are not ingested yet
+UNKNOWN = "unknown until ingest"  # prefix of the placeholder for the digest of missing images
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class IngestJob:
 
     Attributes:
         card: The card of the data set.
-        files: Number and digest of the files of each class, see `raw_data.fingerprint_classes`.
+        files: Number and digest of the files of each class. See `raw_data.fingerprint_classes`.
         previous: Key of the last ingest of a card with this name.
     """
 
@@ -34,23 +34,24 @@ class IngestJob:
 
 @dataclass(frozen=True)
 class Stage:
-    """A node of the graph: one step of one task under one method.
+    """A node of the graph: a step of a task with a method, or a stage that methods share.
 
     Attributes:
-        id: Readable and unique inside the graph: `label/task/step`, `data/CARD` for ingest,
-            `backbone` or `report`.
+        id: Readable id, unique in the graph: `label/task/step` for a step of a method, `data/CARD`
+            for an ingest, `features/TASK`, `backbone` or `report`.
         step: Kind of the stage.
         key: Content address of the result.
-        inputs: Inputs of the key, flat, to explain a miss.
+        inputs: Inputs of the key, besides the keys of the parents. They also explain a miss.
         parents: Ids of the parents.
         method: Label of the method, or None.
         task: Name of the task, or None.
-        job: Instructions for a worker: a StageJob or an IngestJob.
+        job: Instructions for a worker: a `StageJob` or an `IngestJob`. None if the graph is only
+            for display, and for the report.
         note: Text that `plan` prints in addition to hit or miss.
-        replica: In a graph of several replicas, the first one with this stage; empty if all share
-            it.
-        is_provisional: The stage needs images that are not ingested yet. Its key is a placeholder
-            that no result has.
+        replica: In a graph of several replicas, the first replica with this stage. Empty if all
+            replicas share it.
+        is_provisional: Whether the stage needs images that are not ingested yet. If so, its key is
+            a placeholder, and no result has this key.
     """
 
     id: str
@@ -80,14 +81,14 @@ class Graph:
 
     @classmethod
     def of(cls, name: str, stages: list[Stage]) -> Graph:
-        """Return the graph of some stages, in any order.
+        """Return the graph of the given stages, sorted topologically.
 
         Args:
             name: Name of the run.
-            stages: The stages.
+            stages: The stages, in any order.
 
         Raises:
-            UserError: If two stages have the same id, or stages wait for each other.
+            UserError: If two stages have the same id, or if the graph has a cycle.
         """
         by_id = {s.id: s for s in stages}
         if len(by_id) != len(stages):
@@ -114,11 +115,11 @@ class Graph:
 
     @property
     def has_outside_code(self) -> bool:
-        """Whether a method is defined outside of this project: `pipeline.register`."""
+        """Whether a stage runs an external method, for example from `pipeline.register`."""
         return any("code" in stage.inputs for stage in self)
 
     def with_ancestors(self, stage_ids: Iterable[str]) -> set[str]:
-        """Return the ids of stages and of all their ancestors."""
+        """Return the ids of stages and all their ancestors."""
         needed = set(stage_ids)
         for stage in reversed(self.stages.values()):
             if stage.id in needed:
@@ -126,7 +127,7 @@ class Graph:
         return needed
 
     def children(self, stage_id: str) -> list[Stage]:
-        """Return the stages that have a stage as a parent."""
+        """Return the stages that have the given stage as a parent."""
         return self._children[stage_id]
 
     @cached_property

@@ -1,4 +1,7 @@
-"""Keys of stages, look-ups of their results, and the reason of every miss."""
+"""The store of a storage: keys of stages, look-ups of results, and records of runs.
+
+A look-up without a result (a miss) explains why there is none.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +47,16 @@ from workers.storage.artifact import (
 from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
 from workers.storage.lock import stage_lock
 
-EARLIER = "earlier"  # folder of a run with the records before its config was changed
-NOT_FINISHED = "not finished"  # reason of a miss: the last run had the same stage
-MAX_CHANGES = 4  # versions in a note
+EARLIER = "earlier"  # subfolder of a run with the records of its earlier configs
+NOT_FINISHED = "not finished"  # reason of a miss: the last run had this stage, but no result of it
+MAX_CHANGES = 4  # maximum number of changed versions that a note lists
 
 
 def compute_key(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
-    """Return the content address of a stage: a hash of inputs and parents' keys, in order.
+    """Return the content address of a stage: a hash of its inputs and the keys of its parents.
 
-    Values are tagged with their types: 1, 1.0, "1" and True differ.
+    Values are tagged with their types, so 1, 1.0, "1" and True result in different keys. The order
+    of the parents matters, the order of the inputs does not.
 
     Args:
         inputs: Inputs of the stage.
@@ -81,14 +85,14 @@ def _tagged(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Lookup:
-    """The result of a look-up of a stage.
+    """The outcome of looking up the result of a stage.
 
     Attributes:
-        hit: There is a valid result.
-        reason: Why there is none, as text.
-        manifest: Manifest of the result.
-        must_withdraw: A damaged or outdated result exists, and must be withdrawn before the stage
-            runs.
+        hit: Whether there is a valid result.
+        reason: Why there is no valid result, as text. "stands" for a hit.
+        manifest: Manifest of the result, if it was read.
+        must_withdraw: Whether there is an invalid result (damaged, outdated or forced to run again)
+            that must be withdrawn before the stage runs.
     """
 
     hit: bool
@@ -107,8 +111,8 @@ class Garbage(NamedTuple):
     """A folder that no run needs.
 
     Attributes:
-        path: Path below the storage.
-        size_bytes: Size of the files.
+        path: Path relative to the storage.
+        size_bytes: Total size of the files.
         written: Time of the last write, in seconds since the epoch.
     """
 
@@ -117,11 +121,11 @@ class Garbage(NamedTuple):
     written: float
 
 
-Verify = Literal["digests", "sizes", "nothing"]
+Verify = Literal["digests", "sizes", "nothing"]  # how a look-up verifies the files of a result
 
 
 class Store:
-    """Results in `<storage>/stages/<key>/`, and the records of named runs.
+    """Accesses the results in `<storage>/stages/<key>/`, and the records of named runs.
 
     Args:
         storage: URI of the storage.
@@ -135,16 +139,17 @@ class Store:
         """Check that the storage can be used.
 
         Args:
-            to_write: If false, it is only read: an existing storage need not be writable then.
+            to_write: Whether the storage will be written. If false, an existing storage need not be
+                writable.
 
         Raises:
-            UserError: If it cannot be used.
+            UserError: If the storage cannot be used.
         """
         if to_write or not self._exists():
             self.check_writable()
 
     def check_exists(self) -> None:
-        """Raise `UserError` if there is no such storage, or it cannot be read."""
+        """Raise `UserError` if the storage does not exist or cannot be read."""
         check_readable(self.storage)
         if not self._exists():
             raise UserError(
@@ -164,7 +169,7 @@ class Store:
     def check_writable(self) -> None:
         """Raise `UserError` if the storage cannot be written."""
         resolve(self.storage)
-        # a unique name: two runs may start at the same moment
+        # the name is unique, because two runs may start at the same time
         probe = join(self.storage, f".probe-{temporary_name()}")
         try:
             with patience(FIRST_CONTACT_S):
@@ -195,7 +200,7 @@ class Store:
             ) from None
 
     def sweep(self) -> None:
-        """Delete the half-written files and probes of killed processes of this machine."""
+        """Delete temporary files that killed processes of this machine left in a local storage."""
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):
             return
@@ -214,8 +219,8 @@ class Store:
 
         Args:
             stage: The stage.
-            previous: Record of the last run of this name, for the reason of a miss.
-            verify: What to compare files with: digests, sizes or nothing.
+            previous: Record of the last run of this name, to explain a miss.
+            verify: How to verify the files of the result: by their digests, by their sizes, or not.
         """
         if stage.is_provisional:
             return Lookup(False, UNKNOWN)
@@ -240,7 +245,7 @@ class Store:
         return Lookup(False, f"damaged: {damage}", must_withdraw=True)
 
     def withdraw(self, key: str) -> None:
-        """Withdraw the result under a key, so that it is no longer valid."""
+        """Make the result of a key invalid, so that its stage runs again."""
         withdraw(self.root, key)
 
     def compute_once(
@@ -251,16 +256,16 @@ class Store:
     ) -> dict[str, Any]:
         """Return the manifest of a result, and compute the result if it is missing.
 
-        The lock of the result is held meanwhile: of several drivers one computes, and the others
-        wait for it (see `stage_lock`).
+        The lock of the result is held during the computation. If several drivers need the result,
+        one of them computes it, and the others wait (see `stage_lock`).
 
         Args:
             key: Key of the result.
             compute: Computes and commits the result. Returns its manifest.
-            on_wait: Called while another driver holds the lock.
+            on_wait: Called from time to time while another process holds the lock.
 
         Returns:
-            The manifest; `reused` is true if another driver had computed the result.
+            The manifest. It contains `reused: True` if the result already existed.
         """
         with stage_lock(self.root, key, on_wait=on_wait):
             artifact = Artifact.open(self.root, key)
@@ -277,9 +282,9 @@ class Store:
         return self._read_record(self.record_path(name), name)
 
     def records(self, record: RunRecord) -> dict[str, RunRecord]:
-        """Return the readable records of a run's replicas, by replica.
+        """Return the records of a run's replicas, by replica. Unreadable records are left out.
 
-        For a run with one seed, it is the run's own record, under an empty name.
+        For a run without replicas, the result contains its own record under an empty name.
         """
         names = record.get("replicas")
         if not isinstance(names, dict):
@@ -288,7 +293,7 @@ class Store:
         names_read: set[str] = set()
         for replica, name in names.items():
             is_name = isinstance(name, str) and re.fullmatch(NAME, name)
-            if not is_name or name in names_read:  # each replica has a run
+            if not is_name or name in names_read:  # each replica must have a separate run
                 continue
             names_read.add(name)
             replica_record = self.record(name)
@@ -309,28 +314,28 @@ class Store:
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: RunRecord) -> None:
-        """Write the record of a run that begins, before it looks up results.
+        """Write the record of a run at its start, before the run looks up results.
 
-        From then on `gc` keeps everything that the run needs. An existing record of the same name
-        that needs other results is kept as an earlier record.
+        From then on, `gc` keeps all results that the run needs. If the existing record of this name
+        needs other results, it is kept as an earlier record.
         """
         with self.claimed_by_gc():
             self._keep_earlier(record)
             write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
 
     def claimed_by_gc(self) -> AbstractContextManager[None]:
-        """Hold the lock for deleting garbage and for writing records.
+        """Context manager that holds the lock for deleting garbage and writing records.
 
-        An object store has no locks (see lock.py): there, a run that begins in the seconds of a
-        deletion may have to compute a result again.
+        An object store has no locks (see lock.py). There, a run that starts during a deletion may
+        have to compute a deleted result again.
         """
         return stage_lock(self.root, "gc")
 
     def _keep_earlier(self, record: RunRecord) -> None:
-        """Keep the previous record of a run if its config was changed.
+        """Keep the previous record of a run as an earlier record if its config was changed.
 
-        A record is not kept if the new one needs all its results, as with a longer stream or
-        another method.
+        A record is not kept if the new record needs all its results too, for example after a task
+        or a method was added. Earlier records for which this is the case are deleted.
         """
         name, keys = record["name"], needed_keys(record)
         before = self.record(name)
@@ -349,26 +354,26 @@ class Store:
     def _earlier(self, name: str) -> dict[str, RunRecord | None]:
         """Return the earlier records of a run by path; None for an unreadable record.
 
-        They are the records before its config was changed.
+        An earlier record is the record of the run before its config was changed.
         """
         folder = join(self.storage, "runs", name, EARLIER)
         paths = [join(folder, file) for file in list_files(folder) if file.endswith(".json")]
         return {path: self._read_record(path, name) for path in paths}
 
     def earlier_records(self, name: str) -> list[RunRecord]:
-        """Return the readable records of a run before its config was changed."""
+        """Return the records of earlier configs of a run. Unreadable records are left out."""
         return [record for record in self._earlier(name).values() if record is not None]
 
     def earlier_names(self) -> list[str]:
-        """Return the runs with kept results of earlier configs."""
+        """Return the names of the runs that have records of earlier configs."""
         return [name for name in self.run_names() if self._earlier(name)]
 
     def forget_earlier(self, remaining_keys: set[str], runs: Collection[str]) -> None:
-        """Delete the earlier records of some runs, except records that protect a result.
+        """Delete the earlier records of some runs, except records that still need a result.
 
         Args:
-            remaining_keys: Keys that only earlier records need, and that were not deleted. An
-                unreadable record may need any of these.
+            remaining_keys: Keys of results that only earlier records need, and that were not
+                deleted. An unreadable record may need any of them.
             runs: Names of the runs.
         """
         system, _ = resolve(self.storage)
@@ -400,12 +405,13 @@ class Store:
     def garbage(self, search_keys: set[str], changed: Collection[str] = ()) -> list[Garbage]:
         """Return the folders below the storage that no named run needs.
 
-        They are results of no named run, remains of interrupted attempts in the folder of a valid
-        result, its checkpoints and failures.
+        Garbage are the results that no named run needs, with their checkpoints and failure files.
+        If a needed result is valid, its checkpoints, its failure files and the folders of other
+        attempts are garbage, too.
 
         Args:
             search_keys: Keys of the stages that searches need.
-            changed: Names of runs. Results that only their earlier configs needed are garbage, too.
+            changed: Names of runs. Results that only their earlier configs need are garbage, too.
 
         Raises:
             UserError: If a record cannot be read.
@@ -433,7 +439,7 @@ class Store:
             area: stored_files(join(self.storage, area))
             for area in ("stages", CHECKPOINTS, failures.FOLDER)
         }
-        standing: dict[str, str] = {}  # key -> attempt in its manifest
+        standing: dict[str, str] = {}  # key of a valid result -> name of its attempt folder
         for key in unclear(files_in) & needed:
             artifact = Artifact.open(self.root, key)
             if artifact:
@@ -443,7 +449,7 @@ class Store:
             for path, file in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
-                if not rest:  # a foreign file among the folders of results
+                if not rest:  # a file that is not in the folder of a key
                     continue
                 if key not in needed or (area != "stages" and key in standing):
                     folder = key
@@ -458,12 +464,12 @@ class Store:
                 garbage[garbage_path] = Garbage(garbage_path, size_bytes, written)
         return sorted(garbage.values())
 
-    # ---- knowledge about sources, so that results stay valid after the raw data is gone
+    # ---- state of sources: results stay valid if the raw data does not exist any more ------------
     def remember(self, identity: str, value: Any) -> None:
-        """Write a value that `remembered` returns, even after the raw data is gone.
+        """Store a value in `<storage>/sources/`. `remembered` returns it.
 
         Args:
-            identity: Name of the value, for example of a card.
+            identity: Name of the value, for example the identity of a card.
             value: JSON value.
         """
         write_bytes(
@@ -471,7 +477,7 @@ class Store:
         )
 
     def remembered(self, identity: str) -> Any:
-        """Return the value that `remember` wrote last; None if there is no readable one."""
+        """Return the value that `remember` stored last, or None if there is no readable value."""
         try:
             return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -479,12 +485,12 @@ class Store:
 
 
 def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
-    """Return the keys with files that are garbage or not depending on their manifest.
+    """Return the keys whose manifest must be read to tell which of their files are garbage.
 
-    These keys have files of several attempts, checkpoints or failures.
+    These keys have files of several attempts, checkpoints, or failure files.
 
     Args:
-        files_in: Area of the storage (stages, checkpoints, failures) -> path below it -> file.
+        files_in: Files by path, for each area of the storage (stages, checkpoints, failures).
     """
     attempts: dict[str, set[str]] = {}
     for path in files_in["stages"]:
@@ -501,24 +507,23 @@ def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
 def why_outdated(
     graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
 ) -> str | None:
-    """Return the reason why a result does not match its parents' results any more.
+    """Return the reason why a result does not match the results of its parents any more.
 
-    A parent was computed again under its key with another content.
+    This happens if a parent was computed again with the same key, but with another content.
 
     Args:
         graph: The graph.
         stage: The stage.
-        manifest: Manifest of the result, if it has one.
+        manifest: Manifest of the stage's result, if there is one.
         contents: Stage id -> content digest of the stored result.
 
     Returns:
-        The reason. None if the result matches, or if that is unknown: a parent's result is gone, or
-            one
-        of the two was made before contents were recorded.
+        The reason, or None if the result matches. Also None if this is unknown: the result of a
+        parent does not exist any more, or no content digest was recorded.
     """
     made_of = (manifest or {}).get("made_of") or {}
     for parent in stage.parents if made_of else ():
-        if graph[parent].step == "ingest":  # the key contains the digests of the used images
+        if graph[parent].step == "ingest":  # the key of `stage` contains digests of its images
             continue
         before, now = made_of.get(graph[parent].key), contents.get(parent)
         if before and now and before != now:
@@ -527,11 +532,11 @@ def why_outdated(
 
 
 def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
-    """Return the reason of a miss: the changes since the run of the same name, old -> new.
+    """Return the reason of a miss: the changed inputs since the last run of the same name.
 
     Args:
         stage: The stage.
-        previous: Record of that run.
+        previous: Record of that run, if there is one.
     """
     before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
     if before is None:
@@ -556,15 +561,15 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
 def version_notes(
     lookups: Mapping[str, Lookup], previous: Mapping[str, Any] | None, provenance: Mapping[str, Any]
 ) -> list[str]:
-    """Return sentences about the effect of an upgrade on the results of a run.
+    """Describe the effect of an upgrade of Accrete or of packages on the results of a run.
 
-    Results under another key version are not found. Results that other versions of the code or of
-    packages made stay valid.
+    Results with another key version are not found any more. Results that were computed with other
+    versions of the code or of packages stay valid.
 
     Args:
         lookups: Look-up of each stage.
         previous: Record of the last run of this name.
-        provenance: Versions of this process.
+        provenance: Provenance with the versions of this process.
     """
     notes = []
     version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
@@ -601,7 +606,7 @@ def version_notes(
 
 
 def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of everything that can influence a result, by name."""
+    """Return the versions of the packages and the git commit in a provenance, by name."""
     packages = provenance.get("packages")
     versions = {**packages} if isinstance(packages, dict) else {}
     return {**versions, "git commit": str(provenance.get("git_commit", ""))}

@@ -1,4 +1,4 @@
-"""Tasks of a stream: one ingest stage per card, and the tasks that each card is divided into."""
+"""Build the tasks of a stream, and add an ingest stage for each card."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from workers.job import Task
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import StorageUnavailable
 
-MAX_LISTED_CLASSES = 12  # in an error message
+MAX_LISTED_CLASSES = 12  # maximum number of classes that an error message lists
 
 
 def add_tasks(builder: Builder) -> list[Task]:
-    """Add one ingest stage per card, and return the tasks of the stream, the base task first.
+    """Add an ingest stage per card, and return the tasks of the stream. The base task is first.
 
     Raises:
         UserError: If the stream cannot be built from its cards.
@@ -52,11 +52,13 @@ def add_tasks(builder: Builder) -> list[Task]:
 
 
 def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Graph, list[Task]]:
-    """Return the ingest stages of cards, and each card as a task. The stream need not contain them.
+    """Return a graph of the ingest stages of cards, and one task per card with all its classes.
+
+    The cards need not belong to the stream of the config.
 
     Args:
         config: The config.
-        store: Knows the data of the cards.
+        store: Store of the run.
         names: Names or paths of cards.
     """
     builder = Builder(config, store, {})
@@ -78,10 +80,11 @@ def load_card(name: str, store: Store) -> Card:
 
     Args:
         name: Name or path of the card.
-        store: Remembers classes of sources.
+        store: Caches the classes of sources.
 
     Raises:
-        UnfitSource: If the source does not have the classes of the card.
+        UnfitSource: If the classes of the card come from its source, and cannot be found there.
+        UserError: If the card is invalid.
     """
     try:
         return card_files.load(name, store)
@@ -108,7 +111,7 @@ def _check_new_name(path: str, card: Card, loaded: dict[str, Card]) -> None:
 
 
 def _check_roles(tasks: list[Task]) -> None:
-    """Raise `UserError` if two tasks share a name, or a role that only one task can have."""
+    """Raise `UserError` if two tasks have the same name, or both are `base` or `unlabelled`."""
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise UserError(
@@ -129,10 +132,10 @@ def _check_roles(tasks: list[Task]) -> None:
 
 
 def _share_classes(tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks of scenario `domain`, all with the classes in the order of the first task.
+    """Return the tasks of scenario `domain` with their classes in the order of the first task.
 
     Raises:
-        UserError: If two tasks have other classes.
+        UserError: If two tasks have different classes.
     """
     labelled = [task for task in tasks if task.role != "unlabelled"]
     if not labelled:
@@ -158,10 +161,10 @@ def _share_classes(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _check_several_classes(tasks: Sequence[Task], scenario: str) -> None:
-    """Check that tasks have several classes to choose from.
+    """Check that no labelled task has only one class: every prediction would be correct.
 
     Raises:
-        UserError: If a task has one class.
+        UserError: If a task has only one class.
     """
     for task in tasks:
         if task.num_classes == 1 and task.role != "unlabelled":
@@ -177,7 +180,8 @@ def _add_card(builder: Builder, card: Card) -> None:
     """Add the ingest stage of a card.
 
     Raises:
-        UnfitSource: If the card has no result, and its source shows that the ingest would fail.
+        UnfitSource: If the card is not ingested, and its source does not exist or cannot be
+            ingested.
     """
     try:
         _add_ingest(builder, card)
@@ -211,7 +215,7 @@ def _add_ingest(builder: Builder, card: Card) -> None:
 
 
 def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
-    """Return the tasks for one entry of the stream and its card."""
+    """Return the tasks of one entry of the stream: several for `split` and `slices`, else one."""
     classes = _list_classes(entry, card)
     name = entry.name or card.name
     key = builder.keys[f"data/{card.name}"]
@@ -240,10 +244,10 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
 
 
 def _list_classes(entry: TaskEntry, card: Card) -> Sequence[str]:
-    """Return the classes that an entry takes from its card, in order.
+    """Return the classes that an entry of the stream selects from its card, in order.
 
     Raises:
-        UserError: If the card does not have them.
+        UserError: If the card lacks a class, or the entry and its card contradict each other.
     """
     name = entry.name or card.name
     card_classes = card.order()
@@ -263,7 +267,7 @@ def _list_classes(entry: TaskEntry, card: Card) -> Sequence[str]:
         classes = [name for name in ordered if name in card_classes]
     if classes is None:
         return card_classes
-    # A card and a config can use different Unicode forms.
+    # the card and the config can spell a class in different Unicode normal forms
     spelling_on_card = {nfc(class_name): class_name for class_name in card_classes}
     classes = [spelling_on_card.get(nfc(class_name), class_name) for class_name in classes]
     for class_name in classes:

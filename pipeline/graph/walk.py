@@ -1,7 +1,8 @@
-"""The state of a walk over the graph. Events change the state, and decisions follow from it.
+"""The scheduler of a run: a state machine that walks over the graph of stages.
 
-States, events and decisions are values. This module reads no store, starts no process and uses no
-clock, so tests can step through a walk.
+Events of the executor change the state. The state determines the decisions. States, events and
+decisions are plain values. This module reads no store, starts no process and uses no clock, so that
+tests can step through a walk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipeline.graph.stage import Graph, Stage
 
 
 class State(Enum):
-    """The state of one stage in a walk."""
+    """The state of a stage in a walk."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,38 +29,38 @@ class State(Enum):
     BLOCKED = "blocked"  # an ancestor failed
 
 
-FINISHED = (State.REUSED, State.DONE)  # the stage has a result, or needs none
+FINISHED = (State.REUSED, State.DONE)  # the stage has a result, or does not have to run
 NEVER_FINISHES = (State.FAILED, State.BLOCKED)
 ENDED = (*FINISHED, *NEVER_FINISHES)
 
 
 class EventKind(StrEnum):
-    """Kind of a report of an executor."""
+    """Kind of an event that an executor reports."""
 
-    DONE = "done"  # body: its manifest
-    FAILED = "failed"  # it raised an error
-    LOST = "lost"  # its workers died
-    MOVED = "moved"  # its node was lost or preempted: this does not count as a try
-    DAMAGED = "damaged"  # a file of a parent's result, named by `key`, is damaged
-    STARTED = "started"  # a worker has started it; body: `where`, `nodes`, `gpus`
-    PROGRESS = "progress"  # body: its progress
-    CHECKPOINT = "checkpoint"  # its state was saved; body: `epoch` and `step` of the next step
+    DONE = "done"  # the stage has a result; body: its manifest
+    FAILED = "failed"  # the stage raised an error
+    LOST = "lost"  # the workers of the stage died
+    MOVED = "moved"  # the node of the stage was lost or preempted: this does not count as a try
+    DAMAGED = "damaged"  # a file of an input is damaged; `key`: key of the damaged result
+    STARTED = "started"  # a worker has started the stage; body: `where`, `nodes`, `gpus`
+    PROGRESS = "progress"  # body: progress of the stage
+    CHECKPOINT = "checkpoint"  # a checkpoint was saved; body: `epoch` and `step` of the next step
     NOTE = "note"  # a message about the cluster; no stage
     SAMPLE = "sample"  # body: use of a worker's machine; no stage
-    GROUPS = "groups"  # body: number of worker groups that are `up` and `starting`; no stage
+    GROUPS = "groups"  # body: number of worker groups in state `up` and `starting`; no stage
 
 
 @dataclass(frozen=True)
 class Event:
-    """A report of an executor.
+    """An event that an executor reports.
 
     Attributes:
         kind: Kind of the event.
         stage: Id of the stage; empty if the event concerns no stage.
-        message: Text for people.
-        final: A retry would end with the same error, so there is none.
+        message: Text for the user.
+        final: Whether a retry would fail with the same error. If so, the stage is not tried again.
         key: Key of a damaged result.
-        body: Values that depend on the kind.
+        body: Further values; see `EventKind`.
     """
 
     kind: EventKind
@@ -73,12 +74,12 @@ class Event:
 class DecisionKind(StrEnum):
     """Kind of a decision."""
 
-    LAUNCH = "launch"
-    RETRY = "retry"  # run it again: the failure counts as a try
-    MOVE = "move"  # run it again: the loss of a node does not count as a try
-    RECOMPUTE = "recompute"  # its stored result is damaged or outdated
-    FAIL = "fail"
-    BLOCK = "block"  # an ancestor failed, so it never runs
+    LAUNCH = "launch"  # submit the stage to the executor
+    RETRY = "retry"  # run the stage again; the failure counts as a try
+    MOVE = "move"  # run the stage again; the loss of a node does not count as a try
+    RECOMPUTE = "recompute"  # run the stage again, because its result is damaged or outdated
+    FAIL = "fail"  # do not try the stage again
+    BLOCK = "block"  # never run the stage, because an ancestor failed
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Decision:
     Attributes:
         kind: Kind of the decision.
         stage: Id of the stage.
-        reason: Why.
+        reason: Reason for the decision.
         depth: Number of stages on the longest path of descendants.
     """
 
@@ -102,17 +103,17 @@ class Decision:
 class Walk:
     """The state of one walk over the graph.
 
-    `decide` returns the next actions. `record` and `apply` record actions and their outcome. Each
-    change of a stage notes the stages that it can affect. So the cost of a decision does not depend
-    on the size of the graph.
+    `decide` returns the next decisions. `record` records that a decision was carried out, and
+    `apply` records an event. Each change of a stage marks the stages that it can affect, so the
+    cost of `decide` does not depend on the size of the graph.
 
     Attributes:
         graph: The graph.
         retries: Tries of a stage after the first one.
         states: State of each stage, by id.
-        tries: Failed tries of stages, by id.
-        moves: Losses of nodes, by stage id.
-        messages: Last message about stages, by id.
+        tries: Number of failed tries, by stage id.
+        moves: Number of lost nodes, by stage id.
+        messages: Last message about a stage, by stage id.
     """
 
     graph: Graph
@@ -124,11 +125,11 @@ class Walk:
 
     @classmethod
     def over(cls, graph: Graph, reused: Iterable[str], retries: int) -> Walk:
-        """Return a walk in which `reused` stages have results and all other stages wait.
+        """Return a walk at its start: all stages wait, except the stages in `reused`.
 
         Args:
             graph: The graph.
-            reused: Ids of stages.
+            reused: Ids of stages that have a result or do not have to run.
             retries: Tries of a stage after the first one.
         """
         states = {stage.id: State.WAITING for stage in graph}
@@ -141,9 +142,9 @@ class Walk:
         self._index = {stage.id: index for index, stage in enumerate(self._stages)}
         self._counts = Counter(self.states.values())
         self._unfinished_parents: dict[str, int] = {}
-        self._same_key: dict[str, list[Stage]] = {}  # stages with equal keys are the same work
+        self._same_key: dict[str, list[Stage]] = {}  # by key; such stages have the same result
         self._running_keys: set[str] = set()
-        self._changed: set[str] = set()  # waiting stages that `decide` must check
+        self._changed: set[str] = set()  # ids of waiting stages that `decide` must check
         for stage in self._stages:
             unfinished = [p for p in set(stage.parents) if self.states[p] not in FINISHED]
             self._unfinished_parents[stage.id] = len(unfinished)
@@ -155,13 +156,13 @@ class Walk:
 
     # ---- decisions -------------------------------------------------------------------------------
     def decide(self) -> list[Decision]:
-        """Return the stages to block, in the order of the graph, and then the stages to launch.
+        """Return the decisions to block stages, in graph order, then the decisions to launch.
 
         Stages with the longest path of descendants are launched first.
         """
         blocked: dict[str, Decision] = {}
-        ready: dict[str, Stage] = {}  # by key: equal work is launched only once
-        # A heap of positions in the graph. A blocked stage adds its children in the same pass.
+        ready: dict[str, Stage] = {}  # by key: of stages with equal keys, only one is launched
+        # a heap of positions in the graph, so that children of blocked stages are checked, too
         indices = sorted(self._index[stage_id] for stage_id in self._changed)
         while indices:
             stage = self._stages[heappop(indices)]
@@ -174,7 +175,7 @@ class Walk:
                 for child in self._waiting_children(stage.id):
                     heappush(indices, self._index[child.id])
             elif self._unfinished_parents[stage.id] or stage.key in self._running_keys:
-                self._changed.discard(stage.id)  # until something changes
+                self._changed.discard(stage.id)  # until the state of another stage changes
             else:
                 ready.setdefault(stage.key, stage)
         return [*blocked.values(), *self._launches(ready.values())]
@@ -206,7 +207,7 @@ class Walk:
 
     # ---- events ----------------------------------------------------------------------------------
     def apply(self, event: Event) -> Decision | None:
-        """Record an event. Return the decision on a stage that failed or was lost, else None."""
+        """Record an event. Return the decision about a stage that failed or was lost, else None."""
         match event.kind:
             case EventKind.DONE:
                 self._set_state(event.stage, State.DONE)
@@ -227,19 +228,27 @@ class Walk:
         self._set_state(stage_id, State.FAILED, message)
 
     def rerun(self, stage_id: str, reason: str) -> Decision:
-        """Record that the result of a finished stage is outdated: the stage waits again."""
+        """Record that the result of a finished stage is damaged or outdated: the stage waits again.
+
+        Args:
+            stage_id: Id of the stage.
+            reason: Why the stage must run again.
+        """
         self._set_state(stage_id, State.WAITING)
         return Decision(DecisionKind.RECOMPUTE, stage_id, reason)
 
     def _recompute_parent(self, event: Event) -> Decision | None:
-        """Let the reader of a damaged result wait until its writer has run again."""
+        """Run the stage with a damaged result again, and let the stage that read it wait for it.
+
+        Return None if the result belongs to no stage of the graph, or the reader has no try left.
+        """
         writers = self._same_key.get(event.key)
         if not writers or not self._has_try_left(event.stage):
             return None
         self._set_state(event.stage, State.WAITING)
         writer = writers[0].id
         if self.states[writer] not in FINISHED:
-            # Another reader found the damage before, and the result is being computed.
+            # another reader has already reported the damage, and the result is being recomputed
             return Decision(DecisionKind.RETRY, event.stage, event.message)
         return self.rerun(writer, event.message)
 
@@ -270,10 +279,10 @@ class Walk:
 
     # ---- states ----------------------------------------------------------------------------------
     def _set_state(self, stage_id: str, state: State, message: str | None = None) -> None:
-        """Change the state of a stage. This is the only way to change it.
+        """Change the state of a stage. All changes of `states` must use this method.
 
-        It also updates the counts, and the conditions that its children and the stages of the key
-        wait for.
+        It also updates the counts, and marks children of the stage and stages with the same key
+        that may be able to run or must be blocked now.
         """
         before = self.states[stage_id]
         self.states[stage_id] = state

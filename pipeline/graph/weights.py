@@ -1,4 +1,4 @@
-"""Pretrained backbone weights of a config: a file on this machine or on the Hugging Face hub."""
+"""Locate the pretrained backbone weights of a config: a local file or a Hugging Face hub model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from workers.errors import UserError
 from workers.storage import hub
 from workers.storage.regular_file import open_regular, read_regular
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a timm model on the hub
-MAX_CONFIG_BYTES = 1 << 20
-MAX_HUB_BYTES = 1 << 37  # before the model is known; its size is the limit afterwards
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # files of a timm model on the hub
+MAX_CONFIG_BYTES = 1 << 20  # maximum size of config.json
+MAX_HUB_BYTES = 1 << 37  # maximum size of a weights file whose model is not known yet
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A timm model on the hub, as it was when it was last looked at.
+    """A timm model on the Hugging Face hub, at the commit of the last look-up.
 
     Attributes:
         commit: Commit of the repository.
         digest: sha256 of the safetensors file.
-        body: Its config.json.
+        body: Content of config.json.
     """
 
     commit: str
@@ -39,7 +39,7 @@ class HubModel:
 def weights_path(config: Config) -> str:
     """Return `none`, `hub`, `hf-hub:...`, or the absolute path of the weights file.
 
-    A relative path starts at the checkout, as on cards.
+    A relative path is relative to the checkout of Accrete, as on cards.
     """
     weights = config.backbone.weights
     if weights in ("none", "hub") or hub.is_hub_model(weights):
@@ -48,16 +48,18 @@ def weights_path(config: Config) -> str:
 
 
 def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | None:
-    """Return the model on the hub that the config names; None if it names none.
+    """Return the hub model that the config names, or None if the config does not name one.
+
+    If the model cannot be found, the model of the last look-up is used.
 
     Args:
         config: The config.
-        store: Remembers the model.
-        may_connect: If false, use the files in the cache of the hub's client, or, if they are
-            missing, the model recorded last time.
+        store: Stores the last look-up.
+        may_connect: Contact the hub. If false, only files in the cache of the hub's client are
+            used.
 
     Raises:
-        UserError: If neither exists.
+        UserError: If the model cannot be found and there was no earlier look-up.
     """
     weights = config.backbone.weights
     if not hub.is_hub_model(weights):
@@ -78,7 +80,7 @@ def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | Non
 
 
 def _read_config(weights: str, path: str) -> dict[str, Any]:
-    """Return the content of config.json. Raise `UserError` if it is not that of a timm model."""
+    """Return the content of config.json. Raise `UserError` if it does not describe a timm model."""
     try:
         body = json.loads(read_regular(os.path.realpath(path), MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -95,7 +97,10 @@ def _read_config(weights: str, path: str) -> dict[str, Any]:
 
 
 def _file_digest(path: str, store: Store) -> str:
-    """Return the sha256 of a file in the hub's cache. A file is read again only if it changed."""
+    """Return the sha256 of a file in the cache of the hub's client.
+
+    The digest is stored. An unchanged file is not read again.
+    """
     status = os.stat(path)
     state = [path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     identity = _identity(f"file {path}")
@@ -109,17 +114,17 @@ def _file_digest(path: str, store: Store) -> str:
 
 
 def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
-    """Return the digest of the weights file; `none` or `hub` if there is no file.
+    """Return the sha256 of the weights file, or `none` or `hub` if the config names no file.
 
-    A missing file keeps its last digest.
+    For a missing file, the digest of the last look-up is returned.
 
     Args:
         config: The config.
-        store: Remembers digests.
-        max_bytes: Largest size of the file.
+        store: Stores digests.
+        max_bytes: Maximum size of the file in bytes.
 
     Raises:
-        UserError: If the file cannot be read.
+        UserError: If the file cannot be read, or is missing and was never read.
     """
     path = weights_path(config)
     if path in ("none", "hub"):
@@ -153,14 +158,15 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
 
 
 def weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
-    """Return a value that changes when the weights file changes, without reading the file.
+    """Return a value that changes if the weights file changes, without reading the file.
 
-    It contains the time of the last status change, which no program can set back. For a model on
-    the hub it is the commit, its config and the digest of the file.
+    For a local file, the value contains the inode, the size, and the times of the last modification
+    and status change. (Programs cannot set the time of the status change.) For a hub model, the
+    value contains its commit, its config and the digest of its file.
 
     Args:
         config: The config.
-        store: Remembers digests.
+        store: Stores digests.
         may_connect: See `hub_model`.
     """
     model = hub_model(config, store, may_connect)
@@ -177,5 +183,5 @@ def weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
 
 
 def _identity(path: str) -> str:
-    """Return the name under which the storage remembers the digest of a weights file."""
+    """Return the name under which the store keeps the digest of a weights file."""
     return "weights-" + hashlib.sha256(path.encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""Add data to a run: edit its config, train the affected tasks, and update the served model."""
+"""Add data to a run: edit its config, train the affected tasks, and update the model folder."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class AddRequest:
     Attributes:
         config: Path of the config file.
         data: Path of the data.
-        kind: Interpretation of the data. None if it is unambiguous.
-        into: Task for the new classes. Empty: they become a new task.
-        name: Name of the new task. Empty: the next free one.
-        model: Folder to update, if any.
-        method: Label of the method that the folder serves.
-        max_drop: Largest accepted loss of accuracy of a task of the folder, in points.
+        kind: How to interpret the data. None if the data is unambiguous.
+        into: Name of the task that the new classes join. Empty: they become a new task.
+        name: Name of the new task. Empty: the next free name.
+        model: Model folder to update. Empty: none.
+        method: Label of the method that the model folder serves.
+        max_drop: Largest accepted loss of accuracy of a task in the model folder, in percentage
+            points.
     """
 
     config: str
@@ -58,20 +59,25 @@ def add(
     say: Say,
     show: Callable[[RunResult], None],
 ) -> RunResult:
-    """Add data, report which tasks train again, run them, and update the served model.
+    """Add data to a run: edit its config, run the affected stages, and update the model folder.
 
-    Nothing is written if nothing is new, so an interrupted command can be repeated. The old files
-    are restored if the changed config is invalid, or the new images cannot be ingested.
+    The command can be repeated after an interruption, because data that was added already changes
+    no file. If the changed config is invalid, or the new images cannot be ingested, the previous
+    files are restored.
 
     Args:
         request: Arguments of the command.
         open_screen: Creates the screen of the run.
         program: Command that starts Accrete, for messages.
         say: Called with each line of progress.
-        show: Called with the results, before the model is updated.
+        show: Called with the results of the run, before the model folder is updated.
+
+    Returns:
+        The results of the run.
 
     Raises:
-        UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
+        UserError: If the data cannot be added, a stage fails, or a task of the model folder would
+            lose too much accuracy.
     """
     config = configs.load(request.config)
     refuse_replicas(config, request.config, "`add` updates one model")
@@ -79,7 +85,8 @@ def add(
     if request.model:
         label = publishing.choose_method(config, request.model, request.method)
     with changing(config, say):
-        config = configs.load(request.config)  # as the command before left it
+        # load it again: another command may have changed the config while this one was waiting
+        config = configs.load(request.config)
         new, changes = find_changes(request, config, program, say)
         command = app.command_text("add", request.config, (), [request.data])
         changes.write()
@@ -117,7 +124,7 @@ def add(
 def find_changes(
     request: AddRequest, config: Config, program: str, say: Say
 ) -> tuple[NewData, FileChanges]:
-    """Find the new data, and the resulting changes of a config and its cards.
+    """Find the new data, and the resulting changes of a config and its cards. Write nothing.
 
     Args:
         request: Arguments of the command.
@@ -126,7 +133,7 @@ def find_changes(
         say: Called with a line about the new data.
 
     Raises:
-        UserError: If the data are ambiguous, or cannot be added.
+        UserError: If the data is ambiguous or cannot be added.
     """
     store = Store(absolute(config.storage))
     cards = list_cards(config)
@@ -155,7 +162,7 @@ def find_changes(
 
 @contextmanager
 def changing(config: Config, say: Say) -> Iterator[None]:
-    """Context manager for one change of a run; other commands that change it wait."""
+    """Context manager that holds the lock for changes of a run: other changes wait."""
 
     def say_waiting() -> None:
         say(f"another command changes run {config.name}; waiting until it is done")

@@ -1,6 +1,7 @@
-"""Find and delete the stored data of earlier states of a run, after a removal.
+"""Find and delete the stored data of earlier states of a run, after data was removed from the run.
 
-Records of earlier states are deleted last. After a kill they show the remaining work.
+The records of earlier states are deleted last, because they are needed to find the data: after a
+kill, the same command continues with the remaining data.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Leftovers:
 
     Attributes:
         run: The current run.
-        garbage: Results that no run and no search needs.
+        garbage: Folders with results that no run and no search needs.
         has_records: Whether there are records of earlier states.
-        files: Files of an analysis, of observed raw data, and previews, by path.
-        tracked: Files in MLflow.
-        left: Notes about places that cannot be checked.
+        files: Paths of further files: outdated analyses, states of raw data, and a preview.
+        tracked: Files and models in MLflow. None if MLflow is not used.
+        left: Notes about places that could not be checked.
     """
 
     run: PreparedRun
@@ -53,11 +54,11 @@ class Leftovers:
     left: list[str] = field(default_factory=list)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to delete."""
+        """Return whether there is nothing to delete."""
         return not (self.garbage or self.has_records or self.files or self._num_tracked())
 
     def lines(self) -> list[str]:
-        """Return a line for each kind of thing that `delete` deletes."""
+        """Return the lines that tell the user what `delete` deletes."""
         lines: list[str] = []
         if self.garbage:
             megabytes = sum(folder.size_bytes for folder in self.garbage) / 1e6
@@ -74,7 +75,11 @@ class Leftovers:
         return lines
 
     def delete(self) -> list[str]:
-        """Delete everything, the records last; return notes about kept data."""
+        """Delete everything, the records last.
+
+        Returns:
+            Notes about data that could not be deleted or checked.
+        """
         left = [*self.left]
         if self.tracked is not None:
             left += self.tracked.delete()
@@ -114,16 +119,16 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
     store, name = run.store, run.config.name
     garbage = find_garbage(store, [name])
     files = [*_list_sources(store, name, garbage), *_list_analysis(store, record)]
-    with suppress(UserError):  # the page is not a preview
+    with suppress(UserError):  # the file with the name of the preview is another file
         preview = preview_path(config_path)
         files += [preview] if os.path.exists(preview) else []
     leftovers = Leftovers(run, garbage, bool(store.earlier_records(name)), files)
     if run.config.tracking.enabled and _has_mlflow(run):
         try:
-            from pipeline.tracking.removal import find_earlier_files  # start-up time
+            from pipeline.tracking.removal import find_earlier_files  # keeps the start-up fast
 
             leftovers.tracked = find_earlier_files(run.config.tracking, store.storage, record)
-        except Exception as error:  # of any server
+        except Exception as error:  # a tracking server can cause any kind of error
             reason = describe_error(error, only_first_line=True)
             leftovers.left.append(
                 f"files of earlier states in MLflow, which does not answer ({reason}); give the "
@@ -133,15 +138,28 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
 
 
 def _has_mlflow(run: PreparedRun) -> bool:
-    """Whether MLflow's server or database is there; it is not created to look for files."""
-    from pipeline.tracking.mlflow_client import tracking_uri  # start-up time
+    """Return whether there can be files in MLflow.
+
+    This is not the case if MLflow uses a local SQLite database that does not exist. The database
+    must not be created just to look for files.
+    """
+    from pipeline.tracking.mlflow_client import tracking_uri  # keeps the start-up fast
 
     path = sqlite_path(tracking_uri(run.store.storage, run.config.tracking.uri))
     return path is None or os.path.exists(path)
 
 
 def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[str]:
-    """List the files about raw data of earlier card versions with deleted or unneeded results."""
+    """List the files in `<storage>/sources/` about earlier versions of cards.
+
+    A version of a card is left out if the current record of the run or a record of another run uses
+    it, or if its ingested data stays in the store.
+
+    Args:
+        store: Store of the run.
+        name: Name of the run.
+        garbage: Results that will be deleted.
+    """
     deleted = {folder.path for folder in garbage}
     kept: set[str] = set()
     for other in store.run_names():
@@ -161,7 +179,7 @@ def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[s
 
 
 def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the identity of each card of a run, and the key of the ingest stage."""
+    """Yield the identity of each card of a run, and the key of its ingest stage."""
     for stage in record["stages"]:
         card = (stage.get("inputs") or {}).get("card")
         if stage["step"] == "ingest" and isinstance(card, str) and card:
@@ -169,7 +187,7 @@ def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _list_analysis(store: Store, record: RunRecord) -> list[str]:
-    """Return the files of a run's analysis if a part belongs to an earlier state."""
+    """Return the paths of a run's analysis files if a part of the analysis is outdated."""
     parts = analysis_section.load_parts(store, record["name"])
     if all(analysis_section.is_current(part, record, store) for part in parts.values()):
         return []
@@ -181,16 +199,16 @@ def _list_analysis(store: Store, record: RunRecord) -> list[str]:
 
 
 def describe_other_users(store: Store, name: str, cards: Sequence[str], command: str) -> list[str]:
-    """Describe other runs and searches that use earlier states of some cards.
+    """Describe the other runs and the searches that still use earlier states of some cards.
 
     Args:
         store: Store of the run.
-        name: Name of the run; its own ingest stages are current.
+        name: Name of the run. Data that its current ingest stages use is not reported.
         cards: Names of the cards.
         command: Command for the same removal from another config, with the placeholder CONFIG.
 
     Returns:
-        One sentence per run, and one for searches.
+        A sentence per run, and a sentence per ingested data set that a search uses.
     """
     stages = {f"data/{card}" for card in cards}
     record = store.record(name)

@@ -1,4 +1,4 @@
-"""Images that a file names, by their path below the source or by their sha256."""
+"""Find the images that the lines of a text file name, by path below the source or by sha256."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class SourceImage(NamedTuple):
     """An image of a source.
 
     Attributes:
-        name: Path below the source, as in `rejected.csv`.
+        name: Path relative to the source, as in `rejected.csv`.
         group: Split and class.
-        digest: sha256 of the bytes in the source. Empty if they were not read.
-        stored: sha256 of the bytes in the shards. Empty if it is in no shard.
+        digest: sha256 of the bytes in the source. Empty if the bytes were not read.
+        stored: sha256 of the bytes in the shards. Empty if no shard contains the image.
     """
 
     name: str
@@ -45,13 +45,14 @@ class SourceImage(NamedTuple):
 
 @dataclass
 class NamedImages:
-    """The images of a card that a file names.
+    """The images of a card that a text file names.
 
     Attributes:
         used: The card.
-        lines: Entries for the card's list: names, and digests of bytes in the source.
+        lines: Lines to add to the card's list of images to leave out: names, and digests of the
+            bytes in the source.
         names: Names of the images.
-        found: Lines of the person's file that name one of the images.
+        found: Lines of the text file that name an image of this card.
     """
 
     used: UsedCard
@@ -63,20 +64,21 @@ class NamedImages:
 def find_named_images(
     file: str, lines: Sequence[str], cards: Sequence[UsedCard], store: Store
 ) -> list[NamedImages]:
-    """Find the images of some cards that the lines of a file name.
+    """Find the images that the lines of a text file name, in some cards.
 
     Args:
-        file: Name of the file, for errors.
-        lines: Its lines.
+        file: Name of the text file, for messages.
+        lines: Lines of the text file.
         cards: Cards of a stream.
         store: Store of the run.
 
     Returns:
-        The named images of each card that has some, including images that it already excludes.
+        The named images of each card that has named images. This includes images that the card
+        leaves out already.
 
     Raises:
-        UserError: If a line names no image, or images of several cards by one name, or if a class
-            would keep no train images.
+        UserError: If a line names no image, if a name is ambiguous, or if a class would lose all
+            its train images or all its test images.
     """
     by_card = [_find_in_card(used, lines, store) for used in cards]
     for line in lines:
@@ -114,7 +116,12 @@ def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedIm
 
 
 def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImage]) -> None:
-    """Note the images that some lines name.
+    """Add the images that some lines name to `named`.
+
+    Args:
+        named: The named images of a card so far.
+        lines: Lines of the text file: names and digests.
+        images: Images of the card.
 
     Raises:
         UserError: If several images have the same name, for example rows of two tables.
@@ -140,7 +147,7 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
 
 
 def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
-    """Yield the images of the last ingest, as far as it knows their names."""
+    """Yield the images of the last ingest. There are none if it did not store their names."""
     artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
     if artifact is None or SOURCE not in artifact.manifest["files"]:
         return
@@ -154,16 +161,19 @@ def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
 
 
 def _is_as_ingested(store: Store, card: Card) -> bool:
-    """Return whether the files of a source have the names and sizes of the last ingest.
+    """Return whether the files of a source have the same names and sizes as at the last ingest.
 
-    Otherwise a name like `a.parquet:3` can belong to another image by now.
+    If not, a name such as `a.parquet:3` can mean another image now.
     """
     artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
     return artifact is not None and artifact.manifest.get("fingerprint") == fingerprint(card)
 
 
 def _list_names(card: Card) -> Iterator[SourceImage]:
-    """Yield the images of a source with names that do not depend on their bytes."""
+    """Yield the images of a source without reading them.
+
+    There are none if the format stores several images in one file.
+    """
     list_items = get_format(card).list_items
     if list_items is None:
         return
@@ -173,7 +183,7 @@ def _list_names(card: Card) -> Iterator[SourceImage]:
 
 
 def _read_images(card: Card) -> Iterator[SourceImage]:
-    """Yield all images of a source, which is read whole."""
+    """Yield all images of a source. This reads the complete source."""
     checker = ImageChecker(card)
     for unit in units(card, map):
         for item, data in unit.read(*unit.args):
@@ -183,7 +193,7 @@ def _read_images(card: Card) -> Iterator[SourceImage]:
 
 
 def _check_classes(named: NamedImages, ingested: Sequence[SourceImage]) -> None:
-    """Raise `UserError` if a class would keep no train images, or no test images of some."""
+    """Raise `UserError` if a class would lose all its train images or all its test images."""
     groups = Counter(image.group for image in ingested if image.stored)
     for image in ingested:
         is_named = nfc(image.name) in named.lines or image.digest in named.lines

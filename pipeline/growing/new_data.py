@@ -1,4 +1,4 @@
-"""Find new classes and new images of known classes in the data of a run."""
+"""Find new classes, and new images of known classes, in data to be added to a run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class UsedCard:
     """A card of a stream.
 
     Attributes:
-        path: Path in the config, relative to the current folder.
-        card: Its content. `classes` is `from_source` if they come from the source.
-        entries: Positions in `stream.tasks` of the tasks that use it.
+        path: Path of the card in the config, relative to the working directory.
+        card: Content of the card. `classes` is `(FROM_SOURCE,)` if its classes come from the
+            source.
+        entries: Positions in `stream.tasks` of the entries that use the card.
     """
 
     path: str
@@ -42,16 +43,19 @@ class UsedCard:
 
 @dataclass(frozen=True)
 class NewData:
-    """New classes and images in some data.
+    """New classes and images in the data given by the user.
+
+    The data is either the source of a card in the stream, which has grown, or a separate data set.
 
     Attributes:
-        card: The card of the stream with a grown source. None if the data are elsewhere.
-        data_set: The data set elsewhere. None if a source has grown.
-        classes: Sorted classes that no task has.
-        images: Known classes and the number of their new files. Empty if the files of the source
-            contain many images each.
-        all_classes: All classes of the source.
-        passed_over: Classes that no task has but an earlier ingest or the card had.
+        card: The card whose source has grown. None for a separate data set.
+        data_set: The separate data set. None if a source has grown.
+        classes: New classes: no task has them.
+        images: Known class -> number of new files; 0 if only existing files have changed. Empty if
+            the files of a grown source contain several images each.
+        all_classes: All classes of the data.
+        passed_over: Classes of a grown source that no task has, but that are not new: the card
+            lists them, or an earlier ingest has read them.
     """
 
     card: UsedCard | None
@@ -62,7 +66,7 @@ class NewData:
     passed_over: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Describe the new data as a part of a sentence."""
+        """Describe the new data in a clause."""
         parts: list[str] = []
         if self.classes:
             parts.append(f"{format_count(len(self.classes), 'new class')} ({listed(self.classes)})")
@@ -97,19 +101,21 @@ def find_new_data(
     program: str,
     takes_all: bool = False,
 ) -> NewData:
-    """Compare data with the tasks of a run.
+    """Find the classes and images in some data that the tasks of a run do not have.
 
     Args:
-        data: Path of the data. The source of a card, or a folder in it, means that card.
+        data: Path of the data. If it is the source of a card, or inside the source of a card, that
+            card has grown. Otherwise the data is a separate data set.
         cards: Cards of the stream.
         task_classes: Classes of each task.
         store: Store of the run, with the state of the last ingest.
         program: Command that starts Accrete, for messages.
-        takes_all: Treat all classes of a source without a task as new. Otherwise classes that an
-            earlier run, or another run in this storage, has seen without a task are left out.
+        takes_all: Treat all classes of a grown source that no task has as new. If false, classes
+            that the card lists, or that an earlier ingest in this storage has read, are not new
+            (see `NewData.passed_over`).
 
     Raises:
-        UserError: If the data cannot be read, or contain several data sets.
+        UserError: If the data cannot be read, or contains several data sets.
     """
     known = {nfc(name) for classes in task_classes.values() for name in classes}
     grown = next((used for used in cards if _is_source(used.card, data)), None)
@@ -119,7 +125,7 @@ def find_new_data(
 
 
 def _is_source(card: Card, data: str) -> bool:
-    """Return whether a path is a card's source, or a file or folder in it."""
+    """Return whether a path is the source of a card, or a file or folder inside the source."""
     sources = [card.source.path, *(folder.path for folder in card.source.more)]
     for source in filter(None, sources):
         if "://" in source or "://" in data:
@@ -133,14 +139,14 @@ def _is_source(card: Card, data: str) -> bool:
 
 
 def _holds(folder: str, path: str) -> bool:
-    """Whether a path of this machine is a folder, or lies below it."""
+    """Return whether a local path is equal to a folder, or inside the folder."""
     if "://" in folder:
         return False
     return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder).rstrip('/')}/")
 
 
 def _check_is_read(card: Card, data: str, entries: Sequence[Entry]) -> None:
-    """Raise `UserError` if a path in a source does not exist, or the card reads no file there."""
+    """Raise `UserError` if a path in a source does not exist, or the card reads no image there."""
     if "://" in data:
         return
     if not os.path.exists(data):

@@ -1,4 +1,4 @@
-"""A finished run becomes the next version of a model folder, if no task gets worse."""
+"""Publish a finished run as the next version of a model folder, if no task gets worse."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def choose_method(config: Config, model: str, label: str | None) -> str:
 
     Args:
         config: Config of the run.
-        model: The folder, which may not exist yet.
-        label: Label chosen by the person, if any.
+        model: The folder. It need not exist.
+        label: Label given by the user, if any.
 
     Raises:
-        UserError: If the run has no such method, or has several methods.
+        UserError: If the run does not have the method, or the choice is ambiguous.
     """
     labels = [*config.methods]
     if not exists(join(absolute(model), MODEL)):
@@ -55,7 +55,12 @@ def choose_method(config: Config, model: str, label: str | None) -> str:
 
 
 class Publication(NamedTuple):
-    """Result of publishing to a model folder; `is_new` if the folder has a new version."""
+    """Result of publishing to a model folder.
+
+    Attributes:
+        sentence: Description for the user.
+        is_new: Whether the folder has a new version.
+    """
 
     sentence: str
     is_new: bool
@@ -68,10 +73,11 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
         run: The run.
         label: Label of the method.
         model: The folder. It is created if it does not exist.
-        max_drop: Largest accepted loss of accuracy of a served task, in points.
+        max_drop: Largest accepted loss of accuracy of a served task, in percentage points.
 
     Raises:
-        UserError: If a task loses more. The folder keeps its version.
+        UserError: If a task loses more accuracy, or the run and the folder do not fit together.
+            The folder is not changed.
     """
     uri = absolute(model)
     new = read_run_bundle(run.graph, run.store, label)
@@ -98,13 +104,13 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
 
 
 def check_served(model: str, config: Config, store: Store, removed: str) -> None:
-    """Raise `UserError` if a folder serves tasks that a run will not have.
+    """Raise `UserError` if a model folder serves tasks that a run will not have.
 
     Args:
-        model: The folder, which may not exist yet.
+        model: The folder. It need not exist.
         config: Config of the run.
         store: Store of the run.
-        removed: Task to be removed. Empty: none.
+        removed: Task that is being removed; the folder may serve it. Empty: none.
     """
     uri = absolute(model)
     if exists(join(uri, MODEL)):
@@ -115,21 +121,22 @@ def check_served(model: str, config: Config, store: Store, removed: str) -> None
 def publish_removal(
     run: PreparedRun, label: str, model: str, removed: str, is_pending: bool
 ) -> str:
-    """Make a finished run the current version of a folder, and delete all earlier versions.
+    """Make a finished run the current version of a model folder, and delete all earlier versions.
 
-    Accuracies are not compared: the model without the removed data is served in any case.
+    Accuracies are not compared, because the model without the removed data must be served in any
+    case.
 
     Args:
         run: The run.
         label: Label of the method.
         model: The folder. It is created if it does not exist.
-        removed: Removed task. Empty: none.
-        is_pending: Whether data are being removed. Then the folder's measurements of the images
-            (`REFERENCE`, rules) are compared too, because they change with the images although
-            states do not.
+        removed: Name of the removed task. Empty: none.
+        is_pending: Whether the removal still had something to train or delete. If true, the
+            measurements on images in the folder (`REFERENCE` and rules) are compared, too: they
+            depend on the images, even if the task states do not change.
 
     Returns:
-        A sentence about the change. Empty if the folder is up to date.
+        A sentence about the change. Empty if the folder was up to date.
     """
     uri = absolute(model)
     new = read_run_bundle(run.graph, run.store, label)
@@ -155,7 +162,7 @@ def publish_removal(
 
 
 def _list_measurements(bundle: Bundle) -> tuple[str, Any]:
-    """Return the measurements on images: the digest of the reference, and the rules."""
+    """Return the measurements on images in a model: the digest of the reference, and the rules."""
     info = bundle.body["files"].get(REFERENCE)
     return "" if info is None else info["sha256"], bundle.body.get("rules")
 
@@ -165,7 +172,7 @@ def _list_tasks(bundle: Bundle) -> str:
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
-    """Return the contents of a model folder, without measurements and circumstances of creation."""
+    """Return the contents of a model folder, without measurements on images and provenance."""
     body = without_places(bundle.body)
     files = {name: info for name, info in body["files"].items() if name != REFERENCE}
     left_out = ("provenance", "sha256", "rules")
@@ -174,13 +181,13 @@ def _list_contents(bundle: Bundle) -> dict[str, Any]:
 
 
 def _write_new(bundle: Bundle, uri: str) -> None:
-    """Write a bundle into a new folder; on a disk it is there whole or not at all."""
+    """Write a bundle into a new folder; on a disk, atomically."""
     if not is_local(uri):
         bundle.write(uri)
         return
     folder, name = os.path.split(uri.rstrip("/"))
     part = os.path.join(folder, f".{name}.part")
-    delete_dir(part)  # left by a killed command
+    delete_dir(part)  # a killed command may have left it
     bundle.write(part)
     try:
         os.rename(part, uri)
@@ -192,7 +199,10 @@ def _write_new(bundle: Bundle, uri: str) -> None:
 
 
 def _check_alike(model: str, old: Bundle, new: Bundle) -> None:
-    """Raise `UserError` if a folder was made with other settings, so that nothing is comparable."""
+    """Raise `UserError` if the accuracies of two models cannot be compared.
+
+    This is the case if their scenario or their preprocessing differs.
+    """
     for name in ("scenario", "preprocessing"):
         if old.body[name] != new.body[name]:
             raise UserError(
@@ -203,7 +213,7 @@ def _check_alike(model: str, old: Bundle, new: Bundle) -> None:
 
 
 def _check_names(model: str, old: Bundle, names: Collection[str]) -> None:
-    """Raise `UserError` if a folder serves tasks of other names than these."""
+    """Raise `UserError` if a model folder serves a task that is not in `names`."""
     lost = [task.name for task in old.tasks if task.name not in names]
     if lost:
         raise UserError(
@@ -224,18 +234,20 @@ def last_evaluation(graph: Graph, label: str) -> StageJob:
 
 
 def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
-    """Compare two models on the tasks that both serve.
+    """Compare the accuracy of two models on the tasks that both serve.
 
-    Both predict the current test images of the classes that the task has in both models. Tasks with
-    equal states are not measured if nothing else can change their predictions.
+    Both models predict the current test images of the classes that the task has in both models. If
+    these are not the first classes of the task in `new`, `new` predicts the images of all classes
+    of the task. Tasks with equal states are not measured if nothing else can change their
+    predictions.
 
     Args:
         old: The earlier model.
-        new: The new model.
-        job: An evaluation of the tasks of `new`.
+        new: The new model. It serves all tasks of `old`.
+        job: Job of an evaluation of the tasks of `new`.
 
     Returns:
-        The loss of accuracy of each task, in points.
+        The loss of accuracy of each measured task, in percentage points.
     """
     now = {task.name: task for task in new.tasks}
     same_network = _shared_files(old) == _shared_files(new)
@@ -248,7 +260,7 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
         is_alone = job.scenario == "task"
         if not (same_network and same_state and same_classes and is_alone):
             changed.append(replace(now[task.name], classes=task.classes))
-            # labels are positions: classes that stayed come before new ones
+            # labels are positions, so only the first classes of a task can be measured separately
             all_now = now[task.name].classes
             stayed = tuple(name for name in all_now if name in task.classes)
             is_first = all_now[: len(stayed)] == stayed
@@ -261,7 +273,7 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
 
 
 def _shared_files(bundle: Bundle) -> dict[str, str]:
-    """Return the digests of the files that all tasks of a model are served with."""
+    """Return the digests of the files that all tasks of a model share: backbone, carried states."""
     files = bundle.body["files"]
     names = [BACKBONE, *bundle.body["carried"].values()]
     return {name: files[name]["sha256"] for name in names}
@@ -272,11 +284,11 @@ def measure(bundle: Bundle, job: StageJob, tasks: Sequence[Task]) -> dict[str, f
 
     Args:
         bundle: The model.
-        job: An evaluation; it defines how images are read.
+        job: Job of an evaluation. It defines how images are read.
         tasks: The tasks. Images of other classes are ignored.
 
     Returns:
-        The accuracy of each task.
+        The accuracy of each task in [0, 1], by name.
     """
     device = accelerator.make_device(float(accelerator.is_available()))
     method = bundle.method(device)

@@ -1,4 +1,4 @@
-"""Find the data that a person wants to remove, and the resulting edits of config and cards."""
+"""Find the data that the user wants to remove, and the resulting edits of config and cards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.growing.stream_edits import (
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
 
-MAX_PATHS = 20  # listed raw files
+MAX_PATHS = 20  # maximum number of raw files that are listed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Target:
     Attributes:
         task: Name of a task.
         class_: Name of a class.
-        images: Path of a file that names images.
+        images: Path of a text file that names images.
     """
 
     task: str = ""
@@ -41,7 +41,7 @@ class Target:
     images: str = ""
 
     def options(self) -> list[str]:
-        """Return the options of the command line."""
+        """Return the command-line option for this item, with its value."""
         for option, value in (("task", self.task), ("class", self.class_), ("images", self.images)):
             if value:
                 return [f"--{option}", value]
@@ -50,13 +50,13 @@ class Target:
 
 @dataclass
 class Removal:
-    """A removal and the resulting changes.
+    """The changes that a removal needs.
 
     Attributes:
         cards: Names of the affected cards.
-        changes: Changes of the config, the cards and the lists of images.
-        raw: Paths of raw data that the person must handle.
-        kept: Notes about images that the storage keeps.
+        changes: Changes of the config, the cards and the lists of images to leave out.
+        raw: Locations of raw data that contains the item. The user must clean them up.
+        kept: Notes about images that stay in the storage.
     """
 
     cards: list[str]
@@ -68,16 +68,17 @@ class Removal:
 def find_removal(target: Target, path: str, config: Config, store: Store) -> Removal:
     """Find the data to remove, and the resulting edits. Write nothing.
 
-    Data that the config has already lost change nothing, so an interrupted command can be repeated.
+    The command can be repeated after an interruption: there are no edits for data that was removed
+    from the config before.
 
     Args:
         target: The item to remove.
-        path: File of the config.
+        path: Path of the config file.
         config: The config.
         store: Store of the run.
 
     Raises:
-        UserError: If the item does not exist, or the stream needs it.
+        UserError: If the item does not exist, or the stream cannot exist without it.
     """
     cards = list_cards(config)
     task_classes = list_task_classes(config, store.record(config.name))
@@ -128,7 +129,7 @@ def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
 
 
 def _recorded_card(task: str, store: Store, run: str) -> str:
-    """Return the card of a task that a run had before; empty if it had no such task."""
+    """Return the card of a task in the records of a run, or "" if there was no such task."""
     record = store.record(run)
     records = store.earlier_records(run) + ([] if record is None else [record])
     for one in records:
@@ -180,7 +181,7 @@ def _normalize(line: str) -> str:
 
 
 def _sources(used: UsedCard) -> list[str]:
-    """Return where the raw data of a card lie."""
+    """Return the locations of a card's raw data."""
     source = used.card.source
     if not source.path:
         return [f"{source.format} {source.name}"]

@@ -1,7 +1,7 @@
-"""Remove a task, a class or images from a run, its storage and the served model.
+"""Remove a task, a class or images from a run, its storage and a model folder.
 
-The order is: config and cards, ingest, training, new version of the model, deletions. Therefore the
-same command resumes a killed one.
+The steps are: edit the config and the cards, ingest, train, publish a new version of the model,
+delete data. In this order, the same command can be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RemoveRequest:
     Attributes:
         config: Path of the config file.
         target: The item to remove.
-        model: Folder to update, if any.
-        method: Label of the method that the folder serves.
+        model: Model folder to update. Empty: none.
+        method: Label of the method that the model folder serves.
     """
 
     config: str
@@ -47,14 +47,14 @@ class RemoveRequest:
 def remove(
     request: RemoveRequest, open_screen: OpenScreen, program: str, say: Say, confirm: Confirm
 ) -> None:
-    """Remove an item, train the affected tasks, and delete everything that was trained on it.
+    """Remove an item, train the affected tasks, and delete the results that depend on the item.
 
     Args:
         request: Arguments of the command.
         open_screen: Creates the screen of the run.
         program: Command that starts Accrete, for messages.
         say: Called with each line of progress.
-        confirm: Asks whether to delete.
+        confirm: Asks the user a yes/no question before data is deleted.
 
     Raises:
         UserError: If the item cannot be removed, or a stage fails.

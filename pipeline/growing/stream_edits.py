@@ -26,23 +26,25 @@ from workers.storage.artifact import write_bytes
 from workers.storage.regular_file import read_regular
 
 Kind = Literal["task", "classes", "images"]
-MAX_FILE_BYTES = 64 << 20  # of a config or a card
-TASKS = ("stream", "tasks")
-MIN_CLASSES = {"task": 2, "class": 1, "domain": 2}  # of a task, by scenario
-IMAGE_LIST = "-without-images.txt"  # behind the name of a card
+MAX_FILE_BYTES = 64 << 20  # maximum size of a config or a card
+TASKS = ("stream", "tasks")  # path of the list of tasks in a config
+MIN_CLASSES = {"task": 2, "class": 1, "domain": 2}  # minimum number per task, by scenario
+IMAGE_LIST = "-without-images.txt"  # suffix of the file that lists the images a card leaves out
+# remedies in error messages
 OWN_CARD = "give the new data a card of their own with --as task"
 COPY_CARD = "copy the card beside the config, name the copy in stream.tasks, and try again"
 
 
 @dataclass
 class FileChanges:
-    """New texts of files.
+    """Changes of several files.
 
     Attributes:
-        texts: Texts by path, in writing order. The config comes before grown cards: in between it
-            names classes that its card lacks, so it is refused.
+        texts: New contents by path, in writing order. The config is written before its cards. If
+            the command is killed in between, the config names classes that its card lacks, so
+            Accrete rejects the config until the command is repeated.
         lines: Descriptions of the changes.
-        before: Replaced texts by path, after writing. None for a new file.
+        before: Previous contents by path, after `write`. None for a file that did not exist.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class FileChanges:
     before: dict[str, str | None] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Write the files, each at once."""
+        """Write the files that change, each atomically."""
         for path, text in self.texts.items():
             before = read_file(path) if os.path.exists(path) else None
             if before != text:
@@ -58,7 +60,7 @@ class FileChanges:
                 self.before[path] = before
 
     def undo(self) -> None:
-        """Restore the previous texts."""
+        """Restore the previous contents of the written files."""
         for path, text in self.before.items():
             if text is None:
                 os.unlink(path)
@@ -73,9 +75,12 @@ def read_file(path: str) -> str:
 
 
 def write_file(path: str, text: str) -> None:
-    """Replace the text of a config or a card at once. Its mode stays, and a link stays a link."""
+    """Replace the text of a config or a card atomically.
+
+    The file keeps its mode. If the path is a symbolic link, the target of the link is replaced.
+    """
     target = os.path.realpath(path)
-    for part in glob.glob(f"{glob.escape(target)}.*.part"):  # left by a killed command
+    for part in glob.glob(f"{glob.escape(target)}.*.part"):  # a killed command may have left them
         os.unlink(part)
     mode = os.stat(target).st_mode if os.path.exists(target) else None
     write_bytes(target, text.encode())
@@ -85,14 +90,15 @@ def write_file(path: str, text: str) -> None:
 
 # ---- the classes of the tasks --------------------------------------------------------------------
 def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tuple[str, ...]]:
-    """Return the classes of each task.
+    """Return the classes of each labelled task.
 
     Args:
         config: Config of the run.
-        record: Record of the last run, with the classes that follow from a source.
+        record: Record of the last run. The classes of a task are read from it if the config does
+            not list them.
 
     Raises:
-        UserError: If the classes follow from a source, and the config was not run yet.
+        UserError: If neither the config nor the record contains the classes of a task.
     """
     recorded = {}
     if record is not None:
@@ -127,7 +133,13 @@ def _name(entry: TaskEntry) -> str:
 def list_card_tasks(
     config: Config, used: UsedCard, task_classes: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return the tasks with classes of a card."""
+    """Return the names of the labelled tasks that use a card.
+
+    Args:
+        config: The config.
+        used: The card.
+        task_classes: Classes of each labelled task.
+    """
     names = [
         name for index in used.entries for name in list_entry_tasks(config.stream.tasks[index])
     ]
@@ -140,10 +152,16 @@ def find_unlisted(
     task_classes: Mapping[str, Sequence[str]],
     classes: Sequence[str] = (),
 ) -> list[str]:
-    """Return given classes and classes of a card's tasks that the card does not list.
+    """Return the classes that the tasks of a card need, but that the card does not list.
 
     A task has such a class if `add` was killed between writing the config and the card. The result
-    is empty for a card with classes from its source.
+    is empty if the classes of the card come from its source.
+
+    Args:
+        config: The config.
+        used: The card.
+        task_classes: Classes of each task.
+        classes: Further classes that the card needs.
     """
     if used.card.classes == (card_files.FROM_SOURCE,):
         return []
@@ -165,21 +183,21 @@ def edit_stream(
     name: str,
     data: str,
 ) -> FileChanges:
-    """Return the changes of a config and its cards for new data.
+    """Return the changes of a config and its cards that add new data. Write nothing.
 
     Args:
-        config_path: File of the config.
+        config_path: Path of the config file.
         config: The config.
         cards: Cards of the stream.
         task_classes: Classes of each task.
         new: The new data.
-        kind: Interpretation of the data. None if it is unambiguous.
-        into: Task for the new classes. Empty: they become a new task.
-        name: Name of the new task. Empty: the next free one.
-        data: Path of the data, as the person gave it.
+        kind: How to interpret the data. None if the data is unambiguous.
+        into: Name of the task that the new classes join. Empty: they become a new task.
+        name: Name of the new task. Empty: the next free name.
+        data: Path of the data as given by the user.
 
     Raises:
-        UserError: If the data are ambiguous, or cannot be added.
+        UserError: If the data is ambiguous or cannot be added.
     """
     kind = choose_kind(new, kind, into, data)
     if kind == "images" and new.classes:
@@ -199,7 +217,7 @@ def edit_stream(
         )
     used = new.card
     if used is not None and not new.classes and not find_unlisted(config, used, task_classes):
-        return FileChanges()  # new images alone change no file
+        return FileChanges()  # only new images of known classes: no file changes
     editor = StreamEditor(config_path, config, cards, task_classes)
     if is_whole_task:
         return editor.add_card(new, name, data)
@@ -214,16 +232,16 @@ def edit_stream(
 
 
 def choose_kind(new: NewData, kind: Kind | None, into: str, data: str) -> Kind:
-    """Choose the interpretation of new data.
+    """Choose how to interpret new data: as a task, as new classes, or as images of known classes.
 
     Args:
         new: The new data.
-        kind: Interpretation given by the person, if any.
-        into: Task for the new classes, if given.
+        kind: Interpretation given by the user, if any.
+        into: Name of the task that the new classes join, if given.
         data: Path of the data.
 
     Raises:
-        UserError: If the data are ambiguous, or `kind` is a task although `into` is given.
+        UserError: If the data is ambiguous, or `kind` is "task" although `into` is given.
     """
     if kind == "task" and into:
         raise UserError(
@@ -248,7 +266,7 @@ def choose_kind(new: NewData, kind: Kind | None, into: str, data: str) -> Kind:
 def _check_number(
     config: Config, classes: Sequence[str], task_classes: Mapping[str, Sequence[str]]
 ) -> None:
-    """Raise `UserError` for a new task of one class that has nothing to choose from."""
+    """Raise `UserError` if a new task has only one class, unless the scenario is `class`."""
     if len(classes) > 1 or config.stream.scenario == "class":
         return
     raise UserError(
@@ -260,16 +278,17 @@ def _check_number(
 
 
 class StreamEditor:
-    """Edits the stream of a config file, and the files of the cards.
+    """Edits the stream in a config file, and the card files, in memory.
 
     Args:
-        config_path: File of the config.
+        config_path: Path of the config file.
         config: The config.
         cards: Cards of the stream.
         task_classes: Classes of each task.
 
     Raises:
-        UserError: If the file does not contain the tasks.
+        UserError: If the file does not contain the list of tasks, or its stream cannot be edited
+            because of `orders` or `slices`.
     """
 
     def __init__(
@@ -280,7 +299,7 @@ class StreamEditor:
         task_classes: Mapping[str, Sequence[str]],
     ):
         self.path = config_path
-        # paths in a config start at the folder of the file itself, also where a link leads to it
+        # paths in a config are relative to the folder of the file itself, not of a link to it
         target = os.path.realpath(config_path) if os.path.islink(config_path) else config_path
         self.folder = os.path.dirname(target)
         self.config = config
@@ -310,7 +329,7 @@ class StreamEditor:
             )
 
     def changes(self) -> FileChanges:
-        """Return the changes so far."""
+        """Return the edits so far as changes of files."""
         texts = {**self.new_files, self.path: self.text.text}
         texts |= {path: text.text for path, text in self.card_texts.items()}
         unchanged = [path for path in texts if os.path.exists(path)]
@@ -319,7 +338,10 @@ class StreamEditor:
 
     # ---- tasks -----------------------------------------------------------------------------------
     def freeze(self, used: UsedCard) -> None:
-        """Write out the classes of tasks that follow from a card, so that they stay."""
+        """List the classes of a card's tasks in the config, so that changes of the card keep them.
+
+        An entry of the stream with several tasks (`split`) is replaced by one entry per task.
+        """
         for index in reversed(used.entries):
             entry = self.config.stream.tasks[index]
             if entry.classes is not None or entry.role == "unlabelled":
@@ -329,7 +351,7 @@ class StreamEditor:
             for key in ("name", "classes", "order", "split"):
                 rest.pop(key, None)
             names = list_entry_tasks(entry)
-            if isinstance(body, dict) and len(names) == 1:  # comments in the entry stay
+            if isinstance(body, dict) and len(names) == 1:  # edit the entry, to keep its comments
                 for key in {"classes", "order", "split"} & {*body}:
                     self.text.remove([*TASKS, index, key])
                 self.text.set([*TASKS, index, "name"], names[0])
@@ -345,7 +367,17 @@ class StreamEditor:
     def add_classes(
         self, used: UsedCard, classes: Sequence[str], into: str, name: str = ""
     ) -> None:
-        """Make a new task of classes of a card, or let them join a task."""
+        """Add classes of a card to the stream: as a new task, or to an existing task.
+
+        Args:
+            used: The card.
+            classes: The new classes.
+            into: Name of the task that the classes join. Empty: they become a new task.
+            name: Name of the new task. Empty: the next free name.
+
+        Raises:
+            UserError: If the task `into` does not list its classes, or both names are given.
+        """
         if into:
             index = self._position(into)
             if name:
@@ -362,7 +394,7 @@ class StreamEditor:
         self.lines.append(f"{self.path}: new task {name} of {format_count(len(classes), 'class')}")
 
     def _position(self, task: str) -> int:
-        """Return the position in the file of a task with written-out classes."""
+        """Return the position of a task in the file. Its entry must list the classes."""
         index = self._find_entry(task)
         if index is not None:
             entry = self.text.body["stream"]["tasks"][index]
@@ -373,7 +405,7 @@ class StreamEditor:
         )
 
     def _find_entry(self, task: str) -> int | None:
-        """Return the position of the entry with this name in the file, or None."""
+        """Return the position of the entry of a task in the file, or None."""
         for index, entry in enumerate(self.text.body["stream"]["tasks"]):
             body = {"card": entry} if isinstance(entry, str) else entry
             owner = next((used for used in self.cards if self._names(body["card"], used)), None)
@@ -382,7 +414,7 @@ class StreamEditor:
         return None
 
     def remove_task(self, used: UsedCard, task: str) -> None:
-        """Take a task of a card out of the stream, with the settings of methods for it."""
+        """Remove a task of a card from the stream, and the settings of methods for this task."""
         self.freeze(used)
         index = self._find_entry(task)
         assert index is not None
@@ -394,10 +426,10 @@ class StreamEditor:
         self.lines.append(f"{self.path}: task {task} is taken out")
 
     def remove_class(self, used: UsedCard, name: str) -> None:
-        """Take a class of a card out of all its tasks, and let the card leave it out.
+        """Remove a class of a card from all tasks of the card, and let the card leave it out.
 
         Raises:
-            UserError: If a task would keep too few classes.
+            UserError: If too few classes of a task would remain.
         """
         self.freeze(used)
         for task in list_card_tasks(self.config, used, self.task_classes):
@@ -420,7 +452,7 @@ class StreamEditor:
         self.leave_out_classes(used, [name])
 
     def _free_name(self, used: UsedCard) -> str:
-        """Return the next name of a task: `birds-3` after `birds-2`."""
+        """Return a free name for a new task, from the name of the card and a number: `birds-3`."""
         taken = {*self.task_classes}
         number = len(taken)
         while f"{used.card.name}-{number}" in taken:
@@ -428,7 +460,7 @@ class StreamEditor:
         return f"{used.card.name}-{number}"
 
     def _card_in_file(self, used: UsedCard) -> str:
-        """Return a card as the file names it."""
+        """Return the name or path of a card as written in the config file."""
         for body in self.text.body["stream"]["tasks"]:
             card = body if isinstance(body, str) else body["card"]
             if self._names(card, used):
@@ -436,13 +468,13 @@ class StreamEditor:
         return used.path
 
     def _names(self, card: str, used: UsedCard) -> bool:
-        """Whether a card of the file is this one of the stream."""
+        """Return whether a name or path in the config file means this card."""
         path = os.path.join(self.folder, card)
         return card == used.path or os.path.abspath(path) == os.path.abspath(used.path)
 
     # ---- cards -----------------------------------------------------------------------------------
     def leave_out_classes(self, used: UsedCard, names: Sequence[str]) -> None:
-        """Exclude classes of a card's source."""
+        """Add classes to the card's list of classes to leave out (`without_classes`)."""
         text = self._card_text(used, COPY_CARD)
         listed_before = text.body.get("without_classes") or []
         known = {nfc(str(name)) for name in listed_before}
@@ -455,10 +487,15 @@ class StreamEditor:
             self.lines.append(f"{text.where}: leaves out {listed(missing)}")
 
     def leave_out_images(self, used: UsedCard, lines: Sequence[str]) -> None:
-        """Exclude images of a card, listed in a file next to the card.
+        """Add images to the list of images that a card leaves out, a file next to the card.
+
+        Args:
+            used: The card.
+            lines: Lines for the list: names or sha256 of images.
 
         Raises:
-            UserError: If a file with that name exists and the card does not name it.
+            UserError: If the list of the card is in another folder, or if a file with other content
+                exists at the path of a new list.
         """
         text = self._card_text(used, COPY_CARD)
         name = text.body.get("without_images")
@@ -467,7 +504,8 @@ class StreamEditor:
         if name:
             file = str(card_files.without_images_path(text.where, name))
             folder = os.path.dirname(os.path.realpath(text.where))
-            if os.path.dirname(os.path.realpath(file)) != folder:  # a card may be a stranger's
+            # an untrusted card must not name a file elsewhere, because the file is overwritten
+            if os.path.dirname(os.path.realpath(file)) != folder:
                 raise UserError(
                     f"{text.where}: without_images names {file}, but such a list must be in the "
                     "folder of its card; move it there, and name it in the card"
@@ -503,7 +541,11 @@ class StreamEditor:
         return self.card_texts[file]
 
     def grow_card(self, used: UsedCard, new: NewData) -> None:
-        """Let a card have new classes, behind those that it has."""
+        """Add new classes at the end of the classes of a card.
+
+        Raises:
+            UserError: If the card cannot be edited, or a new class was removed from it before.
+        """
         self.freeze(used)
         text = self._card_text(used)
         removed = {*map(nfc, used.card.without_classes)} & {*map(nfc, new.classes)}
@@ -519,14 +561,14 @@ class StreamEditor:
                 return
             if card.class_order_seed is None:
                 text.extend(["classes"], missing)
-            else:  # also those that the card leaves out: `without_classes` names them
+            else:  # replace the seed by the order that it gives, including left-out classes
                 order = permuted(card.classes, card.class_order_seed)
                 text.set(["classes"], [*order, *missing])
                 text.remove(["class_order_seed"])
             if card.num_classes is not None:
                 text.set(["num_classes"], len(card.classes) + len(missing))
         elif card.num_classes is not None:
-            # further folders are of the card once their data are joined
+            # a separate folder is not part of the card yet, so its classes are added below
             folders = class_folders(card, "train") if new.card is None else new.all_classes
             text.set(["num_classes"], len({*map(nfc, folders), *new.classes}))
         names = new.classes or find_unlisted(self.config, used, self.task_classes)
@@ -534,7 +576,7 @@ class StreamEditor:
         self._note_untested(card, new)
 
     def _note_untested(self, card: Card, new: NewData) -> None:
-        """Note new classes without test images, where other classes of the card have some."""
+        """Add a line about new classes without test images, if other classes have test images."""
         if card.source.format != "folder":
             return
         tested = {*map(nfc, class_folders(card, "test"))}
@@ -547,7 +589,18 @@ class StreamEditor:
             )
 
     def add_card(self, new: NewData, name: str, data: str) -> FileChanges:
-        """Write a card for data elsewhere, and a task with all their classes."""
+        """Add a new card for a separate data set, and a task with all its classes.
+
+        Args:
+            new: The new data.
+            name: Name of the card and the task. Empty: the name of the data set, with a number if
+                it is taken.
+            data: Path of the data as given by the user.
+
+        Raises:
+            UserError: If the name is taken, or a file with other content exists at the path of the
+                card.
+        """
         data_set = new.data_set
         assert data_set is not None
         taken = {*self.task_classes, *(used.card.name for used in self.cards)}
@@ -578,7 +631,20 @@ class StreamEditor:
         return self.changes()
 
     def join_folder(self, new: NewData, into: str, data: str) -> UsedCard:
-        """Let a card that has the known classes read a further folder; return the card."""
+        """Add a folder to the sources of the card that has the known classes of the new data.
+
+        Args:
+            new: The new data.
+            into: Name of the task that new classes join. Empty: none.
+            data: Path of the folder as given by the user.
+
+        Returns:
+            The card.
+
+        Raises:
+            UserError: If not exactly one card has these classes, or if its source or the new data
+                is not a folder with a subfolder per class.
+        """
         data_set = new.data_set
         assert data_set is not None
         owners = [used for used in self.cards if self._owns(used, new, into)]
@@ -611,7 +677,7 @@ class StreamEditor:
         return used
 
     def _owns(self, used: UsedCard, new: NewData, into: str) -> bool:
-        """Whether a card has a task of known classes, or the one that new classes join."""
+        """Return whether a card has the task `into`, or a task with known classes of `new`."""
         for index in used.entries:
             for name in list_entry_tasks(self.config.stream.tasks[index]):
                 classes = {*map(nfc, self.task_classes.get(name, ()))}
@@ -621,7 +687,13 @@ class StreamEditor:
 
 
 def _relative(path: str, folder: str, given: str) -> str:
-    """Return a path as a file in a folder names it: relative where the person's was."""
+    """Return the path to write into a file: relative to its folder if the user's path is relative.
+
+    Args:
+        path: The path.
+        folder: Folder of the file.
+        given: Path as given by the user.
+    """
     if "://" in path or os.path.isabs(given):
         return relative_to_here(path, given)
     return Path(os.path.relpath(path, folder or ".")).as_posix()

@@ -1,4 +1,4 @@
-"""Which tasks a run trains again, by method, and how long that may take."""
+"""Describe which tasks each method of a run trains, and how long the training may take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from workers.methods import METHODS
 
 
 def describe_training(plan: RunPlan) -> list[str]:
-    """Describe for each method which tasks a run trains, and why.
+    """Describe which tasks each method of a run trains, and how they depend on each other.
 
-    In a star each task trains by itself. In a chain, and for methods that train on all data so far,
-    the later tasks train again too. Before ingest it is unknown which tasks have changed images.
+    In a star, each task is trained independently. In a chain, and for methods that train on the
+    data of all tasks so far, later tasks are trained again, too. Before ingest, it is unknown which
+    tasks have changed images.
     """
     run, todo = plan.run, plan.stages_to_run
     if any(run.graph[stage].is_provisional for stage in todo):
@@ -39,7 +40,7 @@ def describe_training(plan: RunPlan) -> list[str]:
 
 
 def describe_cost(plan: RunPlan) -> str:
-    """Return the forecast of the wall time of a run, or "" if there is no estimate."""
+    """Describe the expected wall time of a run, or return "" if there is no estimate."""
     forecast = plan.forecast()
     if not forecast.costs:
         return ""
@@ -50,6 +51,6 @@ def describe_cost(plan: RunPlan) -> str:
 
 
 def _find_tasks(graph: Graph, label: str, todo: set[str]) -> list[str]:
-    """Return the tasks for which a method has training stages to run, in order."""
+    """Return the names of the tasks that a method will train, in order."""
     stages = [stage for stage in graph if stage.id in todo and stage.method == label]
     return list(dict.fromkeys(s.task for s in stages if s.task and s.step != "evaluate"))

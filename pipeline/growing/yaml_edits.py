@@ -1,4 +1,4 @@
-"""Edit YAML files written by people: only the changed values are replaced, comments stay."""
+"""Edit hand-written YAML files: only the changed values are replaced, and comments stay."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import yaml
 from pipeline.config.yaml_files import compose_yaml, dump_yaml, parse_yaml
 from workers.errors import UserError
 
-LINE_WIDTH = 96  # characters
-Path = Sequence[str | int]  # keys and positions from the top of a file
+LINE_WIDTH = 96  # maximum number of characters per line of a new list
+Path = Sequence[str | int]  # keys of mappings and positions in lists, from the root of a file
 
 
 class YamlText:
     r"""The text of a YAML file, edited value by value.
 
-    After each edit the text is parsed again and compared with the intended value, so an edit cannot
-    change anything else.
+    After each edit, the text is parsed again and compared with the expected values. So an edit
+    cannot change anything else.
 
     Args:
-        text: Text of a file with a mapping.
-        where: Name of the file, for errors.
+        text: Content of a file. Its root is a mapping.
+        where: Name of the file, for messages.
+
+    Raises:
+        UserError: If the text is not valid YAML. All edits raise it if the file is written in a way
+            that they do not support.
 
     Example:
         >>> file = YamlText("tasks: [a]  # in order\n", "config.yaml")
@@ -59,7 +63,7 @@ class YamlText:
         self._add_lines(node, items, expected)
 
     def divide(self, path: Path, values: Sequence[Any]) -> None:
-        """Replace an item of a list by one or more items."""
+        """Replace the list item at a path by one or more items."""
         *parents, index = path
         parent = self._find(parents)
         node = self._find(path)
@@ -75,14 +79,14 @@ class YamlText:
         self._replace(node.start_mark.index, _end(node), text, expected)
 
     def set(self, path: Path, value: Any) -> None:
-        """Set the value of a key of a mapping, or an item of a list; a key may be new."""
+        """Set the value of a mapping key or a list item. A key is added if it does not exist."""
         *parents, last = path
         parent = self._find(parents)
         expected = _copy(self.body)
         _get(expected, parents)[last] = value
         node = _child(parent, last)
         if node is not None:
-            # a block collection ends where its last value does, not at the comments after it
+            # a block collection ends at the end of its last value, not after later comments
             start, end = node.start_mark.index, _end(node)
             indent = " " * parent.start_mark.column
             text = _wrapped(value).replace("\n", f"\n{indent}")
@@ -103,7 +107,10 @@ class YamlText:
         self._add_lines(parent, [indent + line for line in lines], expected)
 
     def remove(self, path: Path) -> None:
-        """Remove a key of a mapping, or an item of a list, with the comment behind it."""
+        """Remove a mapping key or a list item, and the comment on the same line.
+
+        If it is the only one, the collection is replaced by `{}` or `[]`.
+        """
         *parents, last = path
         parent = self._find(parents)
         expected = _copy(self.body)
@@ -113,7 +120,7 @@ class YamlText:
             raise self._refuse(path)
         first = _key_node(parent, last) if isinstance(parent, yaml.MappingNode) else node
         assert isinstance(parent, yaml.CollectionNode)
-        if not _get(expected, parents):  # an empty collection is written in brackets
+        if not _get(expected, parents):  # write the empty collection in brackets
             if not parents:
                 raise self._refuse(path)
             self.set(parents, _get(expected, parents))
@@ -125,7 +132,7 @@ class YamlText:
         before = self.text[start : first.start_mark.index]
         end = self._end_of_line(_end(node))
         if before.strip() == "-" and isinstance(parent, yaml.MappingNode):
-            # the first key of an item: the next one takes its place behind the dash
+            # the first key of a list item: the next key is moved to its place after the dash
             following = parent.value[1][0]
             start, end = first.start_mark.index, following.start_mark.index
         elif before.strip() not in ("", "-"):
@@ -144,7 +151,7 @@ class YamlText:
         return node
 
     def _after_key(self, parent: yaml.Node, key: str | int) -> int:
-        """Return the index after `key:`, or the index of a list item."""
+        """Return the index after `key:`, or the index after the dash of a list item."""
         if not isinstance(parent, yaml.MappingNode):
             child = _child(parent, key)
             assert child is not None
@@ -152,8 +159,9 @@ class YamlText:
         return self.text.index(":", _key_node(parent, key).end_mark.index) + 1
 
     def _end_of_line(self, index: int) -> int:
-        """Return the index of the beginning of the next line."""
-        if index > 0 and self.text[index - 1] == "\n":  # a text in several lines ends so
+        """Return the index of the start of the line after the one that contains `index`."""
+        # a block scalar ends after its last newline
+        if index > 0 and self.text[index - 1] == "\n":
             return index
         end = self.text.find("\n", index)
         return len(self.text) if end < 0 else end + 1
@@ -165,7 +173,7 @@ class YamlText:
     def _add_in_brackets(
         self, node: yaml.CollectionNode, items: Sequence[str], expected: Any
     ) -> None:
-        """Add items before the closing bracket; many items go over several lines."""
+        """Add items before the closing bracket. Items that do not fit on a line are wrapped."""
         place = node.end_mark.index - 1
         if node.value:
             last = node.value[-1]
@@ -184,7 +192,14 @@ class YamlText:
     def _remove_in_brackets(
         self, parent: yaml.CollectionNode, first: yaml.Node, last: yaml.Node, expected: Any
     ) -> None:
-        """Remove the item from one node to another; comments of other items stay."""
+        """Remove an item between brackets, with its comma. Comments of other items stay.
+
+        Args:
+            parent: The list or mapping in brackets.
+            first: First node of the item.
+            last: Last node of the item.
+            expected: Content of the file after the edit.
+        """
         items = [item if isinstance(item, tuple) else (item, item) for item in parent.value]
         index = next(i for i, item in enumerate(items) if item[0] is first)
         if index + 1 < len(items):
@@ -232,7 +247,7 @@ def _key_node(node: yaml.MappingNode, part: str | int) -> yaml.Node:
 
 
 def _end(node: yaml.Node) -> int:
-    """Return the index behind the last character of a value."""
+    """Return the index after the last character of a value."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -240,7 +255,7 @@ def _end(node: yaml.Node) -> int:
 
 
 def _copy(body: Any) -> Any:
-    """Return a deep copy without shared values, which anchors and aliases create."""
+    """Return a deep copy. Values that aliases share are copied separately."""
     if isinstance(body, dict):
         return {key: _copy(value) for key, value in body.items()}
     return [_copy(value) for value in body] if isinstance(body, list) else body
@@ -253,13 +268,13 @@ def _get(body: Any, path: Path) -> Any:
 
 
 def _flow(value: Any) -> str:
-    """Return a value on one line."""
+    """Return a value as YAML on one line."""
     text = dump_yaml([value], default_flow_style=True, width=float("inf")).strip()
     return text[1:-1]
 
 
 def _block(value: Any) -> str:
-    """Return a value with a line for each key; lists are in brackets."""
+    """Return a value as YAML, with a line for each key of a mapping. Lists are in brackets."""
     if isinstance(value, dict) and value:
         lines = [f"{_flow(key)}: {_wrapped(of_key)}" for key, of_key in value.items()]
         return "\n".join(lines)
@@ -267,7 +282,7 @@ def _block(value: Any) -> str:
 
 
 def _wrapped(value: Any) -> str:
-    """Return a value in brackets; a long list goes over several lines."""
+    """Return a value as YAML in brackets. A long list is wrapped."""
     if not isinstance(value, list):
         return _flow(value)
     text = dump_yaml(value, default_flow_style=True, width=LINE_WIDTH - 8).strip()

@@ -184,7 +184,11 @@ def paper_config(method: str) -> Path:
 
 
 def list_settings(name: str) -> list[Setting]:
-    """Return the settings of a method; raise `UserError` if there is no such method."""
+    """Return the settings of a method.
+
+    Raises:
+        UserError: If there is no such method.
+    """
     from workers.methods import METHODS  # imports torch
     from workers.methods.registration import describe_unknown
 

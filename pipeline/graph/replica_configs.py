@@ -61,7 +61,10 @@ def refuse_replicas(config: Config, where: str, needs: str) -> None:
 
 
 def _replica_name(config: Config, order: str, seed: int) -> str:
-    """Return `seed-1`, `order1` or `order1-seed-1`: the name contains only what the run varies."""
+    """Return the name of a replica: its order and seed, if the config has `orders` and `seeds`.
+
+    Examples: `seed-1`, `order1`, `order1-seed-1`.
+    """
     parts = []
     if order:
         parts.append(_order_name(config.orders, order))

@@ -1,4 +1,4 @@
-"""One attempt at a stage: run it, and turn its end into an event."""
+"""Attempt a stage: run it, and turn its outcome or error into an event."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from workers.storage.artifact import Artifact
 
 Manifest = dict[str, Any]
 Progress = Callable[[Event], None]
-RunOnDriver = Callable[[Stage], Manifest]  # a stage without a job: the report
+RunOnDriver = Callable[[Stage], Manifest]  # runs a stage without a job: the report
 
 
 def attempt_stage(
     stage: Stage, run: Callable[[], Manifest], storage: str, group: dist.Group | None = None
 ) -> Event:
-    """Run a stage and return the event that says how it ended.
+    """Run a stage and return the event with its outcome.
 
     Args:
         stage: The stage.
-        run: Runs it and returns the manifest.
-        storage: The traceback of an unexpected error is written below it.
-        group: The rank that runs the stage, for the file of the traceback. None: the only rank.
+        run: Runs the stage and returns its manifest.
+        storage: URI of the storage. The traceback of an unexpected error is written into it.
+        group: The rank that runs the stage, for the report about a failure. None: the only rank.
     """
     try:
         return Event(EventKind.DONE, stage.id, body=run())
@@ -65,11 +65,11 @@ def attempt_stage(
 
 
 def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
-    """Explain that a GPU has too little memory for a stage, with the remedies.
+    """Return a message that a GPU has too little memory for a stage, with the remedies.
 
     Args:
         stage: The stage that failed.
-        error: The error of torch; its text gives the size of the failed allocation.
+        error: The error of torch. Its text contains the size of the failed allocation.
     """
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     allocation = f" (an allocation of {asked[1]} failed)" if asked else ""
@@ -92,13 +92,13 @@ def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
 
 
 def describe_origin(group: dist.Group | None) -> dict[str, Any]:
-    """Return the place where a try failed: host, rank and log of this process."""
+    """Return the place of a failed attempt: host, rank and log file of this process."""
     rank = group.rank if group is not None else 0
     return {"host": platform.node(), "rank": rank, "log": failures.log_path()}
 
 
 def progress_event(stage_id: str, body: dict[str, Any]) -> Event:
-    """Return the event for a report of a worker: progress of the stage, or a checkpoint."""
+    """Return the event for a report of a worker: a checkpoint, or other progress."""
     if "checkpoint" in body:
         return Event(EventKind.CHECKPOINT, stage_id, body=body["checkpoint"])
     return Event(EventKind.PROGRESS, stage_id, body=body)
@@ -114,11 +114,11 @@ def run_ingest(
     """Run an ingest stage and return its manifest.
 
     Args:
-        store: Holds the result.
+        store: Store of the result.
         stage: The ingest stage.
-        map_fn: `map`, or a function that works in parallel.
-        progress: Is called with the events of the stage.
-        deadline: Of this try.
+        map_fn: `map`, or a parallel function with the same signature.
+        progress: Called with the progress events of the stage.
+        deadline: Deadline of this attempt.
 
     Raises:
         StageTimeout: If the stage reports its progress after the deadline.

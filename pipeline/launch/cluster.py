@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: join or start it, list its nodes and drivers, and check its nodes."""
+"""The Ray cluster of a run: join or start it, list its nodes and drivers, and check the nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from workers.storage.artifact import exists, join, resolve, temporary_name, writ
 from workers.storage.filesystem import without_retries
 
 LOG = logging.getLogger("accrete.ray")
-# Defaults, set before Ray is imported: it reads some variables at import.
+# Default environment variables. They are set before Ray is imported, because Ray reads some of
+# them at import.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -35,28 +36,28 @@ ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    # The watcher is a process per group. Our driver looks once for all groups.
+    # Ray's watcher is a process per group. Our driver detects preempted nodes for all groups.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_DEDUP_LOGS": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-ANSWER_TIMEOUT_S = 3.0  # for one request without side effects
-CONNECTION_TIMEOUT_S = 2.0
-PRIVATE_STORE_BYTES = 200_000_000  # object store; small, because results go to our store
+ANSWER_TIMEOUT_S = 3.0  # seconds to wait for the answer to the request that tests the token
+CONNECTION_TIMEOUT_S = 2.0  # seconds to wait for a TCP connection
+PRIVATE_STORE_BYTES = 200_000_000  # of Ray's object store; small: results are in our own store
 START_TRIES = 2
-MAX_REASON = 300  # characters of a Ray error that a message quotes
+MAX_REASON = 300  # maximum number of characters of a Ray error in a message
 TOKEN_REMEDY = (
     "set RAY_AUTH_TOKEN to the output of `ray get-auth-token` on its head node, "
     "or put that into ~/.ray/auth_token or into the file that RAY_AUTH_TOKEN_PATH names, "
     "with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)"
 )
 NAMESPACE = "accrete"  # namespace of the actors that drivers register
-SEARCH_SUFFIX = "-search"
-# Places an actor on the head node. The cluster ends if that node is lost.
+SEARCH_SUFFIX = "-search"  # of the name of a search's actor
+# Resource request that places an actor on the head node. Without that node, there is no cluster.
 HEAD = {ray_internals.HEAD_NODE_RESOURCE: 1e-3}
-# Packages that compute: another version could give other results.
+# Packages that affect results: other versions could give other results.
 PACKAGES = (
     "torch",
     "torchvision",
@@ -69,8 +70,8 @@ PACKAGES = (
     "safetensors",
     "pydantic",
 )
-# Not sent to the nodes. Patterns as in .gitignore. A leading / limits a pattern to the root:
-# `workers/storage` contains code.
+# Paths that are not sent to the nodes, as patterns of .gitignore. A leading / limits a pattern to
+# the root of the checkout; for example, `workers/storage` contains code and must be sent.
 LEFT_AT_HOME = [
     "/.venv", "/.git", "/build", "/dist", "/storage", "/tests", "/benchmarks", "__pycache__"
 ]  # fmt: skip
@@ -78,9 +79,10 @@ LEFT_AT_HOME = [
 
 # ---- joining or starting -------------------------------------------------------------------------
 def connect(cluster: ClusterSettings) -> Any:
-    """Join the cluster of the config or of RAY_ADDRESS, or else start a private one.
+    """Join the cluster of the config or of RAY_ADDRESS, or else start a private cluster.
 
-    Ray's own search for a running cluster is not used: a forgotten cluster must not capture a run.
+    Ray's own search for a running cluster is not used, because a run must not join a cluster that
+    the user has forgotten.
 
     Returns:
         The module `ray`.
@@ -88,7 +90,7 @@ def connect(cluster: ClusterSettings) -> Any:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     require_package("ray", "everything but a run with cluster.workers=0", "set that for a run")
-    import ray  # after the environment is set; takes a second
+    import ray  # after the environment is set; takes about a second
 
     if ray.is_initialized():
         return ray
@@ -102,7 +104,7 @@ def connect(cluster: ClusterSettings) -> Any:
 
 
 def get_address(cluster: ClusterSettings) -> str:
-    """Return host:port, ray://host:port or auto; `local` means a private cluster."""
+    """Return `host:port`, `ray://host:port` or `auto`, or `local` for a private cluster."""
     return cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
 
 
@@ -111,7 +113,7 @@ def join_cluster(ray: Any, address: str) -> None:
 
     Args:
         ray: The module `ray`.
-        address: As returned by `address_of`.
+        address: As returned by `get_address`, but not `local`.
 
     Raises:
         UserError: If the cluster cannot be joined.
@@ -139,7 +141,8 @@ def join_cluster(ray: Any, address: str) -> None:
 def start_private(ray: Any, cpus: int) -> None:
     """Start a cluster on this machine that ends with this process.
 
-    It is tried twice, because on a very busy machine Ray's 30 s for its processes are not enough.
+    The start is tried twice: on a very busy machine, Ray's processes may take longer than the 30 s
+    that Ray allows.
 
     Args:
         ray: The module `ray`.
@@ -148,14 +151,15 @@ def start_private(ray: Any, cpus: int) -> None:
     Raises:
         UserError: If both tries fail.
     """
-    if " " in sys.executable:  # Ray starts workers by a shell, which splits the path
+    if " " in sys.executable:  # Ray starts workers with a shell, which splits the path
         raise UserError(
             f"Ray starts no workers from a Python in a folder with a space ({sys.executable}); "
             "make the environment in another folder, or run without Ray by --set cluster.workers=0"
         )
     for tries_left in reversed(range(START_TRIES)):
         try:
-            # Workers import from the current folder first, which may contain a folder `pipeline`.
+            # Workers import from the current folder first. It may contain another folder
+            # `pipeline`, so the workers are started in the folder of this project.
             with contextlib.chdir(PACKAGE.parent), ray_internals.listen_on_loopback():
                 ray.init(
                     address="local",
@@ -176,24 +180,23 @@ def start_private(ray: Any, cpus: int) -> None:
 
 
 def quiet() -> dict[str, Any]:
-    """Return the arguments of `ray.init` that keep it from printing.
+    """Return the arguments of `ray.init` that suppress its output.
 
-    Messages of raylets go to driver.log.
+    Also redirect the messages of raylets to the log of the driver.
     """
     ray_internals.log_messages_of_raylets(partial(LOG.info, "a raylet: %s"))
     return {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def is_submitted_job() -> bool:
-    """Return whether `ray job submit` started this process, and so sent the code."""
+    """Return whether this process was started by `ray job submit`, which also sent the code."""
     return ray_internals.JOB_CONFIG_VARIABLE in os.environ
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that workers get from this process.
+    """Return the environment variables that this process passes to its workers.
 
-    Variables that the job was submitted with are left out: Ray passes them on by itself, and
-    refuses duplicates.
+    Variables of the submitted job are left out: Ray passes them on itself, and refuses duplicates.
     """
     job = json.loads(os.environ.get(ray_internals.JOB_CONFIG_VARIABLE, "{}"))
     submitted = (job.get("runtime_env") or {}).get("env_vars", {})
@@ -201,7 +204,7 @@ def variables() -> dict[str, str]:
 
 
 def explain_refusal(error: Exception) -> str:
-    """Return one line from Ray's error that says why a cluster cannot be joined."""
+    """Return the reason in one line why a cluster cannot be joined, from the error of Ray."""
     text = describe_error(error)
     if "oken" in text and "uthenticat" in text:
         return f"it asks for its token: {TOKEN_REMEDY}"
@@ -214,7 +217,7 @@ def explain_refusal(error: Exception) -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Check that something listens at an address. Without this check Ray tries for two minutes.
+    """Check that a server listens at an address. Without this check, Ray tries for two minutes.
 
     Raises:
         UserError: If the address is malformed, or nothing listens there.
@@ -239,8 +242,8 @@ def check_reachable(address: str) -> None:
 def check_token(address: str) -> None:
     """Check that a cluster accepts the token of this machine.
 
-    Ray itself would try for 20 to 80 s and then report a timeout. Any other error is ignored here,
-    because joining reports it better.
+    Without this check, Ray tries for 20 to 80 s and then reports a timeout. Other errors are
+    ignored here, because `ray.init` reports them better.
 
     Raises:
         UserError: If the token is missing or refused.
@@ -271,7 +274,7 @@ def check_token(address: str) -> None:
 
 
 def describe_token_source() -> str:
-    """Return where the refused token comes from, without the token itself."""
+    """Return a sentence about the source of the refused token, without the token itself."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode != "token":
         return f"it asks for a token, and RAY_AUTH_MODE is {mode!r} here"
@@ -289,10 +292,10 @@ class Node:
     Attributes:
         id: Ray's id.
         address: IP address.
-        alive: Whether the node works.
-        why: Ray's message about its death.
-        leaves: Its end is announced, for example because a cloud reclaims a spot instance.
-        resources: Ray's resources by name.
+        alive: Whether Ray considers the node alive.
+        why: Ray's message about the death of the node, or empty.
+        leaves: Whether the node is draining, for example because a cloud reclaims a spot instance.
+        resources: Total resources of the node, by Ray's names.
     """
 
     id: str
@@ -311,8 +314,8 @@ class ClusterState:
     """Nodes and drivers of a cluster.
 
     Attributes:
-        nodes: Nodes by id, dead ones included.
-        drivers: Id of a Ray job -> names of the actors that its drivers registered.
+        nodes: Nodes by id, including dead nodes.
+        drivers: Id of a Ray job -> names of the actors that drivers of the job registered.
     """
 
     nodes: Mapping[str, Node]
@@ -320,11 +323,11 @@ class ClusterState:
 
 
 def get_cluster_state() -> ClusterState:
-    """Return nodes and drivers.
+    """Return the nodes and drivers of the cluster.
 
-    It must run inside the cluster; a driver outside the cluster lets its actor call this function.
+    This function must run inside the cluster. A driver outside it asks its registered actor.
     """
-    import ray  # heavy, but already loaded here
+    import ray  # slow to import, but already loaded here
     from ray.util import list_named_actors
 
     draining = ray_internals.draining_node_ids()
@@ -357,22 +360,22 @@ def group_by_job(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 class DriverRegistration:
-    """An actor that makes its driver visible to other drivers, so that they leave it its share.
+    """An actor that makes its driver visible to other drivers, which divide the cluster equally.
 
-    It also answers questions about the cluster, which a driver outside of the cluster cannot ask.
+    It also returns the state of the cluster, which a driver outside the cluster cannot read itself.
     """
 
     def get_cluster_state(self) -> ClusterState:
-        """Return nodes and drivers."""
+        """Return the nodes and drivers of the cluster."""
         return get_cluster_state()
 
 
 def actor_name(ray: Any, search: bool = False) -> str:
-    """Return a name for the registered actor of this driver.
+    """Return a name for the actor that registers this driver.
 
     Args:
         ray: The module `ray`.
-        search: The driver is a search. Its trials register as well.
+        search: Whether the driver is a search, whose trials register actors of their own.
     """
     job = ray.get_runtime_context().get_job_id()
     return f"{job}{SEARCH_SUFFIX}" if search else f"{job}-{uuid.uuid4().hex[:8]}"
@@ -389,7 +392,7 @@ def is_search_actor(name: str) -> bool:
 
 
 def register_actor(ray: Any, actor: type, name: str) -> Any:
-    """Start an actor that other drivers find by its name. It lives on the head node.
+    """Start an actor on the head node that other drivers can find by its name.
 
     Args:
         ray: The module `ray`.
@@ -397,22 +400,22 @@ def register_actor(ray: Any, actor: type, name: str) -> Any:
         name: See `actor_name`.
 
     Returns:
-        The handle of the actor, which ends with this driver.
+        The handle of the actor. The actor ends with this driver.
     """
     options = {
         "num_cpus": 0,
         "resources": HEAD,
         "name": name,
         "namespace": NAMESPACE,
-        "scheduling_strategy": "DEFAULT",  # outside of the resources that a search trial reserved
+        "scheduling_strategy": "DEFAULT",  # not inside the placement group of a search trial
     }
     return ray.remote(**options)(actor).remote()
 
 
 def where_ray_writes(uri: str) -> dict[str, Any]:
-    """Return the arguments of Ray's `RunConfig` that put its own files below `uri`.
+    """Return the arguments of Ray's `RunConfig` that store Ray's own files below `uri`.
 
-    The filesystem does not retry, because Ray retries by itself.
+    The filesystem does not retry, because Ray itself retries.
     """
     system, path = resolve(uri)
     return {"storage_path": path, "storage_filesystem": without_retries(system)}
@@ -424,7 +427,7 @@ class NodeFacts(NamedTuple):
 
     Attributes:
         versions: Versions of Python and of packages.
-        unseen: Why the node does not see a file of the storage; empty if it does.
+        unseen: Reason why the node cannot read a test file in the storage; empty if it can.
     """
 
     versions: dict[str, str]
@@ -432,7 +435,7 @@ class NodeFacts(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute; empty if one is missing."""
+    """Return the versions of Python and of `PACKAGES`, or an empty string for a missing package."""
     by_name = {"Python": platform.python_version().rpartition(".")[0]}
     for name in PACKAGES:
         by_name[name] = ""
@@ -442,10 +445,10 @@ def versions() -> dict[str, str]:
 
 
 def collect_facts(probe: str) -> NodeFacts:
-    """Return the facts about this node. Runs on each node.
+    """Return the facts about this node. Runs as a Ray task on each node.
 
     Args:
-        probe: A file that the driver wrote into the storage.
+        probe: URI of a test file that the driver wrote into the storage.
     """
     try:
         unseen = "" if exists(probe) else "it is not there"
@@ -455,7 +458,7 @@ def collect_facts(probe: str) -> NodeFacts:
 
 
 def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
-    """Check that all nodes have the versions of this machine and see the storage.
+    """Check that all nodes have the package versions of this machine and can read the storage.
 
     Args:
         ray: The module `ray`.
@@ -463,7 +466,7 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
         storage: URI of the storage.
 
     Raises:
-        UserError: If a node has other versions, or does not see the storage.
+        UserError: If a node has other versions, or cannot read the storage.
     """
     probe = join(storage, f".probe-{temporary_name()}")
     write_bytes(probe, b"accrete")
@@ -477,8 +480,8 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
 
 
 def ask_facts(ray: Any, node: Node, probe: str) -> Any:
-    """Run `collect_facts` on one node, even if it is busy. Return the reference to its answer."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # heavy
+    """Run `collect_facts` on one node, even if it is busy. Return a reference to the result."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # slow to import
 
     on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
     remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(collect_facts)
@@ -486,10 +489,11 @@ def ask_facts(ray: Any, node: Node, probe: str) -> Any:
 
 
 def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
-    """Check the answer of a node to `ask_facts`. A node passes if it was lost meanwhile.
+    """Check the answer of a node to `ask_facts`. A node that was lost meanwhile raises no error.
 
     Raises:
-        UserError: If the node cannot do the work.
+        UserError: If the node cannot run this project, has other versions, or cannot read the
+            storage.
     """
     try:
         node_facts = NodeFacts(*ray.get(answer))
@@ -510,8 +514,8 @@ def describe_unfit(where: str, error: Exception) -> UserError:
     """Return the error to raise if a process of Ray could not start this project's code.
 
     Args:
-        where: The node, for the message.
-        error: Error of Ray; the last line is the reason.
+        where: Name of the node, for the message.
+        error: Error of Ray. Its last line is the reason.
     """
     reason = ANSI.sub("", str(error)).strip().splitlines()[-1]
     return UserError(
@@ -521,7 +525,7 @@ def describe_unfit(where: str, error: Exception) -> UserError:
 
 
 def check_versions(node: Node, on_node: Mapping[str, str], on_driver: Mapping[str, str]) -> None:
-    """Raise `UserError` at the first version that differs between node and driver."""
+    """Raise `UserError` if a version differs between node and driver."""
     for name, version in on_driver.items():
         other = on_node.get(name, "")
         if other == version:

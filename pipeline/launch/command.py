@@ -1,4 +1,4 @@
-"""The `launch` command: write the files that run a config on a cluster."""
+"""The `launch` command: write files that run a config on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.launch.portable import Portable, make_portable
 from pipeline.launch.sizes import Size, choose_size
 from workers.errors import UserError
 
-# Options and their platforms; the names are those of the parsed arguments.
+# Name of an option in the parsed arguments -> platforms that have this option.
 ONLY_ON = {
     "array": ("slurm",),
     "image": ("kuberay",),
@@ -33,15 +33,16 @@ ONLY_ON = {
     "machine_image": ("ray",),
     "project": ("ray",),
 }
-SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # see `make_portable`
-# On a cloud the run waits for its nodes, so its config must name the number of groups.
+SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # argument `shared` of `make_portable`
+# Default of `cluster.groups`; 0: none. On a cloud, nodes are added on request, so the config must
+# contain the number of groups to request.
 GROUPS = {"slurm": 0, "kuberay": 0, "ray": 1}
 
-ForecastOf = Callable[[str, list[str]], Forecast]  # from a config and its overrides
+ForecastOf = Callable[[str, list[str]], Forecast]  # (config, overrides) -> forecast
 
 
 def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
-    """Write the files for a platform. Print the size of the run and the commands that submit it.
+    """Write the files for a platform. Print the size of the nodes and the commands to submit.
 
     Args:
         args: Parsed arguments of the command.
@@ -62,7 +63,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     if not args.hours:
         try:
             forecast = forecast_of(args.config, args.overrides)
-        except UserError as error:  # nodes can have data that this machine has not
+        except UserError as error:  # the nodes may have data that is not on this machine
             note = f"no forecast: {error}"
     size = choose_size(run.config, forecast, args.ranks_per_node, args.hours)
     folder = args.out or f"{run.config.name}-{args.on}"
@@ -78,7 +79,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
 def render_submission(
     args: argparse.Namespace, run: Portable, size: Size, folder: str
 ) -> Submission:
-    """Return the files and commands for the platform of the arguments."""
+    """Return the files and commands for the platform `args.on`."""
     match args.on:
         case "slurm":
             return render_slurm(run, size, folder, args.array)

@@ -1,15 +1,20 @@
-"""Forecast of the cost of a run before anything runs: device-hours, with their uncertainty.
+"""Forecast the cost of a run before it starts: device-hours, with their uncertainty.
 
-The work of a stage is images times epochs; for an evaluation or a step without epochs, it is
-images. The seconds per image come from the first of these that exists: finished stages of the same
-method, step and precision; finished stages of other methods in the same step; a calibration or the
-operations of the backbone (`speed`). Only a stage with an unknown number of images has no forecast.
+The work of a stage is the number of images times the number of epochs. For an evaluation or a step
+without epochs, it is the number of images. The seconds per image come from the first available
+source of these:
 
-Measurements come from all named runs of this storage with the same backbone, precision and kind of
-device. Ingest and report use no device and are left out.
+1. finished stages of the same method, step and precision;
+2. finished stages of other methods, of the same step and precision;
+3. a calibration, or the number of operations of the backbone (module `speed`).
 
-Ranks that share a GPU are counted by card: `sharing` gives the slowdown of each rank, and
-device-hours count the GPU once.
+A stage has no forecast only if its number of images is unknown.
+
+Measurements come from all runs with a record in this storage that have the same backbone and kind
+of device. Ingest and report use no device and are left out.
+
+If ranks share a GPU, the module `sharing` gives the slowdown of each rank, and device-hours count
+the GPU once.
 """
 
 from __future__ import annotations
@@ -53,9 +58,9 @@ from workers.storage.artifact import Artifact
 from workers.storage.parquet import read_table
 
 Basis = Literal["same method", "other method", "calibration", "formula", "unknown"]
-# Basis of a forecast -> the factor by which the real time can be lower or higher. The factors of a
-# calibration and of a formula cover differences between methods: compared with full fine-tuning, a
-# step takes 0.5 to 2 times as long, and 5 times for a few methods.
+# Basis of a forecast -> factor by which the real time can be lower or higher. The factors of a
+# calibration and of a formula allow for differences between methods: a training step takes 0.5 to 2
+# times as long as with full fine-tuning, and 5 times as long with a few methods.
 SPREADS: dict[Basis, float] = {
     "same method": 1.3,
     "other method": 2.0,
@@ -63,17 +68,17 @@ SPREADS: dict[Basis, float] = {
     "formula": 5.0,
     "unknown": 1.0,
 }
-STAGE_S = 0.5  # of a stage without its images, if nothing was measured
-MAX_SOURCES = 8  # stages read per method and step, from the most recent runs
-WITHOUT_DEVICE = ("ingest", "report")
-SHOWN_TASKS = 5
+STAGE_S = 0.5  # assumed seconds of a stage in addition to its images, if nothing was measured
+MAX_SOURCES = 8  # maximum number of measured stages per `SourceKind`, from the most recent runs
+WITHOUT_DEVICE = ("ingest", "report")  # steps that use no device
+SHOWN_TASKS = 5  # maximum number of tasks that a note names
 
 
 class Work(NamedTuple):
     """The work of a stage.
 
     Attributes:
-        images: Images of one epoch; None if their number is unknown.
+        images: Number of images of one epoch; None if it is unknown.
         epochs: Number of epochs; 0 for a step without epochs.
     """
 
@@ -94,7 +99,14 @@ class TaskData(NamedTuple):
 
 
 class SourceKind(NamedTuple):
-    """Kind of stages with interchangeable measurements."""
+    """A kind of stages. Measurements of stages of the same kind can be combined.
+
+    Attributes:
+        method: Name of the method; empty for stages without a method.
+        step: Kind of the stage.
+        precision: Setting `train.precision`; empty for stages without it.
+        reads_features: Whether the stages read stored features instead of images.
+    """
 
     method: str
     step: str
@@ -104,10 +116,10 @@ class SourceKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The device-seconds of one finished stage, for ranks with a device to themselves.
+    """The device-seconds of one finished stage, as if each rank had its own device.
 
     Attributes:
-        fixed_s: Seconds that do not grow with the work.
+        fixed_s: Seconds that do not depend on the amount of work.
         image_s: Seconds per image and epoch.
         device: Description of the device.
     """
@@ -121,7 +133,7 @@ Sources = Mapping[SourceKind, list[Measured]]
 
 
 class Estimate(NamedTuple):
-    """A forecast in seconds, with the lower and upper end of the likely range."""
+    """A forecast in seconds, with the limits of its likely range."""
 
     expected: float
     low: float
@@ -135,12 +147,12 @@ class Cost:
     Attributes:
         label: Label of the method, or the step.
         step: Kind of the stage.
-        images: Images of one epoch; None if unknown.
+        images: Number of images of one epoch; None if it is unknown.
         epochs: Number of epochs.
-        device_s: Device-seconds of ranks with a device to themselves; None if the number of images
+        device_s: Device-seconds, as if each rank had its own device; None if the number of images
             is unknown.
         basis: Origin of the forecast.
-        part: Part of a device that each of these seconds takes; below 1 if ranks share a GPU.
+        part: Factor from `device_s` to `taken_s`; below 1 if ranks save GPU time by sharing a GPU.
     """
 
     label: str
@@ -153,7 +165,7 @@ class Cost:
 
     @property
     def taken_s(self) -> float | None:
-        """Device-seconds that the stage takes; None if unknown."""
+        """Device-seconds of the stage; a shared GPU is counted once. None if unknown."""
         return None if self.device_s is None else self.device_s * self.part
 
 
@@ -163,13 +175,13 @@ class Forecast:
 
     Attributes:
         costs: Cost of each stage, by id.
-        workers: Ranks of a group.
+        workers: Number of ranks of a group.
         groups: Number of groups; 0: as many as the stages can use.
-        walls: Seconds of wall time of each label alone, and of all `together`, without stages that
-            have no forecast.
-        devices: Devices of the measured stages.
-        speeds: Origins of formulas or of a calibration.
-        unknown: Tasks with an unknown number of images.
+        walls: Label -> seconds of wall time if only the stages of this label run. The key
+            `together` is for all stages. Stages without a forecast count as 0.
+        devices: Descriptions of the devices on which the stages were measured.
+        speeds: Descriptions of the formulas or of the calibration.
+        unknown: Names of tasks with an unknown number of images.
         sharing: The stages that share GPUs.
     """
 
@@ -185,14 +197,16 @@ class Forecast:
 
 @dataclass
 class Images:
-    """Counts the images of tasks: by the index of ingested data, or else by the counts of the card.
+    """Counts the images of tasks, from the index of ingested data, the card, or the source's files.
 
     Attributes:
-        store: Holds the ingested data.
-        cards: Key of an ingest stage -> its card.
-        counts: Key -> images by (split, class), read from an index; None without an index.
-        lists_sources: List sources on this machine to count their images, which takes a while.
-        listed: Key -> images by split of a listed source.
+        store: Store of the ingested data.
+        cards: Key of an ingest stage -> data card.
+        counts: Key of an ingest stage -> number of images by (split, class), read from the index;
+            None without an index.
+        lists_sources: Whether to list the files of sources on this machine if neither an index nor
+            the card has a count. This can take a while.
+        listed: Key of an ingest stage -> number of images by split, from the files of the source.
     """
 
     store: Store
@@ -204,7 +218,7 @@ class Images:
     def of(self, data: TaskData, split: str) -> float | None:
         """Return the number of images of a task in a split.
 
-        If a card has only a sum, all classes count as equally large.
+        If only the total of a split is known, all classes are assumed to be equally large.
 
         Args:
             data: Data of the task.
@@ -246,7 +260,8 @@ class Images:
 def count_source(card: Card) -> dict[str, float]:
     """Return the approximate number of images in each split of a source, by listing its files.
 
-    The result is empty if the source is not on this machine or cannot be read: ingest explains why.
+    The result is empty if the source is not on this machine or cannot be read. No error is raised,
+    because ingest will explain it.
     """
     if card.source.format == "torchvision" or not is_local_source(card):
         return {}
@@ -269,14 +284,15 @@ def count_work(
 ) -> Work:
     """Return the work of a stage.
 
-    A training step counts the train images of one task, or of all tasks so far if the method
-    trains on them. Replayed exemplars are not counted: they show in the seconds per image.
+    For a training step, the images are the train images of one task, or of all tasks so far if the
+    method trains on these. Replayed exemplars are not counted; their time is included in the
+    seconds per image.
 
     Args:
         step: Kind of the stage.
-        inputs: Its inputs.
+        inputs: Inputs of the stage's key.
         tasks: Data of the tasks, by name.
-        images: Counts the images of tasks.
+        images: Counter of the images of tasks.
     """
     if step == "evaluate":
         return Work(evaluated_images(inputs, tasks, images), 1)
@@ -288,11 +304,11 @@ def count_work(
 
 
 def fitted_train(inputs: Mapping[str, Any], num_images: float | None) -> TrainSettings | None:
-    """Return the training settings of a stage, with the length that its number of images gives it.
+    """Return the training settings of a stage, with the length for its number of images.
 
     Args:
-        inputs: Inputs of the stage.
-        num_images: Images of an epoch; None if unknown.
+        inputs: Inputs of the stage's key.
+        num_images: Number of images of an epoch; None if it is unknown.
 
     Returns:
         The settings; None for a step without training.
@@ -309,8 +325,8 @@ def evaluated_images(
 ) -> float | None:
     """Return the number of images of an evaluation; None if it is unknown.
 
-    They are the test images of all tasks so far, or their validation images: either the validation
-    split of the data sets, or held-out train images.
+    An evaluation uses the test images or the validation images of all tasks so far. Validation
+    images are the validation split of the data sets, or held-out train images.
     """
     val_fraction = inputs.get("val_fraction", 0.0)
     if inputs.get("split") != "val":
@@ -327,7 +343,7 @@ def seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tasks with images that a training step reads."""
+    """Return the names of the tasks whose images a training step reads."""
     method = METHODS.get(inputs.get("method", ""))
     if method is not None and method.trains_on == "seen":
         return seen_tasks(inputs)
@@ -338,7 +354,7 @@ def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
 def count_images(
     names: Iterable[str], tasks: Mapping[str, TaskData], split: str, images: Images
 ) -> float | None:
-    """Return the number of images of several tasks; None if the number of one is unknown."""
+    """Return the number of images of several tasks; None if that of any task is unknown."""
     total = 0.0
     for name in names:
         count = images.of(tasks[name], split) if name in tasks else None
@@ -349,12 +365,12 @@ def count_images(
 
 
 def read_precision(inputs: Mapping[str, Any]) -> str:
-    """Return the setting `train.precision` of a stage; empty if it has none."""
+    """Return the setting `train.precision` of a stage, or an empty string without it."""
     return str((inputs.get("train") or {}).get("precision", ""))
 
 
 def describe_backbone(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings of a config that decide the speed of the backbone."""
+    """Return the settings of a config that determine the speed of the backbone."""
     backbone = config.get("backbone") or {}
     options = sorted((backbone.get("options") or {}).items())
     return (
@@ -375,14 +391,15 @@ def read_sources(
 ) -> Sources:
     """Return the device-seconds of finished stages by kind.
 
-    Only stages are used that ran on the kind of device that `config` gives to their kind.
+    A stage is used only if it ran on the kind of device (CPU or GPU) that `config` assigns to its
+    step.
 
     Args:
-        store: The storage of the runs.
+        store: Store of the runs.
         records: Records of comparable runs.
         config: The config to forecast.
-        images: Counts the images of tasks.
-        busy: How busy one rank keeps a GPU.
+        images: Counter of the images of tasks.
+        busy: Share of the time in which one rank keeps a GPU busy.
     """
     sources: dict[SourceKind, list[Measured]] = {}
     read_keys: set[str] = set()
@@ -418,7 +435,7 @@ def read_sources(
 
 
 def list_comparable_records(store: Store, graph: Graph, config: Config) -> list[Mapping[str, Any]]:
-    """Return the records of runs with the backbone of `config`, the most recently started first."""
+    """Return the records of runs with the backbone of `config`, the most recent first."""
     backbone = describe_backbone(recorded_config(graph, config))
     records = []
     for name in store.run_names():
@@ -429,7 +446,10 @@ def list_comparable_records(store: Store, graph: Graph, config: Config) -> list[
 
 
 def measure(artifact: Artifact, work: Work) -> Measured | None:
-    """Return the measurements of one result; None if its manifest or the images do not suffice."""
+    """Return the measurement of one result.
+
+    Return None if the manifest lacks a value, or the number of images is unknown.
+    """
     manifest = artifact.manifest
     wall_s = manifest.get("wall_s")
     workers = manifest.get("workers", 1)
@@ -447,12 +467,12 @@ def measure(artifact: Artifact, work: Work) -> Measured | None:
 
 
 def remove_slowdown(measured: Measured, factor: float) -> Measured:
-    """Return the measurements of a stage without the slowdown `factor` by other ranks."""
+    """Return the measurement of a stage without the slowdown `factor` that other ranks caused."""
     return replace(measured, fixed_s=measured.fixed_s / factor, image_s=measured.image_s / factor)
 
 
 def read_epochs_s(artifact: Artifact) -> float | None:
-    """Return the seconds of all epochs together; None if there is no readable history."""
+    """Return the total seconds of all epochs; None without a readable history."""
     if "history.parquet" not in artifact.manifest["files"]:
         return None
     try:
@@ -471,15 +491,16 @@ def forecast(
     tasks: Iterable[Task],
     calibrate: bool = False,
 ) -> Forecast:
-    """Return the costs of the stages `todo`.
+    """Forecast the costs of the stages `todo`.
 
     Args:
         graph: The graph of the run.
         config: The config of the run.
-        store: Holds the results.
+        store: Store of the results.
         todo: Ids of the stages to run.
         tasks: The tasks of the run.
-        calibrate: Measure this machine for a few seconds if there are no measurements.
+        calibrate: Whether to measure this machine for a few seconds if finished stages give no
+            measurements. Otherwise, a formula is used.
 
     Raises:
         UserError: If this machine cannot be calibrated for the config.
@@ -527,11 +548,11 @@ def forecast(
 
 
 class Speeds:
-    """The speeds of the kinds of workers in a config, from formulas or a calibration.
+    """The speeds of the workers of a config, for each combination of CPUs, GPUs and precision.
 
     Args:
         config: The config to forecast.
-        calibrate: Measure this machine; else use formulas.
+        calibrate: Whether to measure this machine. Otherwise, a formula is used.
     """
 
     def __init__(self, config: Config, calibrate: bool):
@@ -541,7 +562,7 @@ class Speeds:
         self.known: dict[tuple[int, float, str], speed.Speed] = {}
 
     def of(self, stage: Stage, work: Work) -> Measured:
-        """Return estimated device-seconds of a stage in the form of a measurement."""
+        """Return the estimated device-seconds of a stage, in the form of a measurement."""
         assert isinstance(stage.job, StageJob)
         cluster = self.config.cluster.of_step(stage.step)
         precision = read_precision(stage.inputs) or "fp32"  # evaluations run in fp32
@@ -562,7 +583,7 @@ class Speeds:
 
 
 def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
-    """Return the data of tasks by name: of `tasks`, and of all tasks in the graph's jobs."""
+    """Return the data of `tasks` and of all tasks in the jobs of the graph, by name."""
     by_name = {task.name: TaskData(task.data, task.shares) for task in tasks}
     for stage in graph:
         if isinstance(stage.job, StageJob) and stage.job.task:
@@ -572,7 +593,7 @@ def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
 
 
 def reads_features(stage: Stage) -> bool:
-    """Return whether a stage reads features in place of images."""
+    """Return whether a stage reads stored features instead of images."""
     return isinstance(stage.job, StageJob) and stage.job.features is not None
 
 
@@ -597,7 +618,7 @@ def choose_measurements(
 
 
 def device_seconds(measurements: list[Measured], work: Work) -> float | None:
-    """Return the device-seconds of a stage, by the medians of measurements."""
+    """Return the device-seconds of a stage, from the medians of the measurements."""
     if not measurements or work.images is None:
         return None
     fixed_s = statistics.median(measured.fixed_s for measured in measurements)
@@ -606,7 +627,7 @@ def device_seconds(measurements: list[Measured], work: Work) -> float | None:
 
 
 def total_seconds(costs: Iterable[Cost]) -> Estimate:
-    """Return the device-seconds of several stages. Stages without a forecast count as 0."""
+    """Return the total `device_s` of several stages. Stages without a forecast count as 0."""
     known = [(cost.device_s, SPREADS[cost.basis]) for cost in costs if cost.device_s is not None]
     return Estimate(
         sum(device_s for device_s, _ in known),
@@ -616,19 +637,19 @@ def total_seconds(costs: Iterable[Cost]) -> Estimate:
 
 
 def device_time(costs: Iterable[Cost]) -> Estimate:
-    """Return the device-seconds of several stages; of a shared GPU only their parts."""
+    """Return the total `taken_s` of several stages. Stages without a forecast count as 0."""
     return total_seconds(replace(cost, device_s=cost.taken_s) for cost in costs)
 
 
 def wall_times(
     graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int, sharing: Sharing
 ) -> dict[str, Estimate]:
-    """Return the seconds of wall time of each label alone, and of all `together`.
+    """Return the seconds of wall time, as in `Forecast.walls`.
 
     Args:
         graph: The graph of the run.
         costs: Cost of each stage, by id.
-        workers: Ranks of a group.
+        workers: Number of ranks of a group.
         groups: Number of groups.
         sharing: The stages that share GPUs.
     """
@@ -649,7 +670,7 @@ def wall_times(
 
 # ---- the printed table ---------------------------------------------------------------------------
 def text(prediction: Forecast) -> str:
-    """Return the table and the notes for people."""
+    """Return the table of costs and the notes as text."""
     if not prediction.costs:
         return "cost: nothing to run"
     head = ["cost", "stages", "images x epochs", "device time", "wall time", "rests on"]
@@ -659,7 +680,7 @@ def text(prediction: Forecast) -> str:
 
 
 def table_row(prediction: Forecast, label: str) -> list[str]:
-    """Return the cells of one label."""
+    """Return the cells of the table row of one label."""
     row = label_row(prediction, label)
     times = ["-", "-"]
     if not math.isnan(row["device_hours"]):
@@ -679,8 +700,9 @@ def range_text(row: Row, name: str) -> str:
 def label_row(prediction: Forecast, label: str) -> Row:
     """Return the numbers of one label.
 
-    `images` are multiplied by epochs. Hours are NaN if no number of images is known; `_low` and
-    `_high` are the ends of the likely range. There is also the number of stages of each basis.
+    `images` is the number of images times epochs. The hours are NaN if no stage has a forecast.
+    `_low` and `_high` are the limits of the likely range. The row also has the number of stages for
+    each basis of a forecast.
     """
     costs = [cost for cost in prediction.costs.values() if label in (cost.label, "together")]
     row: Row = {
@@ -698,7 +720,7 @@ def label_row(prediction: Forecast, label: str) -> Row:
 
 
 def notes(prediction: Forecast) -> list[str]:
-    """Return the sentences below the table: assumptions, and missing information."""
+    """Return the lines below the table: assumptions, and missing information."""
     groups = "as many groups as are asked for"
     if prediction.groups:
         groups = format_count(prediction.groups, "group")
@@ -738,7 +760,7 @@ def notes(prediction: Forecast) -> list[str]:
 
 
 def describe_sharing(sharing: Sharing) -> str:
-    """Return the assumption of the forecast about ranks that share a GPU."""
+    """Describe the assumption of the forecast about ranks that share a GPU."""
     text = f"shared GPUs: up to {sharing.ranks} ranks on each, which device time counts once; "
     if not sharing.busy.run:
         return (

@@ -1,4 +1,4 @@
-"""Explain worker deaths from Ray's own records: a dead worker cannot report anything."""
+"""Explain worker deaths from Ray's own reports, because a dead worker cannot report itself."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pipeline.graph import failures
 from pipeline.graph.stage import Stage
 from pipeline.launch import ray_internals
 
-ANSWER_S = 20.0  # wait for the end of a log on another node
+ANSWER_S = 20.0  # seconds to wait for the end of a log from another node
 PROCESS = re.compile(r"^\s*pid: (\d+)$", re.MULTILINE)
 ADDRESS = re.compile(r"^\s*ip: (\S+)$", re.MULTILINE)
 
 
 class DeadWorker(NamedTuple):
-    """A worker of a group that died.
+    """A dead worker of a group.
 
     Attributes:
-        rank: Its rank in the group.
+        rank: Rank of the worker in its group.
         address: Address of the node.
         process: Process id.
-        report: Ray's report about it.
+        report: Ray's report about the death.
     """
 
     rank: int
@@ -34,14 +34,14 @@ class DeadWorker(NamedTuple):
 
 
 class LogEnd(NamedTuple):
-    """The log of a process on its node, and its last lines."""
+    """Path of the log of a process on its node, and the last lines of the log."""
 
     path: str
     text: str
 
 
 def list_dead_workers(error: Exception) -> list[DeadWorker]:
-    """Return the workers that ended a worker group with this error by their death, by rank."""
+    """Return the workers whose death ended a worker group with this error, sorted by rank."""
     workers = []
     for rank, report in sorted(ray_internals.died_workers(error).items()):
         process = PROCESS.search(report)
@@ -59,10 +59,10 @@ def describe(
     stage: Stage | None,
     storage: str,
 ) -> str:
-    """Return a sentence about the workers of a group that died.
+    """Return a sentence about the dead workers of a group.
 
-    The facts about each worker and the end of the log are written below `storage`, among the failed
-    tries of the stage.
+    If the stage is known, Ray's report about each worker and the end of its log are written to a
+    file below `storage`, as for other failed attempts at the stage.
 
     Args:
         ray: The module `ray`.
@@ -96,12 +96,15 @@ def describe(
 
 
 def fetch_log(ray: Any, node: str, process: int) -> LogEnd:
-    """Return the log of a process, which may be dead; empty if the log cannot be fetched.
+    """Return the end of the log of a process, which may be dead.
 
     Args:
         ray: The module `ray`.
         node: Id of the node of the process; empty if unknown.
         process: Process id.
+
+    Returns:
+        The end of the log, with empty fields if the log cannot be fetched.
     """
     if not node:
         return LogEnd("", "")
@@ -112,16 +115,16 @@ def fetch_log(ray: Any, node: str, process: int) -> LogEnd:
     reference = remote.remote(process)
     try:
         end: LogEnd = ray.get(reference, timeout=ANSWER_S)
-    except Exception:  # the node is gone, or has no room for a process
+    except Exception:  # the node is gone, or cannot start another process
         ray.cancel(reference, force=True)
         return LogEnd("", "")
     return end
 
 
 def read_log_end(process: int) -> LogEnd:
-    """Return the log of a process of this node.
+    """Return the end of the log of a process of this node. Runs inside a Ray task.
 
-    It runs inside a Ray task, because the logs of all workers of a node are in one folder.
+    The logs of all workers of a node are in the folder of the log of this process.
     """
     folder = os.path.dirname(failures.log_path())
     if not folder:

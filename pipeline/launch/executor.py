@@ -1,6 +1,6 @@
 """Choose the executor of a run: this process, or worker groups on Ray.
 
-Both follow the protocol `Executor` in pipeline/graph/run.py.
+Both executors implement the protocol `Executor` of pipeline/graph/run.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def make_executor(
     """Return the executor that runs the stages `todo` of a graph.
 
     Args:
-        store: Holds the results.
-        cluster: Settings of the config.
+        store: Store of the results.
+        cluster: Cluster settings of the config.
         graph: The graph of the run.
         todo: Ids of the stages to run.
-        progress: Is called with events that change no state, such as the progress of a stage.
-        run_on_driver: Runs stages without a job (the report) and returns their manifests.
+        progress: Called with events that do not change the state of a stage, such as its progress.
+        run_on_driver: Runs a stage without a job (the report) and returns its manifest.
         sample_s: Seconds between two samples of the use of the workers' machines (0: none).
     """
     if cluster.workers == 0:
@@ -47,10 +47,11 @@ def make_executor(
 
 
 class SharedExecutor:
-    """An executor that several walks use one after the other. It starts with the first stage.
+    """An executor that several walks over a graph use one after another.
 
     Args:
-        make: Makes the executor; is called once.
+        make: Creates the executor. It is called when the first stage is submitted, and again when a
+            stage is submitted after `close`.
     """
 
     def __init__(self, make: Callable[[], Executor]):
@@ -68,13 +69,13 @@ class SharedExecutor:
         return [] if self._executor is None else self._executor.poll()
 
     def close(self) -> None:
-        """Stop the running stages. A later stage starts a new executor."""
+        """Stop the running stages. A stage that is submitted later gets a new executor."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
 
     def lend(self) -> Executor:
-        """Return a view for a walk before the last one: its `close` does nothing."""
+        """Return a view of this executor for one walk. Its `close` does nothing."""
         return _Lent(self)
 
 
@@ -89,11 +90,15 @@ class _Lent:
         return self.owner.poll()
 
     def close(self) -> None:
-        """Do nothing: the owner is closed at the end of the last walk."""
+        """Do nothing: the owner is closed after the last walk."""
 
 
 def count_parallel_stages(graph: Graph, todo: set[str]) -> int:
-    """Return the largest number of stages of `todo` that can run in parallel: the widest level."""
+    """Return the number of stages in the widest level of the graph of `todo`.
+
+    The level of a stage is the length of the longest path from a stage without a parent in `todo`.
+    The result estimates how many stages can run in parallel.
+    """
     levels: dict[str, int] = {}
     for stage in graph:
         if stage.id in todo:

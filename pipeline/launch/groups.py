@@ -1,7 +1,7 @@
-"""The executor of `cluster.workers >= 1`: worker groups on Ray. Lost groups are replaced.
+"""The executor for `cluster.workers >= 1`: worker groups on Ray. Lost groups are replaced.
 
-The driver has as many groups as its share of the cluster allows. It looks at the cluster every
-LOOK_S seconds, and changes a group only between two stages.
+The driver starts as many groups as its share of the cluster allows. It checks the state of the
+cluster every LOOK_S seconds. A running group is resized or stopped only between two stages.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from workers.errors import UserError, describe_error
 from workers.storage import checkpoint
 from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
 
-LOOK_S = 5.0  # between two looks at the cluster
-TIME_CHECK_S = 1.0  # between two checks of time limits
-WAITING_NOTE_S = 8.0  # a group without workers is reported as waiting after this time
-ANSWER_TIMEOUT_S = 45.0  # below the 60 s after which Ray ends a driver without a head node
-GRACE_S = 60.0  # a preempted driver waits this long for its groups to save their state
-CLOSE_TIMEOUT_S = 10.0
-CLOSED_S = 0.5  # between two checks of an ingest thread for a closed executor
-INGEST_THREADS = 8  # each waits for Ray tasks, which do the work
+LOOK_S = 5.0  # seconds between two checks of the cluster's state
+TIME_CHECK_S = 1.0  # seconds between two checks of time limits
+WAITING_NOTE_S = 8.0  # seconds after which a group without workers is reported as waiting
+ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without a head node
+GRACE_S = 60.0  # seconds that a preempted driver waits until its groups have saved their state
+CLOSE_TIMEOUT_S = 10.0  # seconds to wait for groups, and then for ingest threads, in `close`
+CLOSED_S = 0.5  # seconds between two checks of an ingest thread whether the executor is closed
+INGEST_THREADS = 8  # threads of the driver; each waits for Ray tasks, which do the work
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class RaySession:
     """The connection of a driver to Ray.
 
     Attributes:
-        ray: The connected module.
+        ray: The module `ray`, connected to a cluster.
         queue: Handle of the queue actor.
-        name: Name of that actor.
-        state: The cluster at the start.
-        is_ours: This run started or joined the cluster, and so leaves it at its end.
+        name: Name of the queue actor.
+        state: State of the cluster at the start.
+        is_ours: Whether this run connected to the cluster, so that it disconnects at its end.
     """
 
     ray: Any
@@ -81,15 +81,15 @@ class RaySession:
 
 @dataclass
 class WorkerGroup:
-    """A worker group from the driver's point of view.
+    """The driver's data about a worker group.
 
     Attributes:
         cluster: Settings with the resources of a rank.
-        task: The Ray task that runs the group's trainer.
+        task: Reference to the Ray task that runs the group's trainer.
         workers: Number of ranks.
-        starts: Consecutive tries to start it.
-        waiting_since: Time of the start; None once its workers are up or the wait was reported.
-        is_cancelled: The driver ended it.
+        starts: Number of attempts to start the group since its workers were last up.
+        waiting_since: Time of the start; None after its workers are up or the wait was reported.
+        is_cancelled: Whether the driver has cancelled the task.
     """
 
     cluster: ClusterSettings
@@ -111,18 +111,18 @@ def start_ray_executor(
     """Connect to Ray, check the nodes, and return the executor.
 
     Args:
-        store: Holds the results.
-        cluster: Settings of the config.
-        run_on_driver: Runs stages without a job (the report).
-        progress: Is called with events that change no state.
-        width: Largest number of stages that can run in parallel.
+        store: Store of the results.
+        cluster: Cluster settings of the config.
+        run_on_driver: Runs a stage without a job (the report).
+        progress: Called with events that do not change the state of a stage.
+        width: Number of stages that can run in parallel.
         sample_s: See `run_segment`.
 
     Raises:
         UserError: If Ray does not work, or a node cannot run this project.
     """
     loaded = sys.modules.get("ray")
-    is_connected = loaded is not None and loaded.is_initialized()  # in a search
+    is_connected = loaded is not None and loaded.is_initialized()  # as in a trial of a search
     ray = connect(cluster)
     name = actor_name(ray)
     queue = register_actor(ray, QueueActor, name)
@@ -137,18 +137,18 @@ def start_ray_executor(
 
 
 class RayExecutor(Executor):
-    """Runs training and evaluation in worker groups, ingest in Ray tasks, the report in here.
+    """Runs training and evaluation in worker groups, ingest in Ray tasks, and the report here.
 
-    If a group or a node is lost, its stage is offered again and continues from its last checkpoint.
+    If a group or a node is lost, its stage is queued again and continues from its last checkpoint.
 
     Args:
-        store: Holds the results.
-        cluster: Settings of the config.
-        run_on_driver: Runs stages without a job (the report).
-        progress: Is called with events that change no state.
-        width: Largest number of stages that can run in parallel.
+        store: Store of the results.
+        cluster: Cluster settings of the config.
+        run_on_driver: Runs a stage without a job (the report).
+        progress: Called with events that do not change the state of a stage.
+        width: Number of stages that can run in parallel.
         session: The connection to Ray.
-        clock: Returns seconds; only differences count.
+        clock: Returns the time in seconds, from an arbitrary start.
         sample_s: See `run_segment`.
     """
 
@@ -175,18 +175,18 @@ class RayExecutor(Executor):
         self.clock = clock
         self.state = session.state
         self.last_look = clock()
-        self.owner = temporary_name()  # part of the names of Ray's folders for this driver
+        self.owner = temporary_name()  # part of the names of the folders of this driver's groups
         self.num_folders = 0
         self.pools = Pools(cluster)
-        self.checked_pools: set[int] = set()  # a group of these pools fits into the cluster
-        self.outstanding: dict[str, ReadyStage] = {}  # stages of groups that have not ended, by id
+        self.checked_pools: set[int] = set()  # pools with a group that fits into the cluster
+        self.outstanding: dict[str, ReadyStage] = {}  # submitted to groups and not ended, by id
         self.groups: dict[int, WorkerGroup] = {}
-        self.rank_nodes: dict[int, list[str]] = {}  # running group -> nodes of the ranks
-        self.used_nodes: set[str] = set()  # nodes that have run a group
-        self.stages: dict[str, Stage] = {}  # submitted to groups, by id
+        self.rank_nodes: dict[int, list[str]] = {}  # running group -> node id of each rank
+        self.used_nodes: set[str] = set()  # ids of nodes that have run a group
+        self.stages: dict[str, Stage] = {}  # all stages that were submitted to groups, by id
         self.outbox: list[ReadyStage] = []
         self.last_time_check = -math.inf
-        self.reported_groups: dict[str, int] = {}  # as in the last event of kind GROUPS
+        self.reported_groups: dict[str, int] = {}  # body of the last event of kind GROUPS
         self.driver_stages: deque[Stage] = deque()
         self.leaving_since: float | None = None
         self.is_broken = False
@@ -194,7 +194,7 @@ class RayExecutor(Executor):
         self.threads = ThreadPoolExecutor(INGEST_THREADS, "ingest")
         self.ingests: list[Future[Event]] = []
         sweep(store, self.owner)
-        self.stop_listening = preemption.listen()  # after Ray, which also listens
+        self.stop_listening = preemption.listen()  # after Ray has set its own signal handlers
 
     def _run_ingest(self, stage: Stage) -> Manifest:
         """Run an ingest stage in Ray tasks, and return its manifest."""
@@ -203,7 +203,7 @@ class RayExecutor(Executor):
         return run_ingest(self.store, stage, map_fn, self.progress, deadline)
 
     def _ingest_tasks(self) -> int:
-        """Return the number of ingest tasks that can run at a time."""
+        """Return the number of ingest tasks that can run in parallel."""
         cpus = self.ray.cluster_resources().get("CPU", 1)
         cpus_per_task = self.cluster.stages.get("ingest", StageLimits()).cpus or 1
         return max(1, int(cpus / cpus_per_task))
@@ -227,13 +227,13 @@ class RayExecutor(Executor):
         """Return the events since the last call.
 
         Raises:
-            UserError: If Ray itself does not work any more.
-            Preempted: If this driver was asked to leave and its groups have saved their state.
+            UserError: If Ray itself has failed.
+            Preempted: If this driver is preempted, after its groups have saved their state.
         """
         try:
             return self._poll()
         except (self.ray.exceptions.RayError, ConnectionError) as error:
-            # The client of ray:// raises ConnectionError.
+            # Ray Client (ray://) raises ConnectionError.
             self.is_broken = True
             raise describe_breakdown(self.ray, error) from None
 
@@ -253,7 +253,7 @@ class RayExecutor(Executor):
         return events
 
     def _make_room(self) -> None:
-        """Start groups for submitted stages if their pool has no group yet.
+        """Start groups for submitted stages of pools without a group.
 
         Raises:
             UserError: If the cluster has no room for a group.
@@ -301,9 +301,9 @@ class RayExecutor(Executor):
         return [self._explain_loss(event) for event in events]
 
     def _answer(self, reference: Any) -> Any:
-        """Return an answer of the queue, which is on the head node.
+        """Return an answer of the queue actor, which runs on the head node.
 
-        It raises `GetTimeoutError` before Ray gives up on a dead head node and ends this process.
+        If the head node is dead, this call raises `GetTimeoutError` before Ray ends this process.
         """
         return self.ray.get(reference, timeout=ANSWER_TIMEOUT_S)
 
@@ -312,11 +312,11 @@ class RayExecutor(Executor):
 
     # ---- groups ----------------------------------------------------------------------------------
     def _sizes(self, state: ClusterState) -> dict[int, int]:
-        """Return the number of workers of each group that can run now, by group.
+        """Return the number of workers of each group that can run now, by group number.
 
-        Until the first group is up, only groups with a stage are started, because simultaneous
-        starts slow each other down. With `cluster.groups` all groups start at once: the autoscaler
-        may have to add nodes, which takes longer.
+        Until the first group is up, there are at most as many groups as unfinished stages, because
+        simultaneous starts slow each other down. If `cluster.groups` is set, all groups start
+        immediately: an autoscaler may have to add nodes, which takes longer.
         """
         width = self.width
         if not self.rank_nodes and not self.cluster.groups:
@@ -335,7 +335,7 @@ class RayExecutor(Executor):
         for index, group in self.groups.items():
             is_up = index in self.rank_nodes
             if not is_up and index in sizes and group.workers > sizes[index]:
-                self._cancel(group)  # it would wait for a lost node
+                self._cancel(group)  # its placement group would wait for a lost node
         misfits = []
         for index in self.rank_nodes:
             is_extra = index not in sizes
@@ -346,7 +346,7 @@ class RayExecutor(Executor):
 
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
         self.num_folders += 1
-        # SPREAD: outside of the resources that a search trial reserved.
+        # SPREAD: the task must not run inside the placement group of a search trial.
         cluster = self.pools.get_settings(index)
         remote = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")
         task = remote(run_segment).remote(
@@ -376,10 +376,10 @@ class RayExecutor(Executor):
                 self._replace(index, group)
 
     def _replace(self, index: int, group: WorkerGroup) -> None:
-        """Give up a group that ended, and start a new one if there is room for it.
+        """Abandon a group that ended, and start a new group if there is room for it.
 
         Raises:
-            UserError: If its workers did not come up in several tries.
+            UserError: If the workers of the group did not start in several attempts.
         """
         message = "its worker group ended"
         moved = group.is_cancelled
@@ -403,14 +403,14 @@ class RayExecutor(Executor):
         self._answer(self.queue.abandon.remote(index, message, moved))
         self.rank_nodes.pop(index, None)
         del self.groups[index]
-        # The next look compares with the state before, and so reports lost nodes.
+        # `self.state` stays unchanged, so that the next check of the cluster reports lost nodes.
         self.last_look = -math.inf
         sizes = self._sizes(self._answer(self.queue.get_cluster_state.remote()))
         if self.leaving_since is None and index in sizes:
             self._start(index, sizes[index], group.starts)
 
     def _explain_end(self, index: int, error: Exception) -> str:
-        """Return the reason why a group ended with an error."""
+        """Return the reason why a group ended with `error`."""
         workers = dead_workers.list_dead_workers(error)
         if not workers:
             return failures.describe(error)
@@ -452,7 +452,7 @@ class RayExecutor(Executor):
                 )
 
     def _report_group_start(self, event: Event) -> None:
-        """Report that a group has begun a stage, on which nodes and GPUs."""
+        """Report that a group has started a stage, with its nodes and GPUs."""
         nodes = [self.state.nodes.get(node) for node in event.body["nodes"]]
         addresses = list(dict.fromkeys(node.address for node in nodes if node is not None))
         where = f"{self.pools.describe_group(event.body['group'])} on {', '.join(addresses)}"
@@ -463,7 +463,7 @@ class RayExecutor(Executor):
         self.progress(replace(event, body=body))
 
     def _end_overdue_stages(self) -> None:
-        """End the groups with a stage that exceeds its time limit."""
+        """Cancel the groups whose stage exceeds its time limit."""
         if self.clock() - self.last_time_check < TIME_CHECK_S:
             return
         self.last_time_check = self.clock()
@@ -474,9 +474,9 @@ class RayExecutor(Executor):
                 self._time_out(group, stage, limit_s)
 
     def _time_out(self, index: int, stage: Stage, limit_s: float) -> None:
-        """End the workers of a group because its stage exceeds its time limit.
+        """Cancel a group because its stage exceeds its time limit.
 
-        The stage has failed, and another group is started.
+        The attempt at the stage counts as failed. Another group is started.
         """
         message = describe_timeout(stage.step, limit_s)
         if self._answer(self.queue.time_out.remote(index, stage.id, message)):
@@ -489,7 +489,7 @@ class RayExecutor(Executor):
 
     # ---- nodes -----------------------------------------------------------------------------------
     def _look_at_cluster(self) -> None:
-        """Report nodes that joined, were lost or will be taken away. Adjust the groups."""
+        """Report nodes that joined, were lost or are draining. Adjust the groups."""
         before = self.state.nodes
         self.queue.release_orphans.remote()
         self.state = self._answer(self.queue.get_cluster_state.remote())
@@ -528,7 +528,7 @@ class RayExecutor(Executor):
         else:
             consequence = "its stages have continued elsewhere"
         self._note(f"node {node} was lost; {consequence}")
-        # Ray finds the workers dead later. Another group may have time for the stage now.
+        # Ray notices the death of the workers later. An idle group can take the stage now.
         for index in groups:
             self._answer(self.queue.abandon.remote(index, f"node {node} was lost", True))
             del self.rank_nodes[index]
@@ -545,7 +545,7 @@ class RayExecutor(Executor):
     def _explain_loss(self, event: Event) -> Event:
         """Add the reason and the amount of lost work to the event of a lost stage.
 
-        The event becomes MOVED if the stage is not at fault.
+        If the stage did not cause the loss, the kind of the event becomes MOVED.
         """
         if event.kind is not EventKind.LOST:
             return event
@@ -567,7 +567,7 @@ class RayExecutor(Executor):
         """Let the groups save their state, because this driver is preempted.
 
         Raises:
-            Preempted: If they have saved it, or did not within GRACE_S.
+            Preempted: After all groups have ended, or after GRACE_S.
         """
         if self.leaving_since is None:
             self.leaving_since = self.clock()
@@ -580,21 +580,22 @@ class RayExecutor(Executor):
             raise preemption.Preempted
 
     def close(self) -> None:
-        """End all groups and tasks, and leave the cluster if this run joined it."""
+        """End all groups and tasks, and disconnect from the cluster if this run connected to it."""
         self.stop_listening()
         self.map.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self.is_broken:
-            # A clean end would wait for a cluster that does not answer. Ray ends with this process.
+            # `ray.shutdown` would wait for a cluster that does not answer. Ray's client ends with
+            # this process.
             atexit.unregister(self.ray.shutdown)
             return
-        # An error here must not hide why the run ended.
+        # An error here must not hide the reason why the run ended.
         with suppress(self.ray.exceptions.RayError, ConnectionError):
             if self.groups:
                 self.ray.get(self.queue.close.remote())
                 tasks = [group.task for group in self.groups.values()]
                 self.ray.wait(tasks, num_returns=len(tasks), timeout=CLOSE_TIMEOUT_S)
-        # A thread that waits for a Ray task during Ray's shutdown would block this process forever.
+        # If a thread waited for a Ray task during Ray's shutdown, this process would never end.
         wait([run for run in self.ingests if not run.cancelled()], timeout=CLOSE_TIMEOUT_S)
         sweep(self.store, self.owner)
         if self.session.is_ours:
@@ -602,7 +603,7 @@ class RayExecutor(Executor):
 
 
 def describe_breakdown(ray: Any, error: Exception) -> UserError:
-    """Return the error to raise if Ray itself does not work, as opposed to a single worker.
+    """Return the error to raise if Ray itself has failed, and not only a worker.
 
     Args:
         ray: The module `ray`.
@@ -625,11 +626,13 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
 
 
 def sweep(store: Store, owner: str) -> None:
-    """Delete Ray's folders of this driver's groups, and those of killed drivers of this machine.
+    """Delete the folders of Ray Train for the groups of this driver.
+
+    Also delete the folders of drivers that were killed on this machine.
 
     Args:
-        store: The store with these folders.
-        owner: Name of this driver in the names of the folders.
+        store: Store with the folders.
+        owner: Part of the names of this driver's folders.
     """
     for folder in store.folders("ray"):
         if folder.startswith("group-") and (owner in folder or is_leftover(folder)):
@@ -637,14 +640,14 @@ def sweep(store: Store, owner: str) -> None:
 
 
 class RayMap:
-    """`map` over Ray tasks, with results in order, for several threads.
+    """A parallel `map` on Ray tasks, which several threads can use. Results are in order.
 
-    All users of one RayMap together run at most `limit` tasks at a time, so that many small data
-    sets do not start a process each. After `close` all users get `Preempted`, within CLOSED_S.
+    All threads together run at most `limit` tasks at a time. Otherwise many small data sets would
+    start a process each. After `close`, each thread gets `Preempted` within CLOSED_S.
 
     Args:
         ray: The module `ray`.
-        limit: Largest number of tasks at a time.
+        limit: Maximum number of tasks at a time.
     """
 
     def __init__(self, ray: Any, limit: int):
@@ -658,18 +661,20 @@ class RayMap:
         """Yield the results of `fn`, in order.
 
         Args:
-            fn: Runs in a Ray task.
-            items: Its arguments.
-            deadline: Of the stage.
+            fn: Function to run in Ray tasks.
+            items: The argument of each call.
+            deadline: Deadline of the attempt at the stage.
 
         Raises:
-            StageTimeout: After the deadline. Running tasks are ended.
+            StageTimeout: After the deadline. Running tasks are cancelled.
+            Preempted: If this map is closed.
         """
         remote = self.ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(fn)
         under_way: deque[Any] = deque()
         try:
             for item in items:
-                # Wait for a slot only if no task runs: otherwise a result frees one.
+                # Wait for a slot only if this call has no running task. Otherwise wait for the
+                # result of a task, which frees a slot.
                 while not self._acquire(under_way, deadline):
                     yield self._next_result(under_way, deadline)
                 under_way.append(remote.remote(item))
@@ -682,13 +687,13 @@ class RayMap:
                 self.free.release()
 
     def close(self) -> None:
-        """End the running tasks, and start no more."""
+        """Let all calls cancel their tasks and raise `Preempted`."""
         self.is_closed = True
 
     def _acquire(self, under_way: deque[Any], deadline: Deadline) -> bool:
-        """Take a slot.
+        """Acquire a slot, and return whether that succeeded.
 
-        Wait for the slot if no task runs. Otherwise return whether one was free.
+        If this call has no running task, wait until a slot is free. Otherwise do not wait.
         """
         while not self.free.acquire(timeout=0 if under_way else self._patience_s(deadline)):
             if under_way:
@@ -714,10 +719,10 @@ class RayMap:
             return result
 
     def _patience_s(self, deadline: Deadline) -> float:
-        """Return the time to wait until the next check of the deadline and of `is_closed`.
+        """Return the seconds to wait until the next check of the deadline and of `is_closed`.
 
         Raises:
-            Preempted: If this is closed.
+            Preempted: If this map is closed.
         """
         if self.is_closed:
             raise preemption.Preempted

@@ -1,7 +1,7 @@
-"""Time limit of one try of a stage: `cluster.stages.KIND.timeout_s`.
+"""Time limit of one attempt at a stage: `cluster.stages.KIND.timeout_s`.
 
-If stages run in other processes, the driver ends those processes. In this process a stage cannot
-be interrupted: it ends itself when it reports its progress after the limit.
+If a stage runs in other processes, the driver ends these processes. A stage in this process cannot
+be interrupted: it raises `StageTimeout` when it reports progress after the limit.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pipeline.config.settings import ClusterSettings
 
 
 class StageTimeout(Exception):
-    """A try of a stage took longer than its kind allows."""
+    """An attempt at a stage took longer than its time limit."""
 
 
 def describe_timeout(step: str, limit_s: float) -> str:
-    """Return the message about an attempt that took too long: kind of stage, limit, remedy.
+    """Return a message about an attempt that took too long: kind of stage, limit, remedy.
 
     Args:
         step: Kind of the stage.
-        limit_s: Its time limit in seconds.
+        limit_s: Time limit of an attempt, in seconds.
     """
     setting = f"cluster.stages.{step}.timeout_s"
     return (
@@ -31,12 +31,12 @@ def describe_timeout(step: str, limit_s: float) -> str:
 
 
 class Deadline:
-    """The end of the time that one try of a stage has, counted from the creation of this object.
+    """Deadline of one attempt at a stage. The time starts when this object is created.
 
     Args:
         cluster: Settings with the time limits.
         step: Kind of the stage.
-        clock: Returns seconds; only differences count.
+        clock: Returns the time in seconds, from an arbitrary start.
     """
 
     def __init__(

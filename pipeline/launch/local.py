@@ -1,4 +1,4 @@
-"""The executor of `cluster.workers: 0`: all stages run in this process, without Ray."""
+"""The executor for `cluster.workers: 0`: all stages run in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from workers.loop import run_stage
 
 
 class LocalExecutor(Executor):
-    """Runs one stage at each poll, the stage with the longest path of descendants first.
+    """Runs one stage in each call of `poll`: the one with the longest path of descendants.
 
     Args:
-        store: Holds the results.
-        cluster: Settings of the config.
-        run_on_driver: Runs stages without a job (the report).
-        progress: Is called with events that change no state.
-        clock: Returns seconds, for time limits.
+        store: Store of the results.
+        cluster: Cluster settings of the config.
+        run_on_driver: Runs a stage without a job (the report).
+        progress: Called with events that do not change the state of a stage.
+        clock: Returns the time in seconds, from an arbitrary start; for time limits.
         sample_s: Seconds between two samples of the use of this machine (0: none).
     """
 
@@ -74,7 +74,7 @@ class LocalExecutor(Executor):
         self.waiting.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
-        """Run one stage. Raise `Preempted` if this process was asked to leave."""
+        """Run one stage and return its events. Raise `Preempted` if this process is preempted."""
         if preemption.requested.is_set():
             raise preemption.Preempted
         stage = self.waiting.take()
@@ -84,7 +84,7 @@ class LocalExecutor(Executor):
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
 
     def _describe_place(self, stage: Stage) -> dict[str, Any]:
-        """Return the place where a stage runs, as the body of the event."""
+        """Return the place where a stage runs, as the body of an event."""
         node = platform.node()
         where = f"this process, {node}"
         gpus = []

@@ -1,4 +1,4 @@
-"""Use of a machine's CPUs, memory and GPU, sampled while a worker runs."""
+"""Sample the use of CPUs, memory and GPU of a machine while a worker runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from pipeline.graph.live_status import GpuSample, MachineSample
 from workers.data.accelerator import functions, is_accelerator
 
-SAMPLE_S = 10.0  # between two samples
+SAMPLE_S = 10.0  # seconds between two samples
 
 
 def sample_machine(device: torch.device) -> MachineSample:
     """Return the use of this machine.
 
     Args:
-        device: Device of the worker; a CPU has no entry in `gpus`.
+        device: Device of the worker. For a CPU, `gpus` is empty.
     """
     sample: MachineSample = {"node": platform.node(), "gpus": {}}
     with suppress(ImportError):
@@ -41,15 +41,16 @@ def sample_gpu(device: torch.device) -> GpuSample:
         sample["utilization"] = functions().utilization(device) / 100
     except ImportError:
         sample["reason"] = "nvidia-ml-py is not installed (`pip install nvidia-ml-py`)"
-    except Exception as error:  # nvidia-ml-py: a part of a GPU (MIG) has no such figure
+    except Exception as error:  # of nvidia-ml-py; a part of a GPU (MIG) has no utilization
         sample["reason"] = f"its driver says {error}"
     return sample
 
 
 def find_gpu_number(device: torch.device) -> str:
-    """Return the number of a GPU on its machine.
+    """Return the number of a GPU among all GPUs of its machine.
 
-    A process counts only the GPUs of CUDA_VISIBLE_DEVICES; this is the number among all GPUs.
+    It can differ from `device.index`, which counts only the GPUs of CUDA_VISIBLE_DEVICES. An entry
+    of that variable that is no number, such as a UUID, is returned unchanged.
     """
     index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -64,13 +65,13 @@ def sampling(
 
     Args:
         device: Device of the worker.
-        post: Is called from a thread.
+        post: Called with each sample, from a thread.
         period_s: Seconds between two samples.
     """
     ended = threading.Event()
 
     def keep_sampling() -> None:
-        sample_machine(device)  # psutil measures from its first call on
+        sample_machine(device)  # psutil measures the CPU since its previous call
         while not ended.wait(period_s):
             post(sample_machine(device))
 

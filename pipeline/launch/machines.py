@@ -1,4 +1,4 @@
-"""Machine types of clouds for the nodes of a run. The smallest one that fits is chosen."""
+"""Machine types of clouds, and the choice of the smallest type for the nodes of a run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Machine(NamedTuple):
     Attributes:
         name: Name of the type.
         cpus: Number of CPUs.
-        memory_gb: Memory.
+        memory_gb: Memory in GB.
         gpus: Number of GPUs.
-        accelerator: Name of the GPUs, if the cloud attaches GPUs to any machine type.
+        accelerator: Type of the GPUs, on a cloud that attaches GPUs to a machine type without GPUs.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Machine(NamedTuple):
 
 T4 = "nvidia-tesla-t4"
 RAY_SHARE = 0.7  # fraction of a machine's memory that Ray's launcher lets ranks reserve
-# By cloud, in ascending size.
+# Cloud -> machine types, from small to large; first the types without GPUs.
 MACHINES = {
     "aws": (
         Machine("m6i.large", 2, 8),
@@ -59,11 +59,11 @@ MACHINES = {
 
 
 def choose_machine(cloud: str, size: Size) -> Machine:
-    """Return the smallest machine for a node.
+    """Return the smallest machine type for a node.
 
     Args:
         cloud: `aws` or `gcp`.
-        size: Of the node.
+        size: Size of the node.
 
     Raises:
         UserError: If no known machine is large enough.

@@ -1,4 +1,4 @@
-"""The files that run a config on Slurm, on Kubernetes or on a cloud. People read them first."""
+"""Write the files to run a config on Slurm, Kubernetes or a cloud, for the user to submit."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from pipeline.launch.template import render
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-VOLUME = "/storage"  # mount path of the volume in pods
-SERVICE_SUFFIX = "-model"  # appended to the name of a service
-RUN_FOLDER = "/home/ray/run"  # mount path of the config in the pod of the head
+VOLUME = "/storage"  # mount path of the storage volume in pods
+SERVICE_SUFFIX = "-model"  # appended to the name of a config in the name of its service
+RUN_FOLDER = "/home/ray/run"  # mount path of the config files in the head pod
 IMAGE = "accrete:ray2.60.0-py311"
-MAX_NAME_LENGTH = 40  # KubeRay appends to it, and the limit of Kubernetes is 63
-DIGEST = 6  # characters of a digest, which a changed name ends with
+MAX_NAME_LENGTH = 40  # KubeRay appends to the name, and the limit of Kubernetes is 63 characters
+DIGEST = 6  # characters of the digest at the end of a name that had to be changed
 MAX_ARRAY_INDEX = 1000  # of a job array, in Slurm's default configuration
-SERVING_NODES = (2, 4)  # minimum and maximum of a service
-REPLICAS_PER_NODE = 3  # with one CPU each, if they take no GPU
-PAGE = "http://127.0.0.1:8265"
+SERVING_NODES = (2, 4)  # minimum and maximum number of nodes of a service
+REPLICAS_PER_NODE = 3  # of a service without GPUs; each replica has one CPU
+PAGE = "http://127.0.0.1:8265"  # address of Ray's dashboard
 JOB = f"job submit --address {PAGE} --working-dir ."
 NO_ACCOUNT = "nodes have no role that may use the bucket: name one with --service-account"
 OTHER_CHARACTERS = re.compile(r"[^a-z0-9-]+")
 IMAGE_NAME = re.compile(r"[a-z0-9][\w./:-]*")
 AWS_HEAD = "m6i.2xlarge"
-CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # roles limit the account
+CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # all APIs; roles limit the access
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Files of a run on a platform, and how to submit it.
+    """Files of a run on a platform, and the commands to submit the run.
 
     Attributes:
-        files: Text by file name.
+        files: File name -> content.
         commands: Commands that submit the run from the checkout.
     """
 
@@ -58,11 +58,11 @@ class Pods:
     """The user's choices for pods on Kubernetes.
 
     Attributes:
-        image: Name of the image without its last part, the device.
+        image: Name and tag of the image without the suffix `-cpu` or `-gpu`, which is appended.
         selector: Labels of the nodes for workers, `KEY=VALUE`.
         tolerations: Taints that workers tolerate, `KEY` or `KEY=VALUE`.
-        account: Service account, which can stand for a role of the cloud.
-        secret: A Secret with environment variables as keys.
+        account: Service account of Kubernetes. A cloud can bind one of its roles to it.
+        secret: Name of a Secret. Its keys become environment variables.
     """
 
     image: str = IMAGE
@@ -78,9 +78,9 @@ class Machines:
 
     Attributes:
         cloud: `aws` or `gcp`.
-        is_spot: Run workers on spot machines.
-        image: Image of the workers' machines; required for GPUs.
-        project: Project of Google Cloud.
+        is_spot: Whether workers run on spot machines.
+        image: Machine image of the workers; required for GPUs.
+        project: Id of the Google Cloud project.
         account: Instance profile on AWS, e-mail of a service account on Google Cloud.
     """
 
@@ -92,11 +92,11 @@ class Machines:
 
 
 def name_run(config: Config, suffix: str = "") -> str:
-    """Return the name of a run on platforms, which is unique per run.
+    """Return a name for a run that every platform accepts. It is unique for the name of the config.
 
     Args:
         config: The config.
-        suffix: Is appended to the name of the config.
+        suffix: Text to append to the name of the config.
     """
     full = f"accrete-{config.name}{suffix}"
     name = OTHER_CHARACTERS.sub("-", full.lower()).strip("-")
@@ -112,18 +112,18 @@ def render_slurm(run: Portable, size: Size, folder: str, with_array: bool = Fals
 
     Args:
         run: The config.
-        size: Size of the nodes.
+        size: Number and size of the nodes.
         folder: Folder of the files.
-        with_array: Submit a job for each seed of the config.
+        with_array: Whether to submit a job array with one job for each seed of the config.
 
     Raises:
-        UserError: If `with_array` is set and the config has no seeds that can be indices of jobs.
+        UserError: If `with_array` is set, and the config has no seeds or too large a seed.
     """
     seeds = list_array_seeds(run.config) if with_array else ()
     script = render("slurm.sh", name=name_run(run.config), size=size, seeds=seeds)
     config = os.path.join(folder, run.file)
     command = shlex.join(["sbatch", os.path.join(folder, "slurm.sh"), config])
-    if Path.cwd() != CHECKOUT:  # the script looks for the environment of the checkout
+    if Path.cwd() != CHECKOUT:  # the script looks for the environment in the current folder
         python = this_python()
         ray = os.path.join(os.path.dirname(python), "ray")
         command = f"ACCRETE_PYTHON={shlex.quote(python)} ACCRETE_RAY={shlex.quote(ray)} {command}"
@@ -131,10 +131,10 @@ def render_slurm(run: Portable, size: Size, folder: str, with_array: bool = Fals
 
 
 def list_array_seeds(config: Config) -> tuple[int, ...]:
-    """Return the seeds of a config, each the index of a job in an array.
+    """Return the seeds of a config, which become the indices of a job array.
 
     Raises:
-        UserError: If there are no seeds, or one is larger than an index can be.
+        UserError: If there are no seeds, or a seed is larger than the largest index.
     """
     if not config.seeds:
         raise UserError("--array makes a job per seed, but the config has no `seeds`; add them")
@@ -152,12 +152,12 @@ def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submis
 
     Args:
         run: The config.
-        size: Size of the nodes.
+        size: Number and size of the nodes.
         folder: Folder of the files.
         pods: Choices of the user.
 
     Raises:
-        UserError: If the device cannot be appended to the name of the image.
+        UserError: If `-cpu` or `-gpu` cannot be appended to the name of the image.
     """
     check_image(pods.image)
     values = {
@@ -178,7 +178,7 @@ def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submis
 
 
 def check_image(image: str) -> None:
-    """Raise `UserError` if the device cannot be appended to the name of an image."""
+    """Raise `UserError` if `-cpu` or `-gpu` cannot be appended to the name of an image."""
     if IMAGE_NAME.fullmatch(image) and not image.endswith(("-cpu", "-gpu")):
         return
     raise UserError(
@@ -188,12 +188,12 @@ def check_image(image: str) -> None:
 
 
 def describe_pods(size: Size, pods: Pods, storage: str) -> dict[str, Any]:
-    """Return the variables of the template of a RayCluster that depend on nodes and pods.
+    """Return the variables for the template of a RayCluster that depend on nodes and pods.
 
     Args:
-        size: Size of the nodes.
+        size: Number and size of the nodes.
         pods: Choices of the user.
-        storage: URI of the storage; the pods mount a volume if it is a folder.
+        storage: Folder or URI of the storage. The pods mount a volume if it is a folder.
     """
     resources: dict[str, Any] = {"cpu": str(size.cpus), "memory": f"{size.memory_gb}Gi"}
     tolerations = [parse_toleration(text) for text in pods.tolerations]
@@ -214,7 +214,7 @@ def describe_pods(size: Size, pods: Pods, storage: str) -> dict[str, Any]:
 
 
 def parse_pair(text: str, option: str) -> tuple[str, str]:
-    """Return the parts of `KEY=VALUE`. Raise `UserError` if the text has another form."""
+    """Return key and value of `KEY=VALUE`. Raise `UserError` if the text has another form."""
     key, equals_sign, value = text.partition("=")
     if not key or not equals_sign:
         raise UserError(f"{option} is {text!r}; write KEY=VALUE")
@@ -222,7 +222,7 @@ def parse_pair(text: str, option: str) -> tuple[str, str]:
 
 
 def parse_toleration(text: str) -> dict[str, str]:
-    """Return the toleration of a taint `KEY` or `KEY=VALUE`, for any effect."""
+    """Return the toleration for a taint `KEY` or `KEY=VALUE`, with any effect."""
     if "=" not in text:
         return {"key": text, "operator": "Exists"}
     key, value = parse_pair(text, "--tolerate")
@@ -232,15 +232,16 @@ def parse_toleration(text: str) -> dict[str, str]:
 def render_service(config: Config, pods: Pods) -> str:
     """Return the manifest of a service for the bundle of a run.
 
-    A replica takes no GPU, or the same share of one as a rank of the run. The name differs from
-    that of the cluster because KubeRay would give both the same Service.
+    A replica takes the same share of a GPU as a rank of the run, but at most one GPU. The name of
+    the service differs from the name of the cluster, because KubeRay would give both the same
+    Service.
     """
     gpus_per_replica = min(1.0, config.cluster.gpus_per_worker)
     replicas_per_node = REPLICAS_PER_NODE
     if gpus_per_replica:
         replicas_per_node = int(1 / gpus_per_replica)
     min_nodes, max_nodes = SERVING_NODES
-    cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one CPU reads requests
+    cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one CPU for the HTTP ingress
     memory_gb = MEMORY_GB_PER_CPU * cpus
     size = Size(min_nodes, cpus, math.ceil(gpus_per_replica), memory_gb, 0, "")
     return render(
@@ -256,17 +257,17 @@ def render_service(config: Config, pods: Pods) -> str:
 
 # ---- Ray's launcher ------------------------------------------------------------------------------
 def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> Submission:
-    """Return the file of a cluster for Ray's launcher, and the config that runs on it.
+    """Return the cluster file for Ray's launcher, and the config to run on that cluster.
 
     Args:
         run: The config.
-        size: Size of the nodes.
+        size: Number and size of the nodes.
         folder: Folder of the files.
         machines: Choices of the user.
 
     Raises:
-        UserError: If storage is not a bucket, GPUs have no machine image, Google Cloud has no
-            project, or the current folder is not the checkout.
+        UserError: If the storage is not a bucket, if the machine image for GPUs or the project of
+            Google Cloud is missing, or if the current folder is not the checkout.
     """
     check_current_folder(folder)
     if is_local(run.config.storage):
@@ -307,10 +308,10 @@ def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machin
 
 
 def check_current_folder(folder: str) -> None:
-    """Check that the current folder, which jobs take along, is the checkout and contains `folder`.
+    """Check that the current folder, which a job uploads, is the checkout and contains `folder`.
 
     Raises:
-        UserError: If it does not.
+        UserError: If the current folder is not the checkout, or does not contain `folder`.
     """
     if Path.cwd() != CHECKOUT:
         raise UserError(
@@ -325,7 +326,7 @@ def check_current_folder(folder: str) -> None:
 
 
 def describe_aws(machine: Machine, machines: Machines) -> dict[str, Any]:
-    """Return `node_config` of the head and of the workers on AWS."""
+    """Return the `node_config` of the head and of the workers on AWS."""
     head: dict[str, Any] = {"InstanceType": AWS_HEAD}
     worker: dict[str, Any] = {"InstanceType": machine.name}
     if machines.image:
@@ -338,7 +339,7 @@ def describe_aws(machine: Machine, machines: Machines) -> dict[str, Any]:
 
 
 def describe_gcp(machine: Machine, machines: Machines) -> dict[str, Any]:
-    """Return the variables of the template for Google Cloud."""
+    """Return the variables for the template of Google Cloud."""
     resources = {"CPU": machine.cpus}
     scheduling: dict[str, Any] = {"preemptible": True} if machines.is_spot else {}
     if machine.gpus:
@@ -364,7 +365,7 @@ def write_files(submission: Submission, folder: str) -> list[str]:
         folder: Folder of the files.
 
     Raises:
-        UserError: If a file exists with another content. Nothing is written then.
+        UserError: If a file exists with other content. In this case, nothing is written.
     """
     paths = {os.path.join(folder, name): text for name, text in submission.files.items()}
     for path, text in paths.items():

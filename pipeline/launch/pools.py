@@ -1,7 +1,7 @@
 """Pools of worker groups.
 
-Kinds of stages that need the same resources per rank share a pool. Its groups run no other stages.
-A group has a number, which also determines its pool.
+Kinds of stages that need the same resources per rank share a pool. The groups of a pool run only
+stages of these kinds. The number of a group determines its pool (see `STRIDE`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.launch.shares import (
     sizes_of_groups,
 )
 
-NOT_IN_GROUPS = ("ingest", "report")  # kinds of stages that no worker group runs
+NOT_IN_GROUPS = ("ingest", "report")  # kinds of stages that do not run in worker groups
 
 
 @dataclass
@@ -29,7 +29,8 @@ class Pool:
 
     Attributes:
         cluster: Settings with the resources of a rank.
-        steps: Kinds of stages that it runs; empty for all kinds without a pool of their own.
+        steps: Kinds of stages of this pool. It is empty for the first pool, which runs all kinds
+            that have no other pool.
     """
 
     cluster: ClusterSettings
@@ -51,7 +52,10 @@ class Pools:
                 self.by_step[step] = self._find_pool(cluster.of_step(step), step)
 
     def _find_pool(self, cluster: ClusterSettings, step: str) -> int:
-        """Return the pool with the resources per rank of `cluster`; add it if it is missing."""
+        """Return the index of the pool with the resources per rank of `cluster`.
+
+        If there is no such pool, add one for `step`.
+        """
         amounts = resources_per_worker(cluster)
         for index, pool in enumerate(self.pools):
             if resources_per_worker(pool.cluster) == amounts:
@@ -62,7 +66,7 @@ class Pools:
         return len(self.pools) - 1
 
     def of_step(self, step: str) -> int:
-        """Return the number of the pool that runs one kind of stage."""
+        """Return the index of the pool that runs one kind of stage."""
         return self.by_step.get(step, 0)
 
     def get_settings(self, group: int) -> ClusterSettings:
@@ -70,7 +74,7 @@ class Pools:
         return self.pools[group // STRIDE].cluster
 
     def describe_group(self, group: int) -> str:
-        """Return the name of a group in messages."""
+        """Return the name of a group for messages."""
         text = f"group {group % STRIDE}"
         steps = self.pools[group // STRIDE].steps
         if steps:
@@ -89,18 +93,18 @@ class Pools:
         outstanding: Iterable[ReadyStage],
         groups: Mapping[int, int],
     ) -> dict[int, int]:
-        """Return the number of workers of each group that this driver can have now, by group.
+        """Return the groups that this driver can have now: group number -> number of workers.
 
-        If there are several pools, the pools with the deepest stages get room first, but no more
-        groups than they have stages. Groups without a stage go on if room is left and no other
-        driver needs it.
+        If there are several pools, the pools with the deepest stages get room first. A pool gets at
+        most as many groups as it has stages. A running group without a stage is kept if room is
+        left and there is no other driver.
 
         Args:
-            state: The cluster.
+            state: State of the cluster.
             name: See `sizes_of_groups`.
             width: See `sizes_of_groups`.
             outstanding: Stages that wait or run.
-            groups: Number of workers of each running group.
+            groups: Number of a started group -> number of its workers.
         """
         if len(self.pools) == 1:
             return dict(enumerate(sizes_of_groups(state, self.pools[0].cluster, name, width)))
@@ -127,10 +131,12 @@ class Pools:
 
 
 def subtract_workers(state: ClusterState, cluster: ClusterSettings, workers: int) -> ClusterState:
-    """Return a cluster without the resources of some workers, as far as it has them.
+    """Return the cluster without the resources of some workers.
+
+    If fewer workers fit into the cluster, only their resources are subtracted.
 
     Args:
-        state: The cluster.
+        state: State of the cluster.
         cluster: Settings with the resources of a worker.
         workers: Number of workers.
     """

@@ -1,7 +1,7 @@
-"""A config as independent files.
+"""Write a config as files that do not depend on other files of this machine.
 
-They contain everything that the config extends, the overrides, and its cards. On any machine they
-compute the same results under the same keys.
+The files contain the config with all its base configs and overrides, and its data cards. On any
+machine, a run of these files has the same results under the same keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.data import card_files
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-CACHE = "/tmp"  # on the disk of each node
+CACHE = "/tmp"  # cache folder on the disk of each node
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Portable:
     """A config as files.
 
     Attributes:
-        config: The checked config, with the settings in the files.
-        file: Name of the config's file.
-        files: Text by file name.
+        config: The validated config with the settings in the files.
+        file: Name of the file with the config.
+        files: File name -> content.
     """
 
     config: Config
@@ -51,12 +51,13 @@ def make_portable(
     Args:
         source: Path of the config.
         overrides: Settings, `key=value`.
-        shared: The only folder of this machine that nodes see; "" for none; None if nodes see all
-            folders. Storage moves there, unless it is in it or in a bucket.
-        groups: Default of `cluster.groups`; 0: leave it out.
+        shared: The only folder that this machine and the nodes share; "" for none; None if they
+            share all folders. If the storage is a folder outside of a shared folder, the storage of
+            the run is the shared folder.
+        groups: Default of `cluster.groups`; 0: do not set it.
 
     Raises:
-        UserError: If the config is invalid, or names data that the nodes do not see.
+        UserError: If the config is invalid, or the nodes cannot access a data set or the weights.
     """
     config = configs.load(source, list(overrides))
     body = configs.read_values(source, overrides)
@@ -85,7 +86,7 @@ def make_portable(
 
 
 def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> None:
-    """Add the cards that a stream names by path to `files`, and let the stream name the copies."""
+    """Add the cards that a stream names by path to `files`. Let the stream refer to the copies."""
     for index, entry in enumerate(tasks):
         task = {"card": entry} if isinstance(entry, str) else entry
         card = card_files.load_without_source(task["card"])
@@ -107,7 +108,7 @@ def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> 
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return whether a path is a folder or is inside it.
+    """Return whether a path is `folder` itself or is inside it.
 
     Example:
         >>> is_inside("/storage/team", "/storage"), is_inside("/storage2", "/storage")
@@ -117,15 +118,15 @@ def is_inside(path: str, folder: str) -> bool:
 
 
 def _check_is_shared(name: str, path: str, folder: str) -> None:
-    """Check that nodes see a path.
+    """Check that the nodes can access a path.
 
     Args:
         name: Name of the setting or card, for the message.
         path: A path or URI.
-        folder: The only folder that nodes see; empty for none.
+        folder: The only shared folder; empty for none.
 
     Raises:
-        UserError: If they do not.
+        UserError: If the path is neither a URI nor inside `folder`.
     """
     if "://" in path or (folder and is_inside(path, folder)):
         return

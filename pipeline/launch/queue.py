@@ -1,6 +1,6 @@
-"""The order of stages, and the queue between the driver and its worker groups.
+"""The order of ready stages, and the queue between the driver and its worker groups.
 
-This is plain Python without Ray, so that tests can step through it.
+This module does not use Ray, so that tests can step through it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 
-STOP = "stop"  # sent in place of a stage: the group must end
-STRIDE = 1_000_000  # group g belongs to pool g // STRIDE
+STOP = "stop"  # returned instead of a stage if the group must end
+STRIDE = 1_000_000  # group number g belongs to pool g // STRIDE
 
 
 class ReadyStage(NamedTuple):
     """A stage whose parents are finished.
 
     Attributes:
-        depth: Stages on the longest path of descendants; the largest depth goes first.
+        depth: Number of stages on the longest path of descendants. Larger depths run first.
         stage: The stage.
-        pool: Number of the pool of worker groups that can run it.
+        pool: Index of the pool of worker groups that runs the stage.
     """
 
     depth: int
@@ -44,13 +44,14 @@ class Reservation(NamedTuple):
 
 
 class ReadyQueue:
-    """Ready stages, the deepest first.
+    """A queue of ready stages, ordered by depth.
 
-    The cost of adding and taking does not depend on their number.
+    The cost of adding or removing a stage does not depend on the number of stages.
 
-    A chain stays on its group: the first child of a group's last stage is reserved for that group
-    while it is idle. The group asks again within moments, unless its workers are gone. So other
-    groups get the stage after each idle group could have asked twice.
+    A chain of stages stays on one group: while a group is idle, the first child of its last stage
+    is reserved for it. An idle group keeps asking for a stage, unless its workers are gone. After
+    so many requests that each idle group could have asked twice, the reservation expires, and other
+    groups can take the stage.
     """
 
     def __init__(self) -> None:
@@ -58,8 +59,8 @@ class ReadyQueue:
         # (depth, parent) -> ids of waiting children; a dict as an ordered set
         self.children: dict[tuple[int, str], dict[str, None]] = {}
         self.depths: list[int] = []  # a heap of the depths in `waiting`, negative
-        self.idle_after: set[str] = set()  # last stages of the groups that got no stage
-        self.reserved: dict[str, Reservation] = {}  # by the last stage of the group
+        self.idle_after: set[str] = set()  # ids of the last stages of idle groups
+        self.reserved: dict[str, Reservation] = {}  # by the id of the group's last stage
         self.requests = 0
 
     def __len__(self) -> int:
@@ -77,10 +78,11 @@ class ReadyQueue:
     def take(self, last: Stage | None = None) -> Stage | None:
         """Remove and return the next stage for a group.
 
-        It is the stage reserved for the group, or else the deepest; among equals a child of `last`.
+        This is the stage that is reserved for the group, or else a stage of the largest depth.
+        Among stages of equal depth, a child of `last` is preferred.
 
         Args:
-            last: The last stage of the group.
+            last: The last stage that the group ran.
 
         Returns:
             The stage, or None if no stage is ready.
@@ -102,7 +104,7 @@ class ReadyQueue:
         return self._remove(depth, next(iter(candidates)))
 
     def release(self, last_id: str) -> None:
-        """Give up the reservation of a group that will not ask again soon.
+        """Cancel the reservation for a group that will not ask again soon.
 
         Args:
             last_id: Id of the last stage of the group.
@@ -136,13 +138,13 @@ class ReadyQueue:
             if not siblings:
                 del self.children[depth, parent]
         if not self.waiting[depth]:
-            heappop(self.depths)  # `depth` is the deepest: only `take` removes
+            heappop(self.depths)  # this is `depth`: `take` removes only stages of the largest depth
             del self.waiting[depth]
         return stage
 
 
 class RunningStage(NamedTuple):
-    """A stage that a group runs, and the seconds since its start."""
+    """A running stage, and the seconds since its start."""
 
     stage: Stage
     seconds: float
@@ -152,8 +154,8 @@ class QueueNews(NamedTuple):
     """The answer of the queue to the driver.
 
     Attributes:
-        events: Events since the last answer.
-        rank_nodes: Nodes of the ranks of each group with running workers.
+        events: Events since the previous answer.
+        rank_nodes: Number of a group with running workers -> node id of each rank.
     """
 
     events: list[Event]
@@ -173,22 +175,22 @@ class Rank(NamedTuple):
 
 
 class Queue:
-    """Hands stages from the driver to worker groups, and their events back. It runs in an actor.
+    """Passes stages from the driver to worker groups, and events back. Runs in a Ray actor.
 
     Args:
-        clock: Returns seconds; only differences count.
+        clock: Returns the time in seconds, from an arbitrary start.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.ready: dict[int, ReadyQueue] = {}  # by pool
-        self.running: dict[int, Stage] = {}  # group -> the stage it runs
-        self.started: dict[int, float] = {}  # group -> when it took that stage, by the clock
-        self.last: dict[int, Stage] = {}  # group -> the stage it ran last
+        self.running: dict[int, Stage] = {}  # group -> its running stage
+        self.started: dict[int, float] = {}  # group -> start of its last stage, by the clock
+        self.last: dict[int, Stage] = {}  # group -> its last stage, running or not
         self.events: list[Event] = []
-        self.ranks: dict[int, list[Rank]] = {}  # by group, once its workers run
-        self.abandoned: set[int] = set()  # groups that the driver gave up and restarts
-        self.dismissed: dict[int, bool] = {}  # group that must end -> whether at once
+        self.ranks: dict[int, list[Rank]] = {}  # group with running workers -> its ranks
+        self.abandoned: set[int] = set()  # groups that the driver abandoned and restarts
+        self.dismissed: dict[int, bool] = {}  # group that must end -> `at_once` of `dismiss`
         self.closed = False
 
     # ---- called by the driver --------------------------------------------------------------------
@@ -202,22 +204,23 @@ class Queue:
         return QueueNews(events, rank_nodes)
 
     def dismiss(self, groups: list[int], at_once: bool) -> None:
-        """Let groups end.
+        """Make groups end.
 
         Args:
             groups: Numbers of the groups.
-            at_once: End as soon as the state of the current stage is saved; else after that stage.
+            at_once: Whether a group saves the state of its current stage and ends immediately.
+                Otherwise, it finishes this stage first.
         """
         for group in groups:
             self.dismissed[group] = at_once or self.dismissed.get(group, False)
 
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
-        """Give up a lost group. The driver starts a new one under the same number.
+        """Abandon a lost group. The driver can start a new group with the same number.
 
         Args:
             group: Number of the group.
-            message: Why it is gone.
-            moved: The loss is not the fault of the stage that it ran.
+            message: Reason of the loss.
+            moved: Whether the loss was not caused by the stage that the group ran.
         """
         self._lose(group, message, moved)
         if group in self.last:
@@ -227,11 +230,11 @@ class Queue:
         self.abandoned.add(group)
 
     def get_stage(self, group: int) -> Stage | None:
-        """Return the stage that a group runs, or else its last one."""
+        """Return the running stage of a group, or else its last stage."""
         return self.running.get(group) or self.last.get(group)
 
     def close(self) -> None:
-        """Let every group end at its next request."""
+        """Make every group end at its next request for a stage."""
         self.closed = True
 
     def list_running_stages(self) -> dict[int, RunningStage]:
@@ -243,12 +246,12 @@ class Queue:
         return stages
 
     def time_out(self, group: int, stage_id: str, message: str) -> bool:
-        """Give up a group because its stage takes too long. The stage has failed.
+        """Abandon a group because its stage takes too long. The stage counts as failed.
 
         Args:
             group: Number of the group.
             stage_id: Id of the stage.
-            message: The message of the failure.
+            message: Message of the failure.
 
         Returns:
             False if the group no longer runs the stage.
@@ -263,29 +266,31 @@ class Queue:
 
     # ---- called by worker groups -----------------------------------------------------------------
     def join(self, group: int, ranks: list[Rank]) -> None:
-        """Register a group that has come up; called by its rank 0.
+        """Register a group whose workers have started. Called by rank 0 of the group.
 
-        If the group ran a stage, that stage is lost, because the workers died.
+        If a group with this number was running a stage, the stage is lost: its workers died.
 
         Args:
             group: Number of the group.
-            ranks: Places of the ranks.
+            ranks: Node and GPU of each rank.
         """
         self._lose(group, "its workers died")
         self.ranks[group] = ranks
         self.abandoned.discard(group)
 
     def next_stage(self, group: int) -> Stage | str | None:
-        """Return the next stage of a group, or STOP. Called by rank 0 of the group.
+        """Return the next stage of a group. Called by rank 0 of the group.
 
-        None means that no stage is ready yet.
+        If the group is registered as running a stage, this stage is lost: the workers died, and new
+        workers ask now.
 
-        A group that asks while it runs a stage was restarted, because its workers died.
+        Returns:
+            The stage, STOP if the group must end, or None if no stage is ready yet.
         """
         self._lose(group, "its workers died")
         if self.closed or group in self.dismissed:
             return STOP
-        if group in self.abandoned:  # a rest of the old group; the new one has not joined yet
+        if group in self.abandoned:  # a worker of the old group; the new group has not joined yet
             return None
         stage = self._get_ready(group // STRIDE).take(self.last.get(group))
         if stage is not None:
@@ -302,17 +307,18 @@ class Queue:
         return stage
 
     def post(self, group: int, event: Event) -> bool:
-        """Take an event from a rank.
+        """Receive an event from a rank.
 
-        If several ranks fail together, the first event counts. Events of a stage that the group no
-        longer runs are ignored: the group was abandoned and has not ended yet.
+        Progress, checkpoints and samples are always passed to the driver. An event that ends a
+        stage is ignored if the group does not run this stage any longer: several ranks failed and
+        the first one counts, or the group was abandoned and has not ended yet.
 
         Args:
             group: Number of the group.
             event: Event of the group's stage.
 
         Returns:
-            Whether the group must leave at once.
+            Whether the group must save its state and end immediately.
         """
         stage = self.running.get(group)
         if event.kind in (EventKind.PROGRESS, EventKind.CHECKPOINT, EventKind.SAMPLE):

@@ -1,6 +1,6 @@
-"""The queue as an actor of the cluster.
+"""The queue as a Ray actor.
 
-It has its own module so that the process of the actor does not import torch.
+This is a separate module so that the process of the actor does not import torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pipeline.launch.queue import Queue
 
 
 class QueueActor(DriverRegistration, Queue):
-    """The queue. It also represents its driver to other drivers."""
+    """The queue of a driver. The actor also makes its driver visible to other drivers."""
 
     def count_waiting_placement_groups(self) -> int:
-        """Return the number of placement groups of this job that wait for room."""
+        """Return the number of placement groups of this job that wait for resources."""
         return len(ray_internals.waiting_placement_groups())
 
     def release_orphans(self) -> None:
-        """Release the resources of worker groups whose controllers were killed."""
-        from ray.util import remove_placement_group  # heavy, but already loaded in an actor
+        """Remove the placement groups of worker groups whose controllers were killed."""
+        from ray.util import remove_placement_group  # slow, but loaded in every actor
 
         for placement_group in ray_internals.orphaned_placement_groups():
             remove_placement_group(placement_group)

@@ -1,7 +1,7 @@
-"""All private names of Ray that this project uses, and nothing else.
+"""All uses of Ray's private names in this project.
 
-Ray can rename or remove them in any release. tests/pipeline/test_ray_internals.py contains one
-contract test for each name, so that an upgrade fails there with the missing name.
+Ray can rename or remove a private name in any release. tests/pipeline/test_ray_internals.py has a
+test for each name, so that after an upgrade the tests show which name is missing.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A resource of the head node only, for actors that must run there.
+# A resource that only the head node has, for actors that must run there.
 HEAD_NODE_RESOURCE = "node:__internal_head__"
-# Set by `ray job submit` to the job's runtime environment as JSON.
+# Environment variable with the job's configuration as JSON. `ray job submit` sets it.
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# "0": processes of Ray listen only on 127.0.0.1.
+# Environment variable; "0": processes of Ray listen only on 127.0.0.1.
 OTHER_NODES_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# Requests without side effects, to the client server and to the head.
+# gRPC methods without side effects, of the server for Ray Client and of the head node.
 CLIENT_SERVER_REQUEST = "/ray.rpc.RayletDriver/ClusterInfo"
 HEAD_REQUEST = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 @contextmanager
 def listen_on_loopback() -> Iterator[None]:
-    """Context manager in which Ray starts processes that listen on 127.0.0.1.
+    """Context manager in which Ray starts processes that listen only on 127.0.0.1.
 
-    A private cluster has no other nodes, and its metrics pages ask for no token. By default Ray
-    binds the rendezvous of torch.distributed to all addresses.
+    A private cluster has no other nodes, and its metrics endpoints require no token. By default,
+    Ray also binds the rendezvous of torch.distributed to all addresses.
     """
     variable_before = os.environ.get(OTHER_NODES_VARIABLE)
     constants: Any = sys.modules.get("ray._private.ray_constants")
     constant_before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
     os.environ[OTHER_NODES_VARIABLE] = "0"
-    if constants is not None:  # it read the variable when it was imported
+    if constants is not None:  # this module has read the variable at import
         constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
@@ -50,9 +50,9 @@ NODE_DIED = "its node has died"  # part of Ray's report about an actor on a lost
 
 
 def log_messages_of_raylets(log: Callable[[str], None]) -> None:
-    """Pass messages of raylets, such as the death of a worker, to `log`.
+    """Pass the messages of raylets, for example about the death of a worker, to `log`.
 
-    Ray prints them in long lines between the lines of the run.
+    By default, Ray prints these messages in long lines between the output of the run.
     """
     from ray._private import worker
 
@@ -73,24 +73,24 @@ def log_messages_of_raylets(log: Callable[[str], None]) -> None:
 
 
 def open_channel(address: str) -> Any:
-    """Open a gRPC channel to host:port that sends the token of this machine."""
+    """Open a gRPC channel to `host:port`, authenticated with the token of this machine."""
     from ray._private.grpc_utils import init_grpc_channel
 
     return init_grpc_channel(address)
 
 
 def draining_node_ids() -> Iterable[str]:
-    """Return the ids of nodes with an announced end. Ray tells it only here."""
+    """Return the ids of draining nodes. Ray has no public function for this."""
     from ray._private.state import state
 
     return state.get_draining_nodes()
 
 
 def orphaned_placement_groups() -> list[Any]:
-    """Return the placement groups of this job created by dead actors.
+    """Return the placement groups of this job that were created by actors that are dead now.
 
-    They still reserve resources, or wait for them. Ray removes a placement group only when the
-    creator's driver ends.
+    These groups still reserve resources, or wait for them. Ray removes them only when the driver of
+    the creator ends.
     """
     import ray
     from ray.util.placement_group import PlacementGroup
@@ -104,7 +104,7 @@ def orphaned_placement_groups() -> list[Any]:
 
 
 def waiting_placement_groups() -> list[bytes]:
-    """Return the ids of the placement groups of this job that wait for room."""
+    """Return the ids of the placement groups of this job that wait for resources."""
     from ray.core.generated import gcs_pb2
 
     messages: Any = gcs_pb2  # generated code without types
@@ -114,7 +114,7 @@ def waiting_placement_groups() -> list[bytes]:
 
 
 def _placement_group_rows() -> list[Any]:
-    """Return Ray's rows for the placement groups of this job, except removed ones."""
+    """Return Ray's records of the placement groups of this job, without removed groups."""
     import ray
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
@@ -133,13 +133,14 @@ def _placement_group_rows() -> list[Any]:
 def trainer_class() -> Any:
     """Return `TorchTrainer` without three actors that this project does not need.
 
-    Each takes seconds to start:
+    Each of these actors takes seconds to start:
 
-    - The cleaner of placement groups. Without a dashboard it never notices that a controller was
-      killed and runs forever. Our queue removes placement groups: `orphaned_placement_groups`.
-    - The manager of Ray data sets. This project uses none.
-    - The coordinator that requests resources from the autoscaler. The controller waits for it. The
-      pending placement group of the workers requests the same resources.
+    - The cleaner of placement groups. Without a dashboard, it does not notice that a controller was
+      killed, and never ends. Our queue actor removes placement groups instead, see
+      `orphaned_placement_groups`.
+    - The manager of data sets of Ray Data, which this project does not use.
+    - The coordinator that requests resources from the autoscaler. The controller would wait for it.
+      The pending placement group of the workers already requests the same resources.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -169,7 +170,7 @@ def trainer_class() -> Any:
 
 
 def is_startup_timeout(error: Exception) -> bool:
-    """Return whether Ray Train gave up because a group's workers did not start in time."""
+    """Return whether Ray Train failed because the workers of a group did not start in time."""
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import ControllerError
 
@@ -179,7 +180,7 @@ def is_startup_timeout(error: Exception) -> bool:
 
 
 def died_workers(error: Exception) -> dict[int, str]:
-    """Return Ray's report about each worker that ended its group by its death, by rank.
+    """Return Ray's reports about the workers whose death ended their group, by rank.
 
     Workers on a lost node are left out.
     """
@@ -193,9 +194,9 @@ def died_workers(error: Exception) -> dict[int, str]:
 
 
 def are_unreachable(error: Exception) -> bool:
-    """Return whether a group ended because its workers could not be reached.
+    """Return whether a group ended because some workers could not be reached.
 
-    Their node is lost in that case, even if Ray has not declared it dead yet.
+    In this case, their node is assumed to be lost, even if Ray has not declared it dead yet.
     """
     from ray.exceptions import RayActorError
 
@@ -205,22 +206,25 @@ def are_unreachable(error: Exception) -> bool:
 
 
 def _worker_failures(error: Exception) -> dict[int, Any]:
-    """Return the error of the health check of each failed worker of a group, by rank."""
-    cause = getattr(error, "cause", error)  # of an error in a Ray task
+    """Return the error of each failed worker of a group, by rank.
+
+    If the health check of a worker failed, this is the error of the health check.
+    """
+    cause = getattr(error, "cause", error)  # a RayTaskError has the original error as its cause
     failures = getattr(cause, "worker_failures", {}).items()
     return {rank: getattr(failure, "health_check_failure", failure) for rank, failure in failures}
 
 
 def run_config(name: str, location: dict[str, Any]) -> Any:
-    """Return the `RunConfig` of a trainer that prints only errors.
+    """Return the `RunConfig` for a trainer that logs only errors.
 
-    A failed worker or controller ends the trainer at once.
+    If a worker or the controller fails, the trainer ends without a restart.
 
     Args:
-        name: Of the run.
-        location: Arguments that say where Ray writes its own files.
+        name: Name of the run, for Ray.
+        location: Arguments of `RunConfig` with the place of Ray's own files.
     """
-    # The names in ray.train have the types of version 1.
+    # The type hints of the public classes in ray.train are those of version 1 of Ray Train.
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
 
     failures = FailureConfig(max_failures=0, controller_failure_limit=0)

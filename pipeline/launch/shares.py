@@ -1,6 +1,6 @@
-"""Number of workers that fit into the cluster, and the share of this driver.
+"""Compute how many workers fit into the cluster, and the share of this driver.
 
-All drivers on a cluster have equal shares. The trials of one search divide the share of the search.
+All Ray jobs on a cluster get equal shares. The trials of a search divide the share of its job.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pipeline.config.settings import ClusterSettings
 from pipeline.launch.cluster import ClusterState, Node, is_search_actor, parse_job
 from workers.errors import UserError
 
-SLACK = 1e-9  # against rounding: ten tenths of a GPU are one GPU
+SLACK = 1e-9  # tolerance for rounding errors: ten tenths of a GPU are one GPU
 
 
 def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
-    """Return the resources of one worker, under Ray's names."""
+    """Return the resources of one worker: Ray's name of a resource -> amount."""
     amounts = {
         "CPU": cluster.cpus_per_worker,
         "GPU": cluster.gpus_per_worker,
@@ -31,7 +31,10 @@ def min_group_size(cluster: ClusterSettings) -> int:
 
 
 def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
-    """Return the number of workers that fit onto the nodes that are alive and will stay."""
+    """Return the number of workers that fit onto the nodes that are alive and not draining.
+
+    The result is 0 if `cluster.placement` makes a group impossible.
+    """
     usable = [node for node in state.nodes.values() if node.alive and not node.leaves]
     slots = [count_node_slots(node, cluster) for node in usable]
     group_size = min_group_size(cluster)
@@ -45,12 +48,12 @@ def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
 
 
 def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
-    """Return the number of workers that fit onto an otherwise empty node."""
+    """Return the number of workers that fit onto a node without other work."""
     counts = []
     for name, amount in resources_per_worker(cluster).items():
         available = node.resources.get(name, 0.0)
         count = int(available / amount + SLACK)
-        if name == "GPU" and amount < 1:  # a worker takes a part of a single card
+        if name == "GPU" and amount < 1:  # a worker cannot combine fractions of several GPUs
             cards = int(available + SLACK)
             rest = available - cards
             count = cards * ranks_per_gpu(amount) + int(rest / amount + SLACK)
@@ -59,7 +62,7 @@ def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
 
 
 def ranks_per_gpu(gpus_per_worker: float) -> int:
-    """Return the number of ranks that share a GPU; 1 for ranks with whole GPUs, or without any."""
+    """Return the number of ranks that share a GPU; 1 for ranks with whole GPUs or without GPUs."""
     if not 0 < gpus_per_worker < 1:
         return 1
     return int(1 / gpus_per_worker + SLACK)
@@ -68,12 +71,12 @@ def ranks_per_gpu(gpus_per_worker: float) -> int:
 def compute_fair_share(total: int, name: str, names: Iterable[str]) -> int:
     """Return the part of `total` that `name` gets among `names`.
 
-    Parts are equal. The remainder goes to the first names in the alphabet.
+    All parts are equal, except that the first names in alphabetical order get the remainder.
 
     Args:
         total: The number to divide.
-        name: Name of the part.
-        names: All names; `name` is added if it is missing.
+        name: The name whose part is returned.
+        names: All names. `name` is added if it is missing.
 
     Example:
         >>> compute_fair_share(7, "b", ["a", "b", "c"])
@@ -91,13 +94,13 @@ def sizes_of_groups(
 ) -> list[int]:
     """Return the number of workers of each group that this driver can have now.
 
-    A driver has one group even if its share is smaller; that group waits for room.
+    A driver always has at least one group. If its share is smaller, the group waits for resources.
 
     Args:
-        state: The cluster.
+        state: State of the cluster.
         cluster: Settings with the resources of a worker.
-        name: Name of this driver's registered actor.
-        width: Largest number of stages that can run in parallel.
+        name: Name of the actor that registers this driver.
+        width: Number of stages that can run in parallel.
     """
     job = parse_job(name)
     of_job = compute_fair_share(count_slots(state, cluster), job, state.drivers)
@@ -112,12 +115,13 @@ def sizes_of_groups(
 def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[str] = ()) -> None:
     """Check that the cluster has room for one group.
 
-    If `cluster.groups` is set, nothing is checked, because nodes can be started on demand.
+    If `cluster.groups` is set, nothing is checked, because an autoscaler may add nodes.
 
     Args:
-        state: The cluster.
+        state: State of the cluster.
         cluster: Settings with the resources of a worker.
-        steps: Kinds of stages with these resources in `cluster.stages`; empty for all other kinds.
+        steps: Kinds of stages with these resources in `cluster.stages`, for the message; empty for
+            kinds with the resources of `cluster` itself.
 
     Raises:
         UserError: If a group does not fit.
@@ -144,7 +148,7 @@ def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[st
 
 
 def format_resources(resources: Mapping[str, float]) -> str:
-    """Return resources as text.
+    """Format resources as text.
 
     Example:
         >>> format_resources({"CPU": 2, "GPU": 1, "memory": 4 * 2**30})

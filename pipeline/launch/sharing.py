@@ -1,9 +1,9 @@
-"""Slowdown of ranks that share a GPU.
+"""Model the slowdown of ranks that share a GPU.
 
-A rank with its own GPU keeps it busy for a share of the time, which earlier runs measured
-(`pipeline.graph.gpu_use`). Ranks on one GPU run at full speed while these shares add up to at most
-1. Above that, each rank gets an equal part of the GPU. If nothing was measured, a rank is assumed
-to keep its GPU busy all the time: the GPU is shared equally, and sharing saves nothing.
+A rank with its own GPU keeps the GPU busy for a certain share of the time. Earlier runs measure
+this share (`pipeline.graph.gpu_use`). If several ranks share a GPU and their shares add up to at
+most 1, they run at full speed. Otherwise, each rank gets an equal part of the GPU time. If no run
+has measured the share, it is assumed to be 1: the GPU time is divided, and sharing saves nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Busy(NamedTuple):
     """How busy one rank keeps its own GPU.
 
     Attributes:
-        share: Share of the time.
-        run: The run that measured it; empty if no run did.
+        share: Share of the time in which the GPU is busy.
+        run: Name of the run that measured the share; empty if no run did.
     """
 
     share: float
@@ -40,9 +40,9 @@ class Sharing:
     """The stages of a run that share GPUs.
 
     Attributes:
-        stages: Their ids.
-        ranks: Largest number of ranks on a GPU at a time.
-        workers: Ranks of a stage.
+        stages: Ids of these stages.
+        ranks: Maximum number of ranks on one GPU at a time.
+        workers: Number of ranks of a stage.
         busy: How busy one rank keeps a GPU.
     """
 
@@ -52,14 +52,17 @@ class Sharing:
     busy: Busy
 
     def stretch(self, running: int) -> float:
-        """Return the slowdown of the shared stages while `running` stages run.
+        """Return the slowdown of the stages that share GPUs, while `running` of them run.
 
-        They fill one GPU after the other.
+        The ranks of these stages fill one GPU before they use the next one.
         """
         return stretch(min(running * self.workers, self.ranks), self.busy)
 
     def gpu_part(self, stage_id: str) -> float:
-        """Return the part of a GPU that each rank of a stage takes on a full GPU."""
+        """Return the GPU time of a rank of a stage, per second that it takes on its own GPU.
+
+        If the stage shares GPUs, its GPU is assumed to have the maximum number of ranks.
+        """
         if stage_id not in self.stages:
             return 1.0
         return stretch(self.ranks, self.busy) / self.ranks
@@ -69,16 +72,16 @@ NOT_SHARED = Sharing(frozenset(), 1, 1, ALWAYS_BUSY)
 
 
 def stretch(ranks: float, busy: Busy) -> float:
-    """Return the slowdown of a rank with this number of ranks on its GPU."""
+    """Return the slowdown factor, at least 1, of each of `ranks` ranks on one GPU."""
     return max(1.0, ranks * busy.share)
 
 
 def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy) -> Sharing:
-    """Return the sharing of a run.
+    """Find the stages of a run that share GPUs.
 
     Args:
-        cluster: Resources of the workers.
-        steps: Id of a stage -> its kind.
+        cluster: Settings with the resources of the workers.
+        steps: Id of a stage -> kind of the stage.
         busy: How busy one rank keeps a GPU.
     """
     ranks = {
@@ -89,15 +92,15 @@ def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy)
 
 
 def count_ranks_per_gpu(cluster: ClusterSettings) -> int:
-    """Return the largest number of ranks of a run that are on one GPU at a time."""
-    if not cluster.workers:  # one process runs one stage at a time
+    """Return the maximum number of ranks of a run that are on one GPU at a time."""
+    if not cluster.workers:  # without Ray, one process runs one stage at a time
         return 1
     ranks = ranks_per_gpu(cluster.gpus_per_worker)
     return min(ranks, cluster.groups * cluster.workers) if cluster.groups else ranks
 
 
 def shares_gpus(cluster: ClusterSettings) -> bool:
-    """Return whether ranks of a run share a GPU, for at least one kind of stage."""
+    """Return whether the ranks of at least one kind of stage share a GPU."""
     kinds = [cluster, *(cluster.of_step(step) for step in cluster.stages)]
     return any(count_ranks_per_gpu(kind) > 1 for kind in kinds)
 
@@ -112,9 +115,9 @@ def read_cluster(record: Mapping[str, Any]) -> ClusterSettings:
 
 
 def find_busy(storage: str, names: Iterable[str]) -> Busy:
-    """Return how busy one rank keeps a GPU, from the first of these runs that measured it.
+    """Return how busy one rank keeps a GPU, from the first of these runs that has measured it.
 
-    If several ranks kept a GPU fully busy, the result is a lower bound for one rank.
+    If several ranks together kept the GPU fully busy, the result is a lower bound for one rank.
 
     Args:
         storage: URI of the storage.
@@ -131,12 +134,12 @@ def find_busy(storage: str, names: Iterable[str]) -> Busy:
 def read_ranks_per_gpu(storage: str, name: str, cluster: ClusterSettings) -> float:
     """Return the average number of ranks that trained on a GPU at a time in an earlier run.
 
-    If the run did not record it, this is the largest possible number.
+    If the run has not recorded this number, return the largest possible number.
 
     Args:
         storage: URI of the storage.
         name: Name of the run.
-        cluster: Its settings.
+        cluster: Cluster settings of the run.
     """
     max_ranks = count_ranks_per_gpu(cluster)
     ranks = [figure.get("ranks", max_ranks) for figure in read_gpu_use(storage, name)]

@@ -1,4 +1,4 @@
-"""Number and size of the nodes of a run and its time limit, derived from its config."""
+"""Derive the number and size of the nodes of a run, and its time limit, from its config."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pipeline.launch.cost import Estimate, Forecast, total_seconds
 from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError
 
-MIN_CPUS = 2  # of a node: Ray's own processes and the driver run next to the rank
-MIN_MEMORY_GB = 8
-MEMORY_GB_PER_CPU = 4
-RAY_MEMORY_GB = 2  # in addition to the memory that ranks reserve
-MARGIN = 2  # factor on the forecast, which leaves out ingest, report and the start of Ray
-MIN_HOURS = 1
-HOURS = 8  # if the number of images is unknown
+MIN_CPUS = 2  # per node: Ray's own processes and the driver run in addition to the ranks
+MIN_MEMORY_GB = 8  # per node
+MEMORY_GB_PER_CPU = 4  # if ranks reserve no memory
+RAY_MEMORY_GB = 2  # per node, in addition to the memory that ranks reserve
+MARGIN = 2  # factor on the forecast, which does not include ingest, report and the start of Ray
+MIN_HOURS = 1  # smallest time limit
+HOURS = 8  # time limit if there is no forecast
 
 
 @dataclass(frozen=True)
 class Size:
-    """The nodes of a run, which are all alike, and the time limit.
+    """Number and size of the nodes of a run, and its time limit. All nodes have the same size.
 
     Attributes:
         nodes: Number of nodes.
-        cpus: CPUs of each node.
-        gpus: GPUs of each node.
-        memory_gb: Memory of each node.
-        hours: The time limit.
-        why: Origin of the time limit, for people.
-        reserved_gb: The part of `memory_gb` that ranks reserve.
+        cpus: Number of CPUs of each node.
+        gpus: Number of GPUs of each node.
+        memory_gb: Memory of each node in GB.
+        hours: Time limit of the run.
+        why: Origin of the time limit, as text for the user.
+        reserved_gb: Memory in GB that ranks reserve on each node.
     """
 
     nodes: int
@@ -57,9 +57,10 @@ def choose_size(
 
     Args:
         config: The config.
-        forecast: Forecast of the run; None if it is unknown.
-        ranks_per_node: 0: the number of ranks that share a GPU, or else 1.
-        hours: The time limit; 0: derive it from the forecast.
+        forecast: Forecast of the run; None if there is no forecast.
+        ranks_per_node: Number of ranks on each node; 0: as many ranks as share a GPU, or 1 if ranks
+            do not share a GPU.
+        hours: Time limit; 0: derive it from the forecast.
 
     Raises:
         UserError: If a number is negative.
@@ -93,8 +94,8 @@ def compute_memory_gb(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
 
     Args:
         cluster: Settings with the resources of a rank.
-        ranks: Ranks on the node.
-        cpus: CPUs of the node.
+        ranks: Number of ranks on the node.
+        cpus: Number of CPUs of the node.
     """
     reserved = cluster.memory_gb_per_worker * ranks
     if reserved:
@@ -103,7 +104,7 @@ def compute_memory_gb(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
 
 
 def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
-    """Return a time limit in whole hours, and its origin as text."""
+    """Return a time limit in whole hours, and its origin as text for the user."""
     if forecast is None:
         return HOURS, "not forecast"
     unknown = [cost for cost in forecast.costs.values() if cost.device_s is None]
@@ -115,8 +116,8 @@ def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
     if not forecast.costs:
         return MIN_HOURS, "nothing is to run"
     wall = forecast.walls["together"]
-    if not forecast.groups:  # as many groups as fit: here one
-        share = forecast.sharing.stretch(1) / forecast.workers  # of all device-seconds
+    if not forecast.groups:  # as many groups as fit into the cluster: assume one group
+        share = forecast.sharing.stretch(1) / forecast.workers  # wall time per device-second
         wall = Estimate(*(s * share for s in total_seconds(forecast.costs.values())))
     limit_h = max(wall.expected * MARGIN, wall.high) / 3600
     why = f"{MARGIN} times the {wall.expected / 3600:.2g} h of `plan --cost`"

@@ -1,4 +1,4 @@
-"""Speed at which a device trains a backbone: derived from the backbone's operations, or calibrated.
+"""Estimate how fast a device trains a backbone: from the backbone's FLOPs, or by a calibration.
 
 A calibration runs a few training steps on this machine.
 """
@@ -19,26 +19,26 @@ from workers.job import BackboneSettings
 from workers.model import vit
 from workers.model.compact import multiply_adds
 
-TRAINING_PASSES = 3  # of full fine-tuning, in forward passes: the backward pass counts as two
-READ_S = 1e-3  # to read, decode and augment one image
-# FLOP/s of a training step: of one CPU core in fp32, and of a GPU. Newer devices and large batches
-# are several times as fast.
+TRAINING_PASSES = 3  # cost of a training step in forward passes; the backward pass counts as two
+READ_S = 1e-3  # assumed seconds to read, decode and augment one image
+# Assumed FLOP/s in a training step: of one CPU core in fp32, and of a GPU by precision. Newer
+# devices, and large batches, reach several times as many.
 CORE_FLOPS = 3e10
 GPU_FLOPS = {"fp32": 1.5e13, "tf32": 3e13, "bf16": 5e13}
-MAX_BATCH = 16  # images of a step of a calibration on a CPU
-MAX_GPU_BATCH = 128
-CALIBRATION_S = 3.0  # for all steps of one kind
-MIN_STEPS = 3
-CLASSES = 10
+MAX_BATCH = 16  # batch size of a calibration on a CPU
+MAX_GPU_BATCH = 128  # batch size of a calibration on a GPU
+CALIBRATION_S = 3.0  # minimum seconds to repeat training steps, and then forward passes
+MIN_STEPS = 3  # minimum number of repetitions
+CLASSES = 10  # of the head in a calibration
 
 
 class Speed(NamedTuple):
     """Device-seconds of one image.
 
     Attributes:
-        train_s: In a training step, including the time to read the image.
-        forward_s: In a forward pass without gradients, including the time to read the image.
-        source: Origin of the numbers, for people.
+        train_s: Seconds in a training step, including the time to read the image.
+        forward_s: Seconds in a forward pass without gradients, including the time to read it.
+        source: Origin of the numbers, as text for the user.
     """
 
     train_s: float
@@ -47,13 +47,13 @@ class Speed(NamedTuple):
 
 
 def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) -> Speed:
-    """Return the speed that follows from the operations of a backbone.
+    """Return the speed that is estimated from the FLOPs of a backbone.
 
     Args:
         settings: Settings of the backbone.
-        cores: CPU cores of a worker, which compute if it has no GPU.
-        gpus: GPUs of a worker; 0 for a CPU. A worker with a part of a GPU has the speed of a worker
-            that has the GPU to itself.
+        cores: Number of CPU cores of a worker. It matters only without a GPU.
+        gpus: Number of GPUs of a worker; 0: it computes on the CPU. For a fraction of a GPU, the
+            result is the speed of a worker with its own GPU.
         precision: `fp32`, `tf32` or `bf16`.
     """
     forward_flops = 2 * multiply_adds(
@@ -77,8 +77,8 @@ def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) 
 def calibrate(settings: BackboneSettings, cores: int, gpus: float, precision: str) -> Speed:
     """Measure the speed of this machine with steps of full fine-tuning on random images.
 
-    It takes a few seconds, or longer for a backbone with slow steps. The arguments are those of
-    `assume`.
+    The measurement takes a few seconds, or longer if a step of the backbone is slow. See `assume`
+    for the arguments.
 
     Raises:
         UserError: If the config trains on a GPU and this machine has none.
@@ -105,14 +105,14 @@ def time_steps(
     """Return the seconds of one image in a training step, and in a forward pass."""
     batch_size = MAX_GPU_BATCH if accelerator.is_accelerator(device) else MAX_BATCH
     network = nn.Sequential(vit.build(settings), nn.LazyLinear(CLASSES)).to(device)
-    network.eval()  # stochastic depth needs the numbers of a real batch
+    network.eval()  # in training mode, stochastic depth needs random numbers for its batch
     images = torch.randn(batch_size, 3, settings.img_size, settings.img_size, device=device)
     images = images.contiguous(
         memory_format=accelerator.choose_memory_format(network, device, precision)
     )
     labels = torch.randint(CLASSES, (batch_size,), device=device)
     with torch.no_grad():
-        network(images)  # sets the width of the linear layer
+        network(images)  # initializes the lazy linear layer
     accelerator.use_fp32(tf32=precision == "tf32")
     optimizer = torch.optim.AdamW(network.parameters())
 
@@ -132,7 +132,7 @@ def time_steps(
 
 
 def time_calls(call: Callable[[], object], device: torch.device) -> float:
-    """Return the mean seconds of a call, after one uncounted call."""
+    """Return the mean seconds of a call. A first call for warm-up is not counted."""
     start = 0.0
     calls = -1
     while calls < MIN_STEPS or time.perf_counter() - start < CALIBRATION_S:

@@ -1,7 +1,7 @@
-"""Fill in the Jinja2 templates of the files that `accrete launch` writes.
+"""Render the Jinja2 templates of the files that `accrete launch` writes.
 
-A variable that a template uses must be given. A template passes each value of the user through the
-filter `yaml`, which quotes it if YAML needs quotes.
+All variables of a template must be given. The templates pass each value of the user through the
+filter `yaml`, which quotes the value if YAML requires quotes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FOLDER = Path(__file__).with_name("templates")
 
 
 def render(file: str, /, **values: Any) -> str:
-    """Return the text of a file.
+    """Render the template of a file.
 
     Args:
-        file: Name of the file; its template is `templates/FILE.j2`.
+        file: Name of the file. Its template is `templates/FILE.j2`.
         values: Variables of the template.
 
     Returns:
-        The text, with a line break at its end.
+        The text of the file, with a line break at its end.
 
     Raises:
         jinja2.UndefinedError: If the template uses a variable that is missing in `values`.
@@ -35,13 +35,13 @@ def render(file: str, /, **values: Any) -> str:
 
 
 def format_yaml(value: Any) -> str:
-    """Write plain values as YAML on one line, for the place after `key: ` or `- `.
+    """Format plain values as YAML on one line, for use after `key: ` or `- `.
 
-    In a flow collection (`{...}`, `[...]`) a text that contains a comma or a bracket would be
-    misread. Pass the whole collection instead.
+    Do not use the result inside a flow collection (`{...}`, `[...]`): YAML would misread a comma or
+    a bracket in a string. Pass the whole collection instead.
 
     Raises:
-        UserError: If a text contains a line break.
+        UserError: If a string contains a line break.
 
     Example:
         >>> format_yaml({"cpu": "2", "memory": "8Gi"})

@@ -1,9 +1,9 @@
-"""Remaining time of a run, estimated from its finished stages.
+"""Estimate the remaining time of a run from its finished stages.
 
-The work of a stage is counted in epochs, that of an evaluation in tasks. Finished stages of the
-same method and step give the seconds per unit, or else those of other methods in the same step.
-If a stage is late by more than the remaining time of the run, the estimate is useless and no time
-is given.
+The work of a stage is measured in epochs, and the work of an evaluation in tasks. The seconds per
+epoch or task are the median of finished stages of the same method and step, or else of finished
+stages of any method in the same step. If a stage is late by more than the remaining time of the
+run, the estimate is useless, and there is no result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.launch.wall_time import wall_time
 
 FINISHED = ("done", "reused")
 ENDED = (*FINISHED, "failed", "blocked")
-LEFT_OUT = ("report",)  # takes only seconds
+LEFT_OUT = ("report",)  # steps that take only seconds
 
 
 class TimeLeftEstimator:
@@ -27,7 +27,8 @@ class TimeLeftEstimator:
 
     Args:
         graph: The graph of the run.
-        groups: Worker groups in parallel; 0: the largest number seen at work so far.
+        groups: Number of parallel worker groups; 0: the largest number of stages that have run in
+            parallel so far.
     """
 
     def __init__(self, graph: Graph, groups: int):
@@ -43,7 +44,7 @@ class TimeLeftEstimator:
 
 
 def count_units(stage: Stage) -> int:
-    """Return the work of a stage: tasks of an evaluation, epochs of a training step, else 1."""
+    """Return the work of a stage: tasks of an evaluation, epochs of a training, or 1."""
     if stage.step == "evaluate":
         return max(1, len(stage.inputs.get("seen") or ()))
     train = stage.inputs.get("train")
@@ -63,12 +64,12 @@ def estimate_time_left(
         graph: The graph of the run.
         stages: Status of each stage, by id.
         slots: Number of stages that run in parallel.
-        clock: Returns seconds since the epoch.
+        clock: Returns the time in seconds since 1970 (`time.time`).
     """
     unit_s = _seconds_per_unit(graph, stages)
     todo: set[str] = set()
     seconds: dict[str, float] = {}
-    latest_s = 0.0  # delay of the latest stage
+    latest_s = 0.0  # delay of the stage that is most overdue
     without = 0
     for stage in graph:
         live = stages[stage.id]
@@ -92,7 +93,10 @@ def estimate_time_left(
 def _seconds_per_unit(
     graph: Graph, stages: Mapping[str, LiveStage]
 ) -> dict[tuple[str | None, str], float]:
-    """Return the median seconds per unit of finished stages, by (label or None, step)."""
+    """Return the median seconds per unit of work of finished stages, by (label, step).
+
+    The label None stands for all methods.
+    """
     measured: dict[tuple[str | None, str], list[float]] = {}
     for stage in graph:
         live = stages[stage.id]
@@ -109,7 +113,7 @@ def _estimate_left(
 ) -> float | None:
     """Return the remaining seconds of a stage; None if nothing was measured.
 
-    The result is negative if the stage takes longer than forecast.
+    The result is negative if the stage already takes longer than expected.
     """
     reported = live.get("progress", {}).get("left_s")
     if live["state"] == "running" and isinstance(reported, (int, float)):

@@ -1,4 +1,4 @@
-"""One worker group on Ray Train: its trainer, and the loop that each rank runs."""
+"""A worker group on Ray Train: its trainer, and the loop on each rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from workers.data.loaders import count_cores
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
 
-QUEUE_POLL_S = 0.02  # pause between two requests of an idle group
-IDLE_S = 10.0  # longest wait of the other ranks of an idle group in one collective
-NO_ROOM = "no room"
+QUEUE_POLL_S = 0.02  # seconds between two requests of an idle group
+IDLE_S = 10.0  # maximum seconds that ranks of an idle group wait for rank 0 in one collective
+NO_ROOM = "no room"  # result of `run_segment`
 
 
 # ---- the trainer ---------------------------------------------------------------------------------
@@ -41,22 +41,23 @@ def run_segment(
 ) -> str:
     """Run one worker group until the queue is closed or dismisses it. Runs inside a Ray task.
 
-    Ray never restarts the workers of a group. The driver starts another group, because only the
-    driver can explain the death of a worker, and knows how many ranks fit. A worker that dies
-    while its group comes up leaves the group's resources reserved until the trainer ends. Therefore
-    that failure ends the trainer, and the next trainer is started.
+    Ray never restarts the workers of a group. Instead, the driver starts another group, because
+    only the driver can explain the death of a worker, and knows how many ranks fit. If a worker
+    dies while its group starts, the resources of the group stay reserved until the trainer ends.
+    Therefore the start-up timeout ends the trainer. Then this function starts another trainer,
+    unless the group is elastic (`cluster.min_workers`).
 
     Args:
         queue: Handle of the queue actor.
         group: Number of the group.
         cluster: Settings with the resources of a rank.
         workers: Number of ranks.
-        storage: Folder for Ray's own files.
-        name: Folder of this group below `storage`.
+        storage: Folder or URI for Ray's own files.
+        name: Name of this group's folder in `storage`.
         sample_s: Seconds between two samples of the use of the workers' machines (0: none).
 
     Returns:
-        NO_ROOM if an elastic group did not come up, else "".
+        NO_ROOM if an elastic group did not start in time, else "".
     """
     while True:
         trainer = make_trainer(queue, group, cluster, workers, storage, name, sample_s)
@@ -69,7 +70,7 @@ def run_segment(
             if cluster.min_workers:
                 return NO_ROOM
         finally:
-            delete_dir(join(storage, name))  # results are in the store
+            delete_dir(join(storage, name))  # not needed: the results are in our store
 
 
 def make_trainer(
@@ -82,7 +83,7 @@ def make_trainer(
     sample_s: float,
 ) -> Any:
     """Return the `TorchTrainer` of a worker group. See `run_segment` for the arguments."""
-    from ray.train import ScalingConfig  # heavy: needed only in the process of this task
+    from ray.train import ScalingConfig  # slow to import; needed only in this Ray task
     from ray.train.torch import TorchConfig
 
     return ray_internals.trainer_class()(
@@ -108,8 +109,9 @@ def make_trainer(
 def choose_collectives(cluster: ClusterSettings) -> str:
     """Return the torch.distributed backend of a worker group.
 
-    NCCL sums tensors on GPUs, and refuses two ranks on one GPU. Objects are sent by gloo, because
-    ranks that wait for a stage in NCCL keep their GPUs busy.
+    NCCL reduces tensors on GPUs if each rank has its own GPUs; it does not support two ranks on one
+    GPU. Python objects are always sent by gloo, because ranks that wait in NCCL for the next stage
+    would keep their GPUs busy.
     """
     has_whole_gpus = cluster.gpus_per_worker >= 1 and cluster.gpus_per_worker % 1 == 0
     return "cpu:gloo,cuda:nccl" if has_whole_gpus else "gloo"
@@ -120,9 +122,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     """Run stages from the queue until it is closed or dismisses the group. Runs on every rank.
 
     Args:
-        config: As passed to the trainer by `make_trainer`.
+        config: `train_loop_config` of `make_trainer`.
     """
-    import ray  # heavy, but already loaded in a worker
+    import ray  # slow to import, but already loaded in a worker
     import ray.train
 
     context = ray.train.get_context()
@@ -136,7 +138,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     cores = count_rank_cores(ray, config["gpus"], config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device, cores)
     if rank.world > 1:
-        # NCCL keeps Ray's longer limit, because NCCL ends the process without a message.
+        # NCCL keeps Ray's longer timeout, because NCCL ends the process without a message.
         torch_internals.limit_host_waits(dist.WAIT_S)
     queue = config["queue"]
     group = config["group"]
@@ -153,12 +155,12 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def count_rank_cores(ray: Any, gpus: float, cpus: int) -> int:
-    """Return the number of cores of this node divided by the number of ranks that fit on it.
+    """Return the number of cores of this node per rank, if as many ranks run on it as fit.
 
     Args:
         ray: The module `ray`.
-        gpus: GPUs of a rank. If 0, CPUs limit the number of ranks.
-        cpus: CPUs of a rank.
+        gpus: Number of GPUs of a rank. If it is 0, CPUs limit the number of ranks.
+        cpus: Number of CPUs of a rank.
     """
     here = ray.get_runtime_context().get_node_id()
     (resources,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]
@@ -190,15 +192,15 @@ def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:
         if event.kind is EventKind.MOVED:
             return
         if event.kind is not EventKind.DONE and rank.world > 1:
-            # The other ranks may wait inside a collective: the group must be restarted.
+            # The other ranks may wait in a collective, so the group must be restarted.
             raise RuntimeError(event.message)
 
 
 def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
-    """Return the next stage, STOP, or None after IDLE_S without a stage, the same on all ranks.
+    """Return the next stage, STOP, or None after IDLE_S without a stage. All ranks get the same.
 
-    The other ranks wait for rank 0 in a collective, which has a timeout. See `run_stages` for the
-    arguments.
+    Rank 0 asks the queue. The other ranks wait for rank 0 in a collective, which has a timeout;
+    therefore the wait is limited to IDLE_S. See `run_stages` for the arguments.
     """
     stage: Any = None
     deadline = time.monotonic() + IDLE_S
@@ -210,10 +212,10 @@ def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
 
 
 class ProgressReporter:
-    """Posts a stage's progress to the queue.
+    """Posts the progress of a stage to the queue.
 
-    The answer says whether the group must leave at once. It is read at the next report, so that no
-    training step waits for it.
+    The answer of the queue is whether the group must save its state and end. It is read at the next
+    report, so that training does not wait for it.
 
     Args:
         ray: The module `ray`.
@@ -230,7 +232,7 @@ class ProgressReporter:
         self.answer: Any = None
 
     def __call__(self, body: dict[str, Any]) -> None:
-        """Post a report of the stage."""
+        """Post a progress report of the stage."""
         if self._should_leave():
             preemption.requested.set()
         event = progress_event(self.stage.id, body)

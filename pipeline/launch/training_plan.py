@@ -1,4 +1,4 @@
-"""Planned training of the steps of a graph, and its length, before anything runs."""
+"""Describe the planned training of the steps of a graph before a run: settings and length."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def plan_training(
 ) -> list[StepTraining]:
     """Return the training of each step of each method.
 
-    The length comes from the result if the stage has one. For the stages `todo` it follows from the
-    number of images, if that is known.
+    If a stage has a result, the length is that of the result. For the stages `todo`, the length is
+    computed from the number of images, if this number is known.
 
     Args:
         graph: The graph of the run.
-        lookups: Look-up of each stage.
+        lookups: Result of the look-up of each stage in the store, by stage id.
         todo: Ids of the stages to run.
-        store: Holds the results.
+        store: Store of the results.
         tasks: The tasks of the run.
     """
     lengths = expected_lengths(graph, store, todo, tasks)
@@ -41,15 +41,15 @@ def plan_training(
 def expected_lengths(
     graph: Graph, store: Store, todo: set[str], tasks: Iterable[Task]
 ) -> dict[str, Length]:
-    """Return the length of the training of the stages `todo`, by stage id.
+    """Return the expected length of the training of the stages `todo`, by stage id.
 
-    Exemplars of earlier tasks are not counted. Stages with an unknown number of images are left
-    out. See `plan_training` for the arguments.
+    Exemplars of earlier tasks are not counted. Stages without training, and stages with an unknown
+    number of images, are left out. See `plan_training` for the arguments.
     """
     waiting = [stage for stage in graph if stage.id in todo and stage.inputs.get("train")]
     if not waiting:
         return {}
-    from pipeline.launch import cost  # imports torch
+    from pipeline.launch import cost  # slow: imports torch
     from workers.optim import describe_length
 
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
@@ -65,7 +65,7 @@ def expected_lengths(
 
 
 def text(steps: Iterable[StepTraining]) -> str:
-    """Return the lines that `plan` prints, one per method and step; empty without training."""
+    """Return the text that `plan` prints, with a line per entry; empty without training."""
     lines = []
     for step in steps:
         name = step.label

@@ -15,11 +15,11 @@ from pipeline.launch.sharing import NOT_SHARED, Sharing
 
 @dataclass
 class Clock:
-    """Progress of parallel stages that all run at the same speed.
+    """Simulated clock of parallel stages that run at the same speed.
 
     Attributes:
-        now: Seconds of work that a stage has done since the start.
-        ends: Heap of (value of `now` at which the stage ends, stage id).
+        now: Seconds of work since the start of the simulation.
+        ends: Heap of (value of `now` at which a stage ends, stage id).
         stretch: Seconds of wall time per second of work.
     """
 
@@ -32,7 +32,7 @@ class Clock:
         heappush(self.ends, (self.now + work_s, stage_id))
 
     def left_s(self) -> float:
-        """Return the seconds until the next stage ends; infinite if none runs."""
+        """Return the wall time in seconds until the next stage ends; infinite if no stage runs."""
         if not self.ends:
             return math.inf
         return max(0.0, self.ends[0][0] - self.now) * self.stretch
@@ -45,14 +45,15 @@ def wall_time(
     groups: int,
     sharing: Sharing = NOT_SHARED,
 ) -> float:
-    """Return the seconds until the last stage ends, with groups that take stages as in a run.
+    """Return the seconds until the last stage ends, if groups take stages in the order of a run.
 
     Args:
         graph: The graph of the run.
         todo: Ids of the stages to run.
-        seconds: Seconds of each stage on its own device; stages that are missing here take no time.
+        seconds: Stage id -> seconds of the stage if its ranks do not share a GPU. Missing stages
+            take no time.
         groups: Number of stages that can run at a time.
-        sharing: The stages that share a GPU, and their slowdown.
+        sharing: The stages that share GPUs, and their slowdown.
     """
     walk = Walk.over(graph, [stage.id for stage in graph if stage.id not in todo], retries=0)
     ready = ReadyQueue()

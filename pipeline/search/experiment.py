@@ -1,4 +1,4 @@
-"""A search as a Python object. `pipeline.load_search` creates it."""
+"""The Python interface to a search: `SearchExperiment`, created by `pipeline.load_search`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.storage.artifact import join, read_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_CONFIG_BYTES = 1 << 24  # of the winner's config
+MAX_CONFIG_BYTES = 1 << 24  # maximum size of the file with the winner's config
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class SearchResults:
     """The trials and the winner of a search so far.
 
     Attributes:
-        records: Records of the trials in the storage.
+        name: Name of the search.
+        records: Stored records of the search and its trials.
         storage: Folder or URI of the storage.
-        report: Path or URI of the page.
+        report: Path or URI of the report's HTML page.
     """
 
     name: str
@@ -45,7 +46,7 @@ class SearchResults:
     @property
     def trials(self) -> pd.DataFrame:
         """Table with a row for each trial: settings, validation accuracy, bytes, status, cost."""
-        from pipeline.report import search_page  # start-up time: imports matplotlib
+        from pipeline.report import search_page  # slow: imports matplotlib
 
         columns = search_page.trial_columns(self.records)
         rows = search_page.trial_rows(self.records)
@@ -53,10 +54,10 @@ class SearchResults:
 
     @property
     def importance(self) -> pd.DataFrame:
-        """Table with a row for each setting: its `share` of the variance of accuracy.
+        """Table with a row for each setting: its `share` of the variance of accuracy over trials.
 
         Raises:
-            UserError: If the importance cannot be computed yet; the message has the reason.
+            UserError: If the importance cannot be computed yet. The message contains the reason.
         """
         from pipeline.report.parameters import measure_importance, search_parameters
 
@@ -67,7 +68,7 @@ class SearchResults:
 
     @property
     def winner(self) -> dict[str, Any]:
-        """Config of the winner, accepted by `pipeline.load`.
+        """Config of the winner as a dict, which `pipeline.load` accepts.
 
         Raises:
             UserError: If there is no winner yet.
@@ -80,7 +81,7 @@ class SearchResults:
 
     @property
     def tests(self) -> pd.DataFrame:
-        """Table with a row for each seed of the winner, measured on test data."""
+        """Table with the metrics of the winner on test data, with a row for each seed."""
         columns = ["seed", "run", *(metric.name for metric in metrics_for("search_tests"))]
         winner = self.records.winner
         if winner is None:
@@ -95,9 +96,9 @@ class SearchExperiment:
     Attributes:
         source: Path of the search file.
         overrides: Overrides in the form of `--set`.
-        settings: Settings of the file.
-        folder: Folder of relative paths: the current one at loading. The process works in this
-            folder while the search runs.
+        settings: Settings of the search file.
+        folder: Folder that relative paths refer to: the current folder at the time of loading. Each
+            method changes to this folder while it runs.
     """
 
     source: str
@@ -115,13 +116,14 @@ class SearchExperiment:
         return self.settings.name
 
     def run(self, quiet: bool = False) -> SearchResults:
-        """Run the rest of the budget, measure the winner on test data, and record everything.
+        """Run trials until the budget is used up, and measure the winner on test data.
 
-        Trials run on Ray.
+        Trials run on Ray. The search is recorded in its report and in MLflow. A search that was
+        interrupted is resumed.
 
         Args:
-            quiet: Print nothing. Otherwise a line is printed for each finished trial and for each
-                run of the winner.
+            quiet: Whether to print nothing. Otherwise, a line is printed for each finished trial
+                and for each run of the winner.
 
         Raises:
             UserError: If the search has no winner, or another process runs it.
@@ -138,16 +140,16 @@ class SearchExperiment:
         return read_results(search)
 
     def results(self) -> SearchResults:
-        """Return the stored trials, also while another process runs the search.
+        """Return the stored trials. This also works while another process runs the search.
 
         Raises:
-            UserError: If the search was never started.
+            UserError: If the search has not been started.
         """
         with in_folder(self.folder, self):
             return read_results(self._prepare())
 
     def report(self) -> reports.WrittenReport:
-        """Write the report and the MLflow record again, also before the end of the search."""
+        """Write the report and the MLflow record again. The search does not need to be finished."""
         with in_folder(self.folder, self):
             return searches.report(self._prepare())
 

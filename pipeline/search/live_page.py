@@ -1,4 +1,4 @@
-"""Update the report of a running search periodically, so that a browser can follow it."""
+"""Update the report of a running search periodically, so that users can follow the search."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LOOK_S = 0.5  # the thread checks for new results in this interval
-CHANGED_S = 10.0  # shortest time between two pages
-UNCHANGED_S = 60.0  # the page is written again after this time without a new result
-MAX_LOAD = 0.05  # largest share of the time for writing, because a page grows with the search
-LONGEST_S = 240.0  # longest time between two pages
+LOOK_S = 0.5  # seconds between two checks for new results
+CHANGED_S = 10.0  # minimum seconds between two pages
+UNCHANGED_S = 60.0  # seconds without a new result after which the page is written again
+MAX_LOAD = 0.05  # maximum share of time to write pages, which takes longer as the search grows
+LONGEST_S = 240.0  # upper limit of the pause that follows from MAX_LOAD, in seconds
 log = logging.getLogger(__name__)
 
 
 class LivePage:
-    """A thread that writes a page immediately and after new results.
+    """Writes a page in a thread: immediately, and again after new results.
 
-    The search does not wait for it. If the page cannot be written, the error is logged and the
-    write is repeated later.
+    The search does not wait for this thread. If the page cannot be written, the error is logged,
+    and the page is written again later.
 
     Args:
         write: Writes the page.
@@ -32,12 +32,12 @@ class LivePage:
         self.ended = threading.Event()
 
     def on_result(self) -> None:
-        """Note a new result."""
+        """Remember that there is a new result."""
         self.has_result = True
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager that keeps the page up to date."""
+        """Context manager that keeps the page up to date from a thread."""
         thread = threading.Thread(target=self._keep_writing, name="live page", daemon=True)
         thread.start()
         try:
@@ -58,7 +58,11 @@ class LivePage:
             self._wait_until_due(now, pause_s(now - started))
 
     def _wait_until_due(self, written_at: float, pause: float) -> None:
-        """Wait at least `pause` seconds for a result, at most UNCHANGED_S, or until the end."""
+        """Wait until the page must be written again, or until the end of the search.
+
+        The page is due `pause` seconds after the last one if there is a new result, and else after
+        the longer of `pause` and UNCHANGED_S.
+        """
         while not self.ended.wait(LOOK_S):
             age = time.monotonic() - written_at
             if age >= pause and (self.has_result or age >= UNCHANGED_S):
@@ -66,5 +70,5 @@ class LivePage:
 
 
 def pause_s(took_s: float) -> float:
-    """Return the pause in seconds after a page that took `took_s` seconds to write."""
+    """Return the seconds to pause after a page that took `took_s` seconds to write."""
     return min(max(CHANGED_S, took_s / MAX_LOAD), LONGEST_S)

@@ -1,8 +1,8 @@
-"""Population-based training in rounds: between tasks, poor trials continue from better ones.
+"""Population-based training in rounds: between tasks, poor trials continue from better trials.
 
-All trials learn a task before the next task starts. Therefore the exchange depends only on the
-records and not on the number of parallel trials (Jaderberg et al., arXiv 1711.09846, with
-truncation selection of a quarter).
+The algorithm is that of Jaderberg et al. (arXiv 1711.09846), with truncation selection of a
+quarter. All trials learn a task before any trial starts the next task. Therefore the exchange
+depends only on the records of the trials, and not on the number of parallel trials.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from workers.rng import derive_seed
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a trial in a round: its parameters, and the number of the continued trial."""
+    """Start of a trial in a round.
+
+    Attributes:
+        params: Parameters of the trial in this round.
+        parent: Number of the trial whose state is continued; it can be the trial itself.
+    """
 
     params: Params
     parent: int
@@ -31,15 +36,16 @@ def choose_start(
 ) -> Start:
     """Decide how a trial starts a task.
 
-    Each trial in the lower quarter by accuracy continues from a trial in the upper quarter, with
-    perturbed parameters. The other trials continue unchanged. There is one round per task, so there
+    For each trial in the lower quarter by accuracy, a trial in the upper quarter is drawn. If the
+    drawn trial is better by more than a rounding error, the poor trial continues from it, with
+    perturbed parameters. All other trials continue unchanged. There is one round per task, so there
     is no exchange after the last task.
 
     Args:
-        number: The trial, which has learned tasks 0 to `position` - 1.
-        position: The task to start.
+        number: Number of the trial, which has learned tasks 0 to `position` - 1.
+        position: Index of the task to start.
         records: Records of all trials.
-        space: The space of the search.
+        space: Search space.
         seed: Seed of the search.
     """
     last_rounds: dict[int, TrialRound] = {}
@@ -57,13 +63,13 @@ def choose_start(
 
 
 class Lineage(TypedDict):
-    """Results of the first tasks of a trial, and the parameters of their training."""
+    """Results of the first tasks of a trial, and the parameters with which they were trained."""
 
     results: list[TrialResult]
     history: dict[str, Params]
 
 
 def lineage(record: Trial, tasks: Sequence[str]) -> Lineage:
-    """Return the results of a trial for `tasks`, the first tasks of the stream."""
+    """Return the lineage of a trial for `tasks`, which are the first tasks of the stream."""
     history = {task: params for task, params in record["history"].items() if task in tasks}
     return {"results": record["results"][: len(tasks)], "history": history}

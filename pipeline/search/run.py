@@ -1,6 +1,6 @@
 """Run a search: phases of trials on Ray Tune, then the winner on test data.
 
-The records of the trials determine the remaining work, not the state of Ray Tune.
+A search is resumed from the records of its trials, and not from the state of Ray Tune.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 WINNER_CONFIG = "winner.yaml"  # in the folder of the search
 TrialObserver = Callable[[Trial], None]  # called when a trial has a new result or has ended
 TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search like a run
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial may fail before its first result
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C must end a search as it ends a run
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # `tune.build_tuner` adds the only logger
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that fails early reports no metric
 }
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Number and config of the winning trial."""
+    """Number and config of the winner."""
 
     trial: int
     config: dict[str, Any]
@@ -64,14 +64,14 @@ class SearchOutcome:
 def run_search(
     search: Search, resume_command: str, notify: TrialObserver, screen: SearchScreen
 ) -> SearchOutcome:
-    """Run all phases.
+    """Run all phases of a search.
 
-    Trials of earlier sessions do not run again, but `notify` is called for them too.
+    Trials that ended in earlier sessions do not run again, but `notify` is called for them too.
 
     Args:
         search: The search.
         resume_command: Command that resumes the search, for messages.
-        notify: Called for each trial with a new result, and for each ended trial.
+        notify: Called with the record of each trial that has a new result or has ended.
         screen: Prints the progress if no trial ends for a while.
 
     Returns:
@@ -89,7 +89,7 @@ def run_search(
         write_state(search)
 
     def save_time_and_notify(record: Trial) -> None:
-        save_time()  # counts the time of a killed session too
+        save_time()  # so that the time is counted even if this session is killed
         notify(record)
 
     save_time()
@@ -98,7 +98,7 @@ def run_search(
     os.environ |= TUNE_ENVIRONMENT
     try:
         ingest(search, resume_command, screen.open_console)
-        from pipeline.search import tune  # imports ray.tune, which takes seconds
+        from pipeline.search import tune  # slow: ray.tune takes seconds to import
 
         chosen_so_far: dict[str, Params] = {}
         chosen: int | None = None
@@ -119,9 +119,15 @@ def run_search(
 
 
 def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, PhasePlan]]:
-    """Yield (number of the first trial, plan): one phase for all tasks, or one phase per task.
+    """Yield the number of the first trial and the plan of each phase.
 
-    `chosen_so_far` is read at the start of each phase.
+    With protocol `per_task`, there is a phase for each task; otherwise, there is one phase for all
+    tasks.
+
+    Args:
+        search: The search.
+        chosen_so_far: Parameters chosen in each phase, by task. It is read at the start of each
+            phase, so the caller must add the parameters of a phase before the next phase.
     """
     settings = search.settings
     plan = PhasePlan(
@@ -153,13 +159,13 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
 
 
 def any_config(search: Search) -> configs.Config:
-    """Return the config of an arbitrary point: all points have the same data and storage."""
+    """Return the config of an arbitrary point. All points have the same data and storage."""
     point = next(search.space.corners())
     return configs.check(spaces.with_params(search.body, point), search.name)
 
 
 def ingest(search: Search, resume_command: str, open_screen: OpenScreen) -> None:
-    """Ingest the data of the tasks once, before trials need them."""
+    """Ingest the data of the tasks once, before the trials need the data."""
     config = any_config(search)
     store = Store(search.storage)
     graph, tasks = build.build_graph(config, store, search.provenance, "val")
@@ -174,7 +180,7 @@ def read_trial(search: Search, number: int) -> Trial:
 
 
 def no_winner(search: Search, phase: str, resume_command: str) -> str:
-    """Explain why no trial can win."""
+    """Return the message that a phase has no winner, with the reason and the remedy."""
     records = search.records(phase)
     messages = [record["message"] for record in records if record["status"] == "failed"]
     stopped_for = [record["message"] for record in records if record["status"] == "stopped"]
@@ -202,11 +208,11 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
 def winner_config(
     search: Search, number: int, chosen_so_far: Mapping[str, Params]
 ) -> dict[str, Any]:
-    """Return the winner's config as plain values, on the base's own stream.
+    """Return the winner's config as plain values, with the stream of the base config.
 
     Args:
         search: The search.
-        number: The winning trial.
+        number: Number of the winner.
         chosen_so_far: Parameters chosen in each phase, by task.
     """
     winner = read_trial(search, number)
@@ -219,7 +225,7 @@ def winner_config(
 
 
 def write_winner(search: Search, outcome: SearchOutcome, tests: Sequence[SeedTest]) -> str:
-    """Write winner.yaml, a config for `run`, and winner.json; return the path of winner.yaml."""
+    """Write winner.yaml, a config for `run`, and winner.json. Return the path of winner.yaml."""
     record = read_trial(search, outcome.trial)
     last = record["results"][-1]
     search_folder = folder(search.storage, search.name)
@@ -245,17 +251,17 @@ def write_winner(search: Search, outcome: SearchOutcome, tests: Sequence[SeedTes
     return config_path
 
 
-# ---- a whole search, with its record -------------------------------------------------------------
+# ---- a whole search, with its report and MLflow record -------------------------------------------
 def execute(
     search: Search, screen: SearchScreen, resume_command: str, report_command: str
 ) -> WrittenReport:
-    """Search, write the winner's config, measure it on test data, and record everything.
+    """Run a search, measure its winner on test data, and write the report and MLflow record.
 
     Args:
         search: The search.
         screen: Prints the progress.
         resume_command: Command that resumes the search.
-        report_command: Command that writes the report and the record again.
+        report_command: Command that writes the report and the MLflow record again.
 
     Raises:
         UserError: If another process runs the search, or there is no winner.
@@ -282,7 +288,7 @@ def _search_and_record(
     status = "KILLED"
     page = LivePage(partial(export, search, is_running=True))
     tests: list[SeedTest] = []
-    write_state(search)  # before the page exists
+    write_state(search)  # the page is built from search.json
 
     def notify(record: Trial) -> None:
         screen(record)
@@ -325,29 +331,32 @@ def _search_and_record(
 
 
 def is_search(path: str) -> bool:
-    """Return whether a file is a search file rather than a config."""
+    """Return whether a file is a search file and not a config."""
     file = find_config(path)
     return file.exists() and "space" in read_yaml(file, "a config")
 
 
 def report(search: Search) -> WrittenReport:
-    """Write the report and the MLflow record of a search from its records, also before its end."""
+    """Write the report and the MLflow record of a search from the stored records.
+
+    The search does not need to be finished.
+    """
     export(search)
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
     return WrittenReport(get_page_path(search), recorder.warnings, recorder.links())
 
 
 def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
-    """Write the report next to the records.
+    """Write the report into the folder of the search.
 
     Args:
         search: The search.
-        is_running: Whether the page marks the search as running. None: determined by its lock.
+        is_running: Whether the page shows the search as running; None: derive it from the lock.
 
     Returns:
-        The files by name.
+        File name -> content.
     """
-    from pipeline.report import search_page  # imports matplotlib
+    from pipeline.report import search_page  # slow: imports matplotlib
 
     files = search_page.build(search.storage, search.name, is_running)
     for name, data in files.items():
@@ -356,14 +365,14 @@ def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
 
 
 def get_page_path(search: Search) -> str:
-    """Return the path of the report's page."""
+    """Return the path or URI of the report's HTML page."""
     return join(folder(search.storage, search.name), "search.html")
 
 
 def evaluate_winner(
     search: Search, outcome: SearchOutcome, seed: int, resume_command: str, screen: SearchScreen
 ) -> SeedTest:
-    """Train the winner with one seed, unless the result is stored, and measure it on test data."""
+    """Train the winner with one seed, and measure it on test data. Stored results are reused."""
     name = f"{search.name}-winner-seed{seed}"
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)

@@ -1,4 +1,4 @@
-"""JSON schema of search files, for completion and checks in editors."""
+"""Build the JSON schema of search files, for completion and validation in editors."""
 
 from __future__ import annotations
 

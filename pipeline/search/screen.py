@@ -16,22 +16,23 @@ from pipeline.search.spec import Search
 from pipeline.shell.console import Console, Heartbeat
 from workers.storage.secrets import printable
 
-MAX_TRIALS = 4  # named in a line about running trials
+MAX_TRIALS = 4  # maximum number of trials in a line about running trials
 
 
 class SearchScreen:
-    """Prints one line per ended trial, and formats the texts for start and end.
+    """Prints a line for each ended trial, and formats the texts for the start and end of a search.
 
-    Within `activity`, a line shows the progress if no trial has ended for a while.
+    Inside the context `activity`, a line shows the progress if there was no output for a while.
 
     Args:
-        stream: Output stream of the search and of the runs. Default: standard output.
+        search: The search.
+        stream: Output stream of the search and of its runs. Default: standard output.
     """
 
     def __init__(self, search: Search, stream: TextIO | None = None):
         self.search = search
         self.stream = stream or sys.stdout
-        self.printed: set[int] = set()  # numbers of trials
+        self.printed: set[int] = set()  # numbers of printed trials
         self.records: dict[int, Trial] = {record["number"]: record for record in search.records()}
         self.heartbeat = Heartbeat(self._show_activity)
 
@@ -62,19 +63,19 @@ class SearchScreen:
         )
 
     def say(self, text: str) -> None:
-        """Print some lines."""
+        """Print a text of one or several lines."""
         print(printable(text), file=self.stream, flush=True)
         self.heartbeat.touch()
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context manager that prints the text of `describe` after a while without output."""
+        """Context manager that prints the text of `describe` if there is no output for a while."""
         return self.heartbeat.activity(describe)
 
     def _show_activity(self, activity: str, seconds: float) -> None:
         self.say(f"{activity} ({format_seconds(seconds)} so far)")
 
     def describe(self) -> str:
-        """Describe the number of ended trials and the progress of the others."""
+        """Describe the number of ended trials and the progress of running trials."""
         records = sorted(self.records.copy().values(), key=lambda record: record["number"])
         statuses = [record["status"] for record in records]
         num_ended = len(statuses) - statuses.count("running")
@@ -90,11 +91,11 @@ class SearchScreen:
         return ", ".join([text, *learned])
 
     def open_console(self, graph: Graph, lookups: dict[str, Lookup]) -> Console:
-        """Create the console for a run of the search, with the same output stream."""
+        """Create the console for a run of the search. It has the same output stream."""
         return Console(graph, lookups, self.stream)
 
     def head(self) -> str:
-        """Describe the search and the number of known trials."""
+        """Describe the search and the number of trials of earlier sessions."""
         settings = self.search.settings
         text = f"search {self.search.name}: {settings.algorithm}"
         if settings.scheduler != "none":
@@ -125,7 +126,7 @@ class SearchScreen:
 
         Args:
             trial: Number of the winner.
-            path: Path of the config.
+            path: Path of the winner's config.
         """
         records = self.search.records()
         run = sum(record["stages"]["run"] for record in records)
@@ -145,7 +146,7 @@ class SearchScreen:
         )
 
     def describe_tests(self, tests: Sequence[SeedTest]) -> str:
-        """Describe the winner's accuracy on test data over its seeds."""
+        """Describe the winner's accuracy on test data: its mean over seeds, and of each seed."""
         if not tests:
             return "no seeds, so the winner was not measured on test data"
         rates = [100 * test["average_accuracy"] for test in tests]
@@ -160,7 +161,10 @@ class SearchScreen:
 
 
 def point_text(params: Mapping[str, Any]) -> str:
-    """Format a point of the space in one line: keys without method, numbers with four digits."""
+    """Format a point of the space in one line.
+
+    The prefix `methods.LABEL.` of keys is left out. Floats have four significant digits.
+    """
     parts = []
     for key, value in params.items():
         if key.startswith("methods."):

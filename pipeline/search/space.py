@@ -1,6 +1,6 @@
-"""The space of a search: dimensions of a config with their distributions.
+"""The space of a search: settings of a config with distributions of their values.
 
-A space is checked against the schema of the config before anything runs.
+A space is checked against the schema of the config before a search starts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from workers.rng import derive_seed
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-# The only key of a space that is not a setting: the method of a trial, among those of the base.
+# The only key of a space that is not a setting: the method of a trial, one of those in the base
+# config.
 METHOD = "method"
-# Keys of the base that do not change a result, or only by chance.
+# Keys of the base config that do not change results, except by randomness (`seed`).
 NOT_LEARNED = ("name", "storage", "cluster", "tracking", "seed")
-REDRAW_PROBABILITY = 0.25  # probability of drawing a value again in `Space.perturb`
+REDRAW_PROBABILITY = 0.25  # probability that `Space.perturb` draws a value again
 Params = dict[str, Any]  # dotted key -> value
 
 
 # ---- dimensions ----------------------------------------------------------------------------------
 class Conditional(Frozen, ABC):
-    """One dimension of a space. It applies only to points that fulfil its `when`."""
+    """One dimension of a space. It applies only to points that match its conditions `when`."""
 
     when: dict[str, Any] = Field(
         default_factory=dict,
@@ -52,16 +53,16 @@ class Conditional(Frozen, ABC):
 
     @abstractmethod
     def grid(self) -> list[Any]:
-        """Return the values of a grid."""
+        """Return the values of this dimension in a grid search."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Number of values of a grid."""
+        """Number of values in a grid search."""
 
     @abstractmethod
     def bounds(self) -> list[Any]:
-        """Return the values to check: both ends of a range, or all values of a choice."""
+        """Return the values to validate: both ends of a range, or all values of a choice."""
 
     @abstractmethod
     def perturb(self, value: Any, rng: random.Random) -> Any:
@@ -69,7 +70,7 @@ class Conditional(Frozen, ABC):
 
 
 class Uniform(Conditional):
-    """Real numbers from low to high, drawn uniformly."""
+    """Real numbers from `low` to `high`, with uniform probability."""
 
     dist: Literal["uniform"]
     low: float
@@ -100,12 +101,12 @@ class Uniform(Conditional):
         return [self.low, self.high]
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value that is 20 % smaller or larger, within the bounds."""
+        """Return a value that is 20 % smaller or larger, clipped to the range."""
         return min(max(value * rng.choice((0.8, 1.2)), self.low), self.high)
 
 
 class LogUniform(Uniform):
-    """Positive numbers from low to high; their logarithm is drawn uniformly."""
+    """Positive numbers from `low` to `high`, whose logarithm has uniform probability."""
 
     dist: Literal["loguniform"]  # type: ignore[assignment]
     low: PositiveFloat
@@ -125,7 +126,7 @@ class LogUniform(Uniform):
 
 
 class Int(Conditional):
-    """Whole numbers from low to high, both included."""
+    """Whole numbers from `low` to `high`, both included."""
 
     dist: Literal["int"]
     low: int
@@ -153,7 +154,7 @@ class Int(Conditional):
         return [self.low, self.high]
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value that is 20 %, and at least 1, smaller or larger, within the bounds."""
+        """Return a value that is smaller or larger by 20 %, at least by 1, clipped to the range."""
         step = max(1, round(abs(value) / 5))
         return min(max(value + rng.choice((-step, step)), self.low), self.high)
 
@@ -176,7 +177,7 @@ class Choice(Conditional):
         return self.values[rng.randrange(len(self.values))]
 
     def suggest(self, trial: Trial, key: str) -> Any:
-        # Optuna is given indices: its own categories cannot be lists
+        # Optuna gets the indices of the values, because its categories cannot be lists.
         indices = list(range(len(self.values)))
         return self.values[trial.suggest_categorical(key, indices)]
 
@@ -191,7 +192,7 @@ class Choice(Conditional):
         return list(self.values)
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a neighbour in the list."""
+        """Return a neighbour of the value in the list. At its ends, it can be the value itself."""
         index = self.values.index(value) + rng.choice((-1, 1))
         return self.values[min(max(index, 0), len(self.values) - 1)]
 
@@ -206,10 +207,11 @@ def _check_order(low: float, high: float) -> None:
 
 # ---- the space -----------------------------------------------------------------------------------
 class Space:
-    """Dimensions by dotted key.
+    """A search space: dimensions by dotted key.
 
     A dimension `methods.LABEL...` applies only to points with that method, and a dimension with
-    `when` only to points that fulfil it. Therefore a point has only keys with an effect.
+    `when` only to points that match its conditions. A point contains only the dimensions that
+    apply, so each of its keys has an effect.
     """
 
     def __init__(self, dimensions: Mapping[str, Dimension]):
@@ -218,7 +220,12 @@ class Space:
         self.dimensions = _sorted(dimensions)
 
     def applies(self, key: str, params: Mapping[str, Any]) -> bool:
-        """Return whether a point has `key`. params: its values of the dimensions before `key`."""
+        """Return whether the dimension `key` applies to a point.
+
+        Args:
+            key: Key of the dimension.
+            params: Values of the point in the dimensions before `key`.
+        """
         is_of_a_method = METHOD in params and key.startswith("methods.")
         if is_of_a_method and not key.startswith(f"methods.{params[METHOD]}."):
             return False
@@ -229,11 +236,11 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Number of points of the grid, where equal points are counted several times."""
+        """Upper bound of the number of points of the grid. Equal points are counted separately."""
         return math.prod(dimension.size for dimension in self.dimensions.values())
 
     def draw_point(self, seed: int, number: int) -> Params:
-        """Return point `number` of a random search. It depends on nothing else but the seed."""
+        """Return point `number` of a random search. It depends only on the number and the seed."""
         params: Params = {}
         for key in self.dimensions:
             if self.applies(key, params):
@@ -241,12 +248,12 @@ class Space:
         return params
 
     def draw(self, key: str, seed: int, number: int) -> Any:
-        """Return the value that point `number` of a random search has in one dimension."""
+        """Return the value of point `number` of a random search in one dimension."""
         rng = random.Random(derive_seed(seed, "search", number, key))
         return self.dimensions[key].draw(rng)
 
     def suggest(self, trial: Trial) -> Params:
-        """Return the point that Optuna suggests."""
+        """Return the point that Optuna suggests for a trial."""
         params: Params = {}
         for key, dimension in self.dimensions.items():
             if self.applies(key, params):
@@ -254,7 +261,7 @@ class Space:
         return params
 
     def to_optuna(self, params: Mapping[str, Any]) -> Params:
-        """Return a point in Optuna's form, with the index of a choice instead of the value."""
+        """Return a point as Optuna stores it: with the index of a choice instead of the value."""
         stored: Params = {}
         for key, value in params.items():
             dimension = self.dimensions[key]
@@ -276,7 +283,10 @@ class Space:
         return list(points.values())
 
     def perturb(self, params: Mapping[str, Any], rng: random.Random) -> Params:
-        """Return a point close to `params`. Each value is drawn again with probability 1/4."""
+        """Return a point close to `params`.
+
+        A value is drawn again with probability REDRAW_PROBABILITY, or if `params` does not have it.
+        """
         point: Params = {}
         for key, dimension in self.dimensions.items():
             if not self.applies(key, point):
@@ -290,7 +300,8 @@ class Space:
     def corners(self) -> Iterator[Params]:
         """Yield points that cover both ends of every range and every value of every choice.
 
-        In each point, the other dimensions have their first applicable value.
+        For each method, each point sets one dimension and the values that its `when` needs. All
+        other dimensions have their first value.
         """
         labels: list[Any] = [None]
         if METHOD in self.dimensions:
@@ -307,7 +318,7 @@ class Space:
             yield from points.values()
 
     def _build_corner(self, fixed: Params) -> Params:
-        """Return a point with the `fixed` values that apply; the first value elsewhere."""
+        """Return a point with the `fixed` values. Other dimensions have their first value."""
         point: Params = {}
         for key, dimension in self.dimensions.items():
             if self.applies(key, point):
@@ -315,7 +326,7 @@ class Space:
         return point
 
     def _find_condition(self, key: str) -> Params:
-        """Return values of other dimensions for which `key` applies."""
+        """Return values of other dimensions for which the dimension `key` applies."""
         params: Params = {}
         for other, condition in self.dimensions[key].when.items():
             params |= self._find_condition(other)
@@ -324,12 +335,12 @@ class Space:
 
 
 def _as_list(condition: Any) -> list[Any]:
-    """Return the values of a `when` for a key as a list."""
+    """Return the value or values of a condition in `when` as a list."""
     return list(condition) if isinstance(condition, (list, tuple)) else [condition]
 
 
 def _check_when(dimensions: Mapping[str, Dimension], key: str) -> None:
-    """Raise `UserError` when the `when` of a dimension is not about values of choices."""
+    """Raise `UserError` if `when` of a dimension contains anything but values of choices."""
     conditions = dimensions[key].when
     for other in conditions:
         if other not in dimensions:
@@ -353,7 +364,7 @@ def _check_when(dimensions: Mapping[str, Dimension], key: str) -> None:
 
 
 def _sorted(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension]:
-    """Return the dimensions with the method first, and each after those that its `when` names."""
+    """Sort dimensions: the method first, and each dimension after those that its `when` names."""
     ordered: dict[str, Dimension] = {}
     if METHOD in dimensions:
         ordered[METHOD] = dimensions[METHOD]
@@ -372,7 +383,7 @@ def _sorted(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension]:
 
 # ---- points and configs --------------------------------------------------------------------------
 def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's plain values with the values of a point in them."""
+    """Return the plain values of a config, with the values of a point inserted."""
     config_body = copy.deepcopy(dict(body))
     if METHOD in params:
         label = params[METHOD]
@@ -385,7 +396,7 @@ def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str,
 
 
 def check(space: Space, body: Mapping[str, Any], path: str) -> None:
-    """Check that every trial could run.
+    """Check that the config accepts the keys of the space, the ends of ranges and all choices.
 
     Args:
         space: The space.
@@ -393,8 +404,8 @@ def check(space: Space, body: Mapping[str, Any], path: str) -> None:
         path: Path of the search file.
 
     Raises:
-        UserError: If a key is not a setting of the config, if the config refuses an end of a range
-            or a value, or if a trial would have several methods.
+        UserError: If a key is not a setting of the config or cannot be searched, if the config
+            rejects a value, or if a trial would not have exactly one method.
     """
     labels = _searched_labels(space, body, path)
     for key in space.dimensions:
@@ -411,7 +422,7 @@ def check(space: Space, body: Mapping[str, Any], path: str) -> None:
 
 
 def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[str]:
-    """Return the labels of the methods of trials.
+    """Return the labels of the methods that trials can have.
 
     Raises:
         UserError: If a trial would have no method, or several methods.
@@ -441,7 +452,7 @@ def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[s
 
 
 def _check_key(key: str, labels: Sequence[str], path: str) -> None:
-    """Raise `UserError` if a key does not belong to a searchable setting of one of `labels`."""
+    """Raise `UserError` if a key cannot be searched, or belongs to a method not in `labels`."""
     top, _, rest = key.partition(".")
     if top == "stream":
         raise UserError(

@@ -1,6 +1,6 @@
-"""The specification of a search: its YAML file, the checks before a run, and search.json.
+"""The specification of a search: its YAML file, the checks before it starts, and search.json.
 
-search.json contains the data from which a search is resumed.
+The file search.json contains the data to resume a search and to read its trials.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from workers.methods.registration import describe_unknown, why_not_importable
 from workers.storage.artifact import exists, join, read_json, write_bytes
 
 MAX_GRID_POINTS = 10_000
-IDLE_TRIALS = 32  # in a row, after which no further one begins where their number has no bound
-# settings that may change when a search continues
+# A search without a limit on the number of trials ends after this many trials in a row that have
+# executed no stage.
+IDLE_TRIALS = 32
+# Settings of a search file that may change when the search is resumed.
 FREE = ("budget", "seeds", "tolerance", "concurrent")
-# keys of the base that may change then, because they change no result
+# Keys of the base config that may change when the search is resumed. They do not change results,
+# except by rounding (`cluster`).
 FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
 
 
 class Budget(Frozen):
-    """Limits of a search. No trial starts after a limit is reached.
+    """Limits of a search. After a limit is reached, no trial starts.
 
     Attributes:
-        hours: Wall-clock time, summed over all sessions of the search.
-        gpu_hours: Durations of executed stages and failed attempts, times their GPUs.
+        hours: Wall-clock hours, summed over all sessions of the search.
+        gpu_hours: Hours of executed stages and failed attempts, times the number of their GPUs.
     """
 
     trials: PositiveInt | None = Field(None, description="trials in all")
@@ -162,7 +165,7 @@ class SearchSettings(Frozen):
         return self
 
     def _check_field(self, protocol: str, name: str, is_set: bool, hint: str = "") -> None:
-        """Raise `ValueError` unless the field is set exactly when the protocol needs it."""
+        """Raise `ValueError` if the protocol needs the field but it is missing, or vice versa."""
         if is_set == (self.protocol == protocol):
             return
         remedy = "leave it out" if is_set else f"give {name}"
@@ -257,7 +260,7 @@ class SearchSettings(Frozen):
 
     @property
     def has_params_per_task(self) -> bool:
-        """Whether tasks of one stream may be trained with different parameters."""
+        """Whether the tasks of one stream may be trained with different parameters."""
         return self.protocol == "per_task" or self.scheduler == "pbt"
 
 
@@ -266,7 +269,7 @@ class TrialCost(NamedTuple):
 
     Attributes:
         stages: Number of executed stages.
-        gpu_s: Their durations times their GPUs.
+        gpu_s: Seconds of executed stages and failed attempts, times the number of their GPUs.
     """
 
     stages: int
@@ -274,25 +277,31 @@ class TrialCost(NamedTuple):
 
     @classmethod
     def of(cls, record: Trial) -> TrialCost:
-        """Return the cost of a trial by its record."""
+        """Return the cost of a trial from its record."""
         return cls(record["stages"]["run"], record.get("gpu_s", 0.0))
 
 
 @dataclass
 class Search:
-    """A search with a parsed and checked file.
+    """A search with a parsed and validated file.
 
     Attributes:
-        body: Plain values of the base with `set`, the start of each trial.
-        report_body: The same with the base's own stream, for the winner.
-        tasks: Tasks that trials learn, in stream order.
-        method_tasks: The tasks for which the method has stages besides the evaluation. A base task
-            has none if the method leaves the backbone unchanged.
+        settings: Settings of the search file.
+        body: Plain values of the base config with the changes in `set`. The config of each trial is
+            built from them.
+        report_body: The same values with the stream of the base config, for the winner. They differ
+            from `body` only with protocol `two_streams`.
+        space: Search space.
+        storage: Folder or URI of the storage.
+        provenance: Provenance of results: code and package versions.
+        tasks: Names of the tasks that trials learn, in stream order.
+        method_tasks: The tasks for which the method has other stages than the evaluation. A base
+            task has none if the method leaves the backbone unchanged.
         note: A note about the settings on this stream, or "".
         digest: Digest of everything that must not change when the search is resumed.
-        sessions: Start and duration of each session.
-        warm_start: Points and observations from an earlier search.
-        costs: Cost of each trial by number. None: not read yet.
+        sessions: Start and duration of each session of the search.
+        warm_start: Points and observations from an earlier search, or None.
+        costs: Cost of each trial by number; None if the records have not been read yet.
     """
 
     settings: SearchSettings
@@ -316,17 +325,21 @@ class Search:
 
     @property
     def cluster(self) -> configs.ClusterSettings:
-        """Cluster settings of the base."""
+        """Cluster settings of the base config."""
         return configs.ClusterSettings.model_validate(self.body.get("cluster") or {})
 
     @property
     def tracking(self) -> configs.TrackingSettings:
-        """Tracking settings of the base."""
+        """Tracking settings of the base config."""
         params = next(self.space.corners())
         return _build_config(self.body, params, self.name).tracking
 
     def records(self, phase: str | None = None) -> list[Trial]:
-        """Return the records of the trials of a phase, sorted by number. phase: None means all."""
+        """Return the stored records of trials, sorted by number.
+
+        Args:
+            phase: Phase of the trials; None: all phases.
+        """
         if not exists(join(folder(self.storage, self.name), "search.json")):
             return []
         stored = load_trials(self.storage, self.name)
@@ -334,11 +347,11 @@ class Search:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall-clock time of all sessions."""
+        """Wall-clock seconds of all sessions."""
         return float(sum(session["wall_s"] for session in self.sessions))
 
     def budget_used(self) -> dict[str, float]:
-        """Return the used share of each bound of the budget but the number of trials."""
+        """Return the used share of each limit of the budget, except of the number of trials."""
         budget = self.settings.budget
         shares: dict[str, float] = {}
         if budget.hours is not None:
@@ -353,7 +366,7 @@ class Search:
         return shares
 
     def _costs_of_trials(self) -> dict[int, TrialCost]:
-        """Return the cost of each trial by number. The records are read once."""
+        """Return the cost of each trial by number. The records are read only once."""
         if self.costs is None:
             self.costs = {record["number"]: TrialCost.of(record) for record in self.records()}
         return self.costs
@@ -369,9 +382,9 @@ class Search:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last IDLE_TRIALS trials have run no stage.
+        """Whether the last IDLE_TRIALS trials have executed no stage.
 
-        This happens if they failed immediately, or if all points of the space were tried before.
+        This happens if they failed immediately, or if all points of the space have been tried.
         """
         costs = self._costs_of_trials()
         last = sorted(costs)[-IDLE_TRIALS:]
@@ -379,13 +392,13 @@ class Search:
 
     @property
     def is_gpu_budget_used(self) -> bool:
-        """Whether the budget of GPU-hours is used up by results so far."""
+        """Whether the budget of GPU-hours is used up."""
         return self.budget_used().get("gpu_hours", 0.0) >= 1
 
 
 # ---- reading -------------------------------------------------------------------------------------
 class SearchFile(NamedTuple):
-    """A search file with its base. See `Search` for the bodies."""
+    """A search file with its base config. See `Search` for `body` and `report_body`."""
 
     settings: SearchSettings
     body: dict[str, Any]
@@ -393,10 +406,11 @@ class SearchFile(NamedTuple):
 
 
 def load(path: str, overrides: list[str]) -> SearchFile:
-    """Read a search file and its base.
+    """Read a search file and its base config.
 
     Args:
-        path: Path of the search file, or of a config; then the overrides name the method.
+        path: Path of the search file, or of a config. For a config, an override must name the
+            method (`methods=NAME`), and the predefined search of this method is used.
         overrides: Overrides in the form of `--set`.
 
     Raises:
@@ -432,15 +446,16 @@ def load(path: str, overrides: list[str]) -> SearchFile:
 
 
 def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Build the values of a search file for a config and the method that an override names.
+    """Build the values of a search file from a config and the predefined search of a method.
 
     Args:
-        path: Of the config, for errors.
-        file: Of the config, which becomes the base.
-        overrides: As `--set` takes them.
+        path: Path of the config as the user gave it, for error messages.
+        file: Resolved path of the config, which becomes the base config.
+        overrides: Overrides in the form of `--set`. One of them must name the method.
 
     Raises:
-        UserError: If they do not name one method, or its file has no search.
+        UserError: If the overrides do not name exactly one method, or the method has no predefined
+            search.
     """
     named = [yaml_files.parse_override(o)[1] for o in overrides if o.startswith("methods=")]
     method = named[-1] if named else None
@@ -468,12 +483,12 @@ def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, 
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Apply `key=value` to the plain values of a search file.
 
-    A key of the search file is set there. A key that only the base config has goes into `set`.
-    `set.KEY` always means KEY of the base, even if both files have this key (`name`, `seed`,
-    `stream`).
+    A key of search files is set directly. A key that only the base config can have is added to
+    `set`. `set.KEY` always means KEY of the base config, even if both files can have this key
+    (`name`, `seed`, `stream`).
 
     Raises:
-        UserError: If neither file has the key.
+        UserError: If neither a search file nor a config can have the key.
     """
     path, value = yaml_files.parse_override(override)
     top, _, base_key = path.partition(".")
@@ -490,13 +505,13 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             "correct the file"
         )
     changes = dict(changes)
-    changes.pop(base_key, None)  # the last one counts, also against keys below it
+    changes.pop(base_key, None)  # moved to the end: it also replaces changes below the key
     changes[base_key] = value
     raw["set"] = changes
 
 
 def _check_base_key(key: str, override: str) -> None:
-    """Raise `UserError` if `key` is not a top-level key of a base config."""
+    """Raise `UserError` if `key` is not a top-level key of a config."""
     if key in configs.Config.model_fields:
         return
     known = list(dict.fromkeys([*SearchSettings.model_fields, *configs.Config.model_fields]))
@@ -512,15 +527,15 @@ def prepare(
     overrides: list[str],
     say: Callable[[str], None] = print,
 ) -> Search:
-    """Read a search and check as much as possible before anything runs.
+    """Read a search file, and check as much as possible before the search starts.
 
     Args:
-        path: Path of the search file or config.
+        path: Path of the search file, or of a config; see `load`.
         overrides: Overrides in the form of `--set`.
-        say: Called with a line if raw data was rewritten in place.
+        say: Called with a line of text if raw data was rewritten in place.
 
     Raises:
-        UserError: If the search cannot work, or the storage has another search with its name.
+        UserError: If the search cannot run, or the storage has another search with its name.
     """
     settings, body, report_body = load(path, overrides)
     space = Space(settings.space)
@@ -614,12 +629,18 @@ def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
 
 
 def _build_config(body: dict[str, Any], params: Params, where: str) -> configs.Config:
-    """Return the config of a point. where: begins the sentence of an error."""
+    """Return the config of a point.
+
+    Args:
+        body: Plain values of the base config.
+        params: The point.
+        where: Start of error messages.
+    """
     return configs.check(spaces.with_params(body, params), where)
 
 
 def _check_space(settings: SearchSettings, space: Space, body: dict[str, Any], path: str) -> None:
-    """Raise `UserError` when the space does not suit the base, the protocol or the algorithm."""
+    """Raise `UserError` if the space does not fit the base config, protocol or algorithm."""
     spaces.check(space, body, path)
     if settings.has_params_per_task:
         spaces.check_per_task([key for key in settings.space if key != spaces.METHOD], path)
@@ -636,7 +657,7 @@ def _check_space(settings: SearchSettings, space: Space, body: dict[str, Any], p
 
 
 def _check_gpu_budget(settings: SearchSettings, config: configs.Config, path: str) -> None:
-    """Raise `UserError` when trials that take no GPU have a budget of GPU-hours."""
+    """Raise `UserError` if there is a budget of GPU-hours, but trials use no GPU."""
     hours = settings.budget.gpu_hours
     if hours is not None and not config.cluster.of_any_step().gpus_per_worker:
         raise UserError(
@@ -647,7 +668,7 @@ def _check_gpu_budget(settings: SearchSettings, config: configs.Config, path: st
 
 
 def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
-    """Raise `UserError` when the first tasks are not fewer than the `count` tasks of the stream."""
+    """Raise `UserError` if `first_tasks` is not less than the number of tasks, `count`."""
     if settings.first_tasks is not None and settings.first_tasks >= count:
         raise UserError(
             f"{path}: first_tasks is {settings.first_tasks}, and the stream has {count} tasks; "
@@ -656,7 +677,7 @@ def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
-    """Raise `UserError` if early stopping has no decision between the first and the last task."""
+    """Raise `UserError` if trials learn too few tasks (`count`) for early stopping or exchange."""
     if settings.scheduler == "asha" and settings.grace >= count:
         raise UserError(
             f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would "
@@ -675,15 +696,16 @@ def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
-    """Return the tasks for which the method has stages besides the evaluation."""
+    """Return the tasks for which the method has other stages than the evaluation."""
     changed = {stage.task for stage in graph if stage.method and stage.step != "evaluate"}
     return tuple(task for task in tasks if task in changed)
 
 
 def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> str:
-    """Describe what the first rung of asha cannot compare, or return "".
+    """Return a note about the first rung of asha, or "" if no note is needed.
 
-    The first rung compares too little if methods learn tasks independently of each other.
+    If a method learns tasks independently of each other, the first rung does not say how well it
+    learns later tasks.
     """
     if settings.scheduler != "asha":
         return ""
@@ -704,17 +726,17 @@ def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> 
 
 # ---- search.json ---------------------------------------------------------------------------------
 def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str:
-    """Compute the SHA-256 of everything that makes trials of different sessions comparable.
+    """Return the SHA-256 digest of everything that must be equal for trials to be comparable.
 
-    These are the settings, the base, the sources of the data, and the stages that use them.
+    These are the settings, the base config, the sources of the data, and the inputs of the stages.
     """
     search_inputs = key_inputs(settings, (*FREE, "set"))  # the body includes `set`
     if settings.protocol == "per_task":
-        # here the number of a trial tells which task it is for
+        # The number of a trial determines its task.
         search_inputs["trials"] = settings.budget.trials
     base_inputs = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
     stages: list[Any] = []
-    for stage in graph:  # keys of other stages are unknown before their data are ingested
+    for stage in graph:  # only ingest stages have a final key before the data is ingested
         is_ingest = stage.step == "ingest"
         stages.append(stage.key if is_ingest else {**stage.inputs, "images": None})
     inputs = [search_inputs, base_inputs, stages]
@@ -722,10 +744,10 @@ def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str
 
 
 def _earlier_state(search: Search) -> dict[str, Any]:
-    """Return the search.json of a search that is resumed, or an empty mapping for a new search.
+    """Return the content of search.json if a search is resumed, or {} for a new search.
 
     Raises:
-        UserError: If the storage has another search with this name.
+        UserError: If the storage has a different search with this name.
     """
     search_folder = folder(search.storage, search.name)
     try:
@@ -748,7 +770,7 @@ def write_state(search: Search) -> None:
 
 
 def build_state(search: Search) -> dict[str, Any]:
-    """Return the content of search.json, which is needed to read the trials and to resume."""
+    """Return the content of search.json."""
     settings = search.settings.model_dump(mode="json", exclude={"space", "base", "set", "stream"})
     if search.settings.algorithm == "grid":
         settings["budget"]["trials"] = len(search.space.grid())

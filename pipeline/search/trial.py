@@ -1,6 +1,7 @@
-"""One trial of a search: a graph in the shared store, judged on validation images after each task.
+"""Run one trial of a search: a graph of stages, evaluated on validation images after each task.
 
-Its record outlives its process.
+The results of stages are in the shared store. The record of a trial is a file in the storage, so a
+search can be resumed after the process of the trial has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Report = Callable[[TrialResult], None]
 
 
 class TrialFailed(Exception):
-    """A trial that cannot continue. Its record has the message, and the search continues."""
+    """A trial cannot continue. Its record contains the message. The search continues."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,19 @@ class PhasePlan:
     """Common data of the trials of a phase; plain and picklable.
 
     Attributes:
+        name: Name of the search.
+        storage: Folder or URI of the storage.
         body: Plain values of the base config.
-        tasks: Tasks that a trial learns, in stream order.
-        method_tasks: The tasks for which the method has stages besides the evaluation.
-        only: Judge a trial only after the last task.
-        phase: The task of this phase. "": the search has one phase.
+        provenance: Provenance of results: code and package versions.
+        tasks: Names of the tasks that a trial learns, in stream order.
+        method_tasks: The tasks for which the method has other stages than the evaluation.
+        only: Whether a trial has a result only after the last task, and not after each task.
+        phase: Name of the task of this phase; "" if the search has only one phase.
         chosen_so_far: Parameters chosen in earlier phases, by task.
-        each: Each task keeps the parameters of its training (population-based training).
-        until: Number of tasks that trials learn now. None: all.
-        max_forgetting: A trial is stopped above this average forgetting. None: no limit.
+        each: Whether each task keeps the parameters with which it was trained (population-based
+            training).
+        until: Number of tasks that trials learn in this round; None: all tasks.
+        max_forgetting: Average forgetting above which a trial is stopped; None: no limit.
     """
 
     name: str
@@ -72,13 +77,19 @@ class PhasePlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether trials that have learned the tasks of this round have learned all tasks."""
+        """Whether trials have learned all tasks after this round."""
         return self.until is None or self.until == len(self.tasks)
 
     def config(
         self, params: Mapping[str, Any], history: Mapping[str, Params], name: str
     ) -> config.Config:
-        """Return the config of a point. history: task -> parameters of that task alone."""
+        """Return the config of a trial.
+
+        Args:
+            params: Parameters of the trial.
+            history: Task -> parameters that apply only to this task.
+            name: Name of the config.
+        """
         body = with_history(self.body, params, {**self.chosen_so_far, **history})
         return config.check(
             {**body, "name": name, "storage": self.storage}, f"search {self.name!r}"
@@ -88,13 +99,13 @@ class PhasePlan:
 def with_history(
     body: Mapping[str, Any], params: Mapping[str, Any], history: Mapping[str, Params]
 ) -> dict[str, Any]:
-    """Return plain values of a config with the parameters of a point.
+    """Return the plain values of a config with the parameters of a point inserted.
 
     Args:
         body: Plain values of the base config.
-        params: The point.
-        history: Parameters of single tasks, by task. If there are any, the common settings of tasks
-            stay those of `body`.
+        params: The point. If `history` is not empty, only its method is used.
+        history: Task -> parameters that apply only to this task. The other tasks keep the settings
+            of `body`.
     """
     shared = params
     if history:
@@ -126,7 +137,8 @@ def read_record(storage: str, name: str, number: int) -> Trial | None:
     """Read the record of a trial.
 
     Returns:
-        The record. None if the trial never started or the file is damaged; then it starts again.
+        The record; None if the trial has not been started, or the file is damaged. In this case,
+        the trial starts from the beginning.
     """
     try:
         record = read_json(record_path(storage, name, number))
@@ -150,14 +162,16 @@ def now() -> str:
 # ---- running -------------------------------------------------------------------------------------
 @dataclass
 class Count:
-    """Observer of the walks of one trial that counts executed and reused stages.
+    """A watcher of the runs of one trial. It counts executed and reused stages, and their time.
 
     Attributes:
-        cluster: Resources of a worker by kind of stage.
-        on_change: Called when a stage has finished or failed.
-        seconds: Durations of executed stages and failed attempts, times their workers.
-        gpu_seconds: The same durations times the GPUs of a worker.
-        began: Start of each running stage on the monotonic clock.
+        cluster: Settings with the resources of a worker for each kind of stage.
+        on_change: Called after a stage has finished or failed.
+        run: Number of executed stages.
+        reused: Number of stages with a result in the store.
+        seconds: Total seconds of executed stages and failed attempts, times their workers.
+        gpu_seconds: The same total, with each duration also multiplied by the GPUs of a worker.
+        began: Id of a running stage -> its start on the monotonic clock.
     """
 
     cluster: ClusterSettings
@@ -169,9 +183,10 @@ class Count:
     began: dict[str, float] = field(default_factory=dict)
 
     def go_on_after(self, record: Trial) -> None:
-        """Start with the counts of an interrupted trial.
+        """Continue with the counts of an interrupted trial.
 
-        The trial finds the stages that it executed before; these do not count as reused.
+        The stages that the trial executed before have results now. They must not be counted as
+        reused, so `reused` starts with a negative number.
         """
         self.run = record["stages"]["run"]
         self.reused = -self.run
@@ -179,15 +194,15 @@ class Count:
         self.gpu_seconds = record.get("gpu_s", 0.0)
 
     def on_progress(self, event: Event) -> None:
-        """Note the time when a worker starts a stage."""
+        """Remember the time at which a worker starts a stage."""
         if event.kind is EventKind.STARTED:
             self.began[event.stage] = time.monotonic()
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Count a finished stage, or the duration of a failed attempt."""
+        """Count a finished stage, or add the duration of a failed attempt."""
         if event.kind is EventKind.DONE:
             self.began.pop(event.stage, None)
-            if event.body.get("reused"):  # another trial executed it in the meantime
+            if event.body.get("reused"):  # another process computed the result meanwhile
                 self.reused += 1
             else:
                 self.run += 1
@@ -210,7 +225,7 @@ class Count:
         """Do nothing: decisions are not counted."""
 
     def write_into(self, record: Trial) -> None:
-        """Set the counts of a record."""
+        """Write the counts into a record."""
         record["stages"] = {"run": self.run, "reused": max(0, self.reused)}
         record["device_s"] = round(self.seconds, 3)
         record["gpu_s"] = round(self.gpu_seconds, 3)
@@ -223,17 +238,20 @@ def run_trial(
     report: Report,
     parent: int | None = None,
 ) -> None:
-    """Run a trial as far as the plan goes, or report its results again if it has come that far.
+    """Run a trial for the tasks of the plan.
+
+    If the trial has ended, or has learned these tasks before, only report its stored results again.
 
     Args:
         plan: Common data of the trials.
         number: Number of the trial.
-        params: Its parameters.
+        params: Parameters of the trial.
         report: Called with the result after each task.
-        parent: The trial whose first tasks this one continues (population-based training).
+        parent: Number of the trial from which this trial continues (population-based training), or
+            None.
 
     Raises:
-        TrialFailed: If a stage fails.
+        TrialFailed: If the trial has failed, for example because of a stage.
     """
     previous = read_record(plan.storage, plan.name, number)
     if previous is not None and _is_complete(previous, plan):
@@ -269,7 +287,7 @@ def run_trial(
 def comparable_results(record: Trial) -> list[TrialResult]:
     """Return the results that a scheduler can compare with other trials.
 
-    The result after which a trial was stopped for its forgetting is not included.
+    If a trial was stopped because it forgets too much, its last result is not included.
     """
     if record["status"] == "stopped" and record["message"]:
         return record["results"][:-1]
@@ -277,7 +295,7 @@ def comparable_results(record: Trial) -> list[TrialResult]:
 
 
 def _is_complete(record: Trial, plan: PhasePlan) -> bool:
-    """Return whether a trial has ended, or has learned all tasks of this round."""
+    """Return whether a trial has ended, or has learned the tasks of this round."""
     if record["status"] in ENDED:
         return True
     return plan.until is not None and len(record.get("rounds", ())) >= plan.until
@@ -304,12 +322,13 @@ def _new_record(plan: PhasePlan, number: int, params: Mapping[str, Any]) -> Tria
 
 
 def _take_over(record: Trial, plan: PhasePlan, parent: int) -> None:
-    """Set the start of a trial in a round: the results of `parent` and the trial's own rounds.
+    """Initialize the record of a trial in a round of population-based training.
 
-    `parent` can be the trial itself.
+    The results and the history are those of `parent`, which can be the trial itself. The list of
+    rounds is that of the trial.
 
     Raises:
-        TrialFailed: If the parent has no such results.
+        TrialFailed: If a record is missing or damaged, or `parent` lacks results.
     """
     number = record["number"]
     tasks = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
@@ -333,14 +352,14 @@ def _learn(
 ) -> None:
     """Learn the tasks without a result in `record`, one after the other.
 
-    With `plan.each`, the remaining tasks are trained with the parameters of the record.
+    With `plan.each`, the parameters of the record apply only to these tasks.
 
     Args:
         plan: Common data of the trials.
-        record: Record of the trial.
+        record: Record of the trial, which is updated and stored after each change.
         report: Called with the result after each task.
         started: Start of the trial on the monotonic clock.
-        previous: Record of the interrupted trial, if any.
+        previous: Record of the trial from an interrupted session, or None.
     """
     store = Store(plan.storage)
     params = record["params"]
@@ -366,7 +385,7 @@ def _learn(
     graph, tasks = _graph_of_trial(plan, settings, store)
     runner = Runner(store, settings, graph, count)
     try:
-        # a search ingests the data before its trials
+        # The search ingests the data before its trials start. Ingest data that is missing now.
         if any(stage.is_provisional for stage in graph):
             for stage in graph:
                 if stage.step == "ingest":
@@ -376,7 +395,7 @@ def _learn(
         record["graph"] = graph_record
         with (
             store.claimed_by_gc()
-        ):  # garbage collection must know the graph before the look-up of stages
+        ):  # garbage collection must know the graph before stages are looked up
             write_record(plan.storage, plan.name, record)
         for position, task in enumerate(plan.tasks[: plan.until]):
             if position < learned:
@@ -396,7 +415,8 @@ def _learn(
                 }
                 record["rounds"] = [*record["rounds"], finished_round]
             if position == len(plan.tasks) - 1:
-                # Together with the last result, so that a trial with all tasks is not stopped.
+                # Stored together with the last result: Tune may stop the trial after this result,
+                # and a trial that has learned all tasks must not count as stopped.
                 record["status"] = "finished"
                 record["ended"] = now()
             message = _forgets_too_much(plan, record)
@@ -406,14 +426,14 @@ def _learn(
                 record["ended"] = now()
             save_count()
             if message:
-                return  # no scheduler can compare other trials with its accuracy
+                return  # without a report: the scheduler must not compare other trials with it
             report(result)
     finally:
         runner.close()
 
 
 def _forgets_too_much(plan: PhasePlan, record: Trial) -> str:
-    """Return a message if a trial forgets more than the search allows, else ""."""
+    """Return a message if a trial forgets more than `max_forgetting` allows, else ""."""
     average = forgetting(record["results"])
     if plan.max_forgetting is None or not average > plan.max_forgetting:
         return ""
@@ -427,7 +447,10 @@ def _forgets_too_much(plan: PhasePlan, record: Trial) -> str:
 def _graph_of_trial(
     plan: PhasePlan, settings: config.Config, store: Store
 ) -> tuple[Graph, list[Task]]:
-    """Return the graph up to the evaluations of the plan's tasks, and these tasks."""
+    """Return the graph of the evaluations of the plan's tasks and their ancestors.
+
+    Also return the tasks.
+    """
     graph, tasks = build.build_graph(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))
     stage_ids: set[str] = set()
@@ -438,7 +461,7 @@ def _graph_of_trial(
 
 
 class Runner:
-    """Runs parts of one graph in sequence on one executor."""
+    """Runs parts of one graph, one after another, on one executor."""
 
     def __init__(self, store: Store, settings: config.Config, graph: Graph, count: Count):
         self.store = store
@@ -449,7 +472,7 @@ class Runner:
         self.executor = executor.SharedExecutor(self._make_executor)
 
     def run(self, stage_id: str) -> None:
-        """Run a stage and all stages that it needs.
+        """Run a stage and its ancestors, if they have no results.
 
         Raises:
             UserError: If a stage fails.
@@ -490,7 +513,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        """End the executor."""
+        """Close the executor."""
         self.executor.close()
 
 
@@ -504,10 +527,10 @@ def compute_result(
         record: Run record of the trial's graph.
         label: Label of the method.
         task: Name of the task.
-        position: Its position in the stream.
+        position: Index of the task in the stream.
 
     Raises:
-        UserError: If the task has no accuracy.
+        UserError: If there is no accuracy after the task.
     """
     tables = RunTables.load(store.storage, record)
     matrix = tables.matrix(label)

@@ -1,6 +1,6 @@
 """Run the trials of a search with Ray Tune.
 
-A killed search resumes from the records of the trials, never from the state of Tune.
+A killed search is resumed from the records of its trials, and not from the state of Tune.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ TrialObserver = Callable[[Trial], None]
 def draw_point(search: Search, number: int, first: int) -> Params | None:
     """Return point `number` of a random search or a grid, or None after the last point.
 
-    The point depends only on the settings.
+    The point depends only on the settings and the number.
 
     Args:
         search: The search.
         number: Number of the trial.
-        first: Number of the first trial of this phase.
+        first: Number of the first trial of the phase.
     """
     settings = search.settings
     if settings.algorithm != "grid":
@@ -62,13 +62,14 @@ def draw_point(search: Search, number: int, first: int) -> Params | None:
 
 
 class Optuna:
-    """Suggestions of a tree-structured Parzen estimator with one or several objectives.
+    """Suggests points with Optuna's tree-structured Parzen estimator, for one or two objectives.
 
-    Suggestion n is drawn with its own seed, from the results reported so far.
+    Each suggestion has its own seed, derived from the number of the trial. It depends on the
+    results that were reported so far.
     """
 
     def __init__(self, search: Search):
-        import optuna  # only this algorithm needs it; it may not be installed
+        import optuna  # optional dependency of algorithm `tpe`
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna = optuna
@@ -81,7 +82,7 @@ class Optuna:
         )
         if search.warm_start is not None:
             for index, point in enumerate(search.warm_start.observations):
-                number = -1 - index  # not a number of this search
+                number = -1 - index  # no trial of this search has a negative number
                 self.ask(number, point.params)
                 self.tell(number, {"accuracy": point.accuracy, "bytes": point.bytes})
 
@@ -90,7 +91,8 @@ class Optuna:
 
         Args:
             number: Number of the trial.
-            known: Parameters that it must have, for example those of an earlier session.
+            known: Parameters that the trial must have, for example from an earlier session, or
+                None.
         """
         seed = derive_seed(self.search.settings.seed, "tpe", number) % 2**32
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
@@ -101,10 +103,13 @@ class Optuna:
         return self.search.space.suggest(trial)
 
     def tell(self, number: int, result: Mapping[str, Any] | None, is_finished: bool = True) -> None:
-        """Report the last result of a trial, or None if it has none.
+        """Report the last result of a trial to Optuna.
 
-        A trial that was stopped early is reported as pruned, because its accuracy covers fewer
-        tasks or it forgets too much.
+        Args:
+            number: Number of the trial.
+            result: Last result of the trial; None: the trial is reported as failed.
+            is_finished: Whether the trial has learned all tasks. Otherwise, it is reported as
+                pruned, because its accuracy covers fewer tasks, or it forgets too much.
         """
         known = result or {}
         objectives = self.search.settings.objectives
@@ -125,7 +130,7 @@ class Optuna:
 def run_population(search: Search, plan: PhasePlan, first: int, notify: TrialObserver) -> None:
     """Run population-based training: one round per task.
 
-    A round starts when every trial has learned the previous task.
+    A round starts after every trial has learned the previous task or has ended.
     """
     for position in range(len(plan.tasks)):
         run_phase(search, replace(plan, until=position + 1), first, notify)
@@ -136,7 +141,7 @@ def run_population(search: Search, plan: PhasePlan, first: int, notify: TrialObs
             if record["status"] == "running" and len(record["rounds"]) <= position
         ]
         if unfinished or not records or search.is_gpu_budget_used:
-            return  # the budget is used up
+            return  # the budget is used up before the round is complete
 
 
 def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver) -> None:
@@ -160,7 +165,7 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
         budget_s = max(1.0, 3600 * settings.budget.hours - search.elapsed_s)
         end = time.monotonic() + budget_s - 1
     bookkeeping = join(search.storage, "ray", tune_name(search))
-    delete_dir(bookkeeping)  # left by a killed session
+    delete_dir(bookkeeping)  # files of a killed session
     tuner = build_tuner(
         search,
         plan,
@@ -172,11 +177,11 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
     try:
         tuner.fit()
     finally:
-        delete_dir(bookkeeping)  # only the records of trials count
+        delete_dir(bookkeeping)  # not needed to resume
 
 
 def tune_name(search: Search) -> str:
-    """Return the name of Tune's folder for its own bookkeeping."""
+    """Return the name of the folder for Tune's own files."""
     return f"search-{search.name}"
 
 
@@ -193,10 +198,10 @@ def build_tuner(
     Args:
         search: The search.
         plan: Common data of the trials.
-        searcher: Numbers the trials.
-        callback: Notifies of results.
+        searcher: Chooses the parameters of trials.
+        callback: Called with the results of trials.
         side_by_side: Maximum number of parallel trials.
-        budget_s: Remaining seconds of the budget. None: no limit.
+        budget_s: Remaining seconds of the budget; None: no limit.
     """
     scheduler = make_scheduler(search)
     trial_function = tune.with_parameters(trainable, plan=plan)
@@ -209,7 +214,7 @@ def build_tuner(
             scheduler=scheduler,
             time_budget_s=budget_s,
             reuse_actors=True,
-            metric=None if scheduler else "accuracy",  # given by the scheduler otherwise
+            metric=None if scheduler else "accuracy",  # a scheduler has its own metric
             mode=None if scheduler else "max",
         ),
         run_config=tune.RunConfig(
@@ -224,9 +229,10 @@ def build_tuner(
 
 
 class AskingSearcher(Searcher):
-    """Numbers trials, and asks for points as long as the budget lasts.
+    """A searcher for Tune that numbers the trials and chooses their parameters.
 
-    Trials of earlier sessions come first; they report their results again.
+    Trials of earlier sessions come first, and report their results again. Then new trials start
+    until the budget is used up.
     """
 
     def __init__(self, search: Search, plan: PhasePlan, first: int):
@@ -241,7 +247,7 @@ class AskingSearcher(Searcher):
         if settings.algorithm == "grid":
             self.max_trials = len(search.space.grid())
         self.optuna = Optuna(search) if settings.algorithm == "tpe" else None
-        self.numbers: dict[str, int] = {}  # by Tune's id of a trial, if Optuna knows it
+        self.numbers: dict[str, int] = {}  # Tune's id of a trial -> number; for Optuna
 
     def suggest(self, trial_id: str) -> Any:
         """Return the argument `tuned` of `trainable`, or FINISHED."""
@@ -269,7 +275,7 @@ class AskingSearcher(Searcher):
     def _next_number(self) -> int:
         """Return the number of the next trial.
 
-        Without remaining GPU-hours, unfinished trials of earlier sessions are skipped.
+        If the GPU-hours are used up, unfinished trials of earlier sessions are skipped.
         """
         number = self.next
         if self.search.is_gpu_budget_used:
@@ -278,7 +284,7 @@ class AskingSearcher(Searcher):
         return number
 
     def _has_ended(self) -> bool:
-        """Return whether no further trial starts."""
+        """Return whether no new trial may start."""
         return self.search.is_budget_used or (self.max_trials is None and self.search.is_idle)
 
     def _params(self, number: int, known: Trial | None) -> Params | None:
@@ -293,7 +299,7 @@ class AskingSearcher(Searcher):
         return draw_point(self.search, number, self.first)
 
     def _first_params(self, number: int) -> Params | None:
-        """Return the point of an earlier search with which a trial starts, or None."""
+        """Return the point of the warm start that a trial must try, or None."""
         warm_start = self.search.warm_start
         if warm_start is None or number - self.first >= len(warm_start.points):
             return None
@@ -316,18 +322,18 @@ class AskingSearcher(Searcher):
         """Save nothing: a search resumes from the records of the trials."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Restore nothing, for the same reason."""
+        """Restore nothing: a search resumes from the records of the trials."""
 
 
 def _is_in_later_round(record: Trial, plan: PhasePlan) -> bool:
-    """Return whether a trial has learned the task before the one of this round."""
+    """Return whether this is not the first round, and a trial is ready to start it."""
     if plan.until is None or plan.until == 1:
         return False
     return len(record["rounds"]) == plan.until - 1
 
 
 class GpuBudgetStopper(tune.Stopper):
-    """Stops each running trial at its next result once the GPU-hours are used up."""
+    """Stops each running trial at its next result after the GPU-hours are used up."""
 
     def __init__(self, search: Search):
         self.search = search
@@ -337,14 +343,17 @@ class GpuBudgetStopper(tune.Stopper):
         return self.search.is_gpu_budget_used
 
     def stop_all(self) -> bool:
-        """Return False: trials end at their own results."""
+        """Return False: each trial ends at its own next result."""
         return False
 
 
 class RecordCallback(TrialProgressCallback):
-    """Notifies of each trial that has a new result or has ended; replaces Tune's output.
+    """Calls `notify` for each trial that has a new result or has ended. Replaces Tune's output.
 
     Attributes:
+        search: The search.
+        plan: Common data of the trials.
+        notify: Holder of the function to call with the record of a trial.
         end: End of the budget of hours, on the monotonic clock.
     """
 
@@ -376,11 +385,12 @@ class RecordCallback(TrialProgressCallback):
         self._notify(trial, "failed")
 
     def _notify(self, trial: TuneTrial, end_status: str = "") -> None:
-        """Notify of a trial.
+        """Update the record of a trial if Tune has ended the trial, and call `notify` with it.
 
         Args:
-            trial: The trial.
-            end_status: Status of a trial if its process ended before it wrote one. "": it runs.
+            trial: Tune's trial.
+            end_status: Status to write if the trial ended without a status of its own; "": the
+                trial is running.
         """
         search = self.search
         record = read_record(search.storage, search.name, trial.config["number"])
@@ -401,7 +411,7 @@ class RecordCallback(TrialProgressCallback):
 
 
 class Unsaved:
-    """Holds a value that Tune's snapshots leave out."""
+    """Holds a value that is left out when Tune pickles its callbacks."""
 
     def __init__(self, held: Any):
         self.held = held
@@ -411,7 +421,12 @@ class Unsaved:
 
 
 def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
-    """Run a trial in its own process, and report its results to Tune."""
+    """Run a trial in a process of Tune, and report its results to Tune.
+
+    Args:
+        tuned: Number, parameters and parent of the trial, from `AskingSearcher.suggest`.
+        plan: Common data of the trials.
+    """
     number = tuned["number"]
     for module in plan.body.get("plugins", ()):
         add_plugin(module)
@@ -426,15 +441,15 @@ def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
         }
         tune.report(metrics)
 
-    # The record has the message of a trial that failed. Tune hears of other errors, and tries again
+    # The record of a failed trial has its message. After other errors, Tune retries the trial.
     with suppress(TrialFailed):
         run_trial(plan, number, tuned["params"], report, tuned["parent"])
 
 
 def make_scheduler(search: Search) -> ASHAScheduler | None:
-    """Create a scheduler for successive halving over the learned tasks, or return None.
+    """Create the scheduler `asha`, with the number of learned tasks as time, or return None.
 
-    There is no rung at the last task, because a trial that has learned it is finished.
+    There is no rung at the last task, because a trial that has learned the last task is finished.
     """
     settings = search.settings
     if settings.scheduler != "asha":
@@ -453,10 +468,11 @@ def make_scheduler(search: Search) -> ASHAScheduler | None:
 def compute_resources(cluster: ClusterSettings) -> dict[str, float]:
     """Return the resources that Tune reserves for one trial: the maximum over its stages.
 
-    A trial with several workers only waits for its worker groups, which reserve their resources.
+    The process of a trial with several workers only waits for its worker group, which reserves its
+    own resources.
     """
     if cluster.workers > 1:
-        return {"memory": 1 << 20}  # Tune requires a resource
+        return {"memory": 1 << 20}  # bytes; Tune requires at least one resource
     return resources_per_worker(cluster.of_any_step())
 
 
@@ -466,7 +482,7 @@ def count_parallel_trials(cluster_state: ClusterState, cluster: ClusterSettings,
     Args:
         cluster_state: Nodes and drivers of the cluster.
         cluster: Settings of the cluster.
-        name: Name of this driver's registration.
+        name: Name of the actor that registers this driver.
 
     Raises:
         UserError: If no trial fits.

@@ -1,8 +1,9 @@
-"""Start a search from the results of an earlier search in the same storage.
+"""Start a search with results of an earlier search in the same storage.
 
-The best points of the earlier search are tried first. Their stages are in the store, so they cost
-nothing if nothing else has changed. Optuna also learns from the other trials of the earlier search,
-but only if equal keys prove that a trial here would give the same result.
+The best points of the earlier search are tried first. If the configs of their trials are unchanged,
+their stages are in the store and are reused. Optuna also learns from the other trials of the
+earlier search, but only if equal keys prove that a trial of the new search would give the same
+result.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipeline.results.trials import Trial, as_number, forgetting, score, size
 from pipeline.search.space import Choice, Dimension, Int, Params, Space, with_params
 from workers.errors import UserError
 
-MISSING = object()
+MISSING = object()  # result of `convert_value` for a value outside of the dimension
 EvaluateKey = Callable[[Params], str]  # point -> key of the evaluation after its last task
 
 
@@ -28,9 +29,10 @@ class EarlierPoint:
     """A point of this space from a trial of an earlier search.
 
     Attributes:
-        trial: Number of that trial.
-        accuracy: Its accuracy.
-        bytes: Its stored bytes per task.
+        trial: Number of the trial.
+        params: The point.
+        accuracy: Accuracy of the trial.
+        bytes: Stored bytes per task of the trial.
     """
 
     trial: int
@@ -45,8 +47,8 @@ class WarmStartSettings:
 
     Attributes:
         count: Number of best points to try first.
-        seed: Seed for settings that the earlier search does not have.
-        max_forgetting: Limit of the new search. None: no limit.
+        seed: Seed to draw values of settings that the earlier search does not have.
+        max_forgetting: Setting `max_forgetting` of the new search; None: no limit.
     """
 
     count: int
@@ -56,12 +58,12 @@ class WarmStartSettings:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Results that a new search takes from an earlier one. They do not change afterwards.
+    """Results that a new search takes from an earlier search. They are stored in search.json.
 
     Attributes:
         search: Name of the earlier search.
         points: Points to try first, in this order.
-        observations: Results for Optuna; these points are not tried again.
+        observations: Points whose results are given to Optuna, and which are not tried again.
     """
 
     search: str
@@ -70,7 +72,7 @@ class WarmStart:
 
     @classmethod
     def of_record(cls, record: Any) -> WarmStart | None:
-        """Return the entry `warm_start` of search.json, or None if it is damaged."""
+        """Parse the entry `warm_start` of search.json. Return None if it is missing or damaged."""
         try:
             points = tuple(EarlierPoint(**point) for point in record["points"])
             observations = tuple(EarlierPoint(**point) for point in record["observations"])
@@ -91,13 +93,14 @@ def choose_warm_start(
     evaluate_key: EvaluateKey | None,
     path: str,
 ) -> WarmStart:
-    """Select the results that a search takes from an earlier one.
+    """Select the results that a new search takes from an earlier search.
 
     Args:
         earlier: The earlier search.
         space: Space of the new search.
         settings: Settings of the warm start.
-        evaluate_key: Computes the key of a point's last evaluation. None: take no observations.
+        evaluate_key: Computes the key of a point's last evaluation in the new search; None: select
+            no observations.
         path: Path of the search file, for messages.
 
     Raises:
@@ -137,8 +140,8 @@ def choose_warm_start(
 def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
     """Return whether a trial can be reused.
 
-    It must have a result for all tasks, learned with one point, and must never have exceeded the
-    forgetting that this search allows.
+    The trial must be finished, must have learned all tasks with the same parameters, and must never
+    have exceeded `max_forgetting` of the new search.
     """
     if trial["status"] != "finished" or trial["phase"] or trial.get("history"):
         return False
@@ -152,13 +155,13 @@ def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
 
 
 def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
-    """Return the point of `space` with the settings of a trial, or None if it is outside.
+    """Return the point of `space` with the settings of a trial, or None if there is no such point.
 
     Args:
         space: Space of the new search.
         trial: The earlier trial.
-        body: Base config of the search.
-        seed: Seed for settings that neither the trial nor its base names.
+        body: Plain values of the base config of the earlier search.
+        seed: Seed to draw values of settings that neither the trial nor its base config contains.
     """
     known = configs.flatten(with_params(body, trial["params"])) | trial["params"]
     labels = list(with_params(body, trial["params"]).get("methods") or {})
@@ -179,7 +182,7 @@ def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int
 
 
 def convert_value(dimension: Dimension, value: Any) -> Any:
-    """Return a value in the form of this dimension, or `MISSING` if it is outside."""
+    """Return the equal value of a dimension, or MISSING if it is outside of the dimension."""
     if isinstance(dimension, Choice):
         text = json.dumps(value, default=str)
         equal = [own for own in dimension.values if json.dumps(own, default=str) == text]
@@ -193,7 +196,7 @@ def convert_value(dimension: Dimension, value: Any) -> Any:
 
 
 def _last_key(trial: Trial) -> str | None:
-    """Return the key of the evaluation that gave the last result of a trial."""
+    """Return the key of the evaluation that gave the last result of a trial, or None."""
     graph = trial.get("graph")
     if graph is None:
         return None

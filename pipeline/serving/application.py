@@ -1,4 +1,4 @@
-"""A model as an application of Ray Serve, on a private Ray or on an existing cluster."""
+"""Serve a model as an application of Ray Serve, on a private Ray or on an existing cluster."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 
-GUARD_INTERVAL_S = 2.0  # between two checks of a `Guard`
-GUARD_NAMESPACE = "accrete-servers"  # of Ray, for the actors `Guard`
+GUARD_INTERVAL_S = 2.0  # seconds between two checks of a `Guard`
+GUARD_NAMESPACE = "accrete-servers"  # Ray namespace of the actors `Guard`
 # States in which a replica of Ray Serve answers. PENDING_MIGRATION: its node is about to stop.
 ANSWERING = ("RUNNING", "PENDING_MIGRATION")
-ROUTE_TIMEOUT_S = 30.0  # until a handle routes requests only to replicas of the new model
+ROUTE_TIMEOUT_S = 30.0  # seconds to wait until a handle routes requests to the new replicas
 
 
 class ModelHolder:
-    """An actor that gives models to replicas, including replicas that start or restart later.
+    """An actor that provides models to replicas, including replicas that start or restart later.
 
-    A model is the body of a bundle, and for each file a reference to its bytes in Ray's object
-    store.
+    A model consists of the body of a bundle and, for each file, a reference to the file's bytes in
+    Ray's object store.
     """
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class ModelHolder:
         self.models[digest] = (body, files)
 
     def model(self, digest: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the body and the files of a model."""
+        """Return the body and the files of a model, as passed to `add`."""
         return self.models[digest]
 
     def keep_only(self, digest: str) -> None:
-        """Drop all models but one."""
+        """Drop all models except one."""
         self.models = {digest: self.models[digest]}
 
 
 def open_held_bundle(holder: Any, digest: str) -> Bundle:
-    """Return a bundle of a `ModelHolder`; its files are read from Ray's object store."""
-    import ray  # start-up time; replicas have loaded it already
+    """Return a bundle of a `ModelHolder`. Its files are read from Ray's object store."""
+    import ray  # slow to import, but replicas have loaded it already
 
     body, files = ray.get(holder.model.remote(digest))
 
@@ -76,7 +76,7 @@ class Application:
     """
 
     def __init__(self, ray: Any, replicas: ReplicaSettings, total_pixels: int, record_in: str = ""):
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # start-up time
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # slow
 
         self.ray = ray
         self.replicas = replicas
@@ -93,18 +93,20 @@ class Application:
         self.guard: Any = None
 
     def deploy(self, bundle: Bundle) -> Any:
-        """Serve a bundle in place of the previous model.
+        """Serve a bundle instead of the previous model.
 
-        New replicas load the bundle and then replace the previous ones, one after another. A
-        previous replica completes its requests before it ends.
+        New replicas load the bundle, and then replace the previous replicas one after another. A
+        previous replica completes its requests before it ends. This method returns after requests
+        are routed to the new replicas.
 
         Returns:
-            The body of the answer to GET /tasks, as soon as all replicas have the bundle.
+            The body of the answer to GET /tasks for the new model.
 
         Raises:
-            UserError: If the bundle cannot be loaded. The previous model is still served then.
+            UserError: If the bundle cannot be loaded. In this case, the previous model, if any, is
+                deployed again.
         """
-        import numpy as np  # start-up time
+        import numpy as np  # slow to import
 
         digest = str(bundle.body["sha256"])
         files = {}
@@ -126,7 +128,7 @@ class Application:
         return tasks
 
     def _run(self, digest: str) -> Any:
-        """Deploy a model of the holder on Ray Serve. Return the handle as soon as it answers."""
+        """Deploy a model of the holder on Ray Serve. Return the handle after it is running."""
         from ray import serve
 
         from pipeline.serving.deployment import build_deployment
@@ -139,7 +141,10 @@ class Application:
         return serve.run(application, name=self.name, route_prefix=None)
 
     def _wait_for_tasks(self, digest: str) -> Any:
-        """Return the tasks of a model as soon as the handle routes requests to its replicas."""
+        """Wait until the handle routes requests to replicas of a model. Return the model's tasks.
+
+        After ROUTE_TIMEOUT_S, return the last answer, even if it is from another model.
+        """
         deadline = time.monotonic() + ROUTE_TIMEOUT_S
         while True:
             tasks = self.handle.tasks.remote().result()
@@ -175,7 +180,7 @@ class Guard:
     """An actor that outlives the server and deletes its application if the server was killed."""
 
     def watch(self, holder: Any, name: str) -> None:
-        """Delete an application as soon as its model holder ends, together with the server.
+        """Delete an application after its model holder has ended. The holder ends with the server.
 
         Args:
             holder: Handle of the actor `ModelHolder`.
@@ -196,7 +201,7 @@ class Guard:
 
 def count_running_replicas(name: str) -> int:
     """Return the number of replicas of an application's model that can answer now."""
-    from ray import serve  # start-up time
+    from ray import serve  # slow to import
 
     from pipeline.serving.deployment import Deployment
 
@@ -211,7 +216,7 @@ def count_running_replicas(name: str) -> int:
 
 
 def get_last_line(error: Exception) -> str:
-    """Return the last line of an error's message, where Ray states the cause."""
+    """Return the last line of an error's message, in which Ray states the cause."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
 
@@ -246,19 +251,19 @@ def started(
             f"{get_address(cluster)!r} is an address for Ray Client, but the server must run on a "
             "node of the cluster; start it there, for example with `ray job submit`"
         )
-    # Must precede the import of Ray Serve: `connect` sets variables that Ray reads at import.
+    # Before the import of Ray Serve: `connect` sets environment variables that Ray reads at import.
     ray = connect(cluster)
     try:
         from ray import serve
     except ImportError as error:
         ray.shutdown()
         raise UserError(f"`serve` needs Ray Serve ({error}); install ray[serve]") from None
-    # Ray Serve warns about each request of a dead replica.
+    # Otherwise, Ray Serve would warn about each request to a dead replica.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     application = None
     try:
         check_gpus(ray, replicas, is_private)
-        # Ray Serve's own proxy has no deadlines for heads and bodies of requests.
+        # Ray Serve's own proxy is not used: it has no deadlines for heads and bodies of requests.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         application = Application(ray, replicas, total_pixels, record_in)
         if not is_private:
@@ -274,7 +279,7 @@ def started(
 
 
 def check_gpus(ray: Any, replicas: ReplicaSettings, is_private: bool) -> None:
-    """Raise `UserError` if this machine has too few GPUs. An existing cluster may add nodes.
+    """Raise `UserError` if a private Ray has too few GPUs. Other clusters may add nodes.
 
     Args:
         ray: The module `ray`, connected to a cluster.

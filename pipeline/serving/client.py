@@ -1,4 +1,4 @@
-"""A small client for the server that `serve` starts. It needs NumPy only for arrays."""
+"""A small client for the server that `serve` starts. NumPy is needed only for arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Client:
         url: Address of the server, for example http://127.0.0.1:8000.
         token: The server's token; "" if the server requires none.
         timeout_s: Seconds until a request without an answer fails.
-        patience_s: Seconds during which a request is repeated while the server answers 503.
+        patience_s: Seconds during which a request is repeated if the server answers status 503.
 
     Example:
         >>> Client("http://127.0.0.1:8000").predict(["digit.png"], "digits-45")  # doctest: +SKIP
@@ -54,9 +54,9 @@ class Client:
             images: Paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
                 (N, 3, H, W).
             tasks: One task for all images, or a task or None for each image.
-            rule: For images without a task: `refuse`, `confident`, `entropy`, `nearest`,
-                `ranpac` or `recommended`.
-            top: Number of probabilities per image; 0: all.
+            rule: How to choose the task of images without a task: `refuse`, `confident`,
+                `entropy`, `nearest`, `ranpac` or `recommended`.
+            top: Number of probabilities per image, the largest first; 0: all.
 
         Raises:
             UserError: If the server refuses the request, with the server's message.
@@ -136,7 +136,7 @@ def read_image(image: str | os.PathLike[str] | bytes) -> bytes:
 
 def encode_npy(images: Any) -> bytes:
     """Return an array as a `.npy` file."""
-    import numpy as np  # not needed for files
+    import numpy as np  # needed only for arrays
 
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(images), allow_pickle=False)

@@ -1,7 +1,7 @@
 """A model as a deployment of Ray Serve.
 
-Concurrent requests for different tasks share one batch. Limits bound the time and memory that a
-request can take.
+Concurrent requests, also for different tasks, share one batch. The time and memory of a request are
+limited.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from workers.serving.server import Answer, Predictor
 
 MAX_ONGOING_REQUESTS = 64  # per replica
 TARGET_ONGOING_REQUESTS = 16  # per replica; above this the autoscaler adds replicas
-HEALTH_CHECK_S = 1.0  # between two checks of a replica; a dead replica is replaced after this time
+HEALTH_CHECK_S = 1.0  # seconds between two health checks of a replica
 MAX_BATCH_IMAGES = 64  # in one forward pass, from several requests
-BATCH_WAIT_S = 0.005  # time that the first request of a batch waits for others
+BATCH_WAIT_S = 0.005  # seconds that the first request of a batch waits for other requests
 MAX_IMAGES = 64  # per request
-MAX_IMAGE_BYTES = 16 << 20
-DECODE_THREADS = min(4, os.cpu_count() or 1)  # one request per thread
+MAX_IMAGE_BYTES = 16 << 20  # per encoded image
+DECODE_THREADS = min(4, os.cpu_count() or 1)  # each thread decodes the images of one request
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ class DecodedRequest:
 def get_assigned_gpus() -> float:
     """Return the number of GPUs, or the fraction of a GPU, that Ray assigned to this process.
 
-    Returns:
-        1.0 if no GPU is assigned, for example without Ray.
+    If no GPU is assigned, for example without Ray, the result is 1.0.
     """
     if not ray.is_initialized():
         return 1.0
@@ -90,7 +89,7 @@ def count_images(requests: Sequence[DecodedRequest]) -> int:
     max_surge_percent=50,  # start replicas of a new model before the previous ones end
 )
 class Deployment:
-    """One replica, which holds one backbone.
+    """A replica of the model. It has one copy of the backbone.
 
     Args:
         open_model: Returns the bundle.
@@ -131,7 +130,7 @@ class Deployment:
                 self.recorder = InputRecorder(self.served, record_in)
 
     def __del__(self) -> None:
-        """Write the last counts. Ray Serve calls this after a replica's last request."""
+        """Write the remaining counts. Ray Serve calls this after the last request of a replica."""
         recorder: InputRecorder | None = getattr(self, "recorder", None)
         if recorder is not None:
             recorder.close()
@@ -173,7 +172,7 @@ class Deployment:
 
         Args:
             raw: The request.
-            is_cancelled: Set if nobody waits for the answer; decoding then stops.
+            is_cancelled: Set if no client waits for the answer any longer. Then decoding stops.
 
         Raises:
             UserError: If the request is invalid or was cancelled.
@@ -195,7 +194,7 @@ class Deployment:
 
 
 def build_deployment(replicas: ReplicaSettings) -> Any:
-    """Return `Deployment` with a number of replicas and their resources."""
+    """Return `Deployment` with the given number and resources of replicas."""
     number: dict[str, Any] = {"num_replicas": replicas.minimum}
     if replicas.is_scaled:
         limits = {"min_replicas": replicas.minimum, "max_replicas": replicas.maximum}
@@ -207,9 +206,9 @@ def build_deployment(replicas: ReplicaSettings) -> Any:
 
 
 def make_predict(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitable[Reply]]:
-    """Return a function that asks a replica, and a second one if the first one dies.
+    """Return a function that asks a replica, and asks again once if the replica dies.
 
-    Its reply has status 503 if the second replica dies too, or if the queue is full.
+    If the second attempt fails too, or if the queue is full, the reply has status 503.
     """
 
     async def predict(request: RawRequest) -> Reply:
@@ -231,7 +230,7 @@ def make_predict(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaita
 
 
 async def ask(handle: DeploymentHandle[Any], request: RawRequest) -> Reply:
-    """Return the reply of a replica. If this task is cancelled, the replica stops too."""
+    """Return the reply of a replica. If this task is cancelled, cancel the request, too."""
     response = handle.predict.remote(request)
     try:
         reply: Reply = await response
@@ -244,14 +243,14 @@ async def ask(handle: DeploymentHandle[Any], request: RawRequest) -> Reply:
 def answer_requests(
     served: Predictor, requests: Sequence[DecodedRequest]
 ) -> list[list[Answer] | UserError]:
-    """Answer some requests. Those with equal `rule` and `top` share forward passes.
+    """Answer some requests. Requests with equal `rule` and `top` share forward passes.
 
     Args:
         served: The model.
         requests: Requests with decoded images.
 
     Returns:
-        For each request, its answers or the error that replaces them.
+        For each request, its answers, or an error of the forward passes that it shares.
     """
     replies: list[list[Answer] | UserError] = [[] for _ in requests]
     for indices in group_requests(served, requests):
@@ -273,9 +272,10 @@ def answer_requests(
 
 
 def group_requests(served: Predictor, requests: Sequence[DecodedRequest]) -> list[list[int]]:
-    """Group the indices of requests that can share forward passes: those with equal options.
+    """Group the indices of requests that can share forward passes: equal `rule` and `top`.
 
-    If the method infers one task from several images, each request is a separate group.
+    If the method infers the task from all images of a request together, each request is a separate
+    group.
     """
     if not served.is_per_image:
         return [[index] for index in range(len(requests))]

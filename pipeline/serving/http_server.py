@@ -1,8 +1,8 @@
 """The HTTP server in front of a model, with host checks, deadlines and limits.
 
-A request enters the queue of predictions after it has arrived completely, so slow clients delay
-nobody. If there are too many connections, the server closes the one that has waited longest for
-the head of a request.
+A request enters the queue of predictions only after it has arrived completely, so slow clients do
+not delay others. If there are too many connections, the server closes the connection that has
+waited longest for the head of a request.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from workers.errors import UserError
 MAX_CONNECTIONS = 16_384
 RESERVED_FILES = 512  # file descriptors for the rest of the process
 MB = 1 << 20
-START_TIMEOUT_S = 30.0
-COUNT_INTERVAL_S = 1.0  # minimum time between two counts of the replicas
+START_TIMEOUT_S = 30.0  # seconds until the server must listen
+COUNT_INTERVAL_S = 1.0  # minimum seconds between two counts of the replicas
 NO_REPLICA = "no replica of the model can answer, one is being started; send this again later"
-# Status of an answer -> its additional headers.
+# HTTP status of an answer -> additional headers.
 HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{1,5})?")
 
 
 class Refused(UserError):
-    """Error for a request that the server refuses, with the HTTP status of the answer."""
+    """The server refuses a request. `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -72,9 +72,9 @@ class Bounds:
         idle_s: Seconds that a connection stays open between two requests.
         connections: Maximum number of open connections.
         requests: Maximum number of predictions that run or wait.
-        body_bytes: Maximum bytes of one body.
-        held_bytes: Maximum bytes of all bodies in memory: those that arrive and those that wait
-            for an answer.
+        body_bytes: Maximum size of one body.
+        held_bytes: Maximum size of all bodies in memory: bodies that are being received, and bodies
+            of requests that wait for an answer.
     """
 
     head_s: float = 60.0
@@ -88,7 +88,7 @@ class Bounds:
 
     @property
     def request_s(self) -> float:
-        """Seconds after a request's head at which its connection is closed in any case."""
+        """Seconds from the head of a request until its connection is closed in any case."""
         return self.body_s + self.answer_s + self.idle_s
 
 
@@ -97,8 +97,8 @@ class Upload:
     """A request body during its transfer.
 
     Args:
-        timeout: Ends the transfer.
-        refusal: The answer after the timeout.
+        timeout: Timeout that ends the transfer.
+        refusal: Error to raise after the timeout.
         data: The bytes that have arrived.
     """
 
@@ -108,15 +108,15 @@ class Upload:
 
 
 class Hosts:
-    """The host names under which clients may send requests.
+    """The host names that clients may use to reach the server.
 
-    A page of another site can make a browser resolve the site's name to this machine (DNS
-    rebinding). The header `Host` of these requests contains the name of the site. An IP address
-    cannot be rebound, so a server that listens on all interfaces accepts every address.
+    With DNS rebinding, a page of another site lets the site's name resolve to this machine. The
+    header `Host` of its requests then contains the name of that site. IP addresses cannot be
+    rebound, so a server that listens on all interfaces accepts every IP address.
 
     Args:
-        listen: The address to listen on; allowed, like localhost.
-        names: Further allowed names.
+        listen: The address to listen on. It is allowed, like localhost.
+        names: Other allowed names.
     """
 
     def __init__(self, listen: str, names: Iterable[str] = ()):
@@ -147,7 +147,7 @@ def is_address(name: str) -> bool:
 
 
 def has_two_lengths(request: Request) -> bool:
-    """Return whether a request declares its body length twice (RFC 9112, section 6.3)."""
+    """Return whether a request declares its body length in two ways (RFC 9112, section 6.3)."""
     return "content-length" in request.headers and "transfer-encoding" in request.headers
 
 
@@ -155,13 +155,14 @@ class Front:
     """The ASGI application: checks requests, receives bodies and asks the model.
 
     Args:
-        predict: Answers POST /predict. It is cancelled if the client leaves or the time is over.
+        predict: Answers POST /predict. It is cancelled if the client disconnects, or after the
+            deadline for answers.
         tasks: The body of the answer to GET /tasks.
         hosts: The allowed host names.
         count_replicas: Returns the number of replicas that can answer. It is called in a thread,
-            at most once per second.
+            at most once per COUNT_INTERVAL_S.
         bounds: Limits for clients.
-        token: Token that every route except /health requires; "": no route requires one.
+        token: Token that every route except /health requires; "": no route requires a token.
     """
 
     def __init__(
@@ -179,12 +180,12 @@ class Front:
         self.hosts = hosts
         self.count_replicas = count_replicas
         self.bounds = bounds or Bounds()
-        # Connections that wait for the head of a request, the oldest first.
+        # Connections that wait for the head of a request, ordered from old to new.
         self.incomplete: dict[Connection, None] = {}
-        self.uploads: dict[Upload, None] = {}  # the oldest first
+        self.uploads: dict[Upload, None] = {}  # ordered from old to new
         self.connections = self.bounds.connections
-        self.held = 0  # bytes of all bodies in memory
-        self.predictions = 0  # running or waiting
+        self.held = 0  # total bytes of all bodies in memory
+        self.predictions = 0  # number of predictions that run or wait
         # Result of the last count of replicas; None if the count failed.
         self.replicas: int | None = None
         self.counted_until = 0.0
@@ -203,7 +204,7 @@ class Front:
             reply = Reply(error.status, {"error": str(error)})
         except ClientDisconnect:
             return
-        except Exception as error:  # other requests must go on
+        except Exception as error:  # the server must continue
             print(
                 f"accrete: a request failed: {type(error).__name__}: {error}",
                 file=sys.stderr,
@@ -212,7 +213,7 @@ class Front:
             reply = Reply(500, {"error": "the server failed; its output says why"})
         headers = dict(HEADERS.get(reply.status, {}))
         if has_two_lengths(request):
-            headers["connection"] = "close"  # it is unknown where the next request starts
+            headers["connection"] = "close"  # the start of the next request is ambiguous
         if isinstance(reply.body, bytes):
             response = Response(reply.body, reply.status, headers, reply.content_type)
         else:
@@ -225,7 +226,7 @@ class Front:
 
         Raises:
             Refused: If the request is refused.
-            ClientDisconnect: If the client has left.
+            ClientDisconnect: If the client has disconnected.
         """
         if has_two_lengths(request):
             raise Refused(
@@ -266,7 +267,7 @@ class Front:
             self.release(upload)
 
     def check_host(self, request: Request) -> None:
-        """Raise `Refused` if the host, or the site of the page that asks, is not allowed."""
+        """Raise `Refused` if the header `Host` or `Origin` contains a host that is not allowed."""
         host = request.headers.get("host", "")
         if not self.hosts.allow(host):
             raise Refused(
@@ -301,14 +302,14 @@ class Front:
             )
 
     async def health_reply(self) -> Reply:
-        """Return status 200 if a replica can answer, else 503."""
+        """Return a reply with status 200 if a replica can answer, or else with status 503."""
         await self.update_replicas()
         if self.replicas:
             return Reply(200, {"status": "ok"})
         return Reply(503, {"error": NO_REPLICA})
 
     async def wait_for_no_replica(self) -> None:
-        """Return when a count finds no replica, at the earliest after `COUNT_INTERVAL_S`."""
+        """Wait until a count finds no replica. The first count is after `COUNT_INTERVAL_S`."""
         while True:
             await asyncio.sleep(COUNT_INTERVAL_S)
             await self.update_replicas()
@@ -332,7 +333,7 @@ class Front:
         """Receive the body of a request.
 
         Raises:
-            Refused: If the body is too large or too slow, or is dropped to free memory.
+            Refused: If the body is too large, arrives too slowly, or is dropped to free memory.
         """
         large = Refused(
             413,
@@ -367,11 +368,11 @@ class Front:
     def add_chunk(self, upload: Upload, chunk: bytes) -> None:
         """Append a chunk to a body.
 
-        If all bodies together take too many bytes, the oldest incomplete bodies are dropped.
+        If the total size of all bodies is too large, the oldest incomplete bodies are dropped.
 
         Raises:
-            Refused: If this body is dropped now, or was dropped before: a chunk may arrive before
-                the deadline wakes its reader.
+            Refused: If this body is dropped now, or was dropped before. In the second case, the
+                chunk arrived before the timeout of the dropped body ended its transfer.
         """
         if upload not in self.uploads:
             raise upload.refusal
@@ -400,13 +401,13 @@ class Front:
         """Return the model's reply.
 
         Args:
-            request: The request, to notice that the client leaves.
-            raw: The same request for the model.
+            request: The request, to notice if the client disconnects.
+            raw: The same request in the form for the model.
 
         Raises:
-            Refused: If the answer takes too long, or no replica can answer: the request would
-                wait for the start of the next replica.
-            ClientDisconnect: If the client has left.
+            Refused: If the answer takes too long, or if no replica can answer. Otherwise, the
+                request would wait until a new replica has started.
+            ClientDisconnect: If the client has disconnected.
         """
         if self.replicas == 0 and time.monotonic() < self.counted_until:
             raise Refused(503, NO_REPLICA)
@@ -437,14 +438,14 @@ class Front:
 
 
 def page_reply(host: str) -> Reply:
-    """Return the HTML page, with the address of the request in its examples."""
+    """Return the HTML page. Its examples contain the host of the request."""
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     page = text.replace("ADDRESS", f"http://{escape(host)}")
     return Reply(200, page.encode(), "text/html; charset=utf-8")
 
 
 async def wait_for_disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
-    """Return when the client closes the connection."""
+    """Wait until the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -452,18 +453,18 @@ async def wait_for_disconnect(receive: Callable[[], Awaitable[Message]]) -> None
 class Connection(H11Protocol):
     """A connection of uvicorn with deadlines.
 
-    uvicorn (0.54) has no deadline for the head of a request, nor for clients that do not read
-    their answers, and its `limit_concurrency` refuses new connections instead of closing the
-    oldest incomplete one. Therefore this class extends uvicorn's own protocol. One timer runs from
-    the opening to the close: for the head of a request, then for the request, then for the next
-    head.
+    uvicorn (0.54) has no deadline for the head of a request, and none for clients that do not read
+    their answers. Its `limit_concurrency` refuses new connections instead of closing the oldest
+    incomplete connection. Therefore this class extends uvicorn's own protocol. While the connection
+    is open, one timer limits in turn the time for the head of a request, the time for the rest of
+    the request, and the time until the next head.
     """
 
     front: Front
     timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline of the first head, and close the oldest connection if needed."""
+        """Start the deadline of the first head, and abort a connection if there are too many."""
         super().connection_made(transport)
         assert isinstance(self.config.app, Front)
         self.front = self.config.app
@@ -474,7 +475,7 @@ class Connection(H11Protocol):
         self.await_head(self.front.bounds.head_s)
 
     def handle_events(self) -> None:
-        """Parse the received bytes, and start the deadline of a request with its head."""
+        """Parse the received bytes. If a head is complete, start the deadline of its request."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and not self.cycle.response_complete:
@@ -482,7 +483,7 @@ class Connection(H11Protocol):
             self.abort_after(self.front.bounds.request_s)
 
     def on_response_complete(self) -> None:
-        """Start the deadline of the next head, or of reading the answer."""
+        """Start the deadline of the next head, or of the client to read the answer."""
         bounds = self.front.bounds
         unread = self.transport.get_write_buffer_size() > 0
         self.await_head(bounds.answer_s if unread else bounds.idle_s + bounds.head_s)
@@ -502,7 +503,7 @@ class Connection(H11Protocol):
         self.abort_after(seconds)
 
     def abort_after(self, seconds: float) -> None:
-        """Abort the connection after a time; this replaces the previous deadline."""
+        """Abort the connection after `seconds`. This replaces the previous deadline."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.loop.call_later(seconds, self.transport.abort)
@@ -515,13 +516,13 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
     Args:
         front: The application.
         host: Address to listen on.
-        port: Port to listen on; 0: a free one.
+        port: Port to listen on; 0: any free port.
 
     Yields:
         The port.
 
     Raises:
-        UserError: If host and port cannot be used.
+        UserError: If the server cannot listen on this host and port.
     """
     front.connections = raise_file_limit(front.bounds.connections)
     config = uvicorn.Config(
@@ -532,7 +533,7 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
         lifespan="off",
         loop="asyncio",
         log_config=None,
-        log_level="critical",  # do not log invalid requests
+        log_level="critical",  # so that invalid requests are not logged
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -586,10 +587,10 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(count: int) -> int:
-    """Raise this process's limit of open files for `count` connections.
+    """Raise the limit of open files of this process for `count` connections.
 
     Returns:
-        The number of connections that the system allows, at most `count`.
+        The number of connections for which the limit suffices, at most `count`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + RESERVED_FILES

@@ -1,4 +1,4 @@
-"""Sources of a served model, with a version that shows when the model changes."""
+"""Sources of a served model. A source has a version, which changes when the model changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True)
 class FixedModel:
-    """A bundle that does not change, for example of a run in the store."""
+    """A bundle that does not change, for example the bundle of a run in the store."""
 
     bundle: Bundle
 
@@ -46,7 +46,7 @@ class FixedModel:
 
 @dataclass(frozen=True)
 class FolderModel:
-    """A model folder, which may gain or lose tasks."""
+    """A model folder. Its tasks may change while it is served."""
 
     uri: str
 
@@ -66,9 +66,10 @@ class RegisteredModel:
     The code that MLflow stores with the model is not executed.
 
     Args:
-        uri: `models:/NAME@ALIAS`, where the alias may move, or `models:/NAME/VERSION`.
+        uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`. If the alias is moved to another
+            version, the model changes.
         storage: Storage folder with MLflow's database, unless MLFLOW_TRACKING_URI is set.
-        folder: Temporary folder of the model that was opened last.
+        folder: Temporary folder with the last opened model.
     """
 
     uri: str
@@ -86,7 +87,11 @@ class RegisteredModel:
 
     @cached_property
     def address(self) -> str:
-        """The tracking URI."""
+        """The tracking URI.
+
+        Raises:
+            UserError: If the storage has no database.
+        """
         from pipeline.tracking.database import sqlite_path
         from pipeline.tracking.mlflow_client import tracking_uri
 
@@ -101,13 +106,13 @@ class RegisteredModel:
 
     @cached_property
     def client(self) -> MlflowClient:
-        """MLflow's client."""
-        from mlflow import MlflowClient  # takes a second
+        """A client for the tracking URI."""
+        from mlflow import MlflowClient  # slow to import
 
         return MlflowClient(self.address)
 
     def version(self) -> str:
-        """Return the version number to which the alias points now."""
+        """Return the version number in the URI, or the one to which the alias points now."""
         if self.parts["version"]:
             return self.parts["version"]
         try:
@@ -122,7 +127,7 @@ class RegisteredModel:
 
     def open(self) -> Bundle:
         """Download the model and return its bundle."""
-        import mlflow.artifacts  # takes a second
+        import mlflow.artifacts  # slow to import
 
         version = self.version()
         folder = tempfile.TemporaryDirectory(prefix="accrete-")

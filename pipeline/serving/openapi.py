@@ -1,7 +1,8 @@
 """The OpenAPI document of the HTTP server: pydantic models of requests and answers, and the routes.
 
-`http_server.Front` answers the requests. FastAPI does not: its routing and middleware took 1.2 to
-1.5 times the CPU time per request, and its documents give refusals the content type of the answer.
+The requests are answered by `http_server.Front`, and not by FastAPI. FastAPI's routing and
+middleware took 1.2 to 1.5 times the CPU time per request, and its OpenAPI documents declare error
+responses with the content type of the successful response.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ REFUSALS = {
 
 @cache
 def build_document() -> dict[str, Any]:
-    """Return the OpenAPI document, the answer of GET /openapi.json."""
+    """Return the OpenAPI document, which is the answer to GET /openapi.json."""
     models = (Predictions, Tasks, Health, Error)
     references, schemas = models_json_schema(
         [(model, "serialization") for model in models], ref_template="#/components/schemas/{model}"
@@ -181,7 +182,7 @@ def build_document() -> dict[str, Any]:
             "version": "1",
             "description": "One model that answers for several tasks of image classification.",
         },
-        "security": [{}, {"token": []}],  # a server without a token asks for none
+        "security": [{}, {"token": []}],  # a server without a token requires none
         "paths": {
             "/predict": {"post": predict},
             **{path: {"get": operation} for path, operation in get.items()},
@@ -194,7 +195,7 @@ def build_document() -> dict[str, Any]:
 
 
 def describe_requests() -> dict[str, Any]:
-    """Return the parameters and the bodies of POST /predict, which `requests` parses."""
+    """Return the parameters and bodies of POST /predict. The module `requests` parses them."""
     form = FormBody.model_json_schema()
     query = {"in": "query", "description": "Only for an array.", "explode": True}
     parameters = [{"name": name, "schema": form["properties"][name], **query} for name in OPTIONS]

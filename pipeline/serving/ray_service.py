@@ -1,6 +1,7 @@
-"""A bundle behind Ray Serve's own proxy on an existing cluster, for a RayService of KubeRay.
+"""Serve a bundle behind Ray Serve's own proxy on an existing cluster, as a RayService of KubeRay.
 
-Requests have the same limits and checks as those of `accrete serve`.
+Requests have the same checks and limits as with `accrete serve`, except that Ray Serve's proxy
+handles the connections.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from workers.serving.bundle import Bundle
 
 
 class ServiceArguments(BaseModel):
-    """The `args` of the application.
+    """The arguments (`args`) of the application.
 
     Args:
-        bundle: Folder or URI that `accrete bundle --out` wrote.
-        hosts: Host names for clients, in addition to IP addresses and localhost.
+        bundle: Folder or URI that `accrete bundle --out` has written.
+        hosts: Host names that clients may use, in addition to IP addresses and localhost.
         max_pixels: Maximum number of pixels of all images of a request.
         device: Device of the replicas.
     """
@@ -54,7 +55,7 @@ class Ingress:
         self.front = Front(make_predict(model), tasks, hosts_allowed, count_replicas, token=token)
 
     async def __call__(self, request: Request) -> Response:
-        """Return the answer to a request, with status 499 if the client has left."""
+        """Return the answer to a request, with status 499 if the client has disconnected."""
         messages: list[Message] = []
 
         async def send(message: Message) -> None:

@@ -17,7 +17,8 @@ class ReplicaSettings:
 
     Args:
         minimum: Minimum number of replicas.
-        maximum: Maximum number. If it is larger than `minimum`, the number follows the load.
+        maximum: Maximum number of replicas. If it is larger than `minimum`, the number of replicas
+            depends on the load.
         cpus: CPU cores of each replica.
         gpus: GPUs of each replica: a fraction below 1, or a whole number.
     """
@@ -62,7 +63,7 @@ class ReplicaSettings:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the number of replicas follows the load."""
+        """Whether the number of replicas depends on the load."""
         return self.minimum < self.maximum
 
     @property

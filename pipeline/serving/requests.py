@@ -1,6 +1,7 @@
-"""Parser of the bodies of POST /predict: JSON, a form with files, or an array.
+"""Parse the bodies of POST /predict: JSON, a form with files, or an array.
 
-Every body is checked before it is used. A body cannot run code: arrays are read without pickle.
+Every body is validated before it is used. A body cannot run code, because arrays are read without
+pickle.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 
 from workers.errors import UserError
 
-# Lists and objects in JSON: each takes memory before the body can be checked.
+# Maximum number of lists and objects in JSON: each takes memory before the body can be validated.
 MAX_JSON_PARTS = 1 << 22
-MAX_PARTS = 256  # parts of a form (each image and each task is one), and images of an array
-MAX_HEAD_BYTES = 4096  # of one part of a form
+MAX_PARTS = 256  # parts of a form (one per image and per task), and images of an array
+MAX_HEAD_BYTES = 4096  # size of the head of one part of a form
 OPTIONS = ("tasks", "rule", "top")
 FIELDS = {"images", *OPTIONS}
 FORM = "multipart/form-data"
@@ -44,10 +45,10 @@ class RawRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request with fields of checked types.
+    """A parsed request.
 
     Args:
-        images: Base64 texts or nested lists (JSON), bytes of files (form), or an array uint8
+        images: Base64 strings or nested lists (JSON), bytes of files (form), or an array uint8
             (N, H, W, 3).
         tasks: One name for all images, or a name or None for each image.
         rule: Not checked yet; see `Predictor.check_request`.
@@ -61,7 +62,7 @@ class ParsedRequest:
 
 
 def parse_request(request: RawRequest) -> ParsedRequest:
-    """Parse a request of any of the three formats.
+    """Parse a request in any of the three formats.
 
     Raises:
         UserError: If the body cannot be parsed.
@@ -123,17 +124,17 @@ def check_fields(fields: Any) -> None:
 
 
 def _refuse_constant(name: str) -> Any:
-    """Refuse NaN and infinities, which Python's parser accepts."""
+    """Raise `UserError` for NaN and infinities, which Python's parser accepts."""
     raise UserError(f"the body holds {name}, which is not JSON; send finite numbers")
 
 
 # ---- forms ---------------------------------------------------------------------------------------
 def parse_form(data: bytes, content_type: str) -> ParsedRequest:
-    """Parse a form: a file `images` for each image, and the fields `tasks`, `rule` and `top`.
+    """Parse a form with a file `images` for each image, and fields `tasks`, `rule` and `top`.
 
     Args:
-        data: The body. `tasks` occurs once for all images, or once for each image; an empty value
-            means that the task is unknown.
+        data: The body. The field `tasks` occurs once for all images, or once for each image. If its
+            value is empty, the task is unknown.
         content_type: The header `Content-Type`, which contains the boundary.
 
     Raises:
@@ -187,7 +188,7 @@ def parse_part_name(head: bytes) -> str:
 
 
 def get_parameter(field: str, value: str, name: str) -> str:
-    """Return a parameter of a header without quotes, or "" if the header does not have it.
+    """Return the unquoted value of a parameter in a header, or "" without this parameter.
 
     Example:
         >>> get_parameter("content-type", 'multipart/form-data; boundary="B"', "boundary")
@@ -202,7 +203,7 @@ def get_parameter(field: str, value: str, name: str) -> str:
 
 
 def decode_text(value: bytes) -> str:
-    """Return a field of a form as text. Raise `UserError` if it is not UTF-8."""
+    """Decode a field of a form. Raise `UserError` if it is not UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -250,7 +251,7 @@ def parse_array(data: bytes, query: str) -> ParsedRequest:
 def parse_npy(data: bytes) -> NDArray[np.uint8]:
     """Return the images of a `.npy` file as uint8 (N, H, W, 3).
 
-    The shape of the header is compared with the number of bytes before anything is allocated.
+    The shape in the header is compared with the number of bytes before any memory is allocated.
 
     Raises:
         UserError: If the file has another type, shape or size.
@@ -266,7 +267,7 @@ def parse_npy(data: bytes) -> NDArray[np.uint8]:
     except Exception:  # the header is a Python literal, and parsing it raises many kinds of errors
         raise UserError(f"the body is not an array; send {need}") from None
     pixels = memoryview(data)[stream.tell() :]
-    are_numbers = all(type(side) is int for side in shape)  # NumPy accepts True as 1
+    are_numbers = all(type(side) is int for side in shape)  # NumPy's parser accepts True as 1
     is_image = are_numbers and len(shape) == 4 and 3 in (shape[1], shape[3]) and min(shape) > 0
     if dtype != np.uint8 or is_fortran or not is_image:
         raise UserError(f"the array is {dtype} {shape!r:.80}; send {need}")

@@ -1,4 +1,4 @@
-"""The command `serve`: its options, and starting and stopping the server."""
+"""The command `serve`: parse its options, and start and stop the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.serving.model_source import ModelSource
     from workers.serving.bundle import Bundle
 
-# Of all images of a request, and of all images that are decoded at a time.
+# Maximum number of pixels of all images of a request, and of all images decoded at a time.
 MAX_PIXELS = 1 << 26
 TOKEN = "ACCRETE_SERVE_TOKEN"  # environment variable
 MAX_TOKEN_BYTES = 4096  # of a token file
@@ -91,11 +91,11 @@ class ServerSettings:
     Args:
         port: Port to listen on.
         host: Address to listen on.
-        names: Host names for clients, in addition to the address and localhost.
+        names: Host names that clients may use, in addition to the address and localhost.
         max_pixels: Maximum number of pixels of all images of a request.
         replicas: Number and resources of the replicas.
         address: Address of an existing Ray cluster; see `application.started`.
-        token: Token that clients must send; "": none.
+        token: Token that clients must send; "": no token is required.
         record_in: Model folder in which inputs are counted; "": inputs are not counted.
     """
 
@@ -110,7 +110,7 @@ class ServerSettings:
 
 
 def parse_settings(args: argparse.Namespace) -> ServerSettings:
-    """Return the settings of the options. Raise `UserError` if an option is invalid."""
+    """Return the settings from parsed options. Raise `UserError` if an option is invalid."""
     if args.max_pixels < 1:
         raise UserError(
             f"--max-pixels is {args.max_pixels}; "
@@ -153,14 +153,14 @@ def read_token(path: str) -> str:
     """Return the token of the server.
 
     Args:
-        path: File with the token; "": read the environment variable `TOKEN`.
+        path: File with the token; "": read the environment variable ACCRETE_SERVE_TOKEN.
 
     Returns:
         The token, or "" if there is none.
 
     Raises:
-        UserError: If the file cannot be read, or the token is too short or has other characters
-            than visible ASCII.
+        UserError: If the file cannot be read, if the token has fewer than 16 characters, or if it
+            contains characters other than visible ASCII.
     """
     where, text = TOKEN, os.environ.get(TOKEN, "")
     if path:
@@ -183,7 +183,7 @@ def read_token(path: str) -> str:
 
 @contextmanager
 def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
-    """Context manager that serves the model of a source and its later versions.
+    """Context manager that serves the model of a source, and each later version of it.
 
     Args:
         source: The source of the model.
@@ -202,7 +202,7 @@ def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
     with started(
         settings.address, settings.replicas, settings.max_pixels, settings.record_in
     ) as application:
-        # Imports Ray Serve, which at import reads variables that `started` sets.
+        # Imported after `started` has set the environment variables that Ray Serve reads at import.
         from pipeline.serving.deployment import MAX_ONGOING_REQUESTS, make_predict
         from pipeline.serving.http_server import Bounds, Front, Hosts, listening
         from pipeline.serving.updates import Updates, following

@@ -1,14 +1,14 @@
-"""The model that MLflow loads and serves: a bundle, this file, and the package `workers`.
+"""The model that MLflow loads and serves. It consists of a bundle, this file and package `workers`.
 
-It works without a checkout and does not use pickle.
+The model works without a checkout of this project, and does not use pickle.
 
 Example:
     >>> model = mlflow.pyfunc.load_model(uri)  # doctest: +SKIP
     >>> model.predict(frame, params={"rule": "confident", "top": 3})  # doctest: +SKIP
 
-The frame has a column `image` (base64, bytes, nested lists, or an array (height, width, 3) of
-values from 0 to 255; with ACCRETE_ALLOW_PATHS=1 also the path of a file) and optionally a column
-`task`. The parameters `rule` and `top` are those of `Predictor.predict`.
+The data frame has a column `image` and optionally a column `task`. An image is base64 text, bytes,
+nested lists, or an array (height, width, 3) with values from 0 to 255. With ACCRETE_ALLOW_PATHS=1
+it can also be the path of a file. `rule` and `top` are the parameters of `Predictor.predict`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ PATHS = "ACCRETE_ALLOW_PATHS"
 
 
 class InvalidInput(MlflowException):
-    """Error that MLflow's server answers with status 400.
+    """Error for invalid input. MLflow's server answers with status 400.
 
-    The message cannot be changed, because MLflow's server would prepend the complete input.
+    The attribute `message` cannot be changed after the creation of the error. Otherwise, MLflow's
+    server would add the complete input to the message.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -42,7 +43,7 @@ class InvalidInput(MlflowException):
 
 
 class ServedModel(PythonModel):
-    """MLflow's model: a row per image with class, probability, task, confidence, probabilities."""
+    """The model for MLflow. It answers with a row per image; see `predict`."""
 
     # The logged signature is more precise than a schema that MLflow derives from type hints.
     _skip_type_hint_validation = True
@@ -54,12 +55,12 @@ class ServedModel(PythonModel):
     def predict(
         self, context: Any, model_input: Any, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Return a row per image.
+        """Return a row per image: class, probability, task, confidence and probabilities.
 
         Args:
-            context: Unused; MLflow passes it.
-            model_input: A frame or records; see the module.
-            params: `rule` and `top`.
+            context: Unused. MLflow passes it.
+            model_input: A data frame or records; see the docstring of this module.
+            params: `rule` and `top`, or None.
 
         Raises:
             InvalidInput: If the input is invalid.
@@ -87,7 +88,7 @@ class ServedModel(PythonModel):
 
 
 def split_columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
-    """Return the images of a frame or of records, and a task or None for each image.
+    """Return the images of a data frame or of records, and a task or None for each image.
 
     Raises:
         UserError: If the input is not a table, or has no column `image`.
@@ -96,7 +97,7 @@ def split_columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
     try:
         if not isinstance(model_input, pd.DataFrame):
             frame = pd.DataFrame.from_records(model_input)
-    except Exception as error:  # pandas raises many kinds of errors for invalid input
+    except Exception as error:  # pandas raises errors of many types for invalid input
         raise UserError(
             f"the input is not a table ({error}); "
             "give records such as {'image': BASE64, 'task': NAME}"

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 ROUTES = ("/predict", "/tasks", "/health", "/metrics", "/openapi.json", "/")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-# Seconds, up to the deadline of an answer.
+# Limits of the histogram's buckets in seconds. The largest is the deadline of an answer.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -18,7 +18,7 @@ class ServerMetrics:
 
     Args:
         predictions: Returns the number of predictions that run or wait.
-        held: Returns the bytes of all request bodies in memory.
+        held: Returns the total bytes of all request bodies in memory.
         replicas: Returns the number of replicas that can answer.
     """
 

@@ -1,4 +1,4 @@
-"""Watches the source of a model, and serves each new version."""
+"""Watch the source of a model, and serve each new version."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pipeline.serving.model_source import ModelSource
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 
-POLL_S = 2.0
-RETRY_S = 60.0  # after a model that could not be served
+POLL_S = 2.0  # seconds between two checks for a new version
+RETRY_S = 60.0  # seconds until the next check after an error
 
 
 class Updates:
-    """Serves the model of a source again whenever its version changes.
+    """Deploys the model of a source each time its version changes.
 
     Args:
         source: The source of the model.
         version: The version that is served now.
-        deploy: Serves a bundle in place of the previous one. Raises `UserError` if the bundle
-            cannot be served; the previous one is still served then.
+        deploy: Serves a bundle instead of the previous bundle. If it raises `UserError`, the
+            previous bundle must still be served.
     """
 
     def __init__(self, source: ModelSource, version: str, deploy: Callable[[Bundle], object]):
         self.source = source
         self.version = version
         self.deploy = deploy
-        self.problem = ""  # the last printed one
-        self.paused_until = 0.0
+        self.problem = ""  # the last printed error
+        self.paused_until = 0.0  # no check before this time, on the monotonic clock
 
     def check(self) -> None:
-        """Check the version once, and serve a new one. Print the change, or a new problem."""
+        """Check the version once, and serve a new version. Print the change, or a new error."""
         if time.monotonic() < self.paused_until:
             return
         try:
@@ -59,7 +59,7 @@ class Updates:
         while not stop.wait(POLL_S):
             try:
                 self.check()
-            except Exception as error:  # the server must go on
+            except Exception as error:  # the server must continue
                 notify(f"the check for a new model failed: {type(error).__name__}: {error}")
 
 
@@ -70,7 +70,7 @@ def notify(text: str) -> None:
 
 @contextmanager
 def following(updates: Updates) -> Iterator[None]:
-    """Context manager that watches a source from a thread."""
+    """Context manager that watches the source of a model from a thread."""
     stop = threading.Event()
     thread = threading.Thread(target=updates.run, args=(stop,), daemon=True, name="updates")
     thread.start()

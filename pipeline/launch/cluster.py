@@ -45,7 +45,7 @@ ENVIRONMENT = {
 }
 ANSWER_TIMEOUT_S = 3.0  # seconds to wait for the answer to the request that tests the token
 CONNECTION_TIMEOUT_S = 2.0  # seconds to wait for a TCP connection
-PRIVATE_STORE_BYTES = 200_000_000  # of Ray's object store; small: results are in our own store
+PRIVATE_STORE_BYTES = 200_000_000  # size of Ray's object store; results do not use it
 START_TRIES = 2
 MAX_REASON = 300  # maximum number of characters of a Ray error in a message
 TOKEN_REMEDY = (
@@ -54,7 +54,7 @@ TOKEN_REMEDY = (
     "with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)"
 )
 NAMESPACE = "accrete"  # namespace of the actors that drivers register
-SEARCH_SUFFIX = "-search"  # of the name of a search's actor
+SEARCH_SUFFIX = "-search"  # end of the name of a search's actor
 # Resource request that places an actor on the head node. Without that node, there is no cluster.
 HEAD = {ray_internals.HEAD_NODE_RESOURCE: 1e-3}
 # Packages that affect results: other versions could give other results.

@@ -41,7 +41,7 @@ def sample_gpu(device: torch.device) -> GpuSample:
         sample["utilization"] = functions().utilization(device) / 100
     except ImportError:
         sample["reason"] = "nvidia-ml-py is not installed (`pip install nvidia-ml-py`)"
-    except Exception as error:  # of nvidia-ml-py; a part of a GPU (MIG) has no utilization
+    except Exception as error:  # raised by nvidia-ml-py, e.g. for a part of a GPU (MIG)
         sample["reason"] = f"its driver says {error}"
     return sample
 

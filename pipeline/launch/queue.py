@@ -183,7 +183,7 @@ class Queue:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.ready: dict[int, ReadyQueue] = {}  # by pool
+        self.ready: dict[int, ReadyQueue] = {}  # index of a pool -> its ready stages
         self.running: dict[int, Stage] = {}  # group -> its running stage
         self.started: dict[int, float] = {}  # group -> start of its last stage, by the clock
         self.last: dict[int, Stage] = {}  # group -> its last stage, running or not

@@ -12,8 +12,8 @@ from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError
 
 MIN_CPUS = 2  # per node: Ray's own processes and the driver run in addition to the ranks
-MIN_MEMORY_GB = 8  # per node
-MEMORY_GB_PER_CPU = 4  # if ranks reserve no memory
+MIN_MEMORY_GB = 8  # smallest memory of a node
+MEMORY_GB_PER_CPU = 4  # memory of a node whose ranks reserve no memory
 RAY_MEMORY_GB = 2  # per node, in addition to the memory that ranks reserve
 MARGIN = 2  # factor on the forecast, which does not include ingest, report and the start of Ray
 MIN_HOURS = 1  # smallest time limit

@@ -29,7 +29,7 @@ MAX_BATCH = 16  # batch size of a calibration on a CPU
 MAX_GPU_BATCH = 128  # batch size of a calibration on a GPU
 CALIBRATION_S = 3.0  # minimum seconds to repeat training steps, and then forward passes
 MIN_STEPS = 3  # minimum number of repetitions
-CLASSES = 10  # of the head in a calibration
+CLASSES = 10  # number of outputs of the head in a calibration
 
 
 class Speed(NamedTuple):

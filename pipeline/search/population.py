@@ -24,7 +24,7 @@ class Start:
 
     Attributes:
         params: Parameters of the trial in this round.
-        parent: Number of the trial whose state is continued; it can be the trial itself.
+        parent: Number of the trial from which this trial continues; it can be the trial itself.
     """
 
     params: Params

@@ -83,7 +83,7 @@ class Application:
         self.total_pixels = total_pixels
         self.record_in = record_in
         self.name = f"accrete-{uuid.uuid4().hex[:8]}"
-        self.digest = ""  # of the served model
+        self.digest = ""  # digest of the served model
         self.handle: Any = None  # Ray Serve's handle of the replicas
         this_node = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
@@ -116,7 +116,7 @@ class Application:
         self.ray.get(self.holder.add.remote(digest, bundle.body, files))
         try:
             self.handle = self._run(digest)
-        except RuntimeError as error:  # of Ray Serve
+        except RuntimeError as error:  # raised by Ray Serve
             if self.digest:
                 self._run(self.digest)
             raise UserError(

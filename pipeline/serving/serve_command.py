@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Maximum number of pixels of all images of a request, and of all images decoded at a time.
 MAX_PIXELS = 1 << 26
 TOKEN = "ACCRETE_SERVE_TOKEN"  # environment variable
-MAX_TOKEN_BYTES = 4096  # of a token file
+MAX_TOKEN_BYTES = 4096  # maximum size of a token file
 
 
 def add_options(start: argparse.ArgumentParser) -> None:

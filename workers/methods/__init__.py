@@ -1,17 +1,18 @@
-"""The registry: each module of this package defines a method, or several."""
+"""The registry of methods, which are found in the modules of this package."""
 
 from importlib import import_module
 from pkgutil import iter_modules
 
 from workers.methods.base import Method
 
-METHODS: dict[str, type[Method]] = {}  # by name; filled below, because some modules import it
+METHODS: dict[str, type[Method]] = {}  # by name; set below, because some modules import it
 
 
 def find_methods() -> dict[str, type[Method]]:
     """Import the modules of this package and return their methods by name.
 
-    A method is a subclass of `Method` that sets `name`. Modules of `bases` define none.
+    A method is a subclass of `Method` that sets `name`. Subpackages such as `bases` define no
+    methods and are skipped.
     """
     methods: dict[str, type[Method]] = {}
     for info in iter_modules(__path__):
@@ -29,7 +30,10 @@ METHODS.update(find_methods())
 
 
 def load_others() -> None:
-    """Add the methods of installed packages and plugins, which import this package."""
+    """Add the methods of installed packages and of plugins.
+
+    This happens last, because those packages import this one.
+    """
     from workers.methods.registration import load_plugins
 
     load_plugins()

@@ -1,6 +1,7 @@
 """Bottleneck adapters in every block of a frozen backbone, trained per task.
 
-Three kinds: Houlsby's two per block, Pfeiffer's one, or AdaptFormer's one parallel to the FFN.
+Three kinds: two adapters per block (Houlsby), one per block (Pfeiffer), or one parallel to the FFN
+of a block (AdaptFormer).
 
 Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (MEAT's Table 1, column
 Adaptor-B). Pfeiffer et al.: AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision
@@ -70,8 +71,9 @@ class Adapter(Method[AdapterSettings]):
     head.
 
     Differences from the papers: W_up starts at zero for every kind, so that a task starts from the
-    backbone's features. (W_down does not: if both were zero, neither would get a gradient.) Layer
-    norms stay frozen with the rest. Learning rate and weight decay are those of the head.
+    backbone's features. (W_down does not start at zero: if both were zero, neither would get a
+    gradient.) Layer norms stay frozen, like the rest of the backbone. Adapters have the learning
+    rate and weight decay of the head.
     """
 
     name = "adapter"
@@ -126,7 +128,7 @@ class Adapter(Method[AdapterSettings]):
     def finish(self) -> tuple[TaskState, Carried]:
         copies = {name: t.detach().clone() for name, t in self.adapters.tensors().items()}
         meta = {}
-        kind = key_inputs(self.settings).get("kind")  # absent where it is the default
+        kind = key_inputs(self.settings).get("kind")  # absent if it is the default
         if kind:
             meta["kind"] = kind
         return self.state(copies=copies, meta=meta), Carried()
@@ -166,10 +168,13 @@ class Adapter(Method[AdapterSettings]):
 
 
 def find_adapter_sites(backbone: Any, kind: Kind) -> AdapterSites:
-    """Hook the sites of adapters of a kind into the backbone.
+    """Register the hooks for adapters of a kind in the backbone, and return their sites.
 
-    AdaptFormer's adapter is hooked behind the block, and so behind the FFN's residual add. Raise
-    `UserError` when the backbone has no such sites.
+    AdaptFormer's adapter is hooked after the block, and therefore after the residual add of the
+    FFN.
+
+    Raises:
+        UserError: If the backbone has no such sites.
     """
     if kind == "houlsby":
         return AdapterSites(backbone, houlsby, HOULSBY)
@@ -187,9 +192,9 @@ def find_adapter_sites(backbone: Any, kind: Kind) -> AdapterSites:
 def draw_dropout(
     backbone: Any, batch: Batch, sites: int, width: int, rate: float
 ) -> dict[str, Tensor]:
-    """Return the factors of adapters' dropout, 0 or 1 / (1 - rate), as `kept` (S, b, N, m).
+    """Return the dropout factors of adapters, 0 or 1 / (1 - rate), as `kept` (S, b, N, m).
 
-    They are drawn per sample. Without dropout the result is empty.
+    The factors are drawn per sample. Without dropout the result is empty.
 
     Args:
         backbone: A ViT with N tokens.
@@ -206,7 +211,7 @@ def draw_dropout(
 
 
 def added_share(backbone: Any, weights: int) -> float:
-    """Return the multiply-adds of added layers, relative to those of the plain backbone.
+    """Return the multiply-adds of added layers, divided by those of the plain backbone.
 
     Args:
         backbone: The backbone.

@@ -1,4 +1,4 @@
-"""A-GEM: the gradient of a step is projected where it would raise the loss on old images.
+"""A-GEM: the gradient of a step is projected if it would raise the loss on old images.
 
 Chaudhry, Ranzato, Rohrbach, Elhoseiny: Efficient Lifelong Learning with A-GEM, ICLR 2019.
 """
@@ -18,15 +18,17 @@ from workers.methods.train_defaults import TrainDefaults
 class Agem(Reservoir[ReservoirSettings]):
     """g' = g - (g.r / r.r) r if g.r < 0, else g: equation 11 of the paper.
 
-    g is the gradient of the cross-entropy of the task's images, r that of random exemplars of all
-    earlier tasks, both over all trained weights as one vector. In scenario `class` the
-    cross-entropy is over all classes so far, in scenario `task` over those of an image's task.
+    g is the gradient of the cross-entropy on the task's images, and r is its gradient on random
+    exemplars of all earlier tasks. Each gradient is one vector over all trained weights. In
+    scenario `class` the cross-entropy is over all classes so far, in scenario `task` over the
+    classes of an image's task.
 
     With plain SGD a small step then does not raise the loss of these exemplars. Momentum, weight
-    decay and AdamW change the direction after the projection, so that this no longer holds.
+    decay and AdamW change the direction after the projection, so there is no such guarantee for
+    them.
 
-    Differences from the paper: the memory is a reservoir over all images, there a number of images
-    of each class. A task may have several epochs.
+    Differences from the paper: the memory is a reservoir over all images; the paper keeps a fixed
+    number of images of each class. A task may have several epochs.
     """
 
     name = "agem"
@@ -48,9 +50,12 @@ class Agem(Reservoir[ReservoirSettings]):
 
 
 def project(gradient: Tensor, reference: Tensor) -> Tensor:
-    """Return the nearest vector to `gradient` (P,) with a product >= 0 with `reference` (P,)."""
+    """Return the vector closest to `gradient` (P,) that does not oppose `reference` (P,).
+
+    The dot product of the result with `reference` is at least 0.
+    """
     product = gradient @ reference
     square = reference @ reference
-    # Without a reference, 0 / 0 would be NaN.
+    # For a reference of zeros, 0 / 0 would be NaN.
     share = torch.where((product < 0) & (square > 0), product / square, 0.0)
     return gradient - share * reference

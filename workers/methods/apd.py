@@ -1,6 +1,6 @@
 """APD: each weight is a shared part, scaled per task and output feature, plus a sparse task part.
 
-Later tasks continue to train the shared part, and the sparse parts of earlier tasks follow.
+Later tasks continue to train the shared part, and adjust the sparse parts of earlier tasks to it.
 
 Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter
 Decomposition, ICLR 2020.
@@ -162,8 +162,8 @@ class Apd(Method[ApdSettings]):
         lambda1 sum_{i<=t} |tau_i|_1 + lambda2 sum_{i<t} 1/2 |theta_i* - (sigma .* M_i + tau_i)|^2
 
     The state of a task contains the parts that later tasks do not change: v_t, copies of norms and
-    biases, head. The chain carries the parts that they change: sigma, and tau_i of each task as a
-    sparse tensor.
+    biases, head. The chain carries the parts that later tasks change: sigma, and tau_i of each task
+    as a sparse tensor.
 
     Differences from the reference code, and the reasons:
     - The tau of earlier tasks occur only in these two penalties. Therefore their optimum for a
@@ -176,13 +176,13 @@ class Apd(Method[ApdSettings]):
       the optimizer's: on v_t, tau_t and the head, and on sigma at the first task.
     - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone.
     - `zeros: proximal` keeps an entry of tau_t at zero until its gradient exceeds lambda1. An entry
-      that would change its sign stops at zero. So the trained tau is the stored one.
-    - Consolidation shares an entry only if at least two tasks of the cluster have it; for one task
-      it would save nothing. Shared values are constants afterwards. Later tasks train sigma, and
-      the rest of each tau follows it.
+      that would change its sign stops at zero. Therefore the trained tau equals the stored tau.
+    - Consolidation shares an entry only if at least two tasks of the cluster have it; sharing an
+      entry of one task would save nothing. Shared values are constants afterwards. Later tasks
+      train sigma, and the rest of each tau follows it.
     - `gap` is relative to the entries of tau. The absolute gap of the reference code (1e-2 for a
-      LeNet) is several times the size of most entries that a ViT trains. It would replace all of
-      them, for any tasks.
+      LeNet) is several times the size of most entries that a ViT trains. It would replace all
+      entries, even of unrelated tasks.
     """
 
     name = "apd"
@@ -250,21 +250,21 @@ class Apd(Method[ApdSettings]):
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        # Weights of a vision transformer's blocks, or all weights of another backbone. A kernel's
-        # entries are in the row of the output channel: (o, i h w).
+        # Weights of a vision transformer's blocks, or all weights of another backbone. A
+        # convolution is used as a matrix (o, i h w), with a row per output channel.
         self.sites: dict[str, Tensor] = {}
         for site, weight in weight_sites(backbone).items():
             if site.startswith("blocks.") or not isinstance(backbone, VisionTransformer):
                 self.sites[site] = weight
         self.sigma: dict[str, Tensor] = {}  # by site; carried tensors, or parameters in training
-        # task -> site -> tau as the last stage left it, in stream order
+        # task -> site -> tau as stored by the last stage, in stream order
         self.tau: dict[str, dict[str, Sparse]] = {}
         # site -> tasks of a cluster -> their shared values
         self.shared: dict[str, dict[tuple[str, ...], Sparse]] = {}
         # task -> v by site, copies by parameter name
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.step = ""  # the step that trains; empty while consolidating and serving
-        # nonzero entries of tau, and the number replaced by a consolidation, by task
+        # task -> (nonzero entries of tau, entries that the consolidation replaced)
         self.replaced: dict[str, tuple[int, int]] = {}
 
     # ---- training --------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Apd(Method[ApdSettings]):
     def initial_sigma(self) -> dict[str, Tensor]:
         """Return sigma*, sigma at the start of this task, by site.
 
-        It is the carried one, or W / sigmoid(v_start) for the first task.
+        This is the carried sigma; for the first task it is W / sigmoid(v_start).
         """
         if self.sigma:
             return {site: self.sigma[site].to(self.device) for site in self.sites}
@@ -318,7 +318,8 @@ class Apd(Method[ApdSettings]):
     def fix_earlier_tasks(self) -> None:
         """Set tau* and M of each earlier task, which are constants while this task is trained.
 
-        They follow from the carried state and the tasks' states, so no checkpoint needs them.
+        They are computed from the carried state and the tasks' states, so no checkpoint stores
+        them.
         """
         self.before: dict[str, dict[str, Tensor]] = {}  # earlier task -> tau* by site
         self.rows: dict[str, dict[str, Tensor]] = {}  # earlier task -> M (o, 1) by site
@@ -367,7 +368,7 @@ class Apd(Method[ApdSettings]):
         return weights | self.own_copies.tensors()
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + lambda1 |tau_t|_1 + the penalty of `anchor` on earlier tasks."""
+        """Return CE + lambda1 |tau_t|_1 + the penalty of `anchor` on earlier tasks."""
         ce, terms = super().loss(batch, progress)
         penalty_terms = {name: penalty.detach() for name, penalty in self.penalties.items()}
         return ce + sum(self.penalties.values()), terms | penalty_terms
@@ -422,8 +423,8 @@ class Apd(Method[ApdSettings]):
     def restore_tau(self, task: str, site: str) -> Tensor:
         """Return tau of a task at a site, as it would be stored now.
 
-        The task in training loses its small entries. With `retro: train`, tau of earlier tasks
-        follows sigma.
+        In training, tau of earlier tasks is computed for the current sigma (with `retro: train`),
+        and small entries are cut (`with_zeros`).
         """
         if not self.step or (task != self.task_name and self.settings.retro == "frozen_tau"):
             return self.tau[task][site].dense(self.sites[site].flatten(1))
@@ -450,11 +451,11 @@ class Apd(Method[ApdSettings]):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """The share of zeros in tau, and one number on all tasks.
+        """Return the share of zeros in tau, and one number on all tasks.
 
-        While training it is `drift`: how far the weights of earlier tasks moved in this task,
-        relative to their norm. After a consolidation it is `replaced`: the share of all tasks'
-        entries of tau that shared values replaced.
+        In training this number is `drift`: how far the weights of earlier tasks moved in this task,
+        relative to their norm. After a consolidation it is `replaced`: the share of the nonzero
+        entries of tau, over all tasks, that shared values replaced.
         """
         num_nonzero = 0
         num_entries = 0
@@ -506,7 +507,11 @@ class Apd(Method[ApdSettings]):
         ]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """Before a consolidation, also carry the task's state, which that step stores again."""
+        """Return the task's state and the carried state.
+
+        Before a consolidation the carried state also contains the task's state, because the step
+        `consolidate` stores that state again.
+        """
         assert self.task is not None
         if not self.step:
             return self.state(copies=dict(self.loaded[self.task.name])), self.carried()
@@ -529,7 +534,7 @@ class Apd(Method[ApdSettings]):
         """Return sigma, tau of all tasks and the shared values.
 
         Tensors are `sigma/SITE`, and as sparse tensors `tau/TASK/SITE` and `shared/NUMBER/SITE`.
-        meta has the tasks in order, and the tasks of each cluster.
+        `meta` has the tasks in order, and the tasks of each cluster.
         """
         tensors = {f"sigma/{site}": t.detach().clone() for site, t in self.sigma.items()}
         for task, taus in self.tau.items():
@@ -549,8 +554,9 @@ class Apd(Method[ApdSettings]):
         """Replace similar entries of tau by values that a cluster of tasks shares.
 
         At each site, tasks with similar tau, including already shared values, form a cluster. An
-        entry is shared if its range in the cluster is at most `gap` mean magnitudes: all members
-        take the midpoint from one shared tensor, and their tau is zero there.
+        entry is shared if at least two members have it, and its range in the cluster is at most
+        `gap` times the mean magnitude. All members then take the midpoint from one shared tensor,
+        and their tau is zero there.
         """
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
         self.replaced = dict.fromkeys(self.tau, (0, 0))
@@ -608,7 +614,7 @@ class Apd(Method[ApdSettings]):
                 self.shared[site][tuple(tasks)] = shared[site, number]
 
     def load_task(self, state: TaskState) -> None:
-        """Keep v and copies of the task. A base task has none: the backbone serves it."""
+        """Load v and the copies of a task. A base task has none: the plain backbone serves it."""
         super().load_task(state)
         sites = self.sites if state.copies else {}
         for site, weight in sites.items():
@@ -639,7 +645,7 @@ class Apd(Method[ApdSettings]):
 
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        """Where the task's own tau is not zero."""
+        """Return masks of the nonzero entries of the task's own tau, by site."""
         masks: dict[str, Tensor] = {}
         for task, site, tau in sparse_parts(carried.tensors, "tau"):
             if task == state.task:
@@ -687,8 +693,9 @@ def mean_size(values: Tensor) -> Tensor:
 def cluster(points: Tensor, count: int) -> list[int]:
     """Return the cluster of each of the points (n, d), by k-means.
 
-    The first point is the first centre. Each further centre is the point farthest from those
-    before; among equals the first is taken. The same points always give the same clusters.
+    The first point is the first centre. Each further centre is the point farthest from the centres
+    before it; of equally far points the first is taken. The same points always give the same
+    clusters.
     """
 
     def distances(centres: Tensor) -> Tensor:
@@ -720,7 +727,7 @@ def copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
 
 
 def _strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors with a name that starts with `prefix`, by the rest of the name."""
+    """Return the tensors whose names start with `prefix`, without the prefix in their names."""
     below: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith(prefix):

@@ -1,4 +1,4 @@
-"""APER, once called ADAM: class means of frozen and adapted features, side by side.
+"""APER, once called ADAM: class means of concatenated frozen and adapted features.
 
 Zhou, Cai, Ye, Zhan, Liu: Revisiting Class-Incremental Learning with Pre-Trained Models:
 Generalizability and Adaptivity are All You Need, IJCV 2024 (arXiv 2303.07338).
@@ -41,13 +41,13 @@ class AperSettings(FirstSessionSettings):
 
 
 class Aper(FirstSession[AperSettings]):
-    """The first task adapts the features, and a star of class means follows it.
+    """The first task adapts the features. Every task then stores its class means.
 
-    The weight of class c is the mean mu_c of [f_0; f_1], the features of the backbone and the
-    adapted ones, not normalised; the logit is cos([f_0; f_1], mu_c). The branch whose features are
-    longer dominates. The carried adaptation is the same after every task.
+    The weight of class c is mu_c, the mean of [f_0; f_1]: the backbone's features f_0 and the
+    adapted features f_1, concatenated and not normalised. The logit is cos([f_0; f_1], mu_c). The
+    part with the larger norm dominates. The chain carries the adaptation unchanged.
 
-    Stored per task: 2 d floats a class. An image costs two forward passes.
+    Stored per task: 2 d floats per class. An image costs two forward passes.
     """
 
     name = "aper"
@@ -69,7 +69,7 @@ class Aper(FirstSession[AperSettings]):
         self.heads[task.name].weight.copy_(means[:, None])
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> [f_0; f_1] (b, 2 d); in the first session f_1 alone (b, d)."""
+        """Images (b, 3, H, W) -> [f_0; f_1] (b, 2 d); during `adapt` only f_1 (b, d)."""
         adapted = super().features(images)
         if self.is_adapting:
             return adapted

@@ -73,7 +73,7 @@ Family = Literal[
     "class statistics",
     "baseline",
 ]
-# A model for each class of vision transformers, for messages.
+# An example model of each class of vision transformers, for error messages.
 EXAMPLES: dict[type[nn.Module], str] = {
     VisionTransformer: "vit_tiny_patch16_224",
     Eva: "eva02_tiny_patch14_224",
@@ -84,7 +84,7 @@ BLOCK_VITS = tuple(EXAMPLES)  # classes with `attn` and `mlp` as modules of thei
 ParamGroup = dict[str, Any]  # `params`, and optionally `name`, `lr`, `weight_decay`, `eps`
 
 
-IGNORED = -100  # a label that cross-entropy leaves out
+IGNORED = -100  # label that cross-entropy ignores
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Step:
         trains: False for a step without epochs: `begin` and `finish` do everything (herding,
             pruning).
         measured: Validate after a step without training, to see its effect on the accuracy.
-        after: Steps of the same task with the carried states that this step starts from, merged.
-            None: the previous step in the list. (): the start of the first step. The next task
-            waits for the steps that no other step waits for.
-        later: Skip the step at the first task of the stream, or at the base task, where no earlier
-            classes exist.
-        reads_features: The step reads the features of the backbone in place of images. A stage that
+        after: Steps of the same task; this step starts from their carried states, merged. None: the
+            previous step in the list. (): no step; this step starts from the same state as the
+            first step. The next task waits for the steps that no other step waits for.
+        later: Skip the step at the first task of the stream (the base task, if there is one),
+            because no earlier classes exist.
+        reads_features: The step reads the features of the backbone instead of images. A stage that
             all methods share computes them once (`StepData.load_features`).
     """
 
@@ -139,10 +139,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class OptimPlan:
-    """Information for `begin` to choose learning rates.
+    """Optimizer settings of a step, for the choice of learning rates in `begin`.
 
     Attributes:
-        lr: The configured peak rate.
+        lr: The configured peak learning rate.
         batch_size: Global batch size, over all ranks.
         full_rate_steps: Sum of the schedule's factors over all steps. lr * full_rate_steps limits
             how far AdamW can move one entry.
@@ -156,7 +156,12 @@ class OptimPlan:
     optimizer: str = "adamw"
 
     def mask_lr(self, setting: float | str, travel: float) -> float:
-        """Return the peak rate of mask parameters. `auto`: all steps move an entry by `travel`."""
+        """Return the peak learning rate of mask parameters.
+
+        Args:
+            setting: A rate, or `auto`: the rate at which Adam moves an entry by at most `travel`.
+            travel: Largest distance over all steps.
+        """
         if setting == "auto":
             return travel / max(self.full_rate_steps, 1e-9)
         return float(setting)
@@ -164,13 +169,13 @@ class OptimPlan:
 
 @dataclass(frozen=True)
 class StepData:
-    """The images that a step can read; nothing is read before `feed` is called.
+    """Access to the images of a step; nothing is read before `feed` is called.
 
-    Without the functions, a request for images raises `LookupError`.
+    `feed` and `keys` raise `LookupError` if their function is missing.
 
     Attributes:
-        make_feed: Maps (split, training) to a feed over the step's tasks; with split `train` also
-            over the requested exemplars.
+        make_feed: Maps (split, training) to a feed over the step's tasks. With split `train` the
+            feed also contains the requested exemplars.
         task_keys: Maps a task to the keys of the train split, by class.
         has_validation: Whether a `val` split was held out of train.
         load_features: Returns the features of the task's train images, sorted by key. None if the
@@ -227,8 +232,8 @@ S = TypeVar("S", bound=MethodSettings, default=Any)
 def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
     """Raise `UserError` for `mask_lr: auto` with SGD.
 
-    The rate follows from how far masks should move. This is possible only for Adam, because SGD's
-    steps depend on the size of the gradients.
+    The automatic rate is derived from the distance that masks should move. This works only for
+    Adam, because the length of an SGD step depends on the size of the gradients.
     """
     if mask_lr == "auto" and train.optimizer != "adamw":
         raise UserError(
@@ -238,11 +243,11 @@ def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
 
 
 class MethodPlan(Generic[S]):
-    """The part of a method that the planner calls before anything runs; `S`: its settings type."""
+    """The part of a method that the planner uses before anything runs; `S`: its settings type."""
 
     # The name in configs, records and keys.
     name: ClassVar[str]
-    # The kind of method, in the field's words.
+    # The family of the method, in the terms of the literature.
     family: ClassVar[Family] = "baseline"
     # The stored state per task, in a few words.
     keeps: ClassVar[str] = "a head"
@@ -250,49 +255,51 @@ class MethodPlan(Generic[S]):
     paper: ClassVar[str] = ""
     # The type of `settings`.
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
-    # How it is trained where a config does not say it, with the source of the numbers.
+    # Training settings that apply if a config does not set them, with the source of the numbers.
     train_defaults: ClassVar[TrainDefaults] = TrainDefaults(lr=1e-3, source="none: set `train.lr`")
-    # Terms of the loss, besides the cross-entropy, that protect earlier tasks -> their setting
+    # Name of a loss term that protects earlier tasks -> the setting with its weight.
     penalty_terms: ClassVar[Mapping[str, str]] = {}
-    # Raise it if the method's results change: it is part of the keys of the stages.
+    # Increase this number if the method's results change: it is part of the keys of the stages.
     revision: ClassVar[int] = 1
 
     # The steps of a task, in order.
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
     # State that a task hands on to the next one. Empty: the tasks form a star and run in parallel.
     carries: ClassVar[tuple[str, ...]] = ()
-    # Carried tensors and values of `meta` that only training needs, as patterns of `fnmatch`.
-    # Bundles leave them out, and `load_carried` works without them.
+    # `fnmatch` patterns of carried tensors and values of `meta` that only training needs. Bundles
+    # omit them, and `load_carried` must work without them.
     training_only: ClassVar[tuple[str, ...]] = ()
-    # For a star: steps on the base task, or on images without labels. All tasks start from their
-    # carried states and are served with them.
+    # For a star: steps on the base task, or on images without labels. All tasks start from the
+    # carried states of these steps and are served with them.
     starts_from: ClassVar[tuple[str, ...]] = ()
     # `task`: the task is given at test time (TIL). `class`: it is not (CIL). `domain`: it is not,
     # and all tasks have the same classes (DIL).
     scenarios: ClassVar[frozenset[str]] = frozenset({"task"})
-    # In scenario `domain` one head serves all tasks. False: each task has its own, and the largest
-    # of the outputs of a class counts.
+    # True: in scenario `domain` one head serves all tasks. False: each task has its own head, and
+    # the largest of the outputs of a class counts.
     shares_head: ClassVar[bool] = False
-    # Training data of a step. `seen`: of all tasks so far, as in joint training.
+    # Training data of a step. `task`: of its task; `seen`: of all tasks so far (joint training).
     trains_on: ClassVar[Literal["task", "seen"]] = "task"
-    # Data that the stages wait for. None: the training data. A rehearsal memory needs `seen`.
+    # Data that a stage needs before it can start. None: the training data. A rehearsal memory needs
+    # `seen`.
     reads: ClassVar[Literal["task", "seen"] | None] = None
-    # Of a chain: the states of all earlier tasks are loaded before `begin`.
+    # For a chain: whether the states of all earlier tasks are loaded before `begin`.
     needs_states: ClassVar[bool] = False
-    # The method works on the blocks or tokens of a vision transformer, not on parameters by name.
+    # Whether the method works on the blocks or tokens of a vision transformer, not on parameters by
+    # name.
     needs_vit: ClassVar[bool] = False
-    # The classes of vision transformers that it takes, if it needs one.
+    # The supported classes of vision transformers, if `needs_vit`.
     vits: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
-    # Why it takes no other vision transformer with blocks, for messages: a sentence on the method.
+    # The reason, for error messages, why other vision transformers with blocks are not supported.
     why_no_other_vit: ClassVar[str] = ""
-    # No parameter of the backbone is trained, and it stays in evaluation mode.
+    # Whether the backbone is not trained and stays in evaluation mode.
     freezes_backbone: ClassVar[bool] = True
-    # False is a promise: the logits of a finished task stay bit-exact for ever.
+    # False promises that the logits of a finished task never change, bit for bit.
     may_forget: ClassVar[bool] = False
-    # Before its first optimizer step a task has the features of the backbone.
+    # Whether a task has the features of the backbone before its first optimizer step.
     starts_as_backbone: ClassVar[bool] = True
-    # Settings, by their names in a config, that a single task may set: no other task's steps, no
-    # serving and no `check_backbone` needs to know their value.
+    # Settings, by their names in a config, that a single task may override. The steps of other
+    # tasks, serving and `check_backbone` must not depend on their values.
     per_task: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -321,7 +328,7 @@ class MethodPlan(Generic[S]):
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
         """Return the steps of the task at `position`, which counts from 0.
 
-        Position -1 is the base task, which the backbone was trained on: most methods have no step
+        Position -1 is the base task, on which the backbone was trained: most methods have no step
         for it.
         """
         return cls.steps if position >= 0 else ()
@@ -335,15 +342,15 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return the settings that a step does not read. They are not in its key.
+        """Return the settings that a step does not read. They are not part of its key.
 
-        The step gets their defaults.
+        The step gets their default values.
         """
         return frozenset()
 
     @classmethod
     def unused_train_settings(cls, settings: S) -> Mapping[str, str]:
-        """Return settings of `train` that no parameter of the method follows -> the reason."""
+        """Return the settings of `train` that have no effect on this method -> the reason."""
         return {}
 
     @classmethod
@@ -367,7 +374,7 @@ class MethodPlan(Generic[S]):
 
 
 class Method(nn.Module, MethodPlan[S], Generic[S]):
-    """One backbone and one head per task; a subclass overrides the differences."""
+    """One backbone, and one head per task. Subclasses override what differs."""
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__()
@@ -394,7 +401,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
 
     @property
     def device(self) -> torch.device:
-        """The device of the backbone, and of all that computes with it."""
+        """The device of the backbone, on which the whole method computes."""
         return next(self.backbone.parameters()).device
 
     def join_stream(self, scenario: str, stream: tuple[Task, ...]) -> None:
@@ -437,15 +444,15 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         """Return the tensors, with gradients, that replace parameters of the backbone in this step.
 
-        By parameter name: W_eff = f(mask) .* W and the like. The backbone's own parameters are not
-        written to.
+        The result maps parameter names to tensors, for example W_eff = f(mask) .* W. The backbone's
+        own parameters are not changed.
         """
         return {}
 
     def features(self, images: Tensor) -> Tensor:
         """Images (b, 3, H, W) -> the backbone's features (b, d), with `weight_overrides` in place.
 
-        Of a ViT these are the class token's features after the final norm.
+        For a ViT these are the features of the class token after the final norm.
         """
         if self.weight_overrides:
             output: Tensor = functional_call(self.backbone, self.weight_overrides, (images,))
@@ -461,23 +468,24 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         total = features.new_zeros((), dtype=torch.float32)
         for index, task in enumerate(self.training_tasks):
             logits = self.heads[task.name](features).float()
-            # The rows of other tasks are ignored: to pick rows, the host would wait for the device.
+            # Rows of other tasks are ignored, not removed: to select rows, the host would have to
+            # wait for the device.
             labels = batch.labels.masked_fill(batch.tasks != index, IGNORED)
             total = total + F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         return total / len(batch)
 
     def after_backward(self) -> None:
-        """Change gradients before the optimizer's step: gate or project them."""
+        """Change gradients before the optimizer's step, for example gate or project them."""
 
     def after_step(self, progress: Progress) -> None:
-        """Change parameters after the optimizer's step: restore locked entries, clamp, anneal."""
+        """Change parameters after the optimizer's step, for example restore locked entries."""
 
     def competing_outputs(self) -> int:
-        """Return how many outputs the cross-entropy of the step in training chooses from."""
+        """Return the number of outputs over which the current step's cross-entropy is computed."""
         return max(task.num_classes for task in self.training_tasks)
 
     def metrics(self) -> dict[str, float]:
-        """Return named numbers for a curve over epochs (mask density, used capacity)."""
+        """Return named numbers for curves over epochs, for example the density of masks."""
         return {}
 
     def warnings(self) -> list[str]:
@@ -540,9 +548,10 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return {}
 
     def activate_task(self, task: str) -> None:
-        """Put the serving weights of `task` in effect.
+        """Apply the serving weights of `task`.
 
-        They are computed once per switch of tasks, and at each call for the task in training.
+        They are computed when the active task changes. For the task in training they are computed
+        at each call.
         """
         key = (task, self.device)
         if self.active_task == key:
@@ -577,11 +586,14 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return {name: mask for name, mask in state.masks.items() if mask.dtype == torch.bool}
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the operations of one image under this task's masks, relative to the backbone."""
+        """Return the FLOPs per image when this task is served, divided by the backbone's."""
         return 1.0
 
     def train(self, mode: bool = True) -> Method[S]:
-        """Keep a frozen backbone in evaluation mode: no dropout, no running statistics."""
+        """Set the mode, but keep a frozen backbone in evaluation mode.
+
+        The frozen backbone then has no dropout and does not update running statistics.
+        """
         super().train(mode)
         if self.freezes_backbone:
             self.backbone.eval()

@@ -25,8 +25,8 @@ from workers.storage.taskstate import Carried
 
 ALIGN, HEADS, ALIGNED, MEANS, FACTORS = "align", "heads", "aligned", "means", "factors"
 RIDGE = 1e-4  # added to the diagonal of a covariance
-EPS = 1e-7  # added to a length of logits
-MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4  # of SGD
+EPS = 1e-7  # added to the norm of a task's logits
+MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4  # SGD settings of the alignment
 
 
 class ClassGaussians(NamedTuple):
@@ -45,7 +45,7 @@ class ClassGaussians(NamedTuple):
         """Draw features (K, count, d) from N(shrink mu_c, Sigma_c + 1e-4 I).
 
         Args:
-            count: Draws of each class.
+            count: Number of draws per class.
             seeds: A seed for each class, (K,).
             shrink: Factor of the means.
         """
@@ -80,12 +80,12 @@ class AlignmentPlan:
     """Settings of an alignment.
 
     Attributes:
-        epochs: Number of epochs, each with new draws.
-        draws: Features drawn of each class in an epoch.
-        batch_size: Features in a step.
-        lr: Initial rate of SGD. It falls along a cosine over the epochs.
-        tau: Temperature of logits of unit length (`normalised_loss`). None: plain cross-entropy.
-        shrinks: Shrink the means of earlier tasks (`shrink_factors`).
+        epochs: Number of epochs. Each epoch draws new features.
+        draws: Number of features drawn per class and epoch.
+        batch_size: Number of features per step.
+        lr: Initial learning rate of SGD. It follows a cosine schedule over the epochs.
+        tau: Temperature of normalised logits (`normalised_loss`). None: plain cross-entropy.
+        shrinks: Whether to shrink the class means of earlier tasks (`shrink_factors`).
     """
 
     epochs: int
@@ -105,8 +105,8 @@ def align_heads(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return new weights and biases of linear heads, trained together on drawn features.
 
-    The result depends on the arguments alone. It is computed where the heads are; the noise is
-    drawn on the CPU, by class, so that all ranks draw the same.
+    The result depends only on the arguments. It is computed on the device of the heads. The noise
+    is drawn on the CPU with a seed per class, so all ranks draw the same noise.
 
     Args:
         heads: Weight (K, d) and bias (K,) of each task, in stream order. They are not changed.
@@ -161,21 +161,22 @@ def normalised_loss(logits: Sequence[Tensor], labels: Tensor, tau: float) -> Ten
 
 
 def shrink_factors(tasks: int) -> list[float]:
-    """Return rho of each task, 0.9 + 0.1 (t + 1) / tasks, for t from 0; 1 for the newest."""
+    """Return rho of each task t = 0, 1, ...: 0.9 + 0.1 (t + 1) / tasks, so 1 for the newest."""
     return [0.9 + 0.1 * (task + 1) / tasks for task in range(tasks)]
 
 
 class AlignsHeads(SeparateHeads[S]):
     """A chain with a step `align`, which trains the heads of all tasks on Gaussians of classes.
 
-    Each task trains its own head, with the cross-entropy over its own classes. An alignment starts
-    from the heads as they were trained, and training sees no aligned head: the chain carries both,
-    and the Gaussians, which are never updated.
+    Each task trains its own head, with the cross-entropy over its own classes. Each alignment
+    starts from the heads as they were before any alignment, and training never uses an aligned
+    head. Therefore the chain carries both versions of the heads, and the Gaussians, which are never
+    updated.
     """
 
     carries: ClassVar[tuple[str, ...]] = (HEADS, "statistics")
     training_only = (f"{HEADS}/*/{MEANS}", f"{HEADS}/*/{FACTORS}")
-    needs_states = True  # also if the task is given: for the heads
+    needs_states = True  # also in scenario `task`: they contain the heads
     may_forget = True
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
@@ -198,7 +199,7 @@ class AlignsHeads(SeparateHeads[S]):
         self.gaussians[context.task.name] = gaussians
 
     def align(self, plan: AlignmentPlan) -> None:
-        """Replace the heads of all tasks by aligned ones."""
+        """Replace the heads of all tasks by aligned heads."""
         heads = {}
         for name in self.class_slices():  # in stream order, which rho depends on
             if name not in self.gaussians:
@@ -212,15 +213,15 @@ class AlignsHeads(SeparateHeads[S]):
             self.heads.restore(name, {"weight": weight, "bias": bias})
 
     def carry_heads(self) -> Carried:
-        """Return the heads as they were trained, aligned heads of earlier tasks, and Gaussians."""
+        """Return the trained heads, the aligned heads of earlier tasks, and the Gaussians."""
         assert self.task is not None
-        # later steps of the task are handed its trained head
+        # Later steps of the task load its trained head from the carried state.
         self.trained.setdefault(self.task.name, self.heads.export(self.task.name))
         earlier = [name for name in self.trained if name != self.task.name]
         aligned = earlier if self.context.step == ALIGN else []
         tensors: dict[str, Tensor] = {}
         for name, head in self.trained.items():
-            # removing a task from a model folder deletes what is below heads/NAME/
+            # Removing a task from a model folder deletes the tensors below heads/NAME/.
             tensors |= {f"{HEADS}/{name}/{key}": tensor.clone() for key, tensor in head.items()}
         for name in aligned:
             for key, tensor in self.heads.export(name).items():
@@ -231,7 +232,7 @@ class AlignsHeads(SeparateHeads[S]):
         return Carried(tensors, {ALIGNED: aligned})
 
     def load_carried(self, carried: Carried) -> None:
-        """Load the aligned heads of earlier tasks; `begin` uses the rest."""
+        """Load the carried state, with aligned heads in use; `begin` restores trained heads."""
         super().load_carried(carried)
         parts: dict[str, dict[str, Tensor]] = {}  # task -> tensors by name
         for path, tensor in carried.tensors.items():

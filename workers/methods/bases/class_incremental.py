@@ -18,7 +18,7 @@ class ClassIncremental(Method[S]):
     has its own head, and the output space repeats the classes for each task.
     """
 
-    # cache of `global_labels`: the first column of each training task, as a tensor and as a key
+    # Cache of `global_labels`: the first column of each training task, as a tensor and as a tuple.
     _first_columns: Tensor | None = None
     _first_column_key: tuple[int, ...] = ()
 
@@ -32,7 +32,7 @@ class ClassIncremental(Method[S]):
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         """Return the cross-entropy over the logits of all tasks so far.
 
-        In scenario `task` it is over the logits of the sample's own task.
+        In scenario `task` the cross-entropy is over the logits of the sample's own task.
         """
         if self.scenario == "task":
             return super().classification_loss(features, batch)
@@ -74,7 +74,7 @@ class ClassIncremental(Method[S]):
         names = [task.name for task in self.stream if task.name in self.heads.names]
         slices = {}
         start = 0
-        for name in names or self.heads.names:  # the latter without `join_stream`
+        for name in names or self.heads.names:  # the latter if `join_stream` was not called
             stop = start + self.heads[name].out_features
             slices[name] = slice(start, stop)
             start = 0 if self.heads.is_shared else stop
@@ -87,7 +87,7 @@ class ClassIncremental(Method[S]):
         device = batch.tasks.device
         cached = self._first_columns
         if cached is None or cached.device != device or self._first_column_key != starts:
-            # built once: copying to the device blocks the host
+            # Created once, because a copy to the device blocks the host.
             cached = torch.tensor(starts, device=device)
             self._first_columns, self._first_column_key = cached, starts
         return batch.labels + cached[batch.tasks]
@@ -98,7 +98,7 @@ class ClassIncremental(Method[S]):
         num_classes = max(task_slice.stop for task_slice in slices.values())
         if batch.targets is None:
             return F.one_hot(self.global_labels(batch), num_classes).float()
-        if len(self.training_tasks) > 1:  # the feed made them for all classes
+        if len(self.training_tasks) > 1:  # the feed created targets over all classes
             return batch.targets
         task_slice = slices[self.training_tasks[0].name]
         return F.pad(batch.targets, (task_slice.start, num_classes - task_slice.stop))
@@ -115,7 +115,7 @@ class SeparateHeads(ClassIncremental[S]):
         assert self.task is not None
         return super().head_groups(optim, [self.task.name])
 
-    # The next two skip `ClassIncremental`, because only the current task's head is trained.
+    # The next two methods skip `ClassIncremental`, because only the current task's head is trained.
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         return Method.classification_loss(self, features, batch)
 

@@ -45,14 +45,14 @@ S = TypeVar("S", bound=CosineSettings, default=Any)
 class CosineRehearsal(Rehearsal[S]):
     """From the second task on the vectors of new classes are imprinted: they start as means.
 
-    The means are of features under the network before the task; the vectors get the average length
-    of old ones. `train` trains eta, the new vectors and the network, and leaves the vectors of old
-    classes as they are. With `finetune` all class vectors and eta are then trained on the memory,
-    which is balanced, under the frozen network in evaluation mode.
+    The means are taken over features of the network before the task. The new vectors get the
+    average length of the old vectors. `train` trains eta, the new vectors and the network, and
+    leaves the vectors of old classes unchanged. The step `finetune` then trains all class vectors
+    and eta on the balanced memory, while the network is frozen and in evaluation mode.
 
     The linear head of a base task is not used: `herd` imprints that task's vectors at length 1.
 
-    eta starts at 10, where both papers have 1. AdamW moves it by at most the learning rate in a
+    eta starts at 10; in both papers it starts at 1. AdamW moves eta by about the learning rate per
     step, and a softmax of cosines with eta = 1 leaves all classes about equally likely.
     """
 
@@ -86,7 +86,7 @@ class CosineRehearsal(Rehearsal[S]):
         return groups
 
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        """Return the vectors of the task (in `finetune` of all tasks) and eta."""
+        """Return the groups of the task's vectors (in `finetune`: of all tasks) and of eta."""
         assert self.task is not None
         trained_names = names if self.step == "finetune" else [self.task.name]
         weights = [self.heads[name].weight for name in names if name in trained_names]
@@ -97,9 +97,9 @@ class CosineRehearsal(Rehearsal[S]):
 
     @torch.no_grad()
     def imprint(self, task: Task) -> None:
-        """Set the task's class vectors from the features of the images.
+        """Set the task's class vectors from the features of its images.
 
-        The images have the evaluation transform, and each rank computes a share of the features.
+        The features use the evaluation transform, and each rank computes a part of them.
         """
         features, labels, tasks, _ = self.extract_features()
         task_index = [t.name for t in self.training_tasks].index(task.name)

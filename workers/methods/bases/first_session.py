@@ -1,4 +1,4 @@
-"""First-session adaptation: the features are adapted to the first task, and then frozen for ever.
+"""First-session adaptation: the features are adapted to the first task and then frozen.
 
 Zhou, Cai, Ye, Zhan, Liu: Revisiting Class-Incremental Learning with Pre-Trained Models:
 Generalizability and Adaptivity are All You Need, IJCV 2024 (arXiv 2303.07338). McDonnell, Gong,
@@ -48,7 +48,7 @@ VITS: dict[str, tuple[type[nn.Module], ...]] = {
     "vpt-deep": BLOCK_VITS,
     "ssf": (VisionTransformer,),
 }
-# Lengths and rates of APER and RanPAC on CIFAR-100.
+# Training settings of APER and RanPAC on CIFAR-100.
 FIRST_SESSION_TRAINING = TrainDefaults(
     lr=1e-2,
     optimizer="sgd",
@@ -97,7 +97,8 @@ class FirstSession(ClassStatistics[S]):
     """Class statistics of features that the first task of the stream may adapt.
 
     The step `adapt` of the first task trains an `Adaptation` with a temporary cosine head. Later
-    steps and tasks carry it unchanged: after the first task their order changes nothing.
+    steps and tasks carry the adaptation unchanged. Therefore the order of the tasks after the first
+    one has no effect.
     """
 
     steps: ClassVar[tuple[Step, ...]] = (Step(ADAPT), Step("statistics", trains=False))
@@ -111,7 +112,7 @@ class FirstSession(ClassStatistics[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """In `adapt` those of the classifier, later those of training alone."""
+        """Return the classifier's settings for `adapt`, and those of training for later steps."""
         if step == ADAPT:
             shared = FirstSessionSettings.model_fields.keys()
             return frozenset(cls.Settings.model_fields.keys() - shared)
@@ -178,7 +179,7 @@ class FirstSession(ClassStatistics[S]):
         return self.adaptation.draw(self.backbone, batch)
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> adapted features (b, d), or those of the backbone."""
+        """Images (b, 3, H, W) -> features (b, d), adapted if there is an adaptation."""
         if self.adaptation is None:
             return self.backbone(images)  # type: ignore[no-any-return]
         drawn = self.weight_overrides if self.training else {}
@@ -221,7 +222,7 @@ class FirstSession(ClassStatistics[S]):
 
 # ---- variants ------------------------------------------------------------------------------------
 class Adaptation(nn.Module):
-    """Trained tensors with which a frozen backbone computes adapted features."""
+    """Trained tensors that change the features of a frozen backbone."""
 
     def groups(self, optim: OptimPlan) -> list[ParamGroup]:
         """Return the parameter groups."""
@@ -242,12 +243,12 @@ class Adaptation(nn.Module):
         raise NotImplementedError
 
     def flops_share(self, backbone: nn.Module) -> float:
-        """Return the operations of adapted features relative to those of the backbone."""
+        """Return the FLOPs of adapted features, divided by those of the backbone's features."""
         return 1.0
 
 
 def create_adaptation(backbone: nn.Module, settings: FirstSessionSettings) -> Adaptation | None:
-    """Return a new adaptation of a backbone, which gets hooks; None for `first_session: none`."""
+    """Return a new adaptation, which may add hooks to the backbone; None for `none`."""
     kind = settings.first_session
     if kind == "none":
         return None
@@ -301,8 +302,8 @@ class Adapters(Adaptation):
 class Prompts(Adaptation):
     """Prompts of the first block, or of every block.
 
-    They start as in VPT's paper. In the released code of APER they start at zero: equal prompts
-    get equal gradients, and so stay one prompt that is counted p times.
+    They are initialised as in VPT's paper. In the released code of APER they start at zero. Equal
+    prompts get equal gradients, so they stay equal: one prompt that is counted p times.
     """
 
     def __init__(self, backbone: nn.Module, count: int, is_deep: bool):
@@ -322,7 +323,7 @@ class Prompts(Adaptation):
 
 
 class ScalesAndShifts(Adaptation):
-    """SSF. Scales and shifts have no weight decay; it would draw the scales to 0."""
+    """SSF: scales and shifts. They have no weight decay, which would pull the scales to 0."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()

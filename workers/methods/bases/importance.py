@@ -1,4 +1,4 @@
-"""Penalties that hold each weight near an anchor, as far as earlier tasks need it."""
+"""Penalties that keep weights near an anchor, weighted by their importance for earlier tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.methods.finetune import restore_network, save_network, weight_group
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-IMPORTANCE = "importance/"  # in the carried state, before the names of `save_network`
+IMPORTANCE = "importance/"  # prefix of names in the carried state; a name of `save_network` follows
 
 
 class WeightImportance(ClassIncremental[S]):
@@ -37,21 +37,21 @@ class WeightImportance(ClassIncremental[S]):
     shares_head = True
     freezes_backbone = False
     may_forget = True
-    # By how much lr * importance is multiplied in a step of plain SGD, as a text for warnings.
+    # `curvature()` as a text for warnings: the factor of lr * importance in a step of plain SGD.
     stiffness: ClassVar[str] = "lambda"
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        # `begin` takes it from the carried state, which is on the device. It is constant while a
-        # step trains. By the names of `protected`:
+        # Name in `protected` -> importance. `begin` takes the tensors from the carried state, which
+        # is on the device. They are constant while a step trains.
         self.importance: dict[str, Tensor] = {}
 
     @abstractmethod
     def curvature(self) -> float:
-        """Return the second derivative of the penalty where the importance is 1."""
+        """Return the second derivative of the penalty in a weight of importance 1."""
 
     def protected(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this task needs, by their names in `save_network`."""
+        """Return the protected parameters, by their names in `save_network`."""
         parameters = {}
         for name, parameter in self.backbone.named_parameters():
             parameters[f"backbone/{name}"] = parameter
@@ -72,10 +72,10 @@ class WeightImportance(ClassIncremental[S]):
     def average_over_images(
         self, keys: set[str], add: Callable[[list[Tensor], list[nn.Parameter], Batch, str], None]
     ) -> dict[str, Tensor]:
-        """Return the mean over images of a value for each protected weight, by parameter.
+        """Return the mean over images of a value per protected weight, by parameter name.
 
         The network is in evaluation mode, and images are not augmented. Each rank adds the values
-        of its share of the images.
+        of its part of the images.
 
         Args:
             keys: Keys of the images.
@@ -111,8 +111,9 @@ class WeightImportance(ClassIncremental[S]):
     def finish(self) -> tuple[TaskState, Carried]:
         """Return the task's state and the carried state.
 
-        Between two steps the task's head is carried, after the last one its state holds it. Older
-        heads are carried where they are still trained.
+        After the last step the task's head is only in the task's state, before that also in the
+        carried state. Older heads are carried if they are still trained (in all scenarios but
+        `task`).
         """
         assert self.task is not None
         heads = []
@@ -139,7 +140,7 @@ class WeightImportance(ClassIncremental[S]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """Use the carried weights, and the older heads in place of those in the tasks' states."""
+        """Load the carried weights, and carried heads in place of those in the tasks' states."""
         super().load_carried(carried)
         owners = ("backbone/", "heads/")
         restore_network(self, {n: t for n, t in carried.tensors.items() if n.startswith(owners)})
@@ -148,7 +149,7 @@ class WeightImportance(ClassIncremental[S]):
 class OneAnchor(WeightImportance[S]):
     """Adds w * sum over weights i of Omega_i (theta_i - theta*_i)^2 to the loss.
 
-    theta* are the weights at the start of the task, so that only Omega is carried. The gradient of
+    theta* are the weights at the start of the task, so only Omega must be carried. The gradient of
     the penalty is added once in each optimizer step, after the sum over ranks, in closed form.
     """
 
@@ -200,7 +201,7 @@ class OneAnchor(WeightImportance[S]):
 
 
 def with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
-    """Return the carried tensors with names that start with `prefix`, by the rest of a name."""
+    """Return the carried tensors whose names start with `prefix`, without that prefix."""
     tensors = {}
     for name, tensor in carried.tensors.items():
         if name.startswith(prefix):

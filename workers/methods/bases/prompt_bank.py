@@ -19,12 +19,13 @@ from workers.model.masked import BlockMasks
 
 
 class PromptBank(SeparateHeads[S]):
-    """A frozen ViT with prompts that follow from a query q = f(x), its features without prompts.
+    """A frozen ViT with prompts that depend on a query q = f(x): the features without prompts.
 
-    The query is a second forward pass. A training step computes it once for each image, without a
-    graph; it is not kept over epochs, because a feed caches values in place of images only, and the
-    prompted pass needs the images. In all scenarios the cross-entropy is over the classes of the
-    task in training, and heads of finished tasks stay.
+    The query costs a second forward pass. A training step computes the query once per image,
+    without gradients. Queries are not cached over epochs: a feed can only cache values that replace
+    the images, and the forward pass with prompts needs the images. In all scenarios the
+    cross-entropy is over the classes of the task in training, and the heads of finished tasks are
+    frozen.
     """
 
     family = "parameter-efficient"
@@ -54,7 +55,7 @@ class PromptBank(SeparateHeads[S]):
         """Return the features (b, d) of images (b, 3, H, W) with the prompts of their queries."""
 
     def match(self, query: Tensor) -> Tensor | None:
-        """Return the loss of keys or components, a scalar, or None without such a loss."""
+        """Return the loss of keys or components, a scalar; None if the method has no such loss."""
         return None
 
     # ---- training --------------------------------------------------------------------------------
@@ -73,10 +74,10 @@ class PromptBank(SeparateHeads[S]):
         return self.prompted(images, self.query(images))
 
     def prefix_share(self, rows: Sequence[int]) -> float:
-        """Return the multiply-adds of attention to prefixes, relative to the backbone's.
+        """Return the multiply-adds of attention to prefixes, divided by the backbone's.
 
         Args:
-            rows: Number of prefix rows of each block, from the first on.
+            rows: Number of prefix rows of each block, starting with the first block.
         """
         vit: Any = self.backbone
         plans = plan_blocks(vit, [BlockMasks()] * len(vit.blocks))

@@ -27,7 +27,7 @@ from workers.model.exemplars import SELECTIONS, class_means, quota
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-# task -> class -> keys of exemplars, the first chosen first
+# task -> class -> keys of exemplars, in the order of choice
 Memory = dict[str, dict[str, list[str]]]
 MEMORY, MEANS = "memory", "means"
 
@@ -57,7 +57,7 @@ S = TypeVar("S", bound=RehearsalSettings, default=Any)
 class CarriesMemory(ClassIncremental[AnySettings]):
     """One network for all tasks, and a memory of exemplars.
 
-    `train` learns a task. `herd` chooses the exemplars, also of a base task, where it is the only
+    Step `train` learns a task. Step `herd` chooses the exemplars; for a base task it is the only
     step. The chain carries weights, heads and the keys of exemplars, never their pixels. All ranks
     hold the same memory.
     """
@@ -80,13 +80,13 @@ class CarriesMemory(ClassIncremental[AnySettings]):
         self.exemplars: Memory = {}
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the keys of all exemplars of tasks that the step does not read as a whole."""
+        """Return task -> keys of exemplars, without tasks that the step reads completely."""
         if context.carried is None:
             return {}
         exemplars: Memory = context.carried.meta.get(MEMORY, {})
         keys = flatten(exemplars)
         if context.step in ("train", "herd"):
-            keys.pop(context.task.name, None)  # the step reads all data of this task
+            keys.pop(context.task.name, None)  # the step reads all images of this task
         return keys
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -113,7 +113,7 @@ class CarriesMemory(ClassIncremental[AnySettings]):
     def finish(self) -> tuple[TaskState, Carried]:
         """Return the task's state and the carried state.
 
-        After the last step only the task's state holds the task's head.
+        After the last step the task's head is in the task's state, and not in the carried state.
         """
         assert self.task is not None
         heads = self.head_names()
@@ -138,17 +138,18 @@ class Rehearsal(CarriesMemory[S]):
     """A chain of tasks over one growing output space.
 
     `train` learns a task on its data and the exemplars of earlier tasks. `herd` chooses the task's
-    exemplars by the features of the trained network under the evaluation transform, and shortens
-    the lists of older classes: the keys of a class are in the order of choice.
+    exemplars by the features of the trained network under the evaluation transform. It also
+    shortens the lists of older classes, from the end, because the keys of a class are in the order
+    of choice.
 
-    Subclasses define their loss (`penalties`), whether they distill from a teacher, further steps
-    (`later` if a step needs old classes), and their answers.
+    Subclasses define their loss, whether they distill from a teacher (`distills`), further steps
+    (`later` if a step needs old classes), and how they predict.
     """
 
     scenarios = frozenset({"class", "domain"})
-    # `train` uses a copy of the network from before the task as the teacher
+    # Whether `train` uses a copy of the network from before the task as the teacher.
     distills: ClassVar[bool] = False
-    # `herd` also stores the mean feature of each class's exemplars in the carried state
+    # Whether `herd` also stores the mean feature of each class's exemplars in the carried state.
     uses_class_means: ClassVar[bool] = False
     Settings = RehearsalSettings
     per_task = frozenset({"selection"})
@@ -176,14 +177,14 @@ class Rehearsal(CarriesMemory[S]):
 
     # ---- training --------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the keys of all exemplars of tasks that the step does not read as a whole."""
+        """Return task -> keys of exemplars, without tasks that the step reads completely."""
         if context.step == "herd" and not self.uses_class_means:
             return {}
         return super().memory(context)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        self.means = None  # the carried means are of the network before this step
+        self.means = None  # the carried means belong to the network before this step
         if context.step == "train" and self.distills and self.old:
             self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old})
         if context.step == "herd":
@@ -206,12 +207,13 @@ class Rehearsal(CarriesMemory[S]):
     def herd(self, task: Task, sharers: int = 0) -> None:
         """Select the exemplars of `task`, and shorten the lists of older classes.
 
-        Each rank extracts features of its share of the images; every rank selects among all.
+        Each rank extracts the features of a part of the images. Every rank then selects from all
+        images.
 
         Args:
             task: The task.
-            sharers: Number of classes that share the memory. 0: all so far, in scenario `domain`
-                those of each task.
+            sharers: Number of classes that share the memory. 0: all classes so far. In scenario
+                `domain` a class then counts once per task, unless the tasks are slices of a stream.
         """
         counts = self.count_exemplars(sharers)
         batch = self.extract_features()
@@ -225,7 +227,7 @@ class Rehearsal(CarriesMemory[S]):
         select = SELECTIONS[self.settings.selection]
         for label, class_name in enumerate(task.classes):
             rows = (is_of_task & (batch.labels == label)).nonzero().squeeze(1)
-            if not len(rows):  # a slice of a stream has no images of some classes
+            if not len(rows):  # a slice of a stream may lack images of a class
                 continue
             seed = derive_seed(self.seed, "exemplars", task.name, class_name)
             generator = torch.Generator().manual_seed(seed)
@@ -240,7 +242,8 @@ class Rehearsal(CarriesMemory[S]):
     def count_exemplars(self, sharers: int) -> dict[tuple[str, str], int]:
         """Return the number of exemplars of each task and class.
 
-        Slices of a stream share the exemplars of a class as they share its images.
+        If tasks are slices of a stream, the exemplars of a class are divided among them in
+        proportion to its images.
 
         Args:
             sharers: See `herd`.
@@ -279,7 +282,7 @@ class Rehearsal(CarriesMemory[S]):
         return class_means(batch.features[rows], global_labels, self.num_classes)
 
     def task_names(self) -> list[str]:
-        """Return the names of the tasks with data that this step reads, in order."""
+        """Return the names of the tasks whose images this step reads, in order."""
         return [task.name for task in self.training_tasks]
 
     def extract_features(self) -> FeatureBatch:

@@ -1,4 +1,4 @@
-"""Replay from a reservoir: in each step, a batch from the memory beside the batch of the task."""
+"""Replay from a reservoir: each step uses a batch of the task and a batch from the memory."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ S = TypeVar("S", bound=ReservoirSettings, default=Any)
 
 
 class Reservoir(CarriesMemory[S]):
-    """A chain with a uniform memory, which is replayed with batches of its own.
+    """A chain with a uniform sample of all images as memory, replayed in separate batches.
 
     Reservoir sampling (Vitter, 1985) keeps each image of the stream with the same probability. Here
     each image has a random priority, a hash of the seed and its key, and the memory has the images
-    with the largest ones. This is the same distribution. It depends neither on the order of images
-    nor on ranks or epochs, and a smaller memory is a subset of a larger one.
+    with the largest priorities. The distribution is the same. The memory depends neither on the
+    order of images nor on ranks or epochs, and a smaller memory is a subset of a larger memory.
 
     The memory changes in `herd`, between tasks: a task replays images of earlier tasks only, unless
-    a subclass says otherwise, and the first task has no replay. Subclasses define `loss` and
+    a subclass overrides this, and the first task has no replay. Subclasses define `loss` and
     `replay_loss`.
     """
 
@@ -82,7 +82,7 @@ class Reservoir(CarriesMemory[S]):
         return groups
 
     def next_memory(self, context: StepContext) -> Memory:
-        """Return the memory after the task, from that before it and the task's keys."""
+        """Return the memory after the task: a choice from the old memory and the task's images."""
         memory: Memory = {} if context.carried is None else context.carried.meta.get(MEMORY, {})
         samples = memory | {context.task.name: context.data.keys(context.task)}
         return keep_reservoir(samples, self.settings.memory, self.seed)

@@ -58,8 +58,8 @@ class ClassStatistics(ClassIncremental[S]):
     def read_features(self, context: StepContext) -> FeatureBatch:
         """Return the features of the task's images.
 
-        They come from the stage that all methods share, or are computed here in a step that does
-        not read it.
+        The features come from the stage that all methods share. In a step that does not read that
+        stage (`reads_features` is false) they are computed here.
         """
         if context.data.load_features is not None:
             return context.data.load_features()
@@ -85,7 +85,7 @@ class ClassStatistics(ClassIncremental[S]):
 
 
 class DerivedHeads(Heads):
-    """Heads that follow from other tensors: the state of a task does not contain its head."""
+    """Heads that are computed from other tensors: the state of a task does not contain its head."""
 
     def assign(self, task: str, weight: Tensor, bias: Tensor | None = None) -> None:
         """Set the head of a task, and create it first if it does not exist.
@@ -96,7 +96,7 @@ class DerivedHeads(Heads):
             bias: (K,). None: zero.
 
         Raises:
-            RuntimeError: If the width is another one.
+            RuntimeError: If the width differs from that of the heads.
         """
         if bias is None:
             bias = torch.zeros(len(weight))

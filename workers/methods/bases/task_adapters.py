@@ -75,7 +75,7 @@ class TaskAdapters(SeparateHeads[S]):
         super().__init__(backbone, settings, seed)
         self.sites = find_adapter_sites(backbone, "adaptformer")
         self.loaded: dict[str, Adapters] = {}  # task -> its adapters after training
-        self.is_learning = False  # in step `train`
+        self.is_learning = False  # True in step `train`
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -129,13 +129,13 @@ class TaskAdapters(SeparateHeads[S]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def adapter_share(self) -> float:
-        """Return the operations of a forward with adapters, relative to one without."""
+        """Return the FLOPs of a forward pass with adapters, divided by those without."""
         entries = 2 * len(self.sites) * self.settings.width * self.sites.width
         return 1 + added_share(self.backbone, entries)
 
 
 def take_adapters(carried: Carried) -> Adapters:
-    """Return the adapters that a step hands to the next step of the same task."""
+    """Return the adapters that a step carries to the next step of the same task."""
     tensors = {}
     for path, tensor in carried.tensors.items():
         owner, _, name = path.partition("/")

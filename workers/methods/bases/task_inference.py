@@ -10,20 +10,20 @@ from workers.job import ActiveIf
 from workers.methods.base import S
 from workers.methods.bases.class_incremental import ClassIncremental
 
-# Logits of other tasks' classes are so far below those of the inferred task that their softmax is
-# zero.
+# Distance by which the logits of other tasks' classes are below those of the inferred task. It is
+# so large that their softmax is zero.
 BELOW = 100.0
-NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # marks settings that infer the task
+NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # marks settings of task inference
 
 
 class ChoosesTask(ClassIncremental[S]):
-    """A method with a state for each task, whose `infer` chooses one for each image.
+    """A method that infers the task of each image with `infer`.
 
     See the protocol `InfersTask`.
     """
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """Return the tasks, in the order of `class_slices`; none if the task is given."""
+        """Return the tasks in the order of `class_slices`; no tasks in scenario `task`."""
         if self.scenario == "task":
             return {}
         return {name: (name,) for name in self.class_slices()}
@@ -33,7 +33,7 @@ class ChoosesTask(ClassIncremental[S]):
         """Images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """Without a task, infer it first, in any scenario."""
+        """Return the logits. If `task` is None, infer the tasks first, in any scenario."""
         if task is not None:
             return super().logits(images, task)
         choices, _ = self.infer(images)
@@ -42,8 +42,8 @@ class ChoosesTask(ClassIncremental[S]):
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
         """Return each image's logits (b, classes so far) with the task inferred for it.
 
-        All columns of other tasks are lower. In scenario `domain` the classes are those that all
-        tasks have.
+        The columns of other tasks are lower. In scenario `domain` there is one column per class,
+        because all tasks have the same classes.
         """
         slices = self.class_slices()
         if self.scenario == "domain":

@@ -39,10 +39,10 @@ S = TypeVar("S", bound=WeightMaskSettings, default=Any)
 
 
 class WeightMasks(Method[S]):
-    """A star: W stays, and task t is served with M_t .* W, multiplied once per switch of tasks.
+    """A star: W is frozen, and task t is served with M_t .* W, computed when the task changes.
 
-    A subclass defines a mask (`new_mask`: a module with `sample()` and `hard()`) and, if it is more
-    than bits, its storage (`packed`, `unpacked`).
+    A subclass defines a mask (`new_mask`: a module with `sample()` and `hard()`) and, if the mask
+    is not boolean, its storage format (`packed`, `unpacked`).
     """
 
     Settings = WeightMaskSettings
@@ -51,7 +51,7 @@ class WeightMasks(Method[S]):
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = weight_sites(backbone)
-        self.masks: dict[str, nn.Module] = {}  # of the task in training, by site
+        self.masks: dict[str, nn.Module] = {}  # site -> mask of the task in training
         self.first_masks = ""  # digest of the masks before the first step
         self.copies = Copies(backbone, [])  # of the task in training
         self.loaded: dict[
@@ -62,7 +62,7 @@ class WeightMasks(Method[S]):
         ] = {}  # task -> its copies by parameter name
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
-        """The mask of a weight matrix before the first step, on the weight's device."""
+        """Return the initial mask of a weight matrix, on the weight's device."""
         raise NotImplementedError
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
@@ -73,15 +73,15 @@ class WeightMasks(Method[S]):
         return tuple(self.sites[site].shape)
 
     def rate(self, site: str, optim: OptimPlan) -> float:
-        """Peak learning rate of a site's real values."""
+        """Return the peak learning rate of the real values of a site's mask."""
         return self.settings.mask_lr
 
     def copied(self) -> list[str]:
-        """Names of backbone parameters with a trained copy per task, in addition to its masks."""
+        """Return the backbone parameters with a trained copy per task, besides the masks."""
         return []
 
     def in_use(self, mask: Tensor) -> Tensor:
-        """Which entries of a mask, as `hard` gives it, are switched on."""
+        """Return which entries of a mask from `hard` are on, as a boolean mask."""
         return mask != 0
 
     # ---- training --------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class WeightMasks(Method[S]):
         self.masks = {
             site: self.new_mask(site, weight.detach()) for site, weight in self.sites.items()
         }
-        # a dict alone would hide them from state_dict and .to
+        # Registers the masks for `state_dict` and `to`, which ignore the dict.
         self.mask_modules = nn.ModuleList(self.masks.values())
         self.first_masks = digest_of_masks(self.hard())
         self.copies = Copies(self.backbone, self.copied())
@@ -117,7 +117,7 @@ class WeightMasks(Method[S]):
         return weights | self.copies.tensors()
 
     def hard(self) -> dict[str, Tensor]:
-        """The masks of the task in training, by site."""
+        """Return the masks of the task in training, by site."""
         return {site: mask.hard() for site, mask in self.masks.items()}  # type: ignore[operator]
 
     def metrics(self) -> dict[str, float]:
@@ -160,7 +160,7 @@ class WeightMasks(Method[S]):
         return dict(state.masks)
 
     def load_task(self, state: TaskState) -> None:
-        """Load the masks and copies of a finished task. A base task has none: it is served by W."""
+        """Load the masks and copies of a finished task. A base task has none."""
         super().load_task(state)
         own = dict(self.backbone.named_parameters())
         for name, mask in state.masks.items():
@@ -209,7 +209,7 @@ class ThresholdSettings(WeightMaskSettings):
     start: float = Field(1e-2, gt=0, description="initial real value of all entries")
 
     def is_start_on(self) -> bool:
-        """Whether some entry is switched on before the first step, as far as settings tell."""
+        """Return whether the settings allow an entry to be on before the first step."""
         return self.start > self.theta
 
 
@@ -217,7 +217,10 @@ T = TypeVar("T", bound=ThresholdSettings, default=Any)
 
 
 class ThresholdMasks(WeightMasks[T]):
-    """Masks by real values from `start` (or `choose_start`) on; below theta an entry is off."""
+    """Masks from real values: an entry is on if its value exceeds theta.
+
+    The values start at `start`, unless a subclass overrides `choose_start`.
+    """
 
     Settings = ThresholdSettings
     per_task = WeightMasks.per_task | {"mask_travel", "theta", "start"}
@@ -233,7 +236,7 @@ class ThresholdMasks(WeightMasks[T]):
             )
 
     def choose_start(self, site: str) -> float:
-        """Where the real values of a site start."""
+        """Return the initial real value of a site."""
         return self.settings.start
 
     def rate(self, site: str, optim: OptimPlan) -> float:
@@ -241,8 +244,8 @@ class ThresholdMasks(WeightMasks[T]):
 
         A step of Adam has about the length of the rate, so n steps in random directions move a
         value by sqrt(n) rates. `auto` sets this to mask_travel * (start - theta), in short and long
-        trainings alike. A smaller rate flips nothing; with a far larger one most entries reach the
-        threshold in the same few steps, and the network collapses.
+        trainings alike. A much smaller rate flips no entry. With a much larger rate most entries
+        reach the threshold in the same few steps, and the network collapses.
         """
         if self.settings.mask_lr == "auto":
             return (
@@ -262,7 +265,7 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
     if mask.shape != weight.shape:
         return (weight.reshape(mask.numel(), -1) * mask.reshape(-1, 1)).view_as(weight)
     if mask.requires_grad and not weight.requires_grad:
-        # nobody else's, and W takes no gradient from it: a pass through memory less
+        # In place, to save a pass over memory: `mask` is a temporary, and W needs no gradient.
         return mask.mul_(weight)
     return weight * mask
 
@@ -273,5 +276,5 @@ def full(weight: Tensor, value: float) -> Tensor:
 
 
 def _share(masks: list[Tensor]) -> float:
-    """Share of ones over several boolean masks."""
+    """Return the share of ones in several boolean masks."""
     return sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)

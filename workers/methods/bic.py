@@ -56,25 +56,25 @@ class BicSettings(RehearsalSettings):
 
 
 class Bic(Rehearsal[BicSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, a = O_t / A_t.
 
-    Both terms use raw outputs z. The teacher's outputs for the classes of the previous task are
-    first corrected by that task's bias.
+    Both terms use raw outputs z of the student. The teacher's outputs for the classes of the
+    previous task are first corrected by that task's bias.
 
     `calibrate` then fits z' = alpha z + beta for the new classes, on held-out images of every
     class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64 with the fixed network in
     evaluation mode. The served logits are z' for the last task and z for older ones. `bias_mode:
     all` corrects every task's classes by the task's bias, in student, teacher and served logits.
 
-    Of each class's share of the memory, floor(val_share share) images, at least one, fit the bias
-    and are never trained on. For new classes, as many images as each old class still has are drawn
-    before `train` by a hash of seed and key; `herd` selects from the rest. `calibrate` and `herd`
-    both follow `train` and run in parallel: the first carries biases, the second the network and
-    the memory.
+    Each class has a share of the memory. Of this share, floor(val_share * share) images, at least
+    one, fit the bias and are never used for training. For a new class, the held-out images are
+    drawn before `train` by a hash of seed and key; their number is that of an old class. `herd`
+    selects exemplars from the other images. `calibrate` and `herd` both follow `train` and run in
+    parallel: `calibrate` carries the biases, `herd` the network and the memory.
 
     Differences from the paper: old lists are shortened instead of selected again; weight decay does
-    not decrease from task to task; a base task was trained on all its images before any could be
-    held out.
+    not decrease from task to task; the held-out images of a base task were used to train the
+    backbone.
     """
 
     name = "bic"
@@ -122,7 +122,7 @@ class Bic(Rehearsal[BicSettings]):
 
     # ---- which images are trained on -------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """For `calibrate` the held-out images of every class, for other steps all but those."""
+        """Return the held-out images of all classes for `calibrate`, else the training images."""
         keys = context.data.keys(context.task)
         held_out = self.held_out(context.task, keys)
         if context.step == "calibrate":
@@ -145,10 +145,14 @@ class Bic(Rehearsal[BicSettings]):
         return by_task
 
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Return class -> keys that only fit the bias; keys: class -> all keys of the task.
+        """Return class -> keys of the images that only fit the bias.
 
-        Each class has as many as an old class has at this task; in the first task, as many as it
-        keeps afterwards. At least one image of a class stays for training.
+        A class has as many of these images as an old class has at this task; in the first task, as
+        many as it keeps afterwards. At least one image of a class is left for training.
+
+        Args:
+            task: The task.
+            keys: Class -> keys of all images of the task.
         """
         num_old_classes = sum(t.num_classes for t in self.stream[: self.stream.index(task)])
         max_share = super().share(num_old_classes or task.num_classes)
@@ -198,7 +202,7 @@ class Bic(Rehearsal[BicSettings]):
         )
 
     def herd(self, task: Task, sharers: int = 0) -> None:
-        """Also shorten the lists of held-out images of older classes."""
+        """Select exemplars, and also shorten the lists of held-out images of older classes."""
         super().herd(task, sharers)
         num_classes = max(task_slice.stop for task_slice in self.class_slices().values())
         count = self.num_held_out(super().share(sharers or num_classes))
@@ -209,7 +213,7 @@ class Bic(Rehearsal[BicSettings]):
         self.validation = shortened
 
     def metrics(self) -> dict[str, float]:
-        """Alpha and beta; below 1 and below 0, the outputs of new classes had been too large."""
+        """Return alpha and beta; alpha < 1 and beta < 0 lower the outputs of new classes."""
         if self.task is None or self.task.name not in self.biases:
             return {}
         alpha, beta = self.biases[self.task.name].tolist()
@@ -228,10 +232,10 @@ class Bic(Rehearsal[BicSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def corrected(self, logits: Tensor, names: list[str]) -> Tensor:
-        """Correct logits (b, classes) by the current biases; `names` are their tasks, in order.
+        """Return logits (b, classes) corrected by the biases of their tasks `names`, in order.
 
-        The bias of the last task is used, with `bias_mode: all` that of every task. A task without
-        calibration has no bias.
+        Only the outputs of the last task are corrected; with `bias_mode: all`, those of every task.
+        A task without calibration has no bias.
         """
         slices = self.class_slices()
         corrected_names = names if self.settings.bias_mode == "all" else names[-1:]

@@ -51,12 +51,13 @@ class Coda(PromptBank[CodaSettings]):
     """A chain that carries the components of all tasks: prefix = sum_m alpha_m P_m.
 
     alpha_m = cos(q .* a_m, K_m) without softmax or top-k, for each of the first blocks. A task
-    trains its own components and its head; those of earlier tasks take part and stay. New rows of
-    P, K and a start orthonormal, and orthogonal to all earlier ones. The loss is the cross-entropy
-    over the classes of the task + mu * sum over P, K, a of mean((Z Z^T - I)^2).
+    trains its own components and its head; the components of earlier tasks are also in the sum, but
+    frozen. New rows of P, K and a start orthonormal, and orthogonal to all earlier ones. The loss
+    is the cross-entropy over the classes of the task + mu * sum over P, K, a of mean((Z Z^T -
+    I)^2).
 
-    If the task is given, its own and earlier components serve it, as at the end of its training:
-    its logits stay for ever. Otherwise all components serve all tasks, and later ones change the
+    If the task is given, its own and earlier components serve it, as at the end of its training, so
+    its logits never change. Otherwise all components serve all tasks, and later ones change the
     outputs of earlier tasks. Stored per task: a head.
     """
 
@@ -93,7 +94,7 @@ class Coda(PromptBank[CodaSettings]):
         super().__init__(backbone, settings, seed)
         self.sites = find_sites(backbone, settings)
         self.bank: dict[str, Components] = {}  # finished task -> its components, in order
-        self.own = nn.ParameterDict()  # of the task in training
+        self.own = nn.ParameterDict()  # components of the task in training
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the components of one task, by kind."""
@@ -110,13 +111,13 @@ class Coda(PromptBank[CodaSettings]):
         self.bank.pop(context.task.name, None)
         decay = {PROMPT: context.optim.weight_decay, KEY: 0.0, ATTENTION: 0.0}
         self.own = nn.ParameterDict()
-        for kind, weight_decay in decay.items():  # the length of keys and attentions has no effect
+        for kind, weight_decay in decay.items():  # the norm of K and a has no effect
             self.own[kind] = nn.Parameter(self.draw(kind).to(self.device))
             groups.append({"name": kind, "params": [self.own[kind]], "weight_decay": weight_decay})
         return groups
 
     def draw(self, kind: str) -> Tensor:
-        """Return new components of a kind, orthogonal to those of earlier tasks, on the CPU."""
+        """Return new components of a kind on the CPU, orthogonal to those of earlier tasks."""
         raw = torch.randn(self.shapes()[kind])
         count = self.settings.components * (len(self.bank) + 1)
         if count > self.heads.width:
@@ -136,7 +137,7 @@ class Coda(PromptBank[CodaSettings]):
         return self.join([*self.bank.values(), dict(self.own.items())])
 
     def join(self, parts: list[Components]) -> Components:
-        """Return the components of several tasks as one."""
+        """Concatenate the components of several tasks."""
         return {
             kind: torch.cat([part[kind].to(self.device) for part in parts], 1)
             for kind in self.shapes()
@@ -171,7 +172,7 @@ class Coda(PromptBank[CodaSettings]):
             self.bank[task] = components
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Return the components of `task` and of those before it."""
+        """Return the components of `task` and of the tasks before it."""
         parts: list[Components] = []
         for name, components in self.bank.items():
             parts.append(components)
@@ -197,7 +198,7 @@ class Coda(PromptBank[CodaSettings]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, state: TaskState) -> float:
-        """Count two forward passes and the prefixes of one."""
+        """Return the relative FLOPs of two forward passes, one of them with prefixes."""
         return 2 + self.prefix_share([self.settings.length] * len(self.sites))
 
 

@@ -1,8 +1,9 @@
 """A digest of the code of a class that is defined outside of this project.
 
-It covers the class, its bases, and the functions, classes and values that its functions name: those
-of its own package, and of modules that belong neither to this project nor to Python and are not
-installed. Comments, docstrings of functions, file names and line numbers are not included.
+It covers the class, its bases, and the functions, classes and values that its functions refer to.
+Code is included if it belongs to the package of the class, or to a module that is not part of this
+project, not in the standard library, and not an installed package. Other definitions are included
+by name only. Comments, docstrings of functions, file names and line numbers are not included.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 PROJECT = ("pipeline", "workers")
 PACKAGE_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-NOT_CODE = ("_abc_impl",)  # in the namespace of a class
+NOT_CODE = ("_abc_impl",)  # entries of a class namespace that are not code
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the printed form of an object
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # a memory address in the repr of an object
 
 
 def code_digest(value: type[Any]) -> str:
@@ -39,24 +40,24 @@ def _find_root(module: str) -> str:
 
 
 class _CodeDigest:
-    """Collects values one after another, and each class and function once.
+    """Hashes values one after another; each class and function is hashed once.
 
     Args:
-        package: Package with code that is always included.
+        package: Top-level package whose code is always included.
     """
 
     def __init__(self, package: str) -> None:
         self.package = package
         self.hash = hashlib.sha256()
         self.definitions: set[Any] = set()  # classes and functions so far
-        self.containers: list[Any] = []  # that hold the value which is taken now
+        self.containers: list[Any] = []  # containers around the current value
 
     def text(self) -> str:
         """Return the digest of all values so far."""
         return self.hash.hexdigest()[:16]
 
     def add(self, name: str, value: Any) -> None:
-        """Take a value under a name, with all that it is made of."""
+        """Add a value under a name, with all its parts."""
         self._note(name, type(value).__qualname__)
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes():
@@ -73,7 +74,7 @@ class _CodeDigest:
                 self._add_object(value)
 
     def _note(self, *parts: str) -> None:
-        """Take texts."""
+        """Add texts to the hash, each with its length."""
         for part in parts:
             self.hash.update(f"{len(part)}:{part};".encode())
 
@@ -83,7 +84,7 @@ class _CodeDigest:
 
     def _add_container(self, value: Any) -> None:
         if any(value is container for container in self.containers):
-            return  # it contains itself
+            return  # the container contains itself
         self.containers.append(value)
         if isinstance(value, Mapping):
             items = [(repr(key), item) for key, item in value.items()]
@@ -110,7 +111,7 @@ class _CodeDigest:
             self._add_function(value)
 
     def _is_outside(self, module: str) -> bool:
-        """Whether a module belongs neither to this project, nor to Python, nor is installed."""
+        """Return whether the code of a module is included, see the docstring of this module."""
         root = _find_root(module)
         if root == self.package:
             return True
@@ -137,7 +138,7 @@ class _CodeDigest:
                 self._add_global(name, function.__globals__[name], function.__code__)
 
     def _add_global(self, name: str, value: Any, code: CodeType) -> None:
-        """Add a global name that code reads; for an outside module, every attribute it may use."""
+        """Add a global that code reads; for an outside module, also the attributes it may use."""
         self.add(name, value)
         if not isinstance(value, ModuleType) or not self._is_outside(value.__name__):
             return

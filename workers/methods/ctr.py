@@ -38,7 +38,7 @@ from workers.model.protect import Protector
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-# Share of free units below which a task learns little but its head.
+# Share of free units below which a task can train little more than its head.
 FEW = 0.01
 
 
@@ -148,7 +148,7 @@ class CtrTsm(Method[S]):
             settings.width,
             up_std=1 / math.sqrt(3 * settings.width),
         )
-        # The modules that each task hands on to the next one.
+        # The modules that the chain carries from task to task.
         self.shared = nn.ModuleDict({"adapters": self.adapters})
         # (S, A + d), the units that earlier tasks use.
         self.used = torch.zeros(
@@ -193,7 +193,7 @@ class CtrTsm(Method[S]):
         return self.adapters.groups(optim.weight_decay)
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Return the shared parameters by name, each with a mask of the locked entries.
+        """Return the shared parameters by name, each with a mask: True for locked entries.
 
         By HAT's rule an entry is locked if earlier tasks use both its output and its input. Inputs
         of fc1 are always used.
@@ -237,7 +237,7 @@ class CtrTsm(Method[S]):
         return features
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + c R, with R over the soft masks of this step."""
+        """Return CE + c R, with R over the soft masks of this step."""
         ce, terms = super().loss(batch, progress)
         r = newly_used([self.soft], [self.used])
         return ce + self.settings.c * r, terms | {"newly_used": r.detach()}
@@ -250,7 +250,7 @@ class CtrTsm(Method[S]):
         self.mask.clamp()
 
     def metrics(self) -> dict[str, float]:
-        """Share of units that this task uses, and share that no task uses so far."""
+        """Return the share of units that this task uses, and the share that no task uses so far."""
         task_units = self.mask.hard()
         return {
             "density": float(task_units.float().mean()),
@@ -323,7 +323,7 @@ class CtrTsm(Method[S]):
         return self.masked(masks["inner"].to(device), masks["outer"].to(device))
 
     def flops_share(self, state: TaskState) -> float:
-        """Units that the task does not use are counted as cut."""
+        """Return the relative FLOPs; units that the task does not use do not count."""
         inner = state.masks["inner"].sum(1)  # (S,)
         outer = state.masks["outer"].sum(1)  # (S,)
         weights = int((inner * (self.sites.width + outer)).sum())

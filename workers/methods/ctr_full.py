@@ -1,7 +1,7 @@
 """The full CTR: a knowledge-sharing module in front of the task-specific module of `ctr`.
 
-The knowledge-sharing module routes capsules of all tasks so far; gates let those of similar tasks
-pass.
+The knowledge-sharing module combines capsules of all tasks so far; gates select the capsules of
+similar tasks.
 
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021.
@@ -54,7 +54,7 @@ class CtrFullSettings(CtrSettings):
 
 
 def squash(z: Tensor) -> Tensor:
-    """(|z|^2 / (1 + |z|^2)) z / |z| over the last axis; 0 stays 0, with a finite gradient."""
+    """Return (|z|^2 / (1 + |z|^2)) z / |z| over the last axis; at 0 the gradient is finite."""
     square = z.square().sum(-1, keepdim=True)
     return z * (square.clamp(min=1e-16).sqrt() / (1 + square))
 
@@ -165,8 +165,8 @@ def capsule_bottleneck(
 class Capsules(nn.Module):
     """The tensors of all knowledge-sharing modules, stacked over sites (S, ...).
 
-    Capsules of a task (S, T, ...) depend on no other task. They start as PyTorch's Linear and
-    Conv1d do; transfer ~ N(0, 1).
+    The capsules of a task, tensors (S, T, ...), depend on no other task. Weights are initialised
+    like PyTorch's Linear and Conv1d, `transfer` with N(0, 1).
     """
 
     def __init__(self, sites: int, width: int, tasks: int, size: int, filters: int):
@@ -196,7 +196,7 @@ class Capsules(nn.Module):
     def tensors(self, tasks: int) -> dict[str, Tensor]:
         """Return all tensors by name, with the capsules of only the first `tasks` tasks.
 
-        Those of later tasks are not used, and get no gradient.
+        Capsules of later tasks are not used and get no gradient.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters():
@@ -204,9 +204,10 @@ class Capsules(nn.Module):
         return tensors
 
     def locks(self, tasks: int) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Return locks of the capsules after the first `tasks`, which weight decay must not move.
+        """Return locks of the capsules of later tasks, which weight decay must not change.
 
-        A lock (1, T, 1, ...) broadcasts to its parameter.
+        Later tasks are those after the first `tasks`. A lock (1, T, 1, ...) broadcasts to its
+        parameter.
         """
         is_later = torch.arange(self.transfer.shape[1], device=self.transfer.device) >= tasks
         locks = {}
@@ -220,8 +221,8 @@ class Capsules(nn.Module):
 class CtrFull(CtrTsm[CtrFullSettings]):
     """CTR's TSM after a knowledge-sharing module: the bottleneck gets h = x + v instead of x.
 
-    v sums the capsules of the tasks so far that a gate lets pass. The chain carries capsules and
-    routing weights together with the adapters. All tasks train them, and only the adapters are
+    v is a sum over the capsules of the tasks so far that a gate selects. The chain carries capsules
+    and routing weights together with the adapters. All tasks train them, and only the adapters are
     protected, so later tasks can change the outputs on earlier ones.
 
     Differences from the released code:
@@ -274,7 +275,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        self.steps_for(self.settings, self.position)  # raises where the capsules are used up
+        self.steps_for(self.settings, self.position)  # raises if no capsules are left
         self.positions[context.task.name] = self.position
         return groups
 
@@ -319,7 +320,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
     def flops_share(self, state: TaskState) -> float:
         tasks = state.meta["position"] + 1
         channels = self.capsules.transfer.shape[2]  # J P
-        # weights that a token meets at one site
+        # weights applied to each token at one site
         projections = self.sites.width * (tasks * self.settings.capsule + channels)
         transfers = tasks * self.capsules.transfer[0, 0].numel()
         routing = (tasks + 1) * self.settings.filters * sum(KERNELS) * channels

@@ -41,15 +41,15 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     """L = CE(z(x), y) + alpha mean (z(x') - h')^2 + beta CE(z(x''), y'').
 
     x' and x'' are independent draws of `replay_batch` exemplars, h' the stored logits. The squared
-    distance is a mean over exemplars and over the outputs that h' has: those of later heads are not
-    compared. In scenario `task` both terms use the outputs of an exemplar's task.
+    distance is a mean over exemplars and over the outputs that h' has: outputs of later heads are
+    not compared. In scenario `task` both terms use the outputs of an exemplar's task.
 
-    `herd` stores the logits of new exemplars, under the evaluation transform. Logits of older ones
-    stay as they are.
+    `herd` stores the logits of new exemplars, under the evaluation transform. The logits of older
+    exemplars stay unchanged.
 
-    Differences from the paper: logits are those at the end of a task. There they are the outputs of
-    the training step in which an image entered the memory, of an augmented view. Exemplars are
-    those of earlier tasks only, and the head grows.
+    Differences from the paper: the stored logits are those at the end of a task. In the paper they
+    are the outputs for an augmented view, in the training step in which the image enters the
+    memory. Exemplars are those of earlier tasks only, and the head grows.
     """
 
     name = "dark_replay"
@@ -64,10 +64,11 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
 
     def __init__(self, backbone: nn.Module, settings: DarkReplaySettings, seed: int):
         super().__init__(backbone, settings, seed)
-        # Constant while a step trains, (M, classes): `begin` takes them from the carried state.
+        # Stored logits (M, classes). `begin` takes them from the carried state; they are constant
+        # while a step trains.
         self.stored = torch.zeros(0, 0)
         self.taught = self.stored  # `stored`, with a column for each class so far
-        self.known = torch.zeros(0, 0, dtype=torch.bool)  # columns to compare
+        self.known = torch.zeros(0, 0, dtype=torch.bool)  # True for outputs to compare
 
     def replay_draws(self) -> tuple[int, ...]:
         weights = (self.settings.alpha, self.settings.beta)
@@ -119,7 +120,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     # ---- the memory ------------------------------------------------------------------------------
     @torch.no_grad()
     def remember(self, memory: Memory) -> None:
-        """Replace the memory: rows of logits move with their exemplars, new ones are computed."""
+        """Replace the memory. Kept exemplars keep their logits; those of new ones are computed."""
         assert self.task is not None
         task = self.task.name
         rows = dict(zip(list_slots(self.exemplars), self.widen(self.stored), strict=True))

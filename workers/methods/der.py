@@ -64,9 +64,9 @@ class Der(Rehearsal[S]):
     """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features.
 
     `train`: F_t starts as F_{t-1}, W is new, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'),
-    where y' has one class for all old ones; the head aux: D -> K_t + 1 is discarded afterwards. For
-    the first task L is CE only. `finetune`, from the second task on: all extractors are frozen, and
-    a new W learns CE(W u / temperature) on a balanced subset: the same number of images of each
+    where y' has one class for all old classes; the head aux: D -> K_t + 1 is discarded afterwards.
+    For the first task L is CE only. `finetune`, from the second task on: all extractors are frozen,
+    and a new W learns CE(W u / temperature) on a balanced subset: the same number of images of each
     class, from the task's images and the exemplars, drawn by a hash of seed and key. `herd` selects
     exemplars by u. The prediction is the largest entry of W u.
 
@@ -74,10 +74,11 @@ class Der(Rehearsal[S]):
     base task's extractor is the backbone. The chain carries W and the memory. Frozen extractors are
     in evaluation mode and have no graph.
 
-    Differences from the paper: extractors keep all their units (see `der_p`). Its warm-up, after
-    which classifier and auxiliary head are initialised again, is the setting `restart`, off by
-    default: it is meant for 170 epochs from random weights, and the optimizer's moments stay. A
-    base task uses the head of its own training, including the bias, until W replaces it.
+    Differences from the paper: extractors keep all their units (see `der_p`). The paper's warm-up,
+    after which classifier and auxiliary head are initialised again, is the setting `restart`. It is
+    off by default, because it is meant for 170 epochs from random weights. The optimizer's moments
+    are not reset. A base task uses the head of its own training, including the bias, until W
+    replaces it.
     """
 
     name = "der"
@@ -109,7 +110,7 @@ class Der(Rehearsal[S]):
         self.extractors = nn.ModuleList()  # of finished tasks
         self.extracted: list[str] = []  # their names
         self.auxiliary: nn.Linear | None = None
-        self.stored: Parts = {}  # the newest extractor as it was loaded or handed on
+        self.stored: Parts = {}  # the newest extractor, as loaded or carried
 
     # ---- memory ----------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
@@ -196,7 +197,7 @@ class Der(Rehearsal[S]):
         return torch.cat(parts, 1)
 
     def finished(self) -> list[nn.Module]:
-        """Return the extractors of all tasks but the one in training, as `class_slices` orders."""
+        """Return the extractors of finished tasks, in the order of `class_slices`."""
         names = list(self.class_slices())
         if self.task is not None and self.task.name in names:
             names.remove(self.task.name)
@@ -252,7 +253,7 @@ class Der(Rehearsal[S]):
     def parts(self) -> Parts:
         """Return copies of the tensors of the task's extractor, to be stored.
 
-        They are those that `train` trained; later steps leave the stored ones as they are.
+        In `train` these are the trained tensors. Later steps return the stored tensors.
         """
         parts = self.trained() if self.step == "train" else self.stored
         copies: Parts = {}
@@ -267,8 +268,8 @@ class Der(Rehearsal[S]):
     def finish(self) -> tuple[TaskState, Carried]:
         """Return the task's state and the carried state.
 
-        After the last step only the task's state has the extractor, before that only the carried
-        state. A base task has none.
+        After the last step only the task's state contains the extractor, before that only the
+        carried state. A base task stores no extractor.
         """
         state, carried = super().finish()
         parts = self.parts()
@@ -312,10 +313,10 @@ class Der(Rehearsal[S]):
             self.extractors.append(extractor)
 
     def extractor(self, task: str, parts: Parts) -> Any:
-        """Return a copy of the backbone with the parameters in `parts`, if there are any.
+        """Return a copy of the backbone with the parameters in `parts`, if it has any.
 
         Raises:
-            UserError: If they belong to another architecture.
+            UserError: If the parameters belong to another architecture.
         """
         network = self.copy_backbone()
         if parts["copies"]:
@@ -335,9 +336,9 @@ class Der(Rehearsal[S]):
         return copy.deepcopy(self.backbone)
 
     def is_own(self, parameter: str) -> bool:
-        """Return whether every task has values of its own for this parameter of the backbone."""
+        """Return whether each task has its own values for this parameter of the backbone."""
         return True
 
     def flops_share(self, state: TaskState) -> float:
-        """Every image passes through all extractors."""
+        """Return the number of extractors: every image passes through all of them."""
         return float(len(self.class_slices()))

@@ -1,4 +1,4 @@
-"""DER with pruning: masks on a new extractor's units are trained with it. A reconstruction.
+"""DER with pruning: the units of a new extractor are trained with masks. A reconstruction.
 
 Units that a mask switches off are cut before the extractor is stored.
 
@@ -35,11 +35,11 @@ S = TypeVar("S", bound=DerSettings, default=Any)
 
 
 class PrunedDer(Der[S]):
-    """DER on a ViT with extractors that lose units (`workers.model.units`).
+    """DER on a ViT, with extractors whose units are pruned (`workers.model.units`).
 
-    During the training of an extractor its units are masked. After `train` the masks are those of
-    `hard`, so that `finetune` and `herd` use the served network. Stored are the masks as bits, and
-    only the entries of remaining units; the running network is cut to these units.
+    During the training of an extractor its units are masked. After `train` the masks are binary
+    (`hard`), so that `finetune` and `herd` use the served network. The stored state has the masks
+    as bits, and only the entries of remaining units. In use, the network is cut to these units.
 
     The next extractor has all units again: it starts from the entries of the remaining units, and
     for the others from those of the backbone. A base task's extractor, the backbone, is not pruned.
@@ -58,18 +58,18 @@ class PrunedDer(Der[S]):
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = unit_sites(backbone)
-        # Of an image: (channels, height, width).
+        # Shape of an image: (channels, height, width).
         self.shape = (3, *backbone.patch_embed.img_size)
         # Multiply-adds of the backbone with all units.
         self.whole = multiply_adds(backbone, *self.shape)
 
     def by_site(self, units: Tensor) -> dict[str, Tensor]:
-        """(all units,) -> site -> (units of the site,)."""
+        """Split a tensor (all units,) by site: site -> (units of the site,)."""
         parts = units.split(list(self.sites.values()))
         return dict(zip(self.sites, parts, strict=True))
 
     def hard(self) -> Tensor:
-        """Return which units the extractor in training would keep now: (all units,), bool."""
+        """Return which units the extractor in training would keep now, as bool (all units,)."""
         raise NotImplementedError
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
@@ -84,7 +84,7 @@ class PrunedDer(Der[S]):
         return masked_weights(self.backbone, self.by_site(self.hard()))
 
     def metrics(self) -> dict[str, float]:
-        """Share of the extractor's units that remain."""
+        """Return the share of the extractor's units that remain."""
         if self.step != "train":
             return {}
         return {"density": float(self.hard().float().mean())}
@@ -113,7 +113,7 @@ class PrunedDer(Der[S]):
         return network
 
     def flops_share(self, state: TaskState) -> float:
-        """Every image passes through all extractors, cut to their remaining units."""
+        """Return the relative FLOPs of all extractors, each cut to its remaining units."""
         extractors = [*self.finished(), self.backbone]
         total = sum(multiply_adds(extractor, *self.shape) for extractor in extractors)
         return total / self.whole
@@ -147,9 +147,9 @@ class DerP(PrunedDer[DerPSettings]):
 
     s rises from 1 / s_max to s_max within every epoch, and sparsity * L_S is added to the loss. L_S
     = sum_l K_l |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two groups
-    of units. In a ViT K_l is 1, and no unit of the residual stream is masked. Every unit then
-    stands for 2 D weights (a row and a column; queries and keys a row each), and L_S is the mean of
-    m. Units with e <= 0 are cut.
+    of units. In a ViT K_l is 1, and no unit of the residual stream is masked. Every unit then has 2
+    D weights (a row and a column; for queries and keys a row each), and L_S is the mean of m. Units
+    with e <= 0 are cut.
 
     A reconstruction: no code of the masks was published, and the paper has channels of convolutions
     instead of units of a ViT. Differences from the paper: masks become 0 or 1 after `train`, so

@@ -51,10 +51,11 @@ class DualPromptSettings(MethodSettings):
 class DualPrompt(PromptBank[DualPromptSettings]):
     """A chain that carries the G-prompts; L = CE - lambda cos(q, k_t).
 
-    G-prompts are trained by all tasks, and so earlier answers change. Each task trains its
-    E-prompts, one key k_t and a head, which stay afterwards. In scenario `class` an image gets the
-    E-prompts of the task with the largest cos(q, k_t), by itself and not with its batch; of equal
-    ones the first. If the task is given, its E-prompts serve it, without a query.
+    All tasks train the G-prompts, so answers on earlier tasks change. Each task trains its
+    E-prompts, one key k_t and a head, which are frozen afterwards. In scenario `class` each image
+    gets the E-prompts of the task with the largest cos(q, k_t); the first of equal tasks is taken.
+    The choice is made per image, not per batch. If the task is given, its E-prompts are used
+    without a query.
     """
 
     name = "dualprompt"
@@ -141,11 +142,11 @@ class DualPrompt(PromptBank[DualPromptSettings]):
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         if task is None:
             self.active_task = None
-            self.weight_overrides = {}  # each image chooses
+            self.weight_overrides = {}  # the prompts are chosen for each image
         return super().logits(images, task)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return features with the E-prompts of the active task, or of each image's choice."""
+        """Return features with the E-prompts of the active task, or of each image's best key."""
         if EXPERT in self.weight_overrides:
             return self.prefixed(images, self.weight_overrides[EXPERT])
         return super().features(images)
@@ -165,7 +166,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, state: TaskState) -> float:
-        """Count the prefixes of one forward pass, and in scenario `class` that of the query."""
+        """Return the relative FLOPs of a pass with prefixes, in scenario `class` with the query."""
         general = [self.settings.general_length] * len(self.general)
         expert = [self.settings.length] * (len(self.sites) - len(self.general))
         return (2 if self.scenario == "class" else 1) + self.prefix_share([*general, *expert])

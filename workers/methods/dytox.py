@@ -1,6 +1,6 @@
 """DyTox: one encoder and one decoder block for all tasks, and a token and a head for each task.
 
-The decoder attends from a task's token to the patches, and so gives each task its own features.
+The decoder attends from a task's token to the patches. Thus each task gets its own features.
 
 Douillard, Ramé, Couairon, Cord: DyTox: Transformers for Continual Learning with DYnamic TOken
 eXpansion, CVPR 2022.
@@ -73,23 +73,24 @@ class DyTox(Rehearsal[DyToxSettings]):
       KL keeps the softmax over old classes near that of the network before the task. BCE_div is the
       loss of an auxiliary head on the task's token, with one class for all old classes.
     - `herd` selects exemplars by the concatenated embeddings of the tokens.
-    - `finetune`, from the second task on, minimises BCE on the exemplars, with the same number for
-      each class. The encoder is frozen; the decoder and all tokens and heads are trained.
+    - `finetune`, from the second task on, minimises BCE on the exemplars, with the same number of
+      images for each class. The encoder is frozen; the decoder and all tokens and heads are
+      trained.
 
     DyTox+ is this method with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho:
     3`.
 
     On any vision transformer except `convit_local` the decoder, with an FFN of the encoder's width,
     replaces the last block, and the other blocks are the encoder. This is our addition, for
-    pretrained encoders. Stored per task: token and head after the task's own steps; the chain
-    carries the rest in its latest state.
+    pretrained encoders. Stored per task: its token and head after the task's own steps. The chain
+    carries all other tensors, in their latest state.
 
     Differences from the paper's code:
 
     - All ranks share one memory, selected with the evaluation transform. In the code each rank
       selects its own, with augmentation.
     - The fine-tuning set is shuffled and divided among the ranks, and the encoder is in evaluation
-      mode. In the code it is neither, and stochastic depth stays on.
+      mode. In the code the set is neither shuffled nor divided, and stochastic depth stays on.
     - Augmentation repeats images according to `data.repeats`, 3 in the paper's setting, in
       `finetune` too. The code does so only in `train`.
     - MixUp pairs images at random, with a factor for each image. The code pairs a batch with the
@@ -164,7 +165,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         return self.settings.rho if self.before else 0.0
 
     def network(self) -> TokenNetwork:
-        """Return encoder, decoder and heads of all tasks so far; it shares their tensors.
+        """Return the network of encoder, decoder and all heads so far; it shares their tensors.
 
         The tasks are in the order of `class_slices`.
         """
@@ -186,7 +187,7 @@ class DyTox(Rehearsal[DyToxSettings]):
             groups += weight_groups(module, context.optim)
         if self.before:
             self.auxiliary = self.new_auxiliary(context.task)
-            # The auxiliary head is applied to the task's token: its own token has no use.
+            # The auxiliary head is applied to the task's token, so its own token is not trained.
             for group in weight_groups(self.auxiliary, context.optim):
                 params = [p for p in group["params"] if p is not self.auxiliary.token]
                 groups.append({**group, "params": params})
@@ -199,7 +200,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         return [self.decoder, self.heads[task.name], self.backbone]
 
     def new_auxiliary(self, task: Task) -> TokenHead:
-        """Return a head of the task's classes and of one class for all old ones."""
+        """Return a head with the task's classes and one class for all old classes."""
         seed = derive_seed(self.seed, task.name)
         auxiliary: Any = TokenHeads(self.heads.width).add("auxiliary", 1 + task.num_classes, seed)
         assert isinstance(auxiliary, TokenHead)
@@ -267,7 +268,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         super().load_carried(Carried(network, carried.meta))
 
     def load_task(self, state: TaskState) -> None:
-        """Load the task's head together with its token, which a state has apart."""
+        """Load the task's head together with its token, which a state stores separately."""
         whole_head = TaskState(
             state.task,
             state.classes,

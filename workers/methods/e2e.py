@@ -54,10 +54,10 @@ class E2e(Rehearsal[E2eSettings]):
     - `train`: the teacher is the network before the task, and s runs over earlier tasks.
     - `balance` selects as many images of each new class as there are exemplars of each old one,
       floor(M / O_t).
-    - `finetune` trains all weights again on these and the old exemplars. The teacher is the network
-      after `train`, and s runs over all tasks.
-    - `herd` creates the memory for the next task: floor(M / A_t) exemplars of each class. Those of
-      new classes are selected again, by the network after `finetune`.
+    - `finetune` trains all weights again on these images and the old exemplars. The teacher is the
+      network after `train`, and s runs over all tasks.
+    - `herd` creates the memory for the next task: floor(M / A_t) exemplars of each class. Exemplars
+      of new classes are selected again, with the network after `finetune`.
 
     `finetune` has the learning rate of `train` unless the config sets another. The paper uses a
     tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
@@ -121,7 +121,7 @@ class E2e(Rehearsal[E2eSettings]):
     def after_backward(self) -> None:
         """Add noise to gradients: G <- g + N(0, 0.3 / (1 + iteration)^0.55).
 
-        The noise is the same on all ranks; their gradients have been summed before.
+        The gradients are already summed over ranks, so all ranks add the same noise.
         """
         if not self.settings.noise:
             return

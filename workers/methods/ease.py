@@ -57,7 +57,7 @@ class PrototypeHead(nn.Module):
 
 
 class PrototypeHeads(CosineHeads):
-    """The prototypes of finished tasks, and a cosine head while a task trains."""
+    """The prototypes of finished tasks, and a cosine head for the task in training."""
 
     def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
         layer = PrototypeHead(*tensors["weight"].shape)
@@ -67,20 +67,22 @@ class PrototypeHeads(CosineHeads):
 
 
 class Ease(TaskAdapters[EaseSettings]):
-    """A chain of two steps: `train`, `statistics`. The backbone with the adapters of task j: f_j.
+    """A chain of two steps: `train`, `statistics`. f_j is the backbone with the adapters of task j.
 
-    - `train`: the task's adapters, from their start, and a cosine head that is dropped afterwards.
-    - `statistics`: W[c, j], the mean of f_j over the images of class c, for each class of the task
-      and each j up to its own task. They are never updated.
+    - `train` trains the task's adapters from their initial values, and a cosine head that is
+      discarded afterwards.
+    - `statistics` computes the prototypes W[c, j], the means of f_j over the images of class c, for
+      each class of the task and each j up to the task itself. Prototypes are never updated.
 
-    For a class of an earlier task i the images are gone when the adapters of j > i exist. There
-    W[i, j] = softmax(cos(W[i, i], W[N, i])) W[N, j], with the classes N of the tasks from j on: it
-    is computed when it is needed, and not stored. The logit of a class of task i is sum_j w_ij
-    cos(f_j, W[c, j]), w_ij = 1 for j = i, else alpha / t, with t other tasks.
+    The images of an earlier task i are no longer available when the adapters of a task j > i exist.
+    For its classes W[i, j] = softmax(cos(W[i, i], W[N, i])) W[N, j], where N are the classes of the
+    tasks from j on. These prototypes are computed when they are needed, and not stored. The logit
+    of a class of task i is sum_j w_ij cos(f_j, W[c, j]), w_ij = 1 for j = i, else alpha / t, with t
+    other tasks.
 
     If the task is given, only its own and earlier subspaces score its classes, as at the end of its
-    training: its logits stay for ever. Stored per task: adapters, and (t + 1) d floats a class. An
-    image costs a forward pass for each subspace.
+    training, so its logits never change. Stored per task: adapters, and (t + 1) d floats per class.
+    An image costs a forward pass for each subspace.
     """
 
     name = "ease"
@@ -181,7 +183,7 @@ class Ease(TaskAdapters[EaseSettings]):
         return {key: torch.stack([tensors[key] for tensors in sets]) for key in sets[0]}
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> [f_0 .. f_t] (b, (t + 1) d); f_t alone while a task trains."""
+        """Images (b, 3, H, W) -> [f_0 .. f_t] (b, (t + 1) d); only f_t in training."""
         adapters = self.weight_overrides
         if not adapters or adapters["down"].dim() == 3:  # (S, m, d): those of the task in training
             return self.adapted(images, adapters)
@@ -207,7 +209,8 @@ class Ease(TaskAdapters[EaseSettings]):
 
         Args:
             images: Images (b, 3, H, W).
-            own: The task in training, which has no prototypes yet; its cosines are returned.
+            own: The task in training, which has no prototypes yet; the outputs of its cosine head
+                are used.
         """
         names = [name for name in self.class_slices() if name != own]
         parts = []
@@ -261,8 +264,8 @@ def normalise_parts(features: Tensor, parts: int) -> Tensor:
 def complete_prototypes(stored: Sequence[Tensor]) -> list[Tensor]:
     """Return the prototypes of all tasks in all subspaces, T tensors (K, T, d).
 
-    Those of task i in the subspaces of later tasks j are sums over the classes of tasks from j on,
-    with weights that follow from cosines in the subspace of i.
+    The prototypes of task i in the subspace of a later task j are weighted sums over the classes of
+    the tasks from j on. The weights are a softmax of cosines in the subspace of i.
 
     Args:
         stored: Prototypes of each task in its own and earlier subspaces, (K, t + 1, d) for task t.

@@ -16,12 +16,12 @@ from workers.methods.train_defaults import TrainDefaults
 class Er(Reservoir[ReservoirSettings]):
     """L = mean CE over the b images of the task and the r exemplars of a step together.
 
-    Both parts weigh the same if b = r. In scenario `class` the cross-entropy is over all classes so
-    far, in scenario `task` over those of an image's task. `replay` is the form of this method that
-    mixes the exemplars into the epoch.
+    Both parts have the same weight if b = r. In scenario `class` the cross-entropy is over all
+    classes so far, in scenario `task` over the classes of an image's task. `replay` is a variant
+    that mixes the exemplars into the epoch.
 
-    Differences from the paper: exemplars are those of earlier tasks only. There the memory also has
-    images of the current task, and the data are seen once.
+    Differences from the paper: exemplars are those of earlier tasks only. In the paper the memory
+    also has images of the current task, and each image is seen once.
     """
 
     name = "er"

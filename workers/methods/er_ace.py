@@ -25,8 +25,8 @@ class ErAce(Reservoir[ReservoirSettings]):
     the loss is that of `er` with other weights.
 
     Differences from the paper: the classes of the first term are all classes of the current task,
-    not those of the mini-batch, since those would differ between ranks. A task replays the memory
-    as it is at its end, and may have several epochs.
+    not those of the mini-batch, because these would differ between ranks. A task replays the memory
+    as it will be at the end of the task, and may have several epochs.
     """
 
     name = "er_ace"
@@ -43,7 +43,7 @@ class ErAce(Reservoir[ReservoirSettings]):
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         """In `train`, return the memory with images of the current task.
 
-        Without them no term would set new classes against old ones.
+        Without these images no term of the loss would compare new classes with old classes.
         """
         if context.step == "train":
             return flatten(self.next_memory(context))
@@ -52,7 +52,7 @@ class ErAce(Reservoir[ReservoirSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         task = context.task
-        self.is_absent: Tensor | None = None  # (K,); of the outputs of the task
+        self.is_absent: Tensor | None = None  # (K,): True for classes without images
         if task.parts is not None:
             absent = [name not in task.shares for name in task.classes]
             self.is_absent = torch.tensor(absent, device=self.device)

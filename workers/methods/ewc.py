@@ -73,15 +73,14 @@ class Ewc(WeightImportance[EwcSettings]):
     per image and class. `sampled` draws one c. `empirical` takes the true class: this is the
     empirical Fisher, a different matrix.
 
-    A sum of quadratic functions is one quadratic function. So the chain carries, for any number of
-    tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and one
-    constant, `offset`: the minimum of the function.
+    A sum of quadratic functions is one quadratic function. Therefore the chain carries, for any
+    number of tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and
+    one constant, `offset`: the minimum of the function.
 
     With `online`, A = gamma * A + F_k, and the latest weights are the anchor of all tasks.
 
     All weights of the backbone are protected. So are the heads of earlier tasks, except in scenario
-    `task`, where they are no longer trained. The importance of a base task is
-    computed as well.
+    `task`, where they are no longer trained. The importance of a base task is computed, too.
 
     Differences from the paper: F uses at most `samples` images of a task, and is divided by its
     mean over all protected weights (unless `scale: none`). F of a trained network is small, so
@@ -158,8 +157,8 @@ class Ewc(WeightImportance[EwcSettings]):
     def estimate_fisher(self) -> dict[str, Tensor]:
         """Return the diagonal of the Fisher information on the task's images, by parameter.
 
-        With `scale: mean` the values are divided by their mean. If all gradients are 0, so is the
-        result.
+        With `scale: mean` the values are divided by their mean. If all gradients are 0, the result
+        is 0.
         """
         fisher = self.average_over_images(self.choose_fisher_keys(), self.add_squares)
         if self.settings.scale == "none":

@@ -1,4 +1,4 @@
-"""FeCAM: the Mahalanobis distance to each class, with a covariance of its own. Nothing is trained.
+"""FeCAM: the Mahalanobis distance to each class, with a covariance per class. Nothing is trained.
 
 Goswami, Liu, Twardowski, van de Weijer: FeCAM: Exploiting the Heterogeneity of Class Distributions
 in Exemplar-Free Continual Learning, NeurIPS 2023.

@@ -1,6 +1,6 @@
 """Sequential fine-tuning: all weights are trained on each task in turn, and nothing is protected.
 
-It forgets, and so is the lower bound of continual learning.
+The network forgets. Its accuracy is the usual lower bound for continual learning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class FineTune(ClassIncremental[MethodSettings]):
-    """Trains the backbone and the task's head. Old heads stay while the backbone changes.
+    """Trains the backbone and the task's head. Old heads stay unchanged while the backbone changes.
 
     In scenario `class` the old heads are trained too: their outputs compete with the new ones, but
     no sample has one of their classes. In scenario `domain` all tasks train one head.

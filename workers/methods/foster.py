@@ -1,4 +1,4 @@
-"""FOSTER: a second extractor learns what the first one misses, then one network learns from both.
+"""FOSTER: a second extractor corrects the first one, then one network is distilled from both.
 
 Wang, Zhou, Ye, Zhan: FOSTER: Feature Boosting and Compression for Class-Incremental Learning, ECCV
 2022.
@@ -21,7 +21,7 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.distill import kd_ce
 from workers.storage.taskstate import Carried, TaskState
 
-BOOSTED = "boosted/"  # carried from `train` to `compress`
+BOOSTED = "boosted/"  # prefix of tensors that `train` carries to `compress`
 READ = {
     "train": {"beta", "distillation", "tau"},
     "compress": {"compress_beta", "tau"},
@@ -55,12 +55,13 @@ class FosterSettings(RehearsalSettings):
 
 
 class Boosted(nn.Module):
-    """A frozen extractor beside that of the method, with one classifier over the features of both.
+    """A frozen copy of the method's extractor, and a classifier over the features of both.
 
     Attributes:
         old: The network before the task. It stays in evaluation mode.
         joint: Classifier of the 2 D features over all classes so far.
-        new: In step `compress`, the extractor that `train` trained. Before, it is the method's.
+        new: In step `compress`, the extractor that `train` trained. None in `train`, which trains
+            the method's own extractor.
     """
 
     def __init__(self, backbone: nn.Module, width: int, classes: int):
@@ -76,7 +77,7 @@ class Boosted(nn.Module):
 
 
 class Foster(Rehearsal[FosterSettings]):
-    """From the second task on, `train` boosts, and `compress` makes one network of two again.
+    """From the second task on, `train` adds an extractor, and `compress` distills both into one.
 
     `train`: the extractor F' starts as the old F, which is frozen, and a classifier W over [F, F']
     starts with the old head for the old classes and F. With z = W [F(x), F'(x)], n_c images of
@@ -86,12 +87,13 @@ class Foster(Rehearsal[FosterSettings]):
 
     The head `branch` is discarded. `compress`: a student starts as F with its head, and learns
     KD_ce(tau) from z. The teacher's probabilities are multiplied by w, with `compress_beta`, and
-    normalised. The student is served, and is the next task's F: the size stays constant. The first
-    task is trained with the cross-entropy alone, and has no step `compress`.
+    normalised. The student is served, and is the next task's F, so the size of the network stays
+    constant. The first task is trained with the cross-entropy alone, and has no step `compress`.
 
     Differences from the released code: the classifier's new entries start with a standard deviation
-    of 0.02, as all heads here; exemplars are chosen by the features of the student, there by those
-    of both extractors; weights are never aligned (an option there, off in its configs).
+    of 0.02, as all heads here; exemplars are chosen by the features of the student, in the code by
+    those of both extractors; weights are never aligned (an option of the code, which its configs do
+    not use).
     """
 
     name = "foster"
@@ -233,7 +235,7 @@ class Foster(Rehearsal[FosterSettings]):
     # ---- state -----------------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
         state, carried = super().finish()
-        if self.boosts:  # the student starts as the old network, and learns from the new one, too
+        if self.boosts:  # the teacher of `compress` uses both extractors
             assert self.boosted is not None
             for name, tensor in collect_tensors(self.backbone).items():
                 carried.tensors[f"{BOOSTED}new.{name}"] = tensor

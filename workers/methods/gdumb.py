@@ -31,15 +31,15 @@ class GdumbSettings(MethodSettings):
 class Gdumb(Joint):
     """L = CE on the memory alone, from the common backbone: `joint` on a part of the data.
 
-    Each task trains a new network, and the newest one serves all tasks. The memory follows from the
-    keys of all images so far. So tasks form a star: they train in parallel.
+    Each task trains a new network, and the newest one serves all tasks. The memory depends only on
+    the keys of all images so far. Therefore the tasks form a star: they train in parallel.
 
     Images arrive task by task, those of a task in a random order. With k classes so far, an image
-    is kept if there is room or its class has fewer than memory / k images. In the second case one
-    image of the largest class is dropped (`balanced_counts`).
+    is kept if there is room or its class has fewer than memory / k images. If the memory is full,
+    one image of the largest class is dropped (`balanced_counts`).
 
-    Differences from the paper: among equally large classes the one that came first loses an image,
-    there a random one. A task may be given, and the backbone may be pretrained.
+    Differences from the paper: among equally large classes the class that came first loses an
+    image, in the paper a random class. A task may be given, and the backbone may be pretrained.
     """
 
     name = "gdumb"
@@ -63,10 +63,11 @@ class Gdumb(Joint):
             )
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the keys of the memory by task, as `RemembersSamples` does."""
-        # The class of each image in order, with its task unless a class comes in several slices.
+        """Return the keys of the memory by task; see `RemembersSamples`."""
+        # (task, class) of each image, in the order of arrival. The task is "" if the tasks are
+        # slices of a stream, which share classes.
         arrivals: list[tuple[str, str]] = []
-        keys: dict[tuple[str, str], list[tuple[str, str]]] = {}  # tasks and keys of images
+        keys: dict[tuple[str, str], list[tuple[str, str]]] = {}  # -> (task, key) of its images
         for task in context.stream:
             images = []
             for class_name, class_keys in context.data.keys(task).items():

@@ -39,16 +39,16 @@ class GemSettings(ReservoirSettings):
 class Gem(Reservoir[GemSettings]):
     """g' = g + G^T v: equations 8 to 12 of the paper.
 
-    g is the gradient of the cross-entropy of the task's images, and row k of G that of the
-    exemplars of earlier task k. If G g >= 0, g stays. Else v minimises v^T (G G^T + eps I) v / 2 +
-    (G g)^T v with v >= gamma. The programme has a variable for each earlier task; it is solved in
-    fp64 on the CPU. G has as many entries as weights for each earlier task, so that the method is
-    for small networks and short streams. A step costs a forward and a backward pass of all replayed
-    exemplars. As with `agem`, only plain SGD keeps the projected direction.
+    g is the gradient of the cross-entropy on the task's images, and row k of G is its gradient on
+    the exemplars of earlier task k. If G g >= 0, g is unchanged. Otherwise v minimises v^T (G G^T +
+    eps I) v / 2 + (G g)^T v with v >= gamma. The programme has a variable for each earlier task; it
+    is solved in fp64 on the CPU. Each row of G has an entry for every trained weight, so the method
+    suits small networks and short streams. A step costs a forward and a backward pass of all
+    replayed exemplars. As with `agem`, only plain SGD keeps the projected direction.
 
-    Differences from the paper: the memory is a reservoir over all images, there the last images of
-    each task. eps is relative to the largest squared norm of a row of G, so that the programme is
-    well conditioned for gradients of any size. A task may have several epochs.
+    Differences from the paper: the memory is a reservoir over all images; the paper keeps the last
+    images of each task. eps is relative to the largest squared norm of a row of G, so that the
+    programme is well conditioned for gradients of any size. A task may have several epochs.
     """
 
     name = "gem"
@@ -90,7 +90,7 @@ def project(gradient: Tensor, references: Tensor, gamma: float, eps: float) -> T
         gamma: Lower bound of v.
         eps: Relative to the largest squared norm of a row of G.
     """
-    products = references @ torch.cat([references, gradient[None]]).T  # (K, K + 1), read at once
+    products = references @ torch.cat([references, gradient[None]]).T  # (K, K + 1)
     products = products.cpu().double()
     gram, opposition = products[:, :-1], products[:, -1]
     scale = gram.diagonal().max()
@@ -117,7 +117,7 @@ def solve_dual(gram: Tensor, linear: Tensor, gamma: float, eps: float) -> Tensor
     tolerance = 1e-12 * float(vector.abs().max() + matrix.abs().max())
     u = torch.zeros_like(vector)
     free = torch.zeros(len(u), dtype=torch.bool)
-    for _ in range(10 * len(u)):  # each round frees a variable; more rounds are only rounding
+    for _ in range(10 * len(u)):  # each round frees a variable; the limit is a safeguard
         descent = (-(matrix @ u + vector)).masked_fill(free, -torch.inf)
         if float(descent.max()) <= tolerance:
             break
@@ -130,7 +130,8 @@ def solve_dual(gram: Tensor, linear: Tensor, gamma: float, eps: float) -> Tensor
             if not blocked.any():
                 u = target
                 break
-            # Go as far as the bounds allow, and fix the variables that meet theirs.
+            # Move until the first variable reaches its bound, and fix the variables at their
+            # bounds.
             distances = (u - target)[blocked].clamp(min=torch.finfo(u.dtype).tiny)
             shares = u[blocked] / distances
             u = (u + shares.min() * (target - u)).clamp(min=0)

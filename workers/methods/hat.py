@@ -43,7 +43,7 @@ from workers.model.weights import Copies
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-MIN_FREE_SHARE = 0.01  # free units / all units; below it a task learns little but its head
+MIN_FREE_SHARE = 0.01  # free units / all units; below it a task trains little more than its head
 
 
 class HatSettings(MethodSettings):
@@ -112,9 +112,8 @@ class Hat(Method[S]):
 
     A unit's output h becomes a h with a = sigmoid(s e) (Eq. 1); s is annealed in every epoch. The
     code scales the weights of the unit, which is equivalent. The binary masks 1[e > 0] are stored.
-    The weights and, for each unit, the number of tasks that use it are passed on to the next task.
-    A base task, on which the backbone was fine-tuned, is trained once more with masks, as a first
-    task.
+    The chain carries the weights and, for each unit, the number of tasks that use it. A base task,
+    on which the backbone was fine-tuned, is trained once more with masks, as a first task.
 
     Parameters that every task uses are frozen from the start: embeddings of patches and positions
     (biases of relative ones too), class token, norms, layer scales, biases of proj and fc2. With
@@ -186,7 +185,7 @@ class Hat(Method[S]):
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        return cls.steps  # of the base task as well
+        return cls.steps  # also for the base task
 
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
@@ -207,7 +206,7 @@ class Hat(Method[S]):
         if context.carried is not None:
             self.load_carried(context.carried)
         groups = super().begin(context)
-        self.loaded.pop(context.task.name, None)  # its stored mask would hide the one in training
+        self.loaded.pop(context.task.name, None)  # else its stored mask would be used
         device = self.device
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", context.task.name))
         start = initial_embedding(
@@ -265,7 +264,7 @@ class Hat(Method[S]):
         return self.copies.tensors() | masked_weights(self.backbone, self.by_site(self.soft))
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + c price R (Eq. 5), R over the masks of this step (Eq. 4)."""
+        """Return CE + c price R (Eq. 5), with R over the masks of this step (Eq. 4)."""
         ce, terms = super().loss(batch, progress)
         regularizer = newly_used([self.soft], [self.uses > 0])
         loss = ce + self.settings.c * self.price * regularizer
@@ -281,8 +280,8 @@ class Hat(Method[S]):
         """Return the root mean square of dCE / da in this step, times the number of free units.
 
         With this price and c = 1, the gradient of R with respect to a mask value has the typical
-        size of the gradient of the cross entropy. Units with a zero gradient are ignored; if all
-        are zero, the price stays.
+        size of the gradient of the cross entropy. Units with a zero gradient are ignored. If all
+        gradients are zero, the price is unchanged.
         """
         slope = self.mask.slope(self.scale)  # (units,) d(loss) / d(e) = slope * d(loss) / d(a)
         gradient = self.mask.embedding.grad
@@ -344,7 +343,7 @@ class Hat(Method[S]):
         self.uses = carried.tensors["uses"].to(self.uses.device, copy=True)
 
     def load_task(self, state: TaskState) -> None:
-        """Store the masks and copies of a finished task; several tasks can be loaded."""
+        """Load the masks and copies of a finished task; several tasks can be loaded."""
         super().load_task(state)
         for site, size in self.sites.items():
             mask = state.masks.get(site)
@@ -368,9 +367,9 @@ class Hat(Method[S]):
         )
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the FLOPs of a forward pass relative to the backbone's, unused neurons removed.
+        """Return the relative FLOPs of a forward pass without the neurons that are not used.
 
-        Attention channels that the task does not use are computed as zeros, and count.
+        Attention channels that the task does not use are still computed, and count.
         """
         if not isinstance(self.backbone, VisionTransformer):
             return self.measured_share(state)
@@ -383,7 +382,7 @@ class Hat(Method[S]):
         )
 
     def measured_share(self, state: TaskState) -> float:
-        """Return `flops_share` from the operations of a forward and the weights of neurons."""
+        """Return `flops_share` from measured multiply-adds and the weights of unused neurons."""
         vit: Any = self.backbone
         off = {site: ~mask.to(self.device) for site, mask in state.masks.items()}
         removed = 0

@@ -42,16 +42,16 @@ class IcarlSettings(RehearsalSettings):
 
 
 class Icarl(Rehearsal[IcarlSettings]):
-    """L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t, for the loss `bce`.
+    """L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t, with `loss: bce`.
 
-    It is the binary cross-entropy of all outputs, averaged over entries: to the teacher's sigmoid
-    for the O_t old classes, also for exemplars of any label, and to the labels for the K_t new
-    ones. The loss `ce_kd` is L = CE over all classes + KD_ce(tau) over the old ones, which is often
-    reported under the name iCaRL.
+    This is the binary cross-entropy of all outputs, averaged over entries. The targets of the O_t
+    old classes are the teacher's sigmoid outputs, also for exemplars. The targets of the K_t new
+    classes are the labels. With `loss: ce_kd`, L = CE over all classes + KD_ce(tau) over the old
+    classes, which is often reported under the name iCaRL.
 
-    `herd` carries nu_c, the direction of the mean of class c's exemplars, each a unit vector from
-    the current network. The prediction is the class with the nearest nu_c, within the task if it is
-    given. During training the outputs are used.
+    `herd` carries nu_c: the mean of the unit-length features of class c's exemplars under the
+    current network, scaled to length 1. The prediction is the class with the nearest nu_c, within
+    the task if the task is given. During training the outputs are used.
 
     Differences from the paper: binary cross-entropies are averaged over classes instead of summed.
     """
@@ -98,7 +98,7 @@ class Icarl(Rehearsal[IcarlSettings]):
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """Return the negative squared distances to the class means.
 
-        Without class means, or if `infer` asks for outputs, the outputs are returned.
+        Return the outputs instead if there are no class means, or if `infer` is `argmax`.
         """
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)

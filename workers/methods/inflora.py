@@ -67,23 +67,25 @@ class Update(nn.Module):
 
 
 class InfLora(SeparateHeads[InfLoraSettings]):
-    """A chain of two steps: `train`, `subspace`. Keys and values get W + sum over tasks of B_s A_s.
+    """A chain: the weights of keys and values are W + the sum over tasks s of B_s A_s.
+
+    A task has two steps:
 
     - `train`: R is the mean of x x^T over the inputs x of a block's attention, on the task's images
-      under the updates so far. A_t / sqrt 3 are its leading left singular vectors outside the
-      subspace F of earlier inputs, and stay. B_t and the head of the task are trained, with the
-      cross-entropy over its own classes. Inputs in F are not changed by the update.
-    - `subspace`: F takes in the inputs of the task under the trained network (DualGPM), up to a
-      share eps_t = threshold + (final_threshold - threshold) t / expected_tasks.
+      under the updates so far. The rows of A_t are the leading singular vectors of R outside the
+      subspace F of earlier inputs, divided by sqrt 3. A_t is fixed. B_t and the head of the task
+      are trained with the cross-entropy over its own classes. For inputs in F the update is zero.
+    - `subspace`: F is extended by the inputs of the task under the trained network (DualGPM), until
+      it holds a share eps_t = threshold + (final_threshold - threshold) t / expected_tasks.
 
     A forward pass costs no more than the backbone's: updates are merged into the weights. If the
-    task is given, its own and earlier updates serve it, as at the end of its training: its logits
-    stay for ever. Otherwise all updates serve all tasks, and later ones change earlier outputs.
-    Stored per task: 3 L r d floats and a head.
+    task is given, its own and earlier updates serve it, as at the end of its training, so its
+    logits never change. Otherwise all updates serve all tasks, and later ones change earlier
+    outputs. Stored per task: 3 L r d floats and a head.
 
-    Differences from the released code: R is measured without augmentation; where no direction is
-    left, rows of A are zero; a first subspace of more than d / 2 dimensions is replaced by its
-    complement (there it is kept, and later tasks take it for the complement).
+    Differences from the released code: R is measured without augmentation; if no direction is left,
+    rows of A are zero; a first subspace of more than d / 2 dimensions is replaced by its complement
+    (the code keeps it, and later tasks mistake it for the complement).
     """
 
     name = "inflora"
@@ -137,7 +139,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
         self.loaded: dict[str, Factors] = {}  # finished task -> its update
         self.orders: dict[str, tuple[str, ...]] = {}  # task -> tasks up to it, in order
         self.merged: dict[str, Tensor] = {}  # weights with the updates of earlier tasks
-        self.subspaces: list[Subspace] = []  # of each block; empty before the first task
+        self.subspaces: list[Subspace] = []  # one per block; empty before the first task
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -174,7 +176,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
     def measure_inputs(self, context: StepContext) -> list[Tensor]:
         """Return R of each block on the task's images, with `weight_overrides`, in fp64 on the CPU.
 
-        Each rank adds its share of the images.
+        Each rank reads a part of the images; the sums are added over ranks.
         """
         blocks: Any = self.backbone.blocks
         moments = InputMoments([block.get_submodule(PROJECTION) for block in blocks])

@@ -1,6 +1,7 @@
 """Joint training on the data of all tasks so far, from the common backbone.
 
-It keeps all data, and is the upper bound for methods that share weights between tasks.
+It needs the data of all earlier tasks, and serves as the upper bound for methods that share weights
+between tasks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""KSM: per task one mask value for every kernel of a frozen backbone.
+"""KSM: one mask value per task and kernel of a frozen backbone.
 
-The value is 1, or a soft coefficient of at most one half where a binary mask has 0.
+The value is 1 if the kernel is on, else a soft coefficient of at most one half.
 
 Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR
 2021.
@@ -47,7 +47,8 @@ class KsmSettings(ThresholdSettings):
     norms: bool = Field(
         True, description="whether each task trains its own copies of the norms' weights and biases"
     )
-    # Larger than Piggyback's, because a kernel that is off keeps a part of its weights.
+    # The default is larger than Piggyback's, because a kernel that is off keeps a part of its
+    # weights.
     mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         2.0,
         description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
@@ -73,8 +74,9 @@ class Ksm(ThresholdMasks[KsmSettings]):
 
     Differences from the paper: a Linear has no kernels, so `group` consecutive input columns of an
     output row form one; the patch embedding has true kernels. The learning rate of real values
-    follows from the number of steps (see `rate`); copies of norms have that of heads. A kernel that
-    is on counts exactly as 0 for the range of a, where the released code has a rounding error.
+    follows from the number of steps (see `rate`); copies of norms have the learning rate of heads.
+    In the range of a, a kernel that is on counts as exactly 0; the released code has a rounding
+    error there.
     """
 
     name = "ksm"
@@ -94,7 +96,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
         cls, settings: KsmSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        columns = {}  # of linear layers, by site
+        columns = {}  # site -> input columns of linear layers
         for site, weight in weight_sites(backbone).items():
             if weight.ndim == 2:
                 columns[site] = weight.shape[1]
@@ -146,7 +148,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
         return on, coefficients
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
-        """Return the masks of a state, with coefficients where the state has them."""
+        """Return the masks of a state, with soft coefficients if the state has them."""
         return {site: self._soft_mask(site, on, state) for site, on in state.masks.items()}
 
     def _soft_mask(self, site: str, on: Tensor, state: TaskState) -> Tensor:

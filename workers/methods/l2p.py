@@ -49,10 +49,10 @@ class L2pSettings(MethodSettings):
 class L2p(PromptBank[L2pSettings]):
     """A chain that carries the pool; L = CE - lambda * sum over chosen keys of cos(q, k_m).
 
-    An image gets the N prompts with the largest cos(q, k_m), by itself and not with its batch; of
-    equal ones those with the lowest indices. They stand behind the class token without positions,
-    in front of the first block, and the head reads the mean of their outputs. All tasks train the
-    pool, and so earlier answers change. Stored per task: a head.
+    Each image gets the N prompts with the largest cos(q, k_m); of equal prompts, those with the
+    lowest indices. The choice is made per image, not per batch. The prompts are inserted after the
+    class token, without position embeddings, in front of the first block. The head reads the mean
+    of their outputs. All tasks train the pool, so earlier answers change. Stored per task: a head.
     """
 
     name = "l2p"
@@ -100,7 +100,7 @@ class L2p(PromptBank[L2pSettings]):
         groups = super().begin(context)
         weight_decay = context.optim.weight_decay
         groups.append({"name": PROMPTS, "params": [self.prompts], "weight_decay": weight_decay})
-        if self.settings.lambda_:  # otherwise keys have no gradient
+        if self.settings.lambda_:  # otherwise the keys have no gradient
             groups.append({"name": KEYS, "params": [self.keys], "weight_decay": 0.0})
         return groups
 
@@ -136,7 +136,10 @@ class L2p(PromptBank[L2pSettings]):
         return read_prompts(self.backbone, images, self.prompts[choice].flatten(1, 2))
 
     def flops_share(self, state: TaskState) -> float:
-        """Count two forward passes, one with N p more tokens whose outputs alone are read."""
+        """Return the relative FLOPs of a plain pass and of a pass with N p more tokens.
+
+        Of the second pass, only the outputs of these tokens are used.
+        """
         vit: Any = self.backbone
         plans = plan_blocks(vit, [BlockMasks()] * len(vit.blocks))
         prompts = torch.arange(self.settings.top * self.settings.length)

@@ -1,6 +1,6 @@
 """Linear probe: the backbone is frozen and each task trains only its head.
 
-It is column `Classifier` of the tables in MEAT's paper.
+The tables of MEAT's paper list it as `Classifier`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Linear(Method[MethodSettings]):
     """A frozen backbone and one head per task: a star, so nothing is forgotten.
 
     Without augmentation an image has the same features in every epoch. They are computed once per
-    stage, and the head is trained on them: with the same batches, and the same numbers up to the
-    order of summation.
+    stage, and the head is trained on them. The batches are the same as without this cache, and the
+    results are equal up to the order of summation.
     """
 
     name = "linear"

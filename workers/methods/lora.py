@@ -1,6 +1,6 @@
 """LoRA: low-rank updates of attention's projections, or of all linear layers, of a frozen backbone.
 
-Each task trains its own updates; a served task has them merged into the weights.
+Each task trains its own updates; for serving they are merged into the weights.
 
 Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
 """
@@ -58,15 +58,15 @@ class LoraSettings(MethodSettings):
 class Lora(Method[LoraSettings]):
     """A star: W x + (alpha / r) B A x. B starts at zero, so a task starts from the backbone.
 
-    Stored per task: A and B, unmerged, 4 r d floats a block for either target, and a head.
+    Stored per task: A and B, unmerged, 4 r d floats per block for `qkv` and `qv`, and a head.
 
-    On a VisionTransformer, while training, B A x is a branch parallel to W x: W + s B A would cost
-    the gradient of a whole weight matrix in every block. A served task uses the merged weights, and
-    costs no more than the backbone. On other backbones, and for `linear`, training uses the merged
+    On a VisionTransformer, while training, B A x is a branch parallel to W x: W + s B A would need
+    the gradient of a whole weight matrix in every block. Serving uses the merged weights, and costs
+    no more than the backbone. On other backbones, and for `linear`, training uses the merged
     weights too.
 
-    Where it differs from the paper: no dropout before A; biases and norms stay frozen; learning
-    rate and weight decay are the head's.
+    Differences from the paper: no dropout before A; biases and norms stay frozen; learning rate and
+    weight decay are those of the head.
     """
 
     name = "lora"
@@ -105,8 +105,8 @@ class Lora(Method[LoraSettings]):
 
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites: AdapterSites | None = None  # of stacked updates
-        self.linear_sites: dict[str, int] = {}  # of others
+        self.sites: AdapterSites | None = None  # sites of stacked updates
+        self.linear_sites: dict[str, int] = {}  # sites of updates that are not stacked
         self.shapes: dict[str, tuple[int, ...]]
         if is_stacked(backbone, settings):
             self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
@@ -144,7 +144,7 @@ class Lora(Method[LoraSettings]):
         return [*groups, group]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """Return W + s B A where updates are not stacked: those need no branch of their own."""
+        """Return W + s B A if updates are not stacked; stacked updates are computed in a branch."""
         if self.sites is not None:
             return {}
         return updated_weights(self.backbone, self.linear_sites, self.update.tensors(), self.scale)

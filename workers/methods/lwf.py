@@ -53,9 +53,10 @@ class Lwf(ClassIncremental[LwfSettings]):
     """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), on images of the new task.
 
     The teacher is the network before the task; the old heads, including that of a base task, are
-    trained too. In scenario `class` the old heads' outputs form one softmax, and cross-entropy uses
-    only the new ones. In scenario `domain` one head is trained on both. Stored per task: the head
-    after its own training; the chain carries the weights and the current older heads.
+    trained too. In scenario `class` the old heads' outputs form one softmax, and the cross-entropy
+    uses only the new outputs. In scenario `domain` one head is trained with both losses. Stored per
+    task: the head after its own training; the chain carries the weights and the current older
+    heads.
 
     Differences from the paper: the first phase, which trains only the new head, is off unless
     `head_first` is set.
@@ -71,7 +72,7 @@ class Lwf(ClassIncremental[LwfSettings]):
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     carries = ("weights", "heads")
-    needs_states = True  # the head of the task before comes from its state
+    needs_states = True  # the head of the previous task comes from its state
     freezes_backbone = False
     may_forget = True
     scenarios = frozenset({"task", "class", "domain"})
@@ -108,7 +109,7 @@ class Lwf(ClassIncremental[LwfSettings]):
         return ce + self.settings.lambda_ * kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def distillation(self, features: Tensor, taught: dict[str, Tensor]) -> Tensor:
-        """KD_ce under each old head, summed; a single one unless the task is given."""
+        """Return the sum of KD_ce over old heads; unless the task is given, these form one head."""
         students = [self.heads[name](features) for name in self.old]
         teachers = [taught[name] for name in self.old]
         if self.scenario != "task":
@@ -135,5 +136,5 @@ class Lwf(ClassIncremental[LwfSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """The weights, and the older heads in place of those that the tasks' states have."""
+        """Load the weights, and the older heads in place of those in the tasks' states."""
         restore_network(self, carried.tensors)

@@ -34,8 +34,8 @@ class Mas(OneAnchor[MasSettings]):
     """L = CE + lambda * sum over weights i of Omega_i (theta_i - theta*_i)^2.
 
     The step `importance` adds the mean over images of |d ||z||^2 / d theta_i| to Omega_i. z are the
-    logits of the task, in scenario `class` those of all classes so far. It is computed image by
-    image, with the evaluation transform, in fp32, also for a base task.
+    logits of the task, in scenario `class` those of all classes so far. The mean is computed image
+    by image, with the evaluation transform, in fp32, also for a base task.
 
     Differences from the paper: Omega uses at most `samples` images of a task. The released code
     takes the absolute value of a batch's gradient, in which images cancel each other.
@@ -77,7 +77,7 @@ class Mas(OneAnchor[MasSettings]):
     def add_sensitivity(
         self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, key: str
     ) -> None:
-        """Add |d ||z||^2 / d theta| of one image."""
+        """Add |d ||z||^2 / d theta| of one image to `sums`."""
         norm = self.task_logits(image.images).square().sum()
         gradients = torch.autograd.grad(norm, parameters, materialize_grads=True)
         for total, gradient in zip(sums, gradients, strict=True):

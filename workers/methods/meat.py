@@ -32,18 +32,19 @@ from workers.model.sites import Sites, find_sites
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
-# At keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8. Measured
-# on two tasks of photographs, two seeds: 81.1 % against 81.0 % with 1e-8, and another rounding
-# changes as many bits of the masks (1.8 % against 1.3 %).
+# Adam's eps for mask logits. At keep probability 0.9997 their gradients are far below the usual
+# eps, 1e-8. Measured on two tasks of photographs with two seeds: accuracy 81.1 %, with eps 1e-8
+# 81.0 %. Another rounding changes about as many mask bits as another eps (1.8 % against 1.3 %).
 ADAM_EPS = 1e-15
 
 
 class MeatSettings(MethodSettings):
-    """Settings of MEAT, which include the paper's ablation.
+    """Settings of MEAT, which cover the paper's ablation.
 
     M1 (classifier): token_masks false, ffn_masks off. M2 (tokens without drop control): ffn_masks
     off, alpha 0. M3 (with it): ffn_masks off. M4 (FFN): token_masks false. M5 (all): defaults. On a
-    ResNet `token_masks` are those of channels and `ffn_masks` those of convolutions, per weight.
+    ResNet `token_masks` are masks of channels, and `ffn_masks` are masks of convolutions, per
+    weight.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -99,12 +100,13 @@ class Meat(Method[MeatSettings]):
     """A star: the backbone is shared and frozen, each task stores packed mask bits and a head.
 
     Differences from the paper: one logit per entry (see GumbelHard); logits start at +-gamma, as in
-    the released code (uniform ones would start with half of everything dropped); the learning rate
-    of masks follows from the number of steps, because the paper's rate flips nothing in a short
-    training.
+    the released code (with uniform logits half of all entries would start dropped); the learning
+    rate of masks follows from the number of steps, because the paper's rate flips no entry in a
+    short training.
 
-    On EVA-02, DINOv3 and BEiT masks are those of a ViT; a gated FFN packs its gates and values in
-    fc1. Masked parts are computed there: `compact` is refused.
+    EVA-02, DINOv3 and BEiT have the same masks as a ViT; a gated FFN packs its gates and values in
+    fc1. On these backbones masked parts are still computed, because `compact` does not support
+    them.
 
     On a ResNet channels replace tokens and convolutions replace the FFN; see `ChannelSites`. This
     is our reading of the paper's figure 4, which transfers the method to CNNs: by default both
@@ -128,7 +130,7 @@ class Meat(Method[MeatSettings]):
     ) -> None:
         """Check that `mask_lr: auto` is used with Adam.
 
-        The automatic rate follows from the largest step of Adam; SGD's steps depend on the
+        The automatic rate is derived from the largest step of Adam. The steps of SGD depend on the
         gradients.
         """
         masked = settings.token_masks or settings.ffn_masks != "off"
@@ -144,11 +146,11 @@ class Meat(Method[MeatSettings]):
     def __init__(self, backbone: nn.Module, settings: MeatSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = _sites(backbone, settings)
-        self.masks: dict[str, GumbelHard] = {}  # of the task in training, by name
+        self.masks: dict[str, GumbelHard] = {}  # name -> mask of the task in training
         self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by name
 
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every mask that these settings train."""
+        """Return name -> shape of every mask that these settings train."""
         return self.sites.gates | self.sites.entries
 
     # ---- training --------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ class Meat(Method[MeatSettings]):
             name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
             for name, shape in self.mask_shapes().items()
         }
-        # a dict alone would hide them from state_dict and .to
+        # Registers the masks for `state_dict` and `to`, which ignore the dict.
         self.mask_modules = nn.ModuleList(self.masks.values())
         if self.masks:
             groups.append(
@@ -196,7 +198,7 @@ class Meat(Method[MeatSettings]):
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """Return CE + alpha * L_dc (Eq. 9).
 
-        Masks of tokens or channels are sampled per image, those of weights and neurons once per
+        Masks of tokens or channels are sampled per image, masks of weights and neurons once per
         forward pass.
         """
         gates = self.sample_gates(batch.draw)
@@ -228,7 +230,7 @@ class Meat(Method[MeatSettings]):
         }
 
     def hard(self) -> dict[str, Tensor]:
-        """The boolean masks of the task in training, by name (Eq. 7)."""
+        """Return the boolean masks of the task in training, by name (Eq. 7)."""
         return {name: mask.hard() for name, mask in self.masks.items()}
 
     def metrics(self) -> dict[str, float]:
@@ -250,7 +252,7 @@ class Meat(Method[MeatSettings]):
         return shares
 
     def warnings(self) -> list[str]:
-        """Warn about each kind of mask with only entries in their initial state.
+        """Warn about each kind of mask if all its entries are in their initial state.
 
         Gates nearly always flip under drop control; masks of weights need a high enough rate.
         """
@@ -275,7 +277,7 @@ class Meat(Method[MeatSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
-        """Load the masks of a finished task. A base task has none: all ones."""
+        """Load the masks of a finished task. A base task has no masks."""
         super().load_task(state)
         shapes = self.mask_shapes() if state.method == self.name else {}
         for name in {**shapes, **state.masks}:
@@ -296,11 +298,11 @@ class Meat(Method[MeatSettings]):
         self.loaded[state.task] = dict(state.masks)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """The masked weights; whatever masks nothing takes timm's plain path, bit for bit."""
+        """Return the masked weights. Modules without masked entries compute exactly as in timm."""
         return self.sites.folded(self.hard_masks(task))
 
     def hard_masks(self, task: str) -> dict[str, Tensor]:
-        """Of a loaded task or of the task in training, by name."""
+        """Return the masks of a loaded task or of the task in training, by name."""
         return self.loaded[task] if task in self.loaded else self.hard()
 
     def compact(self, task: str) -> nn.Module:
@@ -333,5 +335,5 @@ def drop_control(gates: list[Tensor], keep: float) -> Tensor:
 
 
 def _share(masks: list[Tensor]) -> float:
-    """Share of ones over several masks."""
+    """Return the share of ones in several masks."""
     return sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)

@@ -35,17 +35,19 @@ class MemoSettings(DerSettings):
 class Memo(Der[MemoSettings]):
     """`der` with extractors that share their first blocks, which only the first task trains.
 
-    A task's own part are the last `blocks` blocks and the final norm. It starts as that of the task
-    before, and is trained with the loss of `der` while embeddings and shared blocks are frozen. An
-    image passes through the shared blocks once, and then through the last blocks of every task.
+    The own part of a task consists of the last `blocks` blocks and the final norm. It starts as a
+    copy of the previous task's part, and is trained with the loss of `der` while embeddings and
+    shared blocks are frozen. An image passes through the shared blocks once, and then through the
+    last blocks of every task.
 
-    Stored per task: its own part; the first task also stores the shared one. With a base task the
+    Stored per task: its own part; the first task also stores the shared part. With a base task the
     shared blocks are those of the backbone, and stay frozen.
 
-    Differences from the authors' code: in each task the classifier starts anew, and a step
-    `finetune` tunes it on as many images of each class, as in `der`; there it keeps its rows of old
-    classes, and the weights of new classes are scaled. The paper shares all but the last stage of a
-    convolutional network, here all but the last blocks of a ViT.
+    Differences from the authors' code: in each task the classifier is initialised again, and a step
+    `finetune` tunes it on the same number of images of each class, as in `der`. In the code the
+    classifier keeps the rows of old classes, and the weights of new classes are scaled. The paper
+    shares all but the last stage of a convolutional network; this method shares all but the last
+    blocks of a ViT.
     """
 
     name = "memo"
@@ -79,7 +81,7 @@ class Memo(Der[MemoSettings]):
         self.own = frozenset(name for name, p in backbone.named_parameters() if id(p) in own)
 
     def own_modules(self) -> list[nn.Module]:
-        """Return the modules of the backbone in training that no other task has."""
+        """Return the modules of the backbone in training that belong to this task only."""
         vit: Any = self.backbone
         modules = [vit.norm, vit.fc_norm, getattr(vit, "attn_pool", None)]
         return [*vit.blocks[self.num_shared :], *(m for m in modules if m is not None)]
@@ -147,6 +149,6 @@ class Memo(Der[MemoSettings]):
         return copy.deepcopy(self.backbone, shared)
 
     def flops_share(self, state: TaskState) -> float:
-        """Every image passes through the shared blocks, and through the own blocks of all tasks."""
+        """Return the relative number of blocks: the shared ones and the own ones of all tasks."""
         own = self.settings.blocks * len(self.class_slices())
         return (self.num_shared + own) / (self.num_shared + self.settings.blocks)

@@ -43,7 +43,7 @@ class Mir(Reservoir[MirSettings]):
     `replay_batch` exemplars with the largest scores are replayed; of equal scores, the exemplar
     that is earlier in the memory comes first. Scores are computed in evaluation mode, in fp32, with
     the augmentation of training. In scenario `class` losses are over all classes so far, in
-    scenario `task` over those of an image's task.
+    scenario `task` over the classes of an image's task.
 
     Differences from the paper: exemplars are those of earlier tasks only, and their memory is a
     reservoir that is filled between tasks. A task may have several epochs.
@@ -119,10 +119,10 @@ class Mir(Reservoir[MirSettings]):
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
         """Return one part with the exemplars of the highest scores; see `CombinesGradients`."""
         size = replays[0].draw.size
-        # scores and slots of all ranks; each rank fills its own columns
+        # Scores and slots of all ranks; each rank fills its own columns.
         table = torch.zeros(2, size, device=self.device)
         for replay, scores in zip(replays, self.score_samples(replays), strict=True):
-            if replay.weight:  # 0: a stand-in of a rank without samples
+            if replay.weight:  # 0: placeholder of a rank without samples
                 assert replay.slots is not None
                 positions = replay.draw.positions_on_device
                 table[:, positions] = torch.stack([scores, replay.slots.to(scores)])

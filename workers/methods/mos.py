@@ -1,4 +1,4 @@
-"""MOS: adapters that go on from task to task, and answers that check the adapters they came from.
+"""MOS: adapters that start from the previous task's, and predictions that check their adapters.
 
 Sun, Zhou, Zhao, Gan, Zhan, Ye: MOS: Model Surgery for Pre-Trained Model-Based Class-Incremental
 Learning, AAAI 2025.
@@ -33,8 +33,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 FIRST, PROTOTYPES = "first", "prototypes"
 HEAD_RATE = 0.1  # learning rate of a head, relative to the adapters'
-TEMPERATURE = 0.8  # of the contrast
-ROUNDS = 4  # adapters that an image is tried with, at most
+TEMPERATURE = 0.8  # of the contrast loss
+ROUNDS = 4  # maximum number of tasks whose adapters are tried for an image
 
 
 class MosSettings(TaskAdapterSettings):
@@ -66,26 +66,30 @@ class MosSettings(TaskAdapterSettings):
 
 
 class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
-    """A chain of two steps: `train`, `align`. The backbone with the adapters of task j: f_j.
+    """A chain of two steps: `train`, `align`. f_j is the backbone with the adapters of task j.
 
-    - `train`: adapters that start as those of the task before, and the task's head. After each step
-      theta <- (1 - merge) theta + merge mean(theta of earlier tasks). The loss is the cross-entropy
-      over the task's own classes + contrast x `contrast_means`.
-    - `align`: a Gaussian of f_t, and the mean of f_0, for each class of the task. From the second
-      task on, all heads are trained on features drawn from the Gaussians (`align_heads`).
+    - `train` trains the task's head, and adapters that start as a copy of the previous task's.
+      After each step theta <- (1 - merge) theta + merge mean(theta of earlier tasks). The loss is
+      the cross-entropy over the task's own classes + contrast x `contrast_means`.
+    - `align` fits a Gaussian of f_t, and computes the mean of f_0, for each class of the task. From
+      the second task on, all heads are trained on features drawn from the Gaussians
+      (`align_heads`).
 
-    An image starts with the task whose class has the mean of f_0 nearest to its own, by cosine.
-    With f_j of that task all heads name a class; if it belongs to another task, that task's
-    adapters are tried, at most four in all. The answer is the mean of two softmaxes: of the last
-    logits, and of the cosines times the number of tasks.
+    The first guess for an image is the task of the class whose mean of f_0 is nearest to the
+    image's f_0, by cosine. With f_j of that task, all heads predict a class. If this class belongs
+    to another task, the adapters of that task are tried next, at most four sets of adapters in
+    total. The result is the mean of two softmaxes: of the last logits, and of the cosines times the
+    number of tasks.
 
-    While a task trains, its own adapters alone answer. Stored per task: adapters, class means, and
-    an aligned head. An image costs one forward pass if the task is given, else one to five.
+    While a task trains, validation uses only the adapters of this task. Stored per task: adapters,
+    class means, and an aligned head. An image costs one forward pass if the task is given, else one
+    to five.
 
-    Differences from the released code: it merges the adapters again in every block of each forward
-    pass, also at test time, which changes the stored adapters; it contrasts the images of a batch
-    with each other, too, so that the loss depends on which images share a batch; an alignment
-    starts from the heads as they were trained, there from those aligned before.
+    Differences from the released code: the code merges the adapters again in every block of each
+    forward pass, also at test time, which changes the stored adapters; the code also contrasts the
+    images of a batch with each other, so that the loss depends on which images share a batch. Here
+    an alignment starts from the heads as they were trained, in the code from the previously aligned
+    heads.
     """
 
     name = "mos"
@@ -143,7 +147,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
 
     @torch.no_grad()
     def continue_adapters(self) -> None:
-        """Start the adapters as those of the task before, and average those of earlier tasks."""
+        """Copy the previous task's adapters, and average the adapters of earlier tasks."""
         earlier = [self.find_adapters(name) for name in self.loaded]
         self.merged = {}
         for name, tensor in self.adapters.tensors().items() if earlier else ():
@@ -168,7 +172,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
             self.adapters.tensors()[name].lerp_(mean, self.settings.merge)
 
     def read_statistics(self, context: StepContext) -> None:
-        """Find the Gaussians of the task's classes under f_t, and their means under f_0."""
+        """Compute the Gaussians of the task's classes under f_t, and their means under f_0."""
         name = context.task.name
         self.activate_task(name)
         self.fit_classes(context)
@@ -237,11 +241,12 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
                 )
 
     def refine(self, images: Tensor, cosines: Tensor, known: dict[str, Tensor]) -> Tensor:
-        """Return logits (b, A) of each image with the adapters of the task that they name.
+        """Return logits (b, A), for each image with the adapters of the task that they predict.
 
         Args:
             images: Images (b, 3, H, W).
-            cosines: Scores of all classes, which name the first adapters to try, (b, A).
+            cosines: Scores of all classes, (b, A). The best class decides which adapters are tried
+                first.
             known: Features (b, d) of the images with the adapters of a task, by task.
         """
         slices = self.class_slices()
@@ -267,7 +272,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
         return logits
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the operations of f_0 and, for later tasks, of the task's adapters."""
+        """Return the relative FLOPs of f_0 and, for later tasks, of the task's own pass."""
         passes = 1 if state.meta.get(FIRST, state.task) == state.task else 2
         return passes * self.adapter_share()
 

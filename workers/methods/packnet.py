@@ -36,7 +36,7 @@ from workers.storage.taskstate import Carried, TaskState
 FREE = 0
 FIRST = 1
 MAX_OWNERS = torch.iinfo(torch.uint8).max
-# One entry of the setting `prune`, for editors.
+# JSON schema of one entry of the setting `prune`, for editors.
 PRUNED: dict[str, JsonValue] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 SHARE_SCHEMA: dict[str, JsonValue] = {"anyOf": [PRUNED, {"type": "null"}, {"const": "none"}]}
 
@@ -115,10 +115,11 @@ class PackNet(Method[PackNetSettings]):
     position embedding stay those of the backbone, unless `per_task_affine` gives each task its own.
 
     base_mode: with `own_nothing` the first task claims every weight *at its pretrained value*, so
-    that it is fine-tuned; the weights that it frees start from 0 for the others, and a base task in
-    the stream is served by the current weights: it is forgotten. `prune_only` keeps the backbone's
-    largest weights (the base's row of the matrix shows the cost). `prune_retrain` is the paper's
-    way: the base task is pruned, and trained again together with biases and norms.
+    that the backbone is fine-tuned. The weights that it frees start from 0 for later tasks. A base
+    task in the stream is served by the current weights, so it is forgotten. `prune_only` keeps the
+    backbone's largest weights (the base task's row of the accuracy matrix shows the cost).
+    `prune_retrain` is the paper's way: the base task is pruned, and trained again together with
+    biases and norms.
 
     All steps have the same training settings unless the config sets others under `steps`; the
     released code retrains for half of the epochs at a tenth of the rate: `steps: {retrain: {epochs:
@@ -141,7 +142,7 @@ class PackNet(Method[PackNetSettings]):
     )
     carries = ("weights", "owners")
     steps = (Step("train"), Step("prune", trains=False, measured=True), Step("retrain"))
-    needs_states = True  # for the head of a base task with separate steps
+    needs_states = True  # for the head of a base task that has steps of its own
     freezes_backbone = False
     Settings = PackNetSettings
     per_task = frozenset({"prune", "per_task_affine"})
@@ -168,7 +169,7 @@ class PackNet(Method[PackNetSettings]):
         self.latest, self.latest_name = FREE, ""  # the last owner, and its task
         self.numbers: dict[str, int] = {}  # loaded task -> its owner number
         self.loaded: dict[str, dict[str, Tensor]] = {}  # loaded task -> its copies
-        self.copies: Copies | None = None  # of the task in training
+        self.copies: Copies | None = None  # copies of the task in training
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -181,7 +182,7 @@ class PackNet(Method[PackNetSettings]):
         self.loaded.pop(context.task.name, None)
         if self.latest_name != context.task.name:
             self.claim(context.task)
-        elif context.carried is not None:  # the task's own step before this one hands on the head
+        elif context.carried is not None:  # the previous step of the same task carries the head
             self.heads.restore(context.task.name, under("head", context.carried))
         if context.step == "prune":
             self.give_back(self.settings.share(self.position) or 0.0)
@@ -205,7 +206,7 @@ class PackNet(Method[PackNetSettings]):
         ]
 
     def start(self, task: Task) -> None:
-        """The owner map before the first step of the first task."""
+        """Create the owner map before the first step of the first task."""
         self.latest = FREE if self.settings.base_mode == "own_nothing" else FIRST
         self.owners = {
             site: torch.full_like(weight, self.latest, dtype=torch.uint8)
@@ -236,7 +237,7 @@ class PackNet(Method[PackNetSettings]):
     def give_back(self, share: float) -> None:
         """Free the smallest round(share * count) weights of the latest owner in each layer.
 
-        They become 0.
+        The freed weights become 0.
         """
         for site, weight in self.sites.items():
             freed = smallest(weight, self.owners[site] == self.latest, share)
@@ -302,7 +303,7 @@ class PackNet(Method[PackNetSettings]):
         tensors = {f"backbone/{name}": t for name, t in collect_tensors(self.backbone).items()}
         tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
         last_step = self.steps_for(self.settings, self.position)[-1]
-        if self.step != last_step.name:  # the next step of the same task continues from these
+        if self.step != last_step.name:  # the next step of the same task starts from these tensors
             tensors |= {f"head/{name}": t.clone() for name, t in state.head.items()}
             tensors |= {f"copies/{name}": t.clone() for name, t in state.copies.items()}
         return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
@@ -350,7 +351,7 @@ class PackNet(Method[PackNetSettings]):
 def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:
     """Return the positions in the flattened weight of the round(share * count) smallest |w|.
 
-    Only weights in `among` are considered; among equals the first ones are taken.
+    Only weights in `among` are considered. Of equal weights the first ones are taken.
     """
     candidates = among.flatten().nonzero().squeeze(1)
     order = weight.flatten()[candidates].abs().argsort(stable=True)
@@ -358,12 +359,12 @@ def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:
 
 
 def in_effect(owner: Tensor, number: int) -> Tensor:
-    """1[1 <= owner <= number]: which weights a task uses."""
+    """Return 1[1 <= owner <= number]: the weights that a task uses."""
     return (owner >= FIRST) & (owner <= number)
 
 
 def under(kind: str, carried: Carried | None) -> dict[str, Tensor]:
-    """The carried tensors `KIND/NAME` by name."""
+    """Return the carried tensors `KIND/NAME`, by NAME."""
     tensors = {} if carried is None else carried.tensors
     return {
         name.removeprefix(f"{kind}/"): t

@@ -51,10 +51,10 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
     All real values start above theta, so that training starts from the backbone. Stored: a bit per
     weight; ternary: two, `SITE` for nonzero values, `SITE.minus` for -1.
 
-    Differences from the paper: masks of all Linear and Conv weights of a ViT. Biases, norms, class
-    token and position embedding stay frozen. The rate of M^r follows from the number of steps (see
-    `rate`): the paper's 1e-4 is for its 30 epochs and flips nothing in a short training. Weight
-    decay never acts on M^r, because it would switch everything off.
+    Differences from the paper: all Linear and Conv weights of a ViT are masked. Biases, norms,
+    class token and position embedding stay frozen. The rate of M^r follows from the number of steps
+    (see `rate`): the paper's 1e-4 is for its 30 epochs and flips no entry in a short training.
+    Weight decay never acts on M^r, because it would switch all entries off.
     """
 
     name = "piggyback"
@@ -107,7 +107,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         start = self.choose_start(site)
         if self.settings.init == "uniform":
-            # drawn on the CPU: the same on every device
+            # Drawn on the CPU, so that the values are the same on every device.
             values = torch.empty(weight.shape).uniform_(-start, start).to(weight.device)
         else:
             values = full(weight, start)
@@ -122,7 +122,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
             size = weight.detach().abs()
             if self.settings.scale_gradients == "layer":
                 size = size.mean()
-            self.divisors[site] = size.clamp(min=1e-12)  # where W = 0 the gradient is 0 too
+            self.divisors[site] = size.clamp(min=1e-12)  # if W = 0, the gradient is 0, too
         return groups
 
     def after_backward(self) -> None:
@@ -140,7 +140,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
         return nonzero | negative, {}
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
-        """Return masks of 0 and 1, or of -1, 0 and 1 where the state has entries `SITE.minus`."""
+        """Return masks of 0 and 1, or of -1, 0 and 1 if the state has entries `SITE.minus`."""
         masks: dict[str, Tensor] = {}
         for name, mask in state.masks.items():
             if name not in self.sites:

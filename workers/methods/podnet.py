@@ -52,13 +52,14 @@ class PodNet(CosineRehearsal[PodNetSettings]):
     """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD).
 
     NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance
-    of each block's map, squared, summed over rows and over columns and normalised, to the
-    teacher's. `finetune` trains the classifier with NCA; the paper does so for 20 epochs at half of
-    the rate: `steps: {finetune: {epochs: 20, lr: 0.05}}` with `train: {epochs: 160, lr: 0.1}`.
+    between the maps of student and teacher in each block, after each map is squared, summed over
+    rows and over columns, and normalised. `finetune` trains the classifier with NCA; the paper does
+    so for 20 epochs at half of the rate: `steps: {finetune: {epochs: 20, lr: 0.05}}` with `train:
+    {epochs: 160, lr: 0.1}`.
 
-    Differences from the paper: a block's map is that of the ViT's patch tokens on their grid, and h
-    replaces the last one; s is the cosine, and eta starts at 10. The margin and the exclusion of
-    the own class have no effect in the released code; here they have.
+    Differences from the paper: the map of a block consists of the ViT's patch tokens on their grid,
+    and h replaces the map of the last block; s is the cosine, and eta starts at 10. The margin and
+    the exclusion of the own class have an effect here, but not in the released code.
     """
 
     name = "podnet"

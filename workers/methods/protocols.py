@@ -19,13 +19,14 @@ from workers.methods.bases.class_incremental import ClassIncremental
 
 @runtime_checkable
 class RemembersSamples(Protocol):
-    """A rehearsal memory: the feed gives samples of earlier tasks in addition to the task's own."""
+    """A rehearsal memory: the feed contains samples of earlier tasks besides the task's own."""
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the keys in the train split of each task that this step trains on.
+        """Return task -> keys of the images in its train split that this step reads.
 
-        If the current task is named, the feed gives only these keys of it. The class needs `reads =
-        "seen"`. It is called before `begin`.
+        All images of the current task are read if the result does not name that task, else only the
+        named images. The class must set `reads = "seen"`. The loop calls this method before
+        `begin`.
         """
 
 
@@ -39,37 +40,39 @@ class ReplaysSamples(RemembersSamples, Protocol):
     def replay_draws(self) -> tuple[int, ...]:
         """Return the number of samples in each independent draw from the memory.
 
-        A replay batch has the samples of all draws, one draw after the other. It is called before
-        `begin`. The result is empty if nothing is replayed; `memory` is then empty, too.
+        A replay batch has the samples of all draws, one draw after the other. The loop calls this
+        method before `begin`. The result is empty if nothing is replayed; `memory` is then empty,
+        too.
         """
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar that `batch.replay` adds to the loss, and its detached terms by name.
 
-        It is a mean over the replay batch, as `Method.loss` is over `batch`.
+        The scalar is a mean over the replay batch, as `Method.loss` is a mean over `batch`.
         """
 
 
 @runtime_checkable
 class CombinesGradients(ReplaysSamples, Protocol):
-    """The gradients of `replay_loss` are kept apart from that of `loss`; the method combines them.
+    """The gradients of `replay_loss` and `loss` are separate, and the method combines them.
 
     All trained parameters together are one vector of P entries. A step without a replay batch uses
     the gradient of `loss` alone.
     """
 
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
-        """Return the parts of the replay batch that have a gradient each.
+        """Split the replay batch into parts, each of which gets its own gradient.
 
-        It is called when parameters have the gradient of `loss` over the global batch.
+        When this method is called, the parameters have the gradient of `loss` over the global
+        batch.
 
         Args:
             replays: This rank's micro-batches of the replay batch.
             group: The rank. All ranks make the same calls.
 
         Returns:
-            For each part this rank's micro-batches of it, as many as `replays`. The number of parts
-            is the same on all ranks. The weights of a part add up to 1 over all ranks.
+            For each part, this rank's micro-batches of the part, as many as `replays`. The number
+            of parts is the same on all ranks. The weights of a part add up to 1 over all ranks.
         """
 
     def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
@@ -83,19 +86,19 @@ class CombinesGradients(ReplaysSamples, Protocol):
 
 @runtime_checkable
 class PrecomputesFeatures(Protocol):
-    """Some of the forward pass is the same in every epoch."""
+    """A part of the forward pass is the same in every epoch and can be cached."""
 
     def precompute(self, feed: Feed) -> None:
         """Cache constant values in the feed (`Feed.cache_features`).
 
-        It is called before the first step, also of a resumed stage, with the feed of the epochs and
-        with that of validation, when the trained parameters are known.
+        The loop calls this method before the first step, also in a resumed stage: once with the
+        training feed, and once with the validation feed. The trained parameters are known then.
         """
 
 
 @runtime_checkable
 class UsesSharpness(Protocol):
-    """Sharpness-aware steps: the gradient is taken uphill of where a step starts."""
+    """Sharpness-aware steps: the gradient is computed after the weights were moved uphill."""
 
     def sam_radius(self) -> float:
         """Return rho of adaptive sharpness-aware steps (`optim.ascended`); 0 for a plain step."""
@@ -105,21 +108,21 @@ class UsesSharpness(Protocol):
 class InfersTask(Protocol):
     """The method infers the task of an image, and then predicts as if the task were given.
 
-    `logits` is `answer` with the picks of `infer`; evaluation records the picks.
+    `logits` returns `answer` for the choices of `infer`. The evaluation records the choices.
     """
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """Return the candidates of `infer`, each with the tasks for which it is right.
+        """Return the candidates of `infer`, each with the tasks for which it is the right choice.
 
-        The result is empty if the method, with its settings, is given the task or lets all outputs
-        compete.
+        The result is empty if, under the method's settings, the task is given or the outputs of all
+        tasks compete.
         """
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
 
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
-        """Return the logits, had each image been of the candidate at its index in `choices`."""
+        """Return the logits of each image if its candidate is the one given by `choices` (b,)."""
 
 
 @runtime_checkable
@@ -148,7 +151,7 @@ def grouped_logits(
     cls = type(method)
     has_plain_logits = cls.logits in (Method.logits, ClassIncremental.logits)
     if has_plain_logits and cls.serving_weights is Method.serving_weights:
-        features = method.features(images)  # tasks differ in heads alone
+        features = method.features(images)  # tasks differ only in their heads
         return {task: method.heads[task](features[index]) for task, index in rows.items()}
     return {task: method.logits(images[index], task) for task, index in rows.items()}
 

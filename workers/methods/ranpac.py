@@ -33,8 +33,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 GRAM, TARGETS, WEIGHT, VALIDATED = "gram", "targets", "weight", "validated"
 PENALTIES = tuple(10.0**power for power in range(-8, 9))  # candidates of `ridge: auto`
-MAX_ROWS = 4096  # projected images in memory at once
-VALIDATION_SHARE = 5  # one of so many images validates the ridge penalty
+MAX_ROWS = 4096  # maximum number of projected images in memory
+VALIDATION_SHARE = 5  # one in this many images is used to validate the ridge penalty
 
 
 class RanpacSettings(FirstSessionSettings):
@@ -56,9 +56,9 @@ class Ranpac(FirstSession[RanpacSettings]):
     """A chain that carries G = sum h h^T and Q = sum h y^T over the images of all tasks so far.
 
     h = relu(f W) with a fixed random W, y is one-hot, and the logits are h (G + lambda I)^-1 Q.
-    G and Q are sums: the result does not depend on the order of tasks, up to rounding. For `ridge:
-    auto` the sums over the images that fit and those that validate are kept apart; which image
-    validates follows from a hash of its key.
+    G and Q are sums, so the result does not depend on the order of tasks, up to rounding. For
+    `ridge: auto` there are separate sums over images for fitting and images for validation; a hash
+    of the key assigns each image.
 
     In scenario `domain` a class has one column of Q, a sum over the tasks.
 
@@ -75,7 +75,7 @@ class Ranpac(FirstSession[RanpacSettings]):
     carries = (ADAPTATION, GRAM, "heads")
     training_only = (GRAM, f"heads/*/{TARGETS}", VALIDATED)
     may_forget = True  # G of later tasks changes earlier answers
-    projection: Tensor  # (d, M), with `projection` above 0
+    projection: Tensor  # (d, M); only if the setting `projection` is above 0
 
     def __init__(self, backbone: nn.Module, settings: RanpacSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -85,7 +85,7 @@ class Ranpac(FirstSession[RanpacSettings]):
             generator = torch.Generator().manual_seed(derive_seed(seed, "projection"))
             projection = torch.randn(width, settings.projection, generator=generator)
             self.register_buffer("projection", projection, persistent=False)
-        # of the images that fit, and of those that validate; both fp64
+        # Sums in fp64: index 0 over the images for fitting, index 1 over those for validation.
         self.gram = torch.zeros(0, dtype=torch.float64)  # (2, M, M); empty before the first task
         self.targets: dict[str, Tensor] = {}  # task -> (2, M, K)
         self.num_validated = 0
@@ -124,7 +124,7 @@ class Ranpac(FirstSession[RanpacSettings]):
     def project(self, features: Tensor) -> Tensor:
         """Features (b, d) -> random features (b, M), or the same with `projection: 0`.
 
-        They are not projected for the temporary head of the first session.
+        Features are not projected for the temporary head of the first session.
         """
         if self.is_adapting or not self.settings.projection:
             return features.float()
@@ -145,7 +145,7 @@ class Ranpac(FirstSession[RanpacSettings]):
         state, carried = super().finish()
         tensors = {**carried.tensors, GRAM: self.gram}
         for name, targets in self.targets.items():
-            # removing a task from a model folder deletes what is below heads/NAME/
+            # Removing a task from a model folder deletes the tensors below heads/NAME/.
             tensors[f"heads/{name}/{TARGETS}"] = targets
             tensors[f"heads/{name}/{WEIGHT}"] = self.heads[name].weight.detach().clone()
         return state, Carried(tensors, {VALIDATED: self.num_validated})
@@ -154,7 +154,7 @@ class Ranpac(FirstSession[RanpacSettings]):
     @torch.no_grad()
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
-        # A bundle has the heads alone.
+        # A bundle contains only the heads.
         self.gram = carried.tensors.get(GRAM, torch.zeros(0, dtype=torch.float64)).cpu()
         self.num_validated = int(carried.meta.get(VALIDATED, 0))
         self.targets = {}
@@ -184,7 +184,7 @@ class Ranpac(FirstSession[RanpacSettings]):
 
 
 def is_validated(key: str) -> bool:
-    """Return whether an image validates the ridge penalty, by a hash of its key."""
+    """Return whether an image is used for validation, by a hash of its key."""
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0
 
@@ -205,14 +205,14 @@ def solve_ridge(gram: Tensor, targets: Tensor, penalty: float) -> Tensor:
 
 
 def ridge_error(gram: Tensor, targets: Tensor, num_validated: int, penalty: float) -> float:
-    """Return the mean squared error on the images that validate; infinite if it has no solution.
+    """Return the mean squared error on the validation images; infinite without a solution.
 
-    It follows from sums over images: (tr(W^T G_v W) - 2 tr(W^T Q_v) + N_v) / (N_v C).
+    It is computed from sums over images: (tr(W^T G_v W) - 2 tr(W^T Q_v) + N_v) / (N_v C).
 
     Args:
-        gram: G of the images that fit and that validate, (2, M, M).
+        gram: G of the images for fitting and of those for validation, (2, M, M).
         targets: Q of both, (2, M, C).
-        num_validated: N_v, the number of images that validate.
+        num_validated: N_v, the number of validation images.
         penalty: lambda.
     """
     weights = solve_ridge(gram[0], targets[0], penalty)

@@ -1,4 +1,4 @@
-"""Methods that somebody defines outside of this project: in a notebook, a script or a module."""
+"""Methods that are defined outside of this project: in a notebook, a script or a module."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def require_plugins(modules: Iterable[str], where: str) -> None:
 def get_code_digest(name: str) -> str:
     """Return the digest of the code of a registered method; empty for a method of this project.
 
-    It is in the keys of the stages together with `revision`, so that a changed class reuses no
-    result.
+    The digest is part of the keys of the stages, like `revision`, so that a changed class does not
+    reuse old results.
     """
     if name not in REGISTERED:
         return ""
@@ -107,7 +107,7 @@ def get_code_digest(name: str) -> str:
 
 
 def why_not_importable(name: str) -> str:
-    """Return why another process cannot import a method; empty where it can try."""
+    """Return why another process cannot import a method; empty if it can try."""
     method = REGISTERED.get(name)
     if method is None:
         return ""
@@ -142,7 +142,7 @@ def load_method(job: StageJob) -> type[Method[Any]]:
         elif job.method_module != "__main__":
             reload(
                 module
-            )  # a worker that stays alive between two runs has the class of the first one
+            )  # a worker that stays alive between two runs has the class of the first run
     except ImportError as error:
         raise UserError(
             f"method {job.method!r} is in the module {job.method_module}, which a worker cannot "

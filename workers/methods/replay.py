@@ -1,7 +1,7 @@
-"""Replay: fine-tuning on new images and on a few old ones, the plainest use of a memory.
+"""Replay: fine-tuning on new images and a few old images, the simplest use of a memory.
 
-Chaudhry et al.: On Tiny Episodic Memories in Continual Learning, 2019 (there with a ring buffer on
-a stream of single passes).
+Chaudhry et al.: On Tiny Episodic Memories in Continual Learning, 2019 (the paper uses a ring
+buffer, and sees each image once).
 """
 
 from __future__ import annotations

@@ -79,21 +79,21 @@ class Rival(nn.Module):
 
 
 class Rpsnet(Rehearsal[RpsnetSettings]):
-    """A reconstruction: banks of M bottlenecks after each block of a ViT, the trunk.
+    """A reconstruction: a ViT, the trunk, with a bank of M bottlenecks after each block.
 
-    The outputs of the modules that any path has taken are added to the residual stream
-    (`PathNetwork`), in training and in serving. Every J tasks a path is drawn, one module of each
-    bank, and it learns during these tasks; modules of earlier paths stay active and are frozen,
-    also if the new path uses them. The trunk is trained with the first path, pretrained or not, and
-    then frozen; in a stream with a base task only that task trains it. Heads always learn.
+    The outputs of the modules in any path are added to the residual stream (`PathNetwork`), in
+    training and in serving. Every J tasks a path is drawn, with one module of each bank, and is
+    trained during these tasks. Modules of earlier paths stay active and are frozen, also if the new
+    path uses them. The trunk is trained with the first path, pretrained or not, and then frozen; in
+    a stream with a base task only that task trains it. Heads are always trained.
 
-    L = CE over all classes + w KD_ce(tau) over the old ones, to the network before the task; w = 1
-    for t <= J earlier tasks (including a base task), then `phi` (t - J). From the second path on,
-    `candidates` paths are drawn, and each trains as if it were alone, with its own heads, on the
-    same batches: the sum of their losses is minimised. The candidate with the lowest L after
-    training is kept, measured on the task's held-out images, or without held-out images on all its
-    training data, both with the evaluation transform. During training, evaluation uses the first
-    candidate.
+    L = CE over all classes + w KD_ce(tau) over the old classes, with the network before the task as
+    teacher; w = 1 for t <= J earlier tasks (including a base task), then `phi` (t - J). From the
+    second path on, `candidates` paths are drawn, and each trains as if it were alone, with its own
+    heads, on the same batches: the sum of their losses is minimised. The candidate with the lowest
+    L after training is kept, measured on the task's held-out images, or without held-out images on
+    all its training data, both with the evaluation transform. During training, evaluation uses the
+    first candidate.
 
     Stored: a path of at most B (2 d m + d + m) floats, for B blocks of width d, in the state of the
     last task that trained it. The state of the first path also has the trunk. A path that is
@@ -101,10 +101,10 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
 
     Differences from the paper: modules are parallel to a trunk, while in the paper they are the
     network. The official script selects candidates by test accuracy; this code reads no test image.
-    There are 2 candidates, because each is trained separately; the first path has no rival, because
-    before anything is frozen all paths are alike. The head grows, while the paper's has 1000
-    outputs from the start, of which its loss uses those of the classes so far. With `train.clip`
-    the gradients of all candidates are clipped together.
+    There are 2 candidates, because each is trained separately; the first path has no other
+    candidate, because all paths are equivalent before any module is frozen. The head grows, while
+    the paper's head has 1000 outputs from the start, and its loss uses those of the classes so far.
+    With `train.clip` the gradients of all candidates are clipped together.
     """
 
     name = "rpsnet"
@@ -138,12 +138,12 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        # paths by the index of the head of the last task that trained them
+        # Index of the head of the last task that trained a path -> the path.
         self.frozen = nn.ModuleDict()
         self.path: Path | None = None  # the path in training
-        # the candidates; the name of the attribute is in checkpoints
+        # The candidates. Checkpoints contain the name of this attribute.
         self.rivals = nn.ModuleList()
-        self.losses: list[float] = []  # of the candidates; set by `choose_candidate`
+        self.losses: list[float] = []  # loss of each candidate, set by `choose_candidate`
 
     # ---- the network -----------------------------------------------------------------------------
     def build_network(self, path: Path | None) -> PathNetwork:
@@ -188,9 +188,9 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return groups
 
     def draw_path(self, candidate: int) -> Path:
-        """Draw a new path. It holds only the modules that no frozen path holds.
+        """Draw a new path. It contains only modules that are in no frozen path.
 
-        It depends on the seed, the frozen paths and the number of the candidate alone.
+        The path depends only on the seed, the frozen paths and the number of the candidate.
         """
         seed = derive_seed(self.seed, "path", len(self.frozen), candidate)
         taken: set[ModuleIndex] = set()
@@ -238,7 +238,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return torch.stack(terms)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum over candidates of L = CE + w KD, and the means of its terms over them."""
+        """Return the sum over candidates of L = CE + w KD, and the mean of each of its terms."""
         target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
         ce, kd = self.candidate_terms(batch.images, target).unbind(1)
         means = {"ce": ce.detach().mean()}
@@ -248,10 +248,10 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
 
     @torch.no_grad()
     def choose_candidate(self) -> None:
-        """Keep the candidate with the lowest L; of ties, the first.
+        """Keep the candidate with the lowest L; in a tie, the first.
 
-        Every rank measures its share of the images. The losses are gathered, so that all ranks
-        choose the same candidate.
+        Every rank measures a part of the images. The losses are gathered, so all ranks choose the
+        same candidate.
         """
         self.eval()
         split = "val" if self.context.data.has_validation else "train"
@@ -266,7 +266,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         batch_losses: list[list[float]] = []
         for losses_of_rank in feed.group.gather(rank_losses):
             batch_losses += losses_of_rank
-        # fsum is exact: the order of ranks and batches does not matter
+        # fsum is exact, so the order of ranks and batches does not matter.
         totals = [math.fsum(losses) for losses in zip(*batch_losses, strict=True)]
         self.losses = [total / feed.num_samples for total in totals]
         best: Any = self.rivals[self.losses.index(min(self.losses))]
@@ -334,7 +334,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def restore_path(self, indices: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
         """Return a path from the tensors that `finish` stored.
 
-        If they include the trunk, it is loaded into the backbone.
+        If the tensors include the trunk, the trunk is loaded into the backbone.
         """
         trunk: dict[str, Tensor] = {}
         modules: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""S-Prompts: prompts and a head for each task, chosen by the nearest centre of its features.
+"""S-Prompts: prompts and a head per task; the task with the nearest feature centre is used.
 
 Wang, Huang, Hong: S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain
 Incremental Learning, NeurIPS 2022. This is S-iPrompts, the form without a text encoder.
@@ -42,14 +42,14 @@ class SPromptsSettings(VptSettings):
 
 
 class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
-    """A star: VPT, and k-means of the unit-length features of the frozen backbone in each task.
+    """A star: VPT, and for each task k-means centres of the backbone's unit-length features.
 
-    The task of an image is that of the centre nearest to its features without prompts. The prompts
-    and the head of this task then answer. Nothing is shared between tasks, so nothing is forgotten
-    if the task is given. In scenario `task` it is `vpt`, without centres.
+    The inferred task of an image is that of the centre nearest to its features without prompts. The
+    prompts and the head of this task then predict. Nothing is shared between tasks, so nothing is
+    forgotten if the task is given. In scenario `task` this method is `vpt`, without centres.
 
-    Differences from the paper: the centres are of images under the evaluation transform, where the
-    released code takes augmented ones.
+    Differences from the paper: the centres are computed from images under the evaluation transform;
+    the released code uses augmented images.
     """
 
     name = "s_prompts"
@@ -78,7 +78,7 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
 
     def __init__(self, backbone: nn.Module, settings: SPromptsSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.centres: dict[str, Tensor] = {}  # task -> (k, d), unless the task is given
+        self.centres: dict[str, Tensor] = {}  # task -> (k, d); empty in scenario `task`
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -118,7 +118,10 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
         self.centres[state.task] = centres.to(self.device)
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the task with the nearest centre, and its share of all inverse distances."""
+        """Return the index of the task with the nearest centre, and a confidence, (b,) each.
+
+        The confidence is the task's share of the inverse distances of all tasks.
+        """
         query = self.query(images)
         norm = 1.0 if self.settings.distance == "l1" else 2.0
         nearest = [

@@ -31,13 +31,14 @@ class Si(OneAnchor[SiSettings]):
     """L = CE + c * sum over weights i of Omega_i (theta_i - theta*_i)^2.
 
     In each step omega_i grows by -g_i times the change of theta_i: g is the gradient of the
-    cross-entropy alone, the change that of the optimizer's step. At the end of a task, with Delta_i
-    its distance from the start, Omega_i = max(0, Omega_i + omega_i / (Delta_i^2 + xi)).
+    cross-entropy without the penalty, and the change is that of the optimizer's step. At the end of
+    a task, with Delta_i the distance of the weight from its start, Omega_i = max(0, Omega_i +
+    omega_i / (Delta_i^2 + xi)).
 
-    A base task is not protected: its path is not known.
+    A base task is not protected, because the path of its weights is not known.
 
     Differences from the paper: Omega is clamped at 0 after the sum over tasks, as in the authors'
-    code. A negative one would push weights away from the anchor.
+    code. A negative Omega would push weights away from the anchor.
     """
 
     name = "si"
@@ -57,7 +58,7 @@ class Si(OneAnchor[SiSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        # omega, as buffers: they are part of checkpoints, and of the best epoch.
+        # omega, as buffers, so that they are saved in checkpoints and with the best epoch.
         self.path = torch.nn.Module()
         for index, parameter in enumerate(self.protected().values()):
             self.path.register_buffer(str(index), torch.zeros_like(parameter))
@@ -81,7 +82,10 @@ class Si(OneAnchor[SiSettings]):
 
     @torch.no_grad()
     def finish(self) -> tuple[TaskState, Carried]:
-        """Carry the importance for the next task; `warnings` is about that of this task."""
+        """Return the task's state, and the carried state with the importance for the next task.
+
+        `self.importance` is not changed, because `warnings` reports on this task.
+        """
         grown = {}
         paths = self.path.buffers()
         for (name, weight), path in zip(self.protected().items(), paths, strict=True):

@@ -52,10 +52,10 @@ class SimpleDerSettings(DerSettings):
 class SimpleDer(PrunedDer[SimpleDerSettings]):
     """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task.
 
-    These are the old W on the features of frozen extractors, without a further forward pass. In the
-    middle of `train` the units with the smallest weights are pruned permanently, the same number in
-    every head and every FFN, and the rest continues to learn: each extractor has the same small
-    size.
+    The teacher's outputs are computed by the old W from the features of the frozen extractors,
+    without a further forward pass. During `train` (see `prune_after`) the units with the smallest
+    weights are pruned permanently, the same number in every head and every FFN, and the remaining
+    units are trained further. So every extractor has the same small size.
 
     A reconstruction: no code was published. From the paper: all extractors so far are used with a
     new one, knowledge is distilled, and each extractor is pruned. Our choices: the loss, the
@@ -90,7 +90,7 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
     def __init__(self, backbone: Any, settings: SimpleDerSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.register_buffer("kept", torch.ones(sum(self.sites.values()), dtype=torch.bool))
-        # Old tasks' heads as they were before this task. A tuple keeps them out of `parameters`.
+        # Heads of old tasks as they were before this task. A tuple keeps them out of `parameters`.
         self.before: tuple[nn.Module, ...] = ()
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -117,7 +117,7 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
         return masked_weights(self.backbone, self.by_site(self.kept))
 
     def largest(self, site: str, magnitude: Tensor) -> Tensor:
-        """Return the mask (n,) of the units of a site that stay; as many in each attention head."""
+        """Return the mask (n,) of the units of a site to keep, equally many per attention head."""
         vit: Any = self.backbone
         heads = 1 if site.endswith("ff") else vit.blocks[0].attn.num_heads
         chunks = magnitude.chunk(heads)

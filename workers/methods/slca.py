@@ -47,16 +47,16 @@ class SlcaSettings(MethodSettings):
 class Slca(AlignsHeads[SlcaSettings]):
     """A chain of three steps: `train`, `statistics`, `align`.
 
-    - `train`: the backbone and the task's new head, at a rate for the backbone that is 100 times
-      lower; cross-entropy over the task's own classes.
-    - `statistics`: a Gaussian of the features of each class, under the network of that moment. It
-      is never updated.
+    - `train` trains the backbone and the task's new head with the cross-entropy over the task's own
+      classes. The learning rate of the backbone is `backbone_rate` times that of the head.
+    - `statistics` fits a Gaussian to the features of each class under the current network. The
+      Gaussian is never updated.
     - `align`, from the second task on: all heads are trained on features drawn from N(rho_c mu_c,
       Sigma_c + 1e-4 I), rho_c = 0.9 + 0.1 (t_c + 1) / (t + 1) for a class of task t_c, with the
       cross-entropy of z / (nu tau), nu the mean over tasks s of |z_s|.
 
-    An alignment always starts from the heads as they were trained, and training sees no aligned
-    head: the chain carries both. Stored per task: its aligned head.
+    Each alignment starts from the heads as they were trained, and training never uses an aligned
+    head, so the chain carries both. Stored per task: its aligned head.
 
     Differences from the released code: t_c is the task of the class, where the code divides by the
     size of the newest task; heads of earlier tasks have no weight decay while a task trains.
@@ -91,7 +91,7 @@ class Slca(AlignsHeads[SlcaSettings]):
 
     @classmethod
     def steps_for(cls, settings: SlcaSettings, position: int) -> tuple[Step, ...]:
-        """A base task has the step `statistics` alone."""
+        """Return the steps; a base task has only the step `statistics`."""
         return cls.steps if position >= 0 else cls.steps[1:2]
 
     @classmethod

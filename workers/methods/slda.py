@@ -34,11 +34,11 @@ class Slda(ClassStatistics[SldaSettings]):
     """A chain that carries the scatter of the features within classes, S_w, and their number N.
 
     With Lambda = ((1 - eps) S_w / N + eps I)^-1 and the mean feature mu_c of class c, the logit is
-    mu_c^T Lambda f - mu_c^T Lambda mu_c / 2. S_w is a sum over the classes of all tasks: the result
-    does not depend on their order, up to rounding.
+    mu_c^T Lambda f - mu_c^T Lambda mu_c / 2. S_w is a sum over the classes of all tasks, so the
+    result does not depend on their order, up to rounding.
 
-    The released code updates the covariance sample by sample, and depends on the order. This is its
-    exact form, without the prior of its first task.
+    The released code updates the covariance sample by sample, so its result depends on the order.
+    This method computes the exact sum, without the code's prior for the first task.
     """
 
     name = "slda"

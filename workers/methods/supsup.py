@@ -1,6 +1,6 @@
 """SupSup: one binary mask per task over the weights of a frozen network.
 
-Where the task of an image is not given, it is inferred by comparing the outputs under all masks.
+If the task of an image is not given, it is inferred by comparing the outputs under all masks.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG,
 scenario `class` its GN with labels that the tasks do not share.
@@ -127,21 +127,21 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     like the other layers. The classes of a task are its first outputs; the other outputs are
     superfluous, and training lowers them.
 
-    If the task of an image is not given, it is inferred. By default it is the one with the mask
-    that gives the superfluous outputs the smallest share of the softmax. `infer` and `objective`
-    also offer the paper's ways: the mask with the share in the superposition of all masks that
-    would lower the entropy fastest.
+    If the task of an image is not given, it is inferred. By default it is the task whose mask gives
+    the superfluous outputs the smallest share of the softmax. `infer` and `objective` also offer
+    the paper's rules: all masks are superposed, and the mask is chosen whose weight in the
+    superposition would lower the entropy fastest if it grew.
 
     Differences from the paper:
-    - Each mask is tried. Masks that keep nine tenths of a pretrained ViT cannot be distinguished in
-      a superposition of five or more.
+    - By default each mask is tried on its own. Masks that keep nine tenths of a pretrained ViT
+      cannot be distinguished in a superposition of five or more.
     - W is the pretrained backbone by default. Masks then start without its smallest weights,
-      because a random half of a pretrained ViT has lost its knowledge.
+      because a random half of the weights of a pretrained ViT has lost its knowledge.
     - Biases, norms, class token and position embedding are the backbone's. With signed constants
       biases are 0 and norms have no affine part.
-    - Images are judged in evaluation mode; the released code leaves training mode on.
+    - Tasks are inferred in evaluation mode; the released code stays in training mode.
     - Scores have no weight decay, and their learning rate follows from the number of steps.
-    - Scores never start from those of earlier tasks, and there is no Hopfield memory.
+    - Scores never start from the scores of earlier tasks, and there is no Hopfield memory.
     """
 
     name = "supsup"
@@ -223,14 +223,17 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        """A base task is trained only if tasks share an output layer, which its mask is part of."""
+        """Return the steps; a base task is trained only if tasks share an output layer.
+
+        The mask of the base task then includes that layer.
+        """
         if position >= 0 or settings.outputs:
             return cls.steps
         return ()
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        # not trained and not stored, because they follow from the seed
+        # Not trained, and not stored because they are derived from the seed.
         self.constants = nn.ParameterList()
         # replacements of parameters of the backbone that have no mask, by name
         self.fixed: Weights = {}
@@ -253,7 +256,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
                 self.fixed[name] = self.constant(values)
 
     def constant(self, values: Tensor) -> nn.Parameter:
-        """Register values as a parameter without training, and return it."""
+        """Register values as a parameter that is not trained, and return it."""
         parameter = nn.Parameter(values, requires_grad=False)
         self.constants.append(parameter)
         return parameter
@@ -276,7 +279,8 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         """Return the scores before the first step, on the CPU.
 
         They are uniform in +-1 / sqrt(inputs), or proportional to |W| with the same mean magnitude.
-        For `scores: threshold` the latter are shifted so that the share `density` is at least 0.
+        With `scores: threshold`, scores from |W| are shifted so that the share `density` of them is
+        at least 0.
         """
         weight = self.sites[site].detach().cpu()
         bound = self.width(site)
@@ -295,8 +299,8 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     def density(self, site: str) -> float:
         """Return the share of a site's weights that topk keeps.
 
-        Of the output layer it is at most half: all its weights have the same size, so none is
-        small enough to be dropped first.
+        For the output layer it is at most one half: all its weights have the same size, so no
+        weight is a natural candidate to be dropped.
         """
         shape = self.sites[site].shape
         if self.settings.budget is not None:
@@ -328,9 +332,9 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         return super().training_weights(batch, progress) | self.fixed
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy; with shared outputs it is over them all.
+        """Return the cross-entropy, over all shared outputs if there are any.
 
-        It lowers the superfluous outputs.
+        This lowers the superfluous outputs.
         """
         if not self.settings.outputs:
             return super().classification_loss(features, batch)
@@ -351,7 +355,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         weights = super().serving_weights(task)
-        if not weights:  # a base task without a mask, which the backbone answers
+        if not weights:  # a base task without a mask is served by the backbone
             return {}
         return weights | self.fixed
 
@@ -364,9 +368,10 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         return self.network(self.weight_overrides, images)
 
     def network(self, weights: Weights, images: Tensor) -> Tensor:
-        """Return the output of the network under these weights, which are by parameter name.
+        """Return the output of the network with these weights, given by parameter name.
 
-        It is the shared outputs if there are weights for them, else the features.
+        The output consists of the shared outputs if `weights` has their layer, else of the
+        features.
         """
         backbone_weights = dict(weights)
         output_weights = backbone_weights.pop(f"{OUTPUTS}.weight", None)
@@ -376,7 +381,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         return F.linear(features, output_weights)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """Without a task, infer it first, in any scenario."""
+        """Return the logits. If `task` is None, infer the tasks first, in any scenario."""
         if task is None and not self.settings.outputs:
             raise UserError(
                 f"method {self.name!r} needs to be told the task where each has a head of its "
@@ -384,7 +389,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
             )
         return super().logits(images, task)
 
-    # ---- which task an image is of ---------------------------------------------------------------
+    # ---- task inference --------------------------------------------------------------------------
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the inferred task and a confidence for each image, (b,) each.
 
@@ -406,13 +411,13 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     def by_group(
         self, images: Tensor, masks: Sequence[Weights], rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """Return the index of the mask that `rule` picks, and its confidence, (b,) each.
+        """Return the index of the mask that `rule` chooses, and its confidence, (b,) each.
 
         Args:
             images: Images (b, 3, H, W).
             masks: Masks by site.
-            rule: Picks once for each group of `infer_images` consecutive images; the last group can
-                be smaller.
+            rule: Chooses a mask for each group of `infer_images` consecutive images; the last group
+                can be smaller.
         """
         if len(masks) == 1:
             return images.new_zeros(len(images), dtype=torch.int64), images.new_ones(len(images))
@@ -468,7 +473,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
 
 class SharedOutputs(Heads):
-    """In place of heads: the classes of a task are the first outputs of the shared layer."""
+    """Replaces the heads: the classes of a task are the first outputs of the shared layer."""
 
     def add(self, task: str, classes: int, seed: int) -> Any:
         if task not in self.names:

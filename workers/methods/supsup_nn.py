@@ -1,6 +1,6 @@
 """SupSup without task identities, neither in training nor at test time.
 
-It trains one mask after the other, and starts a new mask when images fit none so far.
+It trains one mask after the other, and starts a new mask if the images fit no mask so far.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020, scenario NNs.
 """
@@ -73,10 +73,10 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     """A chain that carries all masks so far, one bit per weight and mask.
 
     Before the first step of a task, and every `every` steps, it selects the mask to train. It runs
-    the next batch with the superposition of k masks: the known ones, filled up with untrained ones.
-    Each mask has a share nu = softmax(-dH / dalpha). The known mask with the largest share is
-    trained further. A new mask is started if that share is below (1 + eps) / k, or if an untrained
-    mask has the largest one.
+    the next batch through the superposition of k masks: the known masks, and untrained masks if
+    there are fewer than k. Each mask has a share nu = softmax(-dH / dalpha). The known mask with
+    the largest share is trained further. A new mask is started if that share is below (1 + eps) /
+    k, or if an untrained mask has the largest share.
 
     Labels are positions in the task's class list, so that all tasks share the outputs. At test time
     each image gets the mask with the largest nu. Only the number of classes of the task is used.
@@ -87,7 +87,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     - The optimizer keeps its moments if the mask changes in the middle of a task.
     - An untrained mask with the largest share becomes a new mask. In the code it is trained and
       then lost.
-    - If all masks are taken, the best known one is trained further. In the code training stops.
+    - If all masks are taken, the best known mask is trained further. In the code training stops.
 
     Further training of an old mask changes earlier outputs, so forgetting is possible.
     """
@@ -103,7 +103,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     scenarios = frozenset({"task"})
     may_forget = True
     Settings = SupSupNNSettings
-    # Not `density` and `start`: they decide the untrained masks, which all tasks are served with.
+    # `density` and `start` are missing, because they determine the untrained masks, which take part
+    # in serving all tasks.
     per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})
     bank: Tensor
     counter: Tensor
@@ -111,19 +112,19 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return none: the choice of masks in training reads all settings."""
+        """Return no setting: the choice of masks in training reads all settings."""
         return frozenset()
 
     def __init__(self, backbone: nn.Module, settings: SupSupNNSettings, seed: int):
         super().__init__(backbone, settings, seed)
         num_bytes = (self.entries + 7) // 8
-        # (most, num_bytes), the packed bits of each known mask
+        # (most, num_bytes): the packed bits of each known mask
         self.register_buffer("bank", torch.zeros(settings.most, num_bytes, dtype=torch.uint8))
         self.register_buffer("counter", torch.tensor([0, -1]))
-        # (most,), how many steps of this task trained each mask
+        # (most,): number of steps of this task that trained each mask
         self.register_buffer("trained", torch.zeros(settings.most, dtype=torch.int64))
         self.used: dict[str, int] = {}  # task -> index of the mask that its training ended with
-        self.spare: dict[int, Weights] = {}  # index -> untrained mask, which follows from the seed
+        self.spare: dict[int, Weights] = {}  # index -> untrained mask, derived from the seed
 
     @property
     def entries(self) -> int:
@@ -153,7 +154,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return self.spare[mask]
 
     def together(self) -> list[Weights]:
-        """Return the superposed masks: all known ones, and untrained ones up to `least`."""
+        """Return the superposed masks: all known masks, plus untrained masks up to `least`."""
         count = max(int(self.counter[KNOWN]), self.settings.least)
         return [self.bits(mask) for mask in range(count)]
 
@@ -170,7 +171,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.feed = context.data.feed("train")
-        # To choose a mask every rank reads whole batches; all ranks follow the first one's choice.
+        # To choose a mask, every rank reads whole batches. All ranks use the choice of rank 0.
         self.ranks = self.feed.group
         self.feed.group = Group(device=self.ranks.device)
         self.feed.accumulate = 1
@@ -222,7 +223,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return int(nu[:known].argmax())
 
     def metrics(self) -> dict[str, float]:
-        """Also return the number of masks and the index of the mask in training."""
+        """Return the metrics of `supsup`, the number of masks and the index of the current mask."""
         known, current = self.counter.tolist()
         return super().metrics() | {"masks": known, "mask": current}
 
@@ -261,13 +262,13 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        """Return the mask that the task's training ended with, as it was then."""
+        """Return the mask with which the task's training ended, in its state at that time."""
         shapes = {site: tuple(shape) for site, shape in state.meta["shapes"].items()}
         packed_bits = carried.tensors["masks"][state.meta["mask"]]
         return by_site(packed_bits, shapes)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """Without a task, return as many logits as the largest task has classes."""
+        """Return the logits; without a task, as many as the largest task has classes."""
         choices, _ = self.infer(images)
         return self.answer(images, choices, task)
 
@@ -319,7 +320,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
 
 def by_site(row: Tensor, shapes: dict[str, tuple[int, ...]]) -> Weights:
-    """Return boolean masks of these shapes from packed bits, which hold them in this order."""
+    """Return boolean masks of these shapes from packed bits in the same order."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     bits = unpack(row, (sum(sizes),))
     parts = bits.split(sizes)

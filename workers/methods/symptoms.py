@@ -1,6 +1,6 @@
-"""Signs after training that a step did not learn, each a sentence with a remedy.
+"""Warnings that a trained step did not learn as intended, each with a remedy.
 
-They are too few steps, a diverged loss, and empty masks.
+The signs are a diverged loss, a penalty without effect, too few steps, and empty masks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from workers.job import StageJob
 from workers.methods.base import Method
 from workers.storage.taskstate import TaskState
 
-# A step with less than this share of the method's own number of steps has few.
+# A step has too few optimizer steps if they are below this share of the method's default.
 FEW_STEPS_SHARE = 0.25
-# A loss that exceeds that of guessing by more than this, in nats, has diverged.
+# A loss has diverged if it exceeds the loss of guessing by more than this, in nats.
 LOSS_MARGIN = 1.0
 # A penalty below this share of the loss in every epoch has no effect.
 PENALTY_SHARE = 0.01
-CROSS_ENTROPY = "ce"  # the term of a loss that guessing has a known value of
+CROSS_ENTROPY = "ce"  # name of the loss term whose value for guessing is known
 
 
 def symptoms_of_training(
@@ -28,13 +28,13 @@ def symptoms_of_training(
     history: Sequence[Mapping[str, Any]],
     length: Mapping[str, int],
 ) -> list[str]:
-    """Describe each sign that a trained step did not learn.
+    """Return a warning for each sign that a trained step did not learn.
 
     Args:
         job: The stage.
         method: The method.
         history: Metrics of the epochs.
-        length: Length of the training.
+        length: Length of the training, with the number of optimizer steps as `steps`.
     """
     if not length or not history or job.task is None:
         return []
@@ -87,21 +87,22 @@ def _added_share(row: Mapping[str, Any]) -> float:
 def _label(job: StageJob) -> str:
     """Return the label of the job's method in the config, or `backbone`.
 
-    An id is LABEL/TASK/STEP or `backbone`, in a run of several seeds after the name of a replica.
+    A stage id is LABEL/TASK/STEP or `backbone`. In a run with several seeds the name of the replica
+    comes first.
     """
     parts = job.id.split("/")
     return parts[-3] if len(parts) > 2 else parts[-1]
 
 
 def _section(label: str, job: StageJob) -> str:
-    """Return the path of the settings that only this step of a method reads."""
+    """Return the path in the config of this step's training settings."""
     if job.step == "train":
         return f"methods.{label}.train"
     return f"methods.{label}.steps.{job.step}"
 
 
 def symptoms_of_masks(state: TaskState) -> list[str]:
-    """Return a sentence where all masks of a task switch everything off."""
+    """Return a warning if all masks of a task switch all entries off."""
     masks = list(state.masks.values())
     if not masks or any(bool(mask.any()) for mask in masks):
         return []

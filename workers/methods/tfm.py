@@ -36,11 +36,12 @@ from workers.model.compact import multiply_adds
 from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
 
-ALIGNED = 8  # new FFN units come in multiples of this, which matrix products like
-NORM = (".gamma", ".beta")  # suffixes of the names of a site's renormalisation
-WEIGHTS = "weights/"  # in front of a parameter's name: the backbone as the first task left it
+ALIGNED = 8  # new FFN units come in multiples of this, for fast matrix products
+NORM = (".gamma", ".beta")  # suffixes of the tensors that renormalise a site
+WEIGHTS = "weights/"  # prefix of backbone parameters that the first task trained
 
-# rows that make them (parts, n, d), their biases (parts, n), columns that read them (d, n)
+# Rows that compute units (parts, n, d), their biases (parts, n), and columns that read the units
+# (d, n).
 Units = tuple[Tensor, Tensor, Tensor]
 
 
@@ -76,7 +77,7 @@ class Pair:
     """Two linear layers with units between them.
 
     Attributes:
-        sites: Sites with the normalisation of each part of the rows of `into`.
+        sites: For each part of the rows of `into`, the site that renormalises it, or None.
     """
 
     name: str
@@ -86,21 +87,22 @@ class Pair:
 
 
 class Tfm(Method[TfmSettings]):
-    """A unit is, for a task, 0 unused, 1 forward-only, or 2 normal.
+    """For each task, a unit is 0 unused, 1 forward-only, or 2 normal.
 
-    Unused units came later. Forward-only units were learned by an earlier task and are used but
-    frozen. Normal units are new: used and trained. Forward-only units get a scale and a shift per
-    task: y <- gamma y + beta, folded into the effective rows. New units read the residual stream
-    and write to it, so no weight leads from a new unit to an old one, and for an older task all
-    later units are left out. Their columns start at 0: a task starts from the existing network.
+    Unused units were added later. Forward-only units were learned by an earlier task and are used
+    but frozen. Normal units are new: used and trained. Forward-only units get a scale and a shift
+    per task: y <- gamma y + beta, folded into the effective rows. New units read the residual
+    stream and write to it, so no weight leads from a new unit to an old unit. An older task is
+    served without all later units. The columns of new units start at 0, so a task starts from the
+    existing network.
 
     Sites per block: `qk` and `v` (channels of the attention), `ff` (hidden units). Of q and k only
     q is renormalised: attention uses their product, in which a scale of k is a scale of q, and a
-    shift of k adds the same to all keys. Layer norms, embeddings and the biases of the two layers
-    that write to the residual stream belong to all tasks and stay frozen. Stored per task: two bits
-    per unit (`used`, `own`: trained by this task), gamma and beta of forward-only units, the head.
-    Carried: the rows, biases and columns that tasks added; with `first: trained` also the backbone
-    after the first task.
+    shift of k adds the same value to the scores of all keys. Layer norms, embeddings and the biases
+    of the two layers that write to the residual stream belong to all tasks and stay frozen. Stored
+    per task: two bits per unit (`used`, `own`: trained by this task), gamma and beta of
+    forward-only units, the head. Carried: the rows, biases and columns that tasks added; with
+    `first: trained` also the backbone after the first task.
     """
 
     name = "tfm"
@@ -130,7 +132,7 @@ class Tfm(Method[TfmSettings]):
         self.new: dict[
             str, nn.Parameter
         ] = {}  # trained parameters of the current task except its head
-        self.masks: dict[str, Tensor] = {}  # of the task in training
+        self.masks: dict[str, Tensor] = {}  # masks of the task in training
         self.loaded: dict[str, TaskState] = {}
 
     # ---- training --------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class Tfm(Method[TfmSettings]):
                     start[f"{site}.gamma"] = bias.new_ones(old)
                     start[f"{site}.beta"] = bias.new_zeros(old)
         self.new = {name: nn.Parameter(tensor) for name, tensor in start.items()}
-        # a dict alone would hide them from state_dict and .to
+        # Registers the parameters for `state_dict` and `to`, which ignore the dict.
         self.trained = nn.ParameterList(self.new.values())
         kinds: dict[str, list[nn.Parameter]] = {"units": [], "units.exempt": [], "norm": []}
         for name, p in self.new.items():
@@ -188,7 +190,7 @@ class Tfm(Method[TfmSettings]):
         ]
 
     def growth(self, pair: Pair) -> int:
-        """Return how many units the task in training adds between the two layers."""
+        """Return the number of units that the current task adds between the two layers."""
         if len(pair.sites) == 1:
             width = self.original[f"{pair.into}.weight"].shape[0]
             return math.ceil(self.settings.growth * width / ALIGNED) * ALIGNED
@@ -228,7 +230,7 @@ class Tfm(Method[TfmSettings]):
 
     # ---- weights in effect -----------------------------------------------------------------------
     def weight(self, name: str) -> Tensor | None:
-        """Return a parameter of the backbone as all tasks see it; None for a missing bias."""
+        """Return a parameter of the backbone as all tasks use it; None for a missing bias."""
         key = WEIGHTS + name
         if key in self.new:
             return self.new[key]
@@ -239,8 +241,8 @@ class Tfm(Method[TfmSettings]):
     def units(self, pair: Pair) -> Units:
         """Return all units between two layers.
 
-        They are the backbone's, then those that each earlier task added, then those of the current
-        task.
+        The order is: units of the backbone, units that each earlier task added, units of the
+        current task.
         """
         weight = self.weight(f"{pair.into}.weight")
         columns = self.weight(f"{pair.out}.weight")
@@ -263,7 +265,7 @@ class Tfm(Method[TfmSettings]):
     def in_effect(
         self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the replacements of the backbone's parameters for a task's masks, gamma and beta.
+        """Return the parameters that replace the backbone's for a task's masks, gamma and beta.
 
         Units that later tasks added are left out.
         """
@@ -281,7 +283,7 @@ class Tfm(Method[TfmSettings]):
                     f"{columns.shape[1]}; use those that this task or a later one handed on"
                 )
             if width < columns.shape[1]:
-                # bit for bit as if nothing had come later
+                # exactly the network before the later tasks, bit for bit
                 rows = rows[:, :width].contiguous()
                 bias = bias[:, :width].contiguous()
                 columns = columns[:, :width].contiguous()
@@ -301,10 +303,10 @@ class Tfm(Method[TfmSettings]):
             self.split_heads({})
 
     def split_heads(self, weights: dict[str, Tensor]) -> None:
-        """Set the width and number of heads of timm's attention modules to those of `weights`.
+        """Set the width and the number of heads of timm's attention modules from `weights`.
 
-        Without an entry in `weights`, those of the backbone are set. timm splits channels into
-        heads by these two attributes and not by the weights' shapes.
+        Without an entry in `weights`, the values of the backbone are set. timm splits channels into
+        heads by these two attributes, not by the shapes of the weights.
         """
         for pair in self.pairs:
             if len(pair.sites) > 1:
@@ -315,14 +317,14 @@ class Tfm(Method[TfmSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """Serve the carried units; nothing is in training from here on."""
+        """Load the carried units, and reset the state of training."""
         super().load_carried(carried)
         self.shared = dict(carried.tensors)
         self.new = {}
         self.masks = {}
 
     def load_task(self, state: TaskState) -> None:
-        """A base task has no masks: it is served by the backbone itself."""
+        """Load a finished task. A base task has no masks: the plain backbone serves it."""
         super().load_task(state)
         self.loaded[state.task] = state
 
@@ -333,14 +335,14 @@ class Tfm(Method[TfmSettings]):
         return self.in_effect(state.masks, state.copies) if state.masks else {}
 
     def train(self, mode: bool = True) -> Tfm:
-        """Where the first task trains the whole backbone, stochastic depth acts on it."""
+        """Set the mode. The backbone has stochastic depth only while the first task trains it."""
         super().train(mode)
         self.backbone.train(mode and any(name.startswith(WEIGHTS) for name in self.new))
         return self
 
     # ---- bookkeeping -----------------------------------------------------------------------------
     def flops_share(self, state: TaskState) -> float:
-        """Return the multiply-adds at this task's widths, relative to those of the backbone.
+        """Return the multiply-adds at this task's widths, divided by those of the backbone.
 
         Patch embedding and blocks are counted.
         """
@@ -361,7 +363,7 @@ class Tfm(Method[TfmSettings]):
 
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        """The units that a task uses, by site."""
+        """Return masks of the units that a task uses, by site."""
         return {
             name.removesuffix(".used"): mask
             for name, mask in state.masks.items()
@@ -374,8 +376,8 @@ def _normalisation(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and shift of the units of a site, (n,) each.
 
-    They are gamma and beta for forward-only units, which come first, and 1 and 0 for normal ones.
-    Unused units get 0 and 0, so that they are 0 after the activation too.
+    They are gamma and beta for forward-only units, which come first, and 1 and 0 for normal units.
+    Unused units get 0 and 0, so that they are 0 after the activation, too.
     """
     scale = torch.ones_like(like)
     shift = torch.zeros_like(like)
@@ -396,7 +398,7 @@ def _normalisation(
 
 
 def find_pairs(backbone: nn.Module) -> list[Pair]:
-    """Return the pairs of layers that can get units between them, block by block.
+    """Return the pairs of layers between which units can be added, block by block.
 
     Raises:
         UserError: If a block has no plain attention or no plain FFN.

@@ -77,23 +77,24 @@ S = TypeVar("S", bound=ToastSettings, default=Any)
 class Toast(Method[S]):
     """A star: tokens of a first pass steer a second pass through linear feedback layers.
 
-    Tokens are scaled by s_n = clamp(cos(x_n, xi), 0, 1), go through P and down a chain of linear
-    feedback layers (W1_l, W2_l) from block to block, and are added to the values of a second pass.
-    Stored per task: xi, P, the feedback layers and a head. A base task goes through `pretune`:
-    cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)). Every task starts from its
-    feedback layers and prior, which also serve the base task. Images without labels are used in the
-    same way, with the second term only.
+    Tokens are scaled by s_n = clamp(cos(x_n, xi), 0, 1), multiplied by P, passed down a chain of
+    linear feedback layers (W1_l, W2_l) from block to block, and added to the values of a second
+    pass. Stored per task: xi, P, the feedback layers and a head. A base task goes through
+    `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)). Every task starts from
+    the resulting feedback layers and prior, which also serve the base task. Images without labels
+    are used in the same way, with the second term only.
 
     Differences from the paper and its code:
     - The value bias is not added twice, so that P = 0 is the backbone to the last bit
-      (`td_value_bias` selects the code's way). P is trained, as the paper counts it (`train_P`).
-      Weight decay acts on P and the feedback layers, not on xi, because its length has no effect.
+      (`td_value_bias` selects the code's way). P is trained, which agrees with the paper's count of
+      parameters (`train_P`). Weight decay acts on P and the feedback layers, not on xi, because its
+      length has no effect.
     - The backbone is in evaluation mode in both passes: no stochastic depth. Heads start like those
       of all methods.
     - Feedback from a block below the last takes its raw output, like in the paper's language
       models; a ViT has no norm for it.
-    - In `pretune` the cross-entropy is that of the second pass; that of the first would train only
-      the head.
+    - In `pretune` the cross-entropy is that of the second pass; the cross-entropy of the first pass
+      would train only the head.
     - Before any tuning a task starts as the backbone, and feedback reaches every block: W1 = I, W2
       = 0, and xi is the mean token of a noise image, which has a positive cosine with tokens of any
       image. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone
@@ -103,7 +104,8 @@ class Toast(Method[S]):
     - On a ConvNeXt the map after the last stage is fed back raw, and selected by its cosine after
       the last norm. From stage to stage W1_l is a transposed convolution with the stage's stride as
       kernel, W2_l is 1 x 1; the feedback is added to the input of the stage, and W1_l should invert
-      the stage on this input. W1 starts by repeating the channels as far as there is room.
+      the stage on this input. W1 starts by copying the first channels of the map to all positions
+      of its kernel.
     """
 
     name = "toast"
@@ -171,7 +173,7 @@ class Toast(Method[S]):
         super().__init__(backbone, settings, seed)
         self.top_down = make_top_down(backbone, settings)
         self.width = self.top_down.width
-        self.own = nn.ParameterDict()  # of the task in training
+        self.own = nn.ParameterDict()  # tensors of the task in training
         # task -> its prior, P and feedback layers; None: the backbone itself serves it
         self.loaded: dict[str, dict[str, Tensor] | None] = {}
         self.step = ""
@@ -180,12 +182,12 @@ class Toast(Method[S]):
     def start(self) -> dict[str, Tensor]:
         """The feedback layers from which every task starts: those of `pretune`, or new ones.
 
-        After the first `begin`, also the prior.
+        After the first `begin`, the result also has the prior.
         """
         return self.top_down.fresh()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the feedback layers' parts that a task trains and stores."""
+        """Return the shapes of the feedback tensors that a task trains and stores, by name."""
         return self.top_down.shapes()
 
     # ---- training --------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class Toast(Method[S]):
         }
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """After `pretune` the tuned tensors are carried, and the base task's state has none."""
+        """Return the states. After `pretune` the tensors are only in the carried state."""
         copies = {name: p.detach().clone() for name, p in self.own.items()}
         if self.step == "pretune":
             return self.state(), Carried({**self.start, **copies})
@@ -361,7 +363,7 @@ class ToastLite(Toast[ToastLiteSettings]):
         return ignored | {"rank", "alpha"} if step == "pretune" else ignored
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """A is `down` (..., r, in), B is `up` (..., out, r)."""
+        """Return the shapes of A, `down` (..., r, in), and of B, `up` (..., out, r)."""
         rank = self.settings.rank
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (*stacked, out, into) in self.top_down.shapes().items():
@@ -370,7 +372,7 @@ class ToastLite(Toast[ToastLiteSettings]):
         return shapes
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
-        """A is uniform in +-1/sqrt(in), B is zero."""
+        """Return the initial values: A is uniform in +-1/sqrt(in), B is zero."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast_lite", task.name))
         tensors = {"prior": self.start["prior"]}
         for name, shape in self.shapes().items():

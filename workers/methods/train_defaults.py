@@ -1,4 +1,4 @@
-"""How a method is trained where a config does not say it: rates, optimizer, schedule, length."""
+"""Default training settings of a method: rates, optimizer, schedule and length."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The optimizer of a rate: the rate is not valid for another optimizer.
+# Settings that are valid only for the optimizer for which they were chosen.
 OF_THE_OPTIMIZER = ("lr", "weight_decay", "clip")
 
 
 @dataclass(frozen=True)
 class TrainDefaults:
-    """The training settings of a method that a config need not set.
+    """Training settings of a method that apply if a config does not set them.
 
     The length is a number of epochs for tasks with many images, and a number of optimizer steps for
     tasks with few (`optim.fit_to_images`): batches of `batch_size` are reduced to `min_batch_size`,
-    then the number of epochs is raised up to `max_epochs`. A step with other epochs has
-    proportionally other numbers of steps.
+    then the number of epochs is raised up to `max_epochs`. If a step sets other `epochs` but no
+    `min_steps`, its `min_steps` changes in proportion.
 
     Attributes:
         lr: Peak learning rate on a pretrained backbone.
         source: Source of the numbers: the paper or our measurement.
-        scratch_lr: Rate with `backbone.weights: none`, if another one is needed.
-        steps: Differences of a step, by its name. A step has its own rates.
+        scratch_lr: Peak learning rate with `backbone.weights: none`. None: `lr`.
+        steps: Step name -> fields that differ in this step. `lr` and `scratch_lr` are separate
+            fields.
     """
 
     lr: float
@@ -43,7 +44,7 @@ class TrainDefaults:
     steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def of_step(self, step: str, from_scratch: bool) -> dict[str, Any]:
-        """Return the fields of `TrainSettings` that this declares for a step.
+        """Return the defaults of a step, as fields of `TrainSettings`.
 
         Args:
             step: Name of the step.
@@ -72,7 +73,7 @@ class TrainDefaults:
     def complete(
         self, configured: Mapping[str, Any], step: str, from_scratch: bool
     ) -> dict[str, Any]:
-        """Return the fields of `TrainSettings` of a step: those of a config, then these defaults.
+        """Return the `TrainSettings` fields of a step: the config's, completed by the defaults.
 
         If a config sets `epochs` or `batch_size`, this value is used unchanged, unless it also sets
         `min_steps`. If it sets another optimizer, the rates declared here do not apply.
@@ -90,7 +91,7 @@ class TrainDefaults:
             del values["min_batch_size"]
         if "epochs" in configured and "min_steps" not in configured:
             values["max_epochs"] = configured["epochs"]
-            if "batch_size" in configured:  # the length is set: nothing may change it
+            if "batch_size" in configured:  # the length is fixed by the config
                 del values["max_epochs"]
                 del values["min_steps"]
         return {**values, **configured}

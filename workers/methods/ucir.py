@@ -1,6 +1,6 @@
 """UCIR (LUCIR): cosine heads, features that keep their direction, and a margin between classes.
 
-The margin separates each old class from the most similar new ones.
+The margin separates each old class from the most similar new classes.
 
 Hou, Pan, Loy, Wang, Lin: Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019.
 """
@@ -49,10 +49,10 @@ class Ucir(CosineRehearsal[UcirSettings]):
     """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank.
 
     rank is the mean of relu(margin - s_y + s_k) over the samples of old classes in the global
-    batch, and over their K most similar new classes k, with s without eta. With `finetune` the
-    classifier is then trained with CE only.
+    batch, and over their K most similar new classes k; s are cosines without the factor eta. With
+    `finetune` the classifier is then trained with CE only.
 
-    Differences from the paper: no activation is removed from the backbone, since a ViT's features
+    Differences from the paper: no activation is removed from the backbone, because a ViT's features
     have both signs; eta starts at 10.
     """
 
@@ -119,7 +119,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
         }
 
     def old_samples(self, batch: Batch) -> int:
-        """Return how many samples of the global batch, over all ranks, are of old classes."""
+        """Return the number of samples of old classes in the global batch, over all ranks."""
         assert batch.counts is not None
         return sum(
             count

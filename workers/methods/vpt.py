@@ -98,7 +98,7 @@ class Vpt(Method[VptSettings]):
         ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """The prompts, no parameter of the backbone: `features` puts them in place."""
+        """Return the prompts, which replace no parameter of the backbone; `features` uses them."""
         return {PROMPTS: self.prompts}
 
     def features(self, images: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ class Vpt(Method[VptSettings]):
 
 
 def prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
-    """Return the multiply-adds of a forward with prompts relative to one without.
+    """Return the multiply-adds of a forward pass with prompts, divided by those without.
 
-    In a VisionTransformer these are `count` more keys in every block, and as many more queries in
-    every block but the last.
+    In a VisionTransformer there are `count` more keys in every block, and as many more queries in
+    every block except the last.
 
     Args:
         vit: The backbone.

@@ -1,4 +1,4 @@
-"""WA: after distillation, scale the weight vectors of new classes to the mean length of the old.
+"""WA: after distillation, scale the weight vectors of new classes to the mean length of old ones.
 
 Zhao, Xiao, Gan, Zhang, Xia: Maintaining Discrimination and Fairness in Class Incremental Learning,
 CVPR 2020.
@@ -34,15 +34,15 @@ class WaSettings(RehearsalSettings):
 
 
 class Wa(Rehearsal[WaSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, a = O_t / A_t.
 
     a is the share of old classes among all. Then `align` multiplies the weight vectors of the
-    task's classes by gamma, the mean length of the old ones over that of the new ones; directions,
-    biases and old heads stay. The aligned network is the next task's teacher.
+    task's classes by gamma, the mean length of old vectors divided by that of new vectors.
+    Directions, biases and old heads stay unchanged. The aligned network is the next task's teacher.
 
-    Differences from the paper: weights are not clamped at 0 unless `nonnegative` is set, since a
-    ViT's features have both signs. Its premise, that new classes have the longer vectors, can fail
-    under AdamW in a short training: there is a warning if gamma exceeds 1.
+    Differences from the paper: weights are not clamped at 0 unless `nonnegative` is set, because a
+    ViT's features have both signs. The paper's premise, that new classes have the longer vectors,
+    can fail under AdamW in a short training: there is a warning if gamma exceeds 1.
     """
 
     name = "wa"
@@ -62,7 +62,7 @@ class Wa(Rehearsal[WaSettings]):
     distills = True
     Settings = WaSettings
     per_task = Rehearsal.per_task | {"tau", "nonnegative"}
-    gamma: float | None = None  # of this step's alignment
+    gamma: float | None = None  # factor of this step's alignment
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
@@ -72,7 +72,7 @@ class Wa(Rehearsal[WaSettings]):
 
     @torch.no_grad()
     def align(self, task: Task) -> None:
-        """Scale the weight vectors of `task` to the mean length of the old classes' ones."""
+        """Scale the weight vectors of `task` to the mean length of those of old classes."""
         new = self.heads[task.name].weight  # (new classes, d)
         old = torch.cat([self.heads[name].weight for name in self.old])  # (old classes, d)
         gamma = weight_ratio(old, new)
@@ -96,7 +96,7 @@ class Wa(Rehearsal[WaSettings]):
                     self.heads[name].weight.clamp_(min=0)
 
     def metrics(self) -> dict[str, float]:
-        """Return gamma: below 1, the new vectors had become longer than the old ones."""
+        """Return gamma; below 1 means that the new vectors were longer than the old vectors."""
         if self.gamma is None:
             return {}
         return {"gamma": self.gamma}

@@ -49,9 +49,9 @@ class Wsn(WeightMasks[WsnSettings]):
     norms, class token and position embedding stay those of the backbone. A base task in the stream
     has no mask: it is served by the current weights.
 
-    Differences from the paper: it starts from a pretrained backbone, and a random choice of its
-    weights would destroy it, so scores start at |W|. They are initialised for each task, while the
-    released code continues with those of the previous task.
+    Differences from the paper: training starts from a pretrained backbone, and a random choice of
+    its weights would destroy it, so scores start at |W|. Scores are initialised for each task,
+    while the released code continues with the scores of the previous task.
     """
 
     name = "wsn"
@@ -78,7 +78,7 @@ class Wsn(WeightMasks[WsnSettings]):
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         if self.settings.start == "magnitude":
             return TopK(weight.abs(), self.settings.density)
-        # on the CPU: the same on every device
+        # Drawn on the CPU, so that the scores are the same on every device.
         scores = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=math.sqrt(5))
         return TopK(scores.to(weight.device), self.settings.density)
 
@@ -113,7 +113,7 @@ class Wsn(WeightMasks[WsnSettings]):
         any task.
         """
         total = sum(weight.numel() for weight in self.sites.values())
-        # on the device until the end: one copy to the host instead of three per layer
+        # Counts stay on the device until the end: one copy to the host instead of three per layer.
         counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         for site, mask in self.hard().items():
             used = self.union[site].to(mask.device)

@@ -111,7 +111,7 @@ class Adapter(Method[AdapterSettings]):
         return groups + self.adapters.groups(context.optim.weight_decay)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """Return the adapters' tensors, which `features` hands to the hooks of the backbone."""
+        """Return the adapters' tensors, which `features` passes to the hooks of the backbone."""
         return self.adapters.tensors() | self.dropout_factors(batch)
 
     def dropout_factors(self, batch: Batch) -> dict[str, Tensor]:

@@ -234,7 +234,7 @@ class Apd(Method[ApdSettings]):
 
     @classmethod
     def steps_for(cls, settings: ApdSettings, position: int) -> tuple[Step, ...]:
-        """Every K-th task ends with a consolidation; a base task has no step."""
+        """Return the steps: every K-th task ends with a consolidation; a base task has no step."""
         if position < 0:
             return ()
         every = settings.consolidate_every

@@ -69,7 +69,7 @@ class Aper(FirstSession[AperSettings]):
         self.heads[task.name].weight.copy_(means[:, None])
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> [f_0; f_1] (b, 2 d); during `adapt` only f_1 (b, d)."""
+        """Return [f_0; f_1] (b, 2 d) of images (b, 3, H, W); during `adapt` only f_1 (b, d)."""
         adapted = super().features(images)
         if self.is_adapting:
             return adapted

@@ -223,7 +223,7 @@ class StepContext:
 class MethodSettings(Frozen):
     """Base of a method's own settings: a subclass lists hyper-parameters, ranges and defaults."""
 
-    largest_whole: ClassVar[int] = 1_000_000
+    largest_whole: ClassVar[int] = 1_000_000  # largest magnitude of an integer setting
 
 
 S = TypeVar("S", bound=MethodSettings, default=Any)
@@ -264,7 +264,7 @@ class MethodPlan(Generic[S]):
 
     # The steps of a task, in order.
     steps: ClassVar[tuple[Step, ...]] = (Step("train"),)
-    # State that a task hands on to the next one. Empty: the tasks form a star and run in parallel.
+    # State that a task carries to the next task. Empty: the tasks form a star and run in parallel.
     carries: ClassVar[tuple[str, ...]] = ()
     # `fnmatch` patterns of carried tensors and values of `meta` that only training needs. Bundles
     # omit them, and `load_carried` must work without them.
@@ -365,16 +365,16 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def changes_past_predictions(cls, scenario: str) -> bool:
-        """Return whether a later stage can change the answers on earlier tasks.
+        """Return whether a later stage can change the predictions on earlier tasks.
 
         If so, each row of the accuracy matrix is measured on all tasks so far. Unless the task of
-        an image is given, the outputs of a new task always compete with the older ones.
+        an image is given, the outputs of a new task always compete with older outputs.
         """
         return bool(cls.carries) or cls.trains_on == "seen" or scenario != "task"
 
 
 class Method(nn.Module, MethodPlan[S], Generic[S]):
-    """One backbone, and one head per task. Subclasses override what differs."""
+    """One backbone, and one head per task. Subclasses override the parts that differ."""
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__()
@@ -450,7 +450,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return {}
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> the backbone's features (b, d), with `weight_overrides` in place.
+        """Return the backbone's features (b, d) of images (b, 3, H, W), with `weight_overrides`.
 
         For a ViT these are the features of the class token after the final norm.
         """
@@ -510,11 +510,11 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """Use the carried state of a chain, or of the steps of a star in `starts_from`."""
+        """Load the carried state of a chain, or of the steps of a star in `starts_from`."""
         self.active_task = None
 
     def load_task(self, state: TaskState) -> None:
-        """Make a finished task servable.
+        """Load the state of a finished task, so that the task can be served.
 
         Raises:
             UserError: If the state was written by another method or on another backbone.

@@ -63,7 +63,7 @@ class Bic(Rehearsal[BicSettings]):
 
     `calibrate` then fits z' = alpha z + beta for the new classes, on held-out images of every
     class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64 with the fixed network in
-    evaluation mode. The served logits are z' for the last task and z for older ones. `bias_mode:
+    evaluation mode. The served logits are z' for the last task and z for older tasks. `bias_mode:
     all` corrects every task's classes by the task's bias, in student, teacher and served logits.
 
     Each class has a share of the memory. Of this share, floor(val_share * share) images, at least

@@ -52,13 +52,13 @@ class Coda(PromptBank[CodaSettings]):
 
     alpha_m = cos(q .* a_m, K_m) without softmax or top-k, for each of the first blocks. A task
     trains its own components and its head; the components of earlier tasks are also in the sum, but
-    frozen. New rows of P, K and a start orthonormal, and orthogonal to all earlier ones. The loss
+    frozen. New rows of P, K and a start orthonormal, and orthogonal to all earlier rows. The loss
     is the cross-entropy over the classes of the task + mu * sum over P, K, a of mean((Z Z^T -
     I)^2).
 
     If the task is given, its own and earlier components serve it, as at the end of its training, so
-    its logits never change. Otherwise all components serve all tasks, and later ones change the
-    outputs of earlier tasks. Stored per task: a head.
+    its logits never change. Otherwise all components serve all tasks, and later components change
+    the outputs of earlier tasks. Stored per task: a head.
     """
 
     name = "coda"

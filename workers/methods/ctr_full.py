@@ -223,7 +223,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     v is a sum over the capsules of the tasks so far that a gate selects. The chain carries capsules
     and routing weights together with the adapters. All tasks train them, and only the adapters are
-    protected, so later tasks can change the outputs on earlier ones.
+    protected, so later tasks can change the outputs on earlier tasks.
 
     Differences from the released code:
     - The axes of tasks and of channels in a capsule are not mixed up, and squash runs over a

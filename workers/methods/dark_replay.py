@@ -120,7 +120,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     # ---- the memory ------------------------------------------------------------------------------
     @torch.no_grad()
     def remember(self, memory: Memory) -> None:
-        """Replace the memory. Kept exemplars keep their logits; those of new ones are computed."""
+        """Replace the memory. The logits of new exemplars are computed, other logits are kept."""
         assert self.task is not None
         task = self.task.name
         rows = dict(zip(list_slots(self.exemplars), self.widen(self.stored), strict=True))
@@ -134,7 +134,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
         self.stored = torch.stack(kept) if kept else torch.zeros(0, self.num_classes)
 
     def widen(self, logits: Tensor) -> Tensor:
-        """Logits (M, classes at some time) -> (M, classes so far), filled with zeros."""
+        """Extend logits (M, earlier number of classes) to (M, classes so far) with zeros."""
         return F.pad(logits, (0, self.num_classes - logits.shape[1]))
 
     def finish(self) -> tuple[TaskState, Carried]:

@@ -189,7 +189,7 @@ class Der(Rehearsal[S]):
         return self
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> u (b, (t + 1) D), extractors in the order of `class_slices`."""
+        """Return u (b, (t + 1) D) of images (b, 3, H, W), in the order of `class_slices`."""
         with torch.no_grad():
             parts = [extractor(images) for extractor in self.finished()]
         if self.task is not None:

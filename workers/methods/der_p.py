@@ -41,8 +41,9 @@ class PrunedDer(Der[S]):
     (`hard`), so that `finetune` and `herd` use the served network. The stored state has the masks
     as bits, and only the entries of remaining units. In use, the network is cut to these units.
 
-    The next extractor has all units again: it starts from the entries of the remaining units, and
-    for the others from those of the backbone. A base task's extractor, the backbone, is not pruned.
+    The next extractor has all units again: the remaining units of the previous extractor are
+    copied, the other units start from the backbone. A base task's extractor, the backbone, is not
+    pruned.
     """
 
     needs_vit = True

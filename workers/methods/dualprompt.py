@@ -173,7 +173,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
 
 
 def find_sites(backbone: Any, settings: DualPromptSettings) -> tuple[PrefixSites, int]:
-    """Return the blocks of a ViT that get prefixes, and how many blocks get shared ones."""
+    """Return the blocks of a ViT that get prefixes, and the number with shared ones."""
     depth = len(backbone.blocks)
     general = min(settings.general_blocks, depth - 1)
     return PrefixSites(backbone, range(min(general + settings.blocks, depth))), general

@@ -69,9 +69,10 @@ class DyTox(Rehearsal[DyToxSettings]):
     """L = (1 - a) BCE + a KL + divergence * BCE_div with a = O_t / A_t, by steps.
 
     - `train` minimises L over the task's data and the exemplars. It trains the encoder, the
-      decoder, and the task's token and head; older tokens and heads stay. BCE is over all classes.
-      KL keeps the softmax over old classes near that of the network before the task. BCE_div is the
-      loss of an auxiliary head on the task's token, with one class for all old classes.
+      decoder, and the task's token and head; older tokens and heads are frozen. BCE is over all
+      classes. KL keeps the softmax over old classes near that of the network before the task.
+      BCE_div is the loss of an auxiliary head on the task's token, with one class for all old
+      classes.
     - `herd` selects exemplars by the concatenated embeddings of the tokens.
     - `finetune`, from the second task on, minimises BCE on the exemplars, with the same number of
       images for each class. The encoder is frozen; the decoder and all tokens and heads are

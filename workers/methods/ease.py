@@ -183,7 +183,7 @@ class Ease(TaskAdapters[EaseSettings]):
         return {key: torch.stack([tensors[key] for tensors in sets]) for key in sets[0]}
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> [f_0 .. f_t] (b, (t + 1) d); only f_t in training."""
+        """Return [f_0 .. f_t] (b, (t + 1) d) of images (b, 3, H, W); only f_t in training."""
         adapters = self.weight_overrides
         if not adapters or adapters["down"].dim() == 3:  # (S, m, d): those of the task in training
             return self.adapted(images, adapters)

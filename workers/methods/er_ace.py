@@ -25,7 +25,7 @@ class ErAce(Reservoir[ReservoirSettings]):
     the loss is that of `er` with other weights.
 
     Differences from the paper: the classes of the first term are all classes of the current task,
-    not those of the mini-batch, because these would differ between ranks. A task replays the memory
+    not the classes of the mini-batch, which would differ between ranks. A task replays the memory
     as it will be at the end of the task, and may have several epochs.
     """
 

@@ -199,7 +199,7 @@ class Ewc(WeightImportance[EwcSettings]):
 
     @torch.no_grad()
     def consolidate(self, fisher: dict[str, Tensor]) -> None:
-        """Add the task's penalty at the current weights to that of earlier tasks."""
+        """Add the task's penalty at the current weights to the penalty of earlier tasks."""
         for name, parameter in self.protected().items():
             old = self.importance.get(name, torch.zeros_like(parameter))
             anchor = self.anchors.get(name, parameter)

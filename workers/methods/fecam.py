@@ -115,7 +115,7 @@ class Fecam(ClassStatistics[FecamSettings]):
         return torch.cat([self.task_logits(features, name) for name in self.class_slices()], 1)
 
     def task_logits(self, features: Tensor, task: str) -> Tensor:
-        """Features (b, d) -> negative squared distances to the classes of a task (b, K)."""
+        """Return negative squared distances (b, K) of features (b, d) to the classes of a task."""
         self.heads[task]  # raises `UserError` for an unknown task
         means, precisions = self.means[task], self.precisions[task]
         means, precisions = means.to(features.device), precisions.to(features.device)

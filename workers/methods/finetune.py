@@ -19,8 +19,8 @@ from workers.storage.taskstate import Carried, TaskState
 class FineTune(ClassIncremental[MethodSettings]):
     """Trains the backbone and the task's head. Old heads stay unchanged while the backbone changes.
 
-    In scenario `class` the old heads are trained too: their outputs compete with the new ones, but
-    no sample has one of their classes. In scenario `domain` all tasks train one head.
+    In scenario `class` the old heads are trained too: their outputs compete with the new outputs,
+    but no sample belongs to an old class. In scenario `domain` all tasks train one head.
     """
 
     name = "finetune"

@@ -176,7 +176,7 @@ class Foster(Rehearsal[FosterSettings]):
         return self.step == "train" and self.boosted is not None
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> (b, D); (b, 2 D) in step `train`, the old extractor's first."""
+        """Return features (b, D) of images (b, 3, H, W); in step `train` (b, 2 D), old and new."""
         if not self.boosts:
             return super().features(images)
         assert self.boosted is not None
@@ -198,7 +198,7 @@ class Foster(Rehearsal[FosterSettings]):
 
     @torch.no_grad()
     def teach(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> the logits (b, classes so far) of the network of step `train`."""
+        """Return logits (b, classes so far) of images by the network that `train` trained."""
         assert self.boosted is not None
         assert self.boosted.new is not None
         features = torch.cat([self.boosted.old(images), self.boosted.new(images)], 1)

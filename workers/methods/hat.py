@@ -116,7 +116,7 @@ class Hat(Method[S]):
     on which the backbone was fine-tuned, is trained once more with masks, as a first task.
 
     Parameters that every task uses are frozen from the start: embeddings of patches and positions
-    (biases of relative ones too), class token, norms, layer scales, biases of proj and fc2. With
+    (also relative position biases), class token, norms, layer scales, biases of proj and fc2. With
     `per_task_affine` each task trains its own copies of class token, norms and these two biases.
 
     Differences from the paper:

@@ -73,7 +73,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
     its layer, so only the final mask matters.
 
     Differences from the paper: a Linear has no kernels, so `group` consecutive input columns of an
-    output row form one; the patch embedding has true kernels. The learning rate of real values
+    output row form a kernel; the patch embedding has true kernels. The learning rate of real values
     follows from the number of steps (see `rate`); copies of norms have the learning rate of heads.
     In the range of a, a kernel that is on counts as exactly 0; the released code has a rounding
     error there.

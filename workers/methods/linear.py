@@ -35,7 +35,7 @@ class Linear(Method[MethodSettings]):
             feed.cache_features(super().features)
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W), or features that the feed has cached (b, d), -> features (b, d)."""
+        """Return features (b, d) of images (b, 3, H, W); cached features (b, d) are unchanged."""
         if images.ndim == 2:
             return images
         return super().features(images)

@@ -113,7 +113,7 @@ class Memo(Der[MemoSettings]):
         return self
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> u (b, (t + 1) D), own parts in the order of `class_slices`."""
+        """Return u (b, (t + 1) D) of images (b, 3, H, W), in the order of `class_slices`."""
         vit: Any = self.backbone
         is_shared_frozen = self.task is None or bool(self.old)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_shared_frozen):

@@ -208,7 +208,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
         return self.find_adapters(task)
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> features (b, d) with the adapters in `weight_overrides`."""
+        """Return features (b, d) of images (b, 3, H, W) with the adapters in `weight_overrides`."""
         return self.adapted(images, self.weight_overrides)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:

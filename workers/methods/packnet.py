@@ -112,7 +112,8 @@ class PackNet(Method[PackNetSettings]):
 
     Stored for a task: its head and its owner number. Carried: weights, and the owner map, one byte
     per weight of patch embedding and blocks (qkv is one tensor). Biases, norms, class token and
-    position embedding stay those of the backbone, unless `per_task_affine` gives each task its own.
+    position embedding keep the values of the backbone, unless `per_task_affine` gives each task its
+    own copies.
 
     base_mode: with `own_nothing` the first task claims every weight *at its pretrained value*, so
     that the backbone is fine-tuned. The weights that it frees start from 0 for later tasks. A base

@@ -119,7 +119,7 @@ class InfersTask(Protocol):
         """
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
+        """Return the index in `candidates` and a confidence in [0, 1] for each image, (b,) each."""
 
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
         """Return the logits of each image if its candidate is the one given by `choices` (b,)."""

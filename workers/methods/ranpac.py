@@ -122,7 +122,7 @@ class Ranpac(FirstSession[RanpacSettings]):
             self.heads.assign(name, weight.T)
 
     def project(self, features: Tensor) -> Tensor:
-        """Features (b, d) -> random features (b, M), or the same with `projection: 0`.
+        """Return random features (b, M) of features (b, d); with `projection: 0` the input.
 
         Features are not projected for the temporary head of the first session.
         """

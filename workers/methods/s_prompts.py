@@ -93,7 +93,7 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
 
     @torch.no_grad()
     def query(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> unit-length features without prompts, (b, d)."""
+        """Return unit-length features (b, d) of images (b, 3, H, W) without prompts."""
         return F.normalize(self.backbone(images).float(), dim=1)
 
     def finish(self) -> tuple[TaskState, Carried]:

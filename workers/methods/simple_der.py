@@ -50,7 +50,7 @@ class SimpleDerSettings(DerSettings):
 
 
 class SimpleDer(PrunedDer[SimpleDerSettings]):
-    """DER's L + distillation * KD_ce(tau) of old outputs to those of the network before the task.
+    """DER's L + distillation * KD_ce(tau), with the network before the task as teacher.
 
     The teacher's outputs are computed by the old W from the features of the frozen extractors,
     without a further forward pass. During `train` (see `prune_after`) the units with the smallest
@@ -58,7 +58,7 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
     units are trained further. So every extractor has the same small size.
 
     A reconstruction: no code was published. From the paper: all extractors so far are used with a
-    new one, knowledge is distilled, and each extractor is pruned. Our choices: the loss, the
+    new extractor, knowledge is distilled, and each extractor is pruned. Our choices: the loss, the
     selection, number and time of pruned units, and the balanced `finetune` of DER.
     """
 

@@ -58,8 +58,9 @@ class Slca(AlignsHeads[SlcaSettings]):
     Each alignment starts from the heads as they were trained, and training never uses an aligned
     head, so the chain carries both. Stored per task: its aligned head.
 
-    Differences from the released code: t_c is the task of the class, where the code divides by the
-    size of the newest task; heads of earlier tasks have no weight decay while a task trains.
+    Differences from the released code: t_c is the task of the class; the code computes t_c by a
+    division by the size of the newest task; heads of earlier tasks have no weight decay while a
+    task trains.
     """
 
     name = "slca"

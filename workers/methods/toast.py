@@ -180,7 +180,7 @@ class Toast(Method[S]):
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """The feedback layers from which every task starts: those of `pretune`, or new ones.
+        """The feedback layers from which every task starts: the result of `pretune`, or new layers.
 
         After the first `begin`, the result also has the prior.
         """

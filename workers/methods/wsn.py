@@ -46,8 +46,8 @@ class Wsn(WeightMasks[WsnSettings]):
     locked (M = m_1 or ... or m_{t-1}, Eq. 4): task t can use them, but changes only the rest.
 
     Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases,
-    norms, class token and position embedding stay those of the backbone. A base task in the stream
-    has no mask: it is served by the current weights.
+    norms, class token and position embedding keep the values of the backbone. A base task in the
+    stream has no mask: it is served by the current weights.
 
     Differences from the paper: training starts from a pretrained backbone, and a random choice of
     its weights would destroy it, so scores start at |W|. Scores are initialised for each task,

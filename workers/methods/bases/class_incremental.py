@@ -23,7 +23,7 @@ class ClassIncremental(Method[S]):
     _first_column_key: tuple[int, ...] = ()
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
-        """Prepare a step. Except in scenario `task`, the heads of all tasks so far are trained."""
+        """Prepare a step. The heads of all tasks so far are trained, except in scenario `task`."""
         groups = super().begin(context)
         if self.scenario == "task":
             return groups

@@ -119,7 +119,7 @@ class CosineRehearsal(Rehearsal[S]):
         self.heads[task.name].weight.copy_(vectors)
 
     def similarity(self, features: Tensor) -> Tensor:
-        """Features (b, d) -> s (b, classes so far), without eta."""
+        """Return the cosines s (b, classes so far) of features (b, d), without the factor eta."""
         similarities = []
         for name in self.class_slices():
             head: Any = self.heads[name]

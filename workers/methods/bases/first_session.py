@@ -179,7 +179,7 @@ class FirstSession(ClassStatistics[S]):
         return self.adaptation.draw(self.backbone, batch)
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> features (b, d), adapted if there is an adaptation."""
+        """Return features (b, d) of images (b, 3, H, W), adapted if there is an adaptation."""
         if self.adaptation is None:
             return self.backbone(images)  # type: ignore[no-any-return]
         drawn = self.weight_overrides if self.training else {}

@@ -100,7 +100,7 @@ class WeightImportance(ClassIncremental[S]):
         return dict(zip(parameters, means, strict=True))
 
     def task_logits(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> logits over the classes that the loss uses, (b, K), in fp32."""
+        """Return fp32 logits (b, K) of images (b, 3, H, W), over the classes that the loss uses."""
         assert self.task is not None
         features = self.features(images)
         logits = self.heads[self.task.name](features)

@@ -47,7 +47,7 @@ class PromptBank(SeparateHeads[S]):
 
     @torch.no_grad()
     def query(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> features of the frozen backbone without prompts, (b, d)."""
+        """Return features (b, d) of images (b, 3, H, W) by the frozen backbone without prompts."""
         return self.backbone(images)  # type: ignore[no-any-return]
 
     @abstractmethod

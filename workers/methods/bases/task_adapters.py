@@ -124,7 +124,7 @@ class TaskAdapters(SeparateHeads[S]):
         return {name: tensor.to(self.device) for name, tensor in own.items()}
 
     def adapted(self, images: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
-        """Images (b, 3, H, W) -> features (b, d) with these adapters."""
+        """Return features (b, d) of images (b, 3, H, W) with these adapters."""
         with self.sites.using(adapters):
             return self.backbone(images)  # type: ignore[no-any-return]
 

@@ -30,7 +30,7 @@ class ChoosesTask(ClassIncremental[S]):
 
     @abstractmethod
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
+        """Return the index in `candidates` and a confidence in [0, 1] for each image, (b,) each."""
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """Return the logits. If `task` is None, infer the tasks first, in any scenario."""

@@ -191,7 +191,7 @@ class WeightMasks(Method[S]):
 
 
 class ThresholdSettings(WeightMaskSettings):
-    """Settings of masks that are on where a real value exceeds a threshold."""
+    """Settings of masks with entries that are on if a real value exceeds a threshold."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
         "auto",
@@ -259,8 +259,8 @@ class ThresholdMasks(WeightMasks[T]):
 def masked(weight: Tensor, mask: Tensor) -> Tensor:
     """Return M .* W.
 
-    A mask with fewer values than W has one for each run of consecutive weights in memory: a group
-    of input columns, a kernel, or an output row.
+    A mask with fewer values than W has one value for each run of consecutive weights in memory: a
+    group of input columns, a kernel, or an output row.
     """
     if mask.shape != weight.shape:
         return (weight.reshape(mask.numel(), -1) * mask.reshape(-1, 1)).view_as(weight)

@@ -214,7 +214,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         return self
 
     def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, H, W) -> embeddings of all tokens, concatenated (b, tasks D)."""
+        """Return the concatenated embeddings (b, tasks D) of all tokens for images (b, 3, H, W)."""
         return self.network().embeddings(images).flatten(1)
 
     def all_logits(self, features: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ class DualPrompt(PromptBank[DualPromptSettings]):
     """A chain that carries the G-prompts; L = CE - lambda cos(q, k_t).
 
     All tasks train the G-prompts, so answers on earlier tasks change. Each task trains its
-    E-prompts, one key k_t and a head, which are frozen afterwards. In scenario `class` each image
-    gets the E-prompts of the task with the largest cos(q, k_t); the first of equal tasks is taken.
-    The choice is made per image, not per batch. If the task is given, its E-prompts are used
-    without a query.
+    E-prompts, one key k_t and a head, which are frozen afterwards. In scenarios `class` and
+    `domain` each image gets the E-prompts of the task with the largest cos(q, k_t); the first of
+    equal tasks is taken. The choice is made per image, not per batch. If the task is given, its
+    E-prompts are used without a query.
     """
 
     name = "dualprompt"

@@ -23,8 +23,8 @@ class TrainDefaults:
         lr: Peak learning rate on a pretrained backbone.
         source: Source of the numbers: the paper or our measurement.
         scratch_lr: Peak learning rate with `backbone.weights: none`. None: `lr`.
-        steps: Step name -> fields that differ in this step. `lr` and `scratch_lr` are separate
-            fields.
+        steps: Step name -> fields that differ in this step. A step that changes `lr` keeps the
+            method's `scratch_lr`, unless it changes `scratch_lr`, too.
     """
 
     lr: float

@@ -2,10 +2,10 @@
 
 A config becomes a graph of stages, the stages produce results, and the results are recorded. `load`
 reads a config, like the commands `plan` and `run`, and returns an `Experiment`. `load_search` does
-the same for a search. The other functions have the names of their commands. `import pipeline` works
-from any folder of the environment, and imports nothing heavy. A mistake in the input raises
-`UserError` with the same one-sentence message as on the command line. Tables are pandas data
-frames.
+the same for a search. The other functions correspond to commands of the command line.
+`import pipeline` works in any current folder, and does not import heavy packages such as torch.
+Invalid input raises `UserError` with the same one-sentence message as on the command line. Tables
+are pandas data frames.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ __all__ = [
     "write_config",
 ]
 AnyPath = str | os.PathLike[str]
-# argument of `load`: a config as a file or a mapping, or data as one path or several
+# argument of `load`: a config as a path or a mapping, or one or several paths of data
 LoadSource = AnyPath | Sequence[AnyPath] | Mapping[str, Any]
 # public name -> its module, which is imported when the name is first used
 MODULES = {
@@ -118,7 +118,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public class. Raise AttributeError for another name."""
+    """Import and return a public name of `MODULES`. Raise AttributeError for any other name."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module with all public ones, by which notebooks complete them."""
+    """Return the names of the module and all public names, so that notebooks can complete them."""
     return sorted({*globals(), *__all__})
 
 
@@ -135,13 +135,13 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
     """Read a config and check it. Nothing is run.
 
     Args:
-        config: Path of a YAML file, or a mapping with the content of such a file. Its paths are
-            relative to the current folder, and a card in it can be a mapping too, which is written
-            to the current folder as `NAME-card.yaml`. It can also be a path of data, or a list of
-            paths, as for `accrete run`: a card and a config are written to the current folder
-            unless they exist, and the detected layout is printed.
-        **overrides: Settings that replace those of the config, like `--set`. Pass a dotted name as
-            `**{"train.epochs": 3}`. If overrides change the results, the run gets another name.
+        config: Path of a YAML file, or a mapping with the content of such a file. Paths in a
+            mapping are relative to the current folder. A card in a mapping can be a mapping too;
+            the card is then written to the current folder as `NAME-card.yaml`. `config` can also be
+            a path of data, or a list of such paths, as for `accrete run`: a card and a config are
+            written to the current folder unless they exist, and the detected layout is printed.
+        **overrides: Settings that replace settings of the config, like `--set`. Pass a dotted name
+            as `**{"train.epochs": 3}`. If overrides change the results, the run gets another name.
 
     Raises:
         UserError: If the config is invalid.
@@ -164,7 +164,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
 
     Args:
         path: Path of the search file.
-        **overrides: Settings of the search file, or else of the base, like `--set`.
+        **overrides: Settings of the search file or of its base config, like `--set`.
 
     Raises:
         UserError: If one of the files is invalid.
@@ -199,13 +199,13 @@ def add_data(
 
     Args:
         config: Path of the config file, which is changed.
-        data: The new data, or the grown source of a card of the config.
+        data: Path of new data, or the source of a card of the config that has new files.
         kind: Interpretation of ambiguous data: `task`, `classes` or `images`.
-        into: Task for the new classes. Empty: they become a new task.
-        name: Name of the new task. Empty: the next free one.
-        model: Folder that serves the run, which gets a new version. Empty: none.
+        into: Task for the new classes. Empty: the new classes become a new task.
+        name: Name of the new task. Empty: the next free name.
+        model: Model folder that serves the run and gets a new version. Empty: no folder is updated.
         method: Label of the method that the folder serves, if the run has several.
-        max_drop: Largest accepted loss of accuracy of a task of the folder, in points.
+        max_drop: Largest accepted loss of test accuracy of a served task, in percentage points.
         quiet: Print nothing.
 
     Raises:
@@ -243,19 +243,23 @@ def remove_data(
 ) -> Results:
     """Remove a task, a class or images from a run, like `accrete remove --yes`.
 
-    Everything trained on them is deleted without confirmation. Returns all results.
+    All results that were trained on the removed data are deleted without confirmation. Pass one of
+    `task`, `class_name` and `images`.
 
     Args:
         config: Path of the config file, which is changed.
         task: The task to remove.
         class_name: The class to remove, from every task that has it.
         images: Text file with the names of the images to remove.
-        model: Folder that serves the run, which gets a new version. Empty: none.
+        model: Model folder that serves the run and gets a new version. Empty: no folder is updated.
         method: Label of the method that the folder serves, if the run has several.
         quiet: Print nothing.
 
+    Returns:
+        All results of the changed run.
+
     Raises:
-        UserError: If it cannot be removed, or a stage fails.
+        UserError: If the data cannot be removed, or a stage fails.
     """
     from pipeline.app.experiment import choose_stream, make_console, make_printer
     from pipeline.config import settings as configs
@@ -279,8 +283,8 @@ def remove_data(
 def runs(storage: AnyPath = "storage") -> pd.DataFrame:
     """Return a row for each run of a storage and each method, latest first.
 
-    `done` of `total` stages have a result. `average_accuracy` is that after the last finished task,
-    averaged over seeds.
+    `done` of `total` stages have a result. `average_accuracy` is the average accuracy after the
+    last finished task, averaged over seeds.
 
     Args:
         storage: Folder or URI of the storage.
@@ -306,12 +310,12 @@ def runs(storage: AnyPath = "storage") -> pd.DataFrame:
 def compare(
     *runs: AnyPath | Results | Experiment, storage: AnyPath = "storage"
 ) -> ComparisonResult:
-    """Compare two or more runs, and write the page and its tables as CSV.
+    """Compare two or more runs, and write an HTML page and its tables as CSV.
 
     Args:
-        *runs: Experiments, results, names of runs in a storage, paths of configs, files of
-            `Results.save`, or accuracy matrices as CSV or JSON.
-        storage: Storage of runs that are given by name.
+        *runs: Experiments, results, names of runs in a storage, paths of configs, files that
+            `Results.save` wrote, or accuracy matrices as CSV or JSON.
+        storage: Storage of the runs that are given by name.
 
     Raises:
         UserError: If a run cannot be read, or the runs have no common task.
@@ -328,7 +332,7 @@ def open_model(folder: AnyPath) -> Model:
     """Open the model in a folder, or URI, that `Model.save` or `accrete bundle` wrote.
 
     Raises:
-        UserError: If it is not a model folder, or was changed.
+        UserError: If `folder` is not a model folder, or its files were changed.
 
     Example:
         >>> pipeline.open_model("model").predict(["leaf.png"], task="oaks")
@@ -340,15 +344,18 @@ def open_model(folder: AnyPath) -> Model:
 
 
 def import_task(folder: AnyPath, file: AnyPath, replace: bool = False) -> str:
-    """Let a model folder serve a task of `Model.export_task` too; return the task's name.
+    """Add a task that `Model.export_task` wrote to a model folder.
 
     Args:
-        folder: Of the model.
-        file: Of the exported task.
+        folder: The model folder.
+        file: File of the exported task.
         replace: Whether a task of the same name is replaced.
 
+    Returns:
+        The name of the task.
+
     Raises:
-        UserError: If the two do not fit together, or the task is there already.
+        UserError: If the task does not fit the model, or the folder has a task of this name.
     """
     from pipeline.results import bundles  # start-up time: imports torch
 
@@ -366,7 +373,7 @@ def remove_task(folder: AnyPath, task: str) -> str:
         A note about files that were kept, or "".
 
     Raises:
-        UserError: If other tasks need it.
+        UserError: If other tasks need the task.
     """
     from pipeline.results import bundles  # start-up time: imports torch
 
@@ -374,13 +381,13 @@ def remove_task(folder: AnyPath, task: str) -> str:
 
 
 def model_inputs(folder: AnyPath) -> pd.DataFrame:
-    """Return a row for each day, model and task with predictions of a model folder.
+    """Return the inputs that a model folder counted: a row for each day, model and task.
 
-    `finding` describes how the inputs differ from the test images of the task; it is empty if they
-    do not.
+    `finding` describes how the inputs differ from the test images of the task. It is empty if they
+    do not differ.
 
     Raises:
-        UserError: If it is not a model folder, or its counts cannot be read.
+        UserError: If `folder` is not a model folder, or its counts cannot be read.
     """
     from dataclasses import asdict
 
@@ -392,12 +399,12 @@ def model_inputs(folder: AnyPath) -> pd.DataFrame:
 
 
 def model_versions(folder: AnyPath) -> pd.DataFrame:
-    """Return a row for each version in a model folder; the last is the current one.
+    """Return a row for each version in a model folder; the last row is the current version.
 
-    `written` is in seconds since the epoch, `tasks` a tuple of names.
+    `written` is in seconds since the epoch, and `tasks` is a tuple of names.
 
     Raises:
-        UserError: If it is not a model folder, or the file of a version is damaged.
+        UserError: If `folder` is not a model folder, or the file of a version is damaged.
     """
     from pipeline.config.yaml_files import absolute
     from pipeline.results.data_frame import data_frame
@@ -414,7 +421,7 @@ def rollback_model(folder: AnyPath) -> int:
         The number of the version that is now current.
 
     Raises:
-        UserError: If no earlier version is kept, or one of the files is missing.
+        UserError: If no earlier version is kept, or one of its files is missing.
     """
     from pipeline.config.yaml_files import absolute
     from workers.serving import versions
@@ -439,8 +446,8 @@ def collect_garbage(
         keep_gb: Keep the newest results up to this size.
 
     Returns:
-        A row for each folder with its `bytes`. `deleted` is False if a new run needs it, or a
-        process is computing it.
+        A row for each folder with its `bytes`. `deleted` is False if `dry_run`, if a new run needs
+        the result, or if a process is computing it.
 
     Raises:
         UserError: If the storage does not exist.
@@ -481,10 +488,10 @@ def methods() -> pd.DataFrame:
 def method_settings(method: str) -> pd.DataFrame:
     """Return a row for each setting of a method: kind, default, bounds, the paper's value, meaning.
 
-    Values are texts, as in YAML.
+    Values are strings, as in YAML.
 
     Raises:
-        UserError: If there is no such method.
+        UserError: If the method does not exist.
 
     Example:
         >>> pipeline.method_settings("meat")
@@ -499,7 +506,7 @@ def method_settings(method: str) -> pd.DataFrame:
 def data_sets() -> pd.DataFrame:
     """Return a row for each card of `datasets`: classes, images, how it is obtained, its licence.
 
-    NaN for numbers that a card does not state. A card that cannot be read is left out, with a
+    A number that a card does not state is NaN. A card that cannot be read is left out, with a
     warning.
     """
     from pipeline.data import catalogue  # start-up time: imports pyarrow
@@ -519,7 +526,7 @@ def prepare_data(
     Args:
         card: Name or path of the card.
         source: Folder of the unpacked files.
-        folder: Folder to fill. None: the one that the card reads.
+        folder: Folder to fill. None: the folder that the card reads.
         copy: Write copies instead of links.
 
     Returns:
@@ -545,13 +552,13 @@ def shards(card: str, storage: AnyPath | None = None) -> pd.DataFrame:
 
     Args:
         card: Name or path of a card, or path of a config.
-        storage: Storage with the ingested data. None: `storage`, or that of the config.
+        storage: Storage with the ingested data. None: `storage`, or the storage of the config.
 
     Returns:
-        A row for each `url`, which can stand for several with braces, as in WebDataset.
+        A row for each `url`. A URL with braces means several shards, as in WebDataset.
 
     Raises:
-        UserError: If the data were not ingested yet.
+        UserError: If the data have not been ingested yet.
     """
     from pipeline.results import shard_urls  # start-up time: imports pyarrow
     from pipeline.results.data_frame import data_frame
@@ -571,11 +578,11 @@ def write_config(
 ) -> str:
     """Inspect data, print the detected layout, and write a card, a config and a preview.
 
-    `load(paths)` calls this function itself.
+    `load(paths)` does this too, so no earlier call of `write_config` is needed.
 
     Args:
-        *paths: Data as for `accrete init`, one task each.
-        name: Name of the run. Empty: that of the data.
+        *paths: Paths of data, as for `accrete init`. Each path becomes a task.
+        name: Name of the run. Empty: the name of the data.
         image: Column of the image in a table, if it is ambiguous.
         label: Column of the label in a table, if it is ambiguous.
         settings: Settings of the card for ambiguous data, for example `{"source.split": "fold",
@@ -585,7 +592,7 @@ def write_config(
         The path of the config.
 
     Raises:
-        UserError: If the data do not fit, or another file exists.
+        UserError: If the data cannot be used, or another file with the same name exists.
     """
     from pipeline.config.invocation import this_command
     from pipeline.config.yaml_files import format_override
@@ -604,8 +611,8 @@ def write_config(
 def preview_data(card: str) -> str:
     """Write a page with images of each class and split of a card, and return its path.
 
-    The page is in the current folder, and shows what `ingest` would read: the account of files, and
-    the skipped files.
+    The page is in the current folder. It shows the data that `ingest` would read, a summary of all
+    files, and the skipped files.
 
     Args:
         card: Name or path of the card.
@@ -620,7 +627,7 @@ def preview_data(card: str) -> str:
 
 # ---- arguments -----------------------------------------------------------------------------------
 def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
-    """Return a run as `comparison_files.compare` takes it."""
+    """Convert a run to an argument of `comparison_files.compare`."""
     from pipeline.app.experiment import Experiment
     from pipeline.results.frames import Results
 
@@ -632,7 +639,7 @@ def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
 
 
 def _resolve_config(source: LoadSource) -> ConfigSource:
-    """Return the path or the values of a config; for data, the path of a config written for it."""
+    """Return the path or values of a config. For data, write a config and return its path."""
     if isinstance(source, Mapping):
         from pipeline.config.yaml_files import plain_values
         from pipeline.data.inline_cards import write_inline_cards  # start-up time: imports pyarrow
@@ -647,7 +654,7 @@ def _resolve_config(source: LoadSource) -> ConfigSource:
 
 
 def _parse_paths(source: AnyPath | Sequence[AnyPath]) -> list[str]:
-    """Return paths as texts; raise `UserError` for no path or another type."""
+    """Return paths as strings. Raise `UserError` for an empty list or another type."""
     from workers.errors import UserError
 
     paths: list[Any] = [source]

@@ -1,4 +1,4 @@
-"""`python -m pipeline`."""
+"""Entry point of `python -m pipeline`."""
 
 import os
 import signal
@@ -8,17 +8,17 @@ PROCESS = os.getpid()
 
 
 def stop(number: int, frame: object) -> None:
-    """End this process with a sentence, until a command listens to the signal itself."""
+    """Handle SIGTERM until a command installs its own handler: print a message and exit."""
     if os.getpid() == PROCESS:
         sys.stderr.write("accrete: stopped before anything was started\n")
         sys.stderr.flush()
         os._exit(128 + number)
-    signal.signal(number, signal.SIG_DFL)  # a process that this one forked
+    signal.signal(number, signal.SIG_DFL)  # a forked child of this process
     os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
-    from pipeline.cli import leave, main  # may take a second
+    from pipeline.cli import leave, main  # can take a second
 
     leave(main())

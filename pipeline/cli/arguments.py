@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and the types of arguments."""
+"""Arguments that several commands share, and functions that parse argument values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CONFIG_OR_DATA = {
     "nargs": "+",
     "metavar": "config|PATH",
     "help": "a config, e.g. configs/demo.yaml, or images, for which one is written: " + DATA_HELP,
-}  # the argument of a command that takes either
+}  # options of `add_argument` for a command that takes a config or data
 AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[dhm])")
-AGE_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}  # in seconds
+AGE_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}  # seconds per unit
 
-# adds one command: (name, function, help text, config=True, ...) -> parser of the options
+# function that adds one command: (name, function, help text, config=True, ...) -> its parser
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 
@@ -56,12 +56,12 @@ def parse_age(text: str) -> float:
 
 
 def parse_gigabytes(text: str) -> float:
-    """Return a number of gigabytes: finite, and at least 0."""
+    """Parse a finite number of gigabytes of at least 0."""
     return parse_amount(text, "number of gigabytes")
 
 
 def parse_storage(text: str) -> str:
-    """Return the path or URI of a storage as it is; an empty one is an error."""
+    """Return the path or URI of a storage unchanged; an empty text is an error."""
     if not text.strip():
         raise argparse.ArgumentTypeError(
             "an empty text names no storage; give the folder that holds the runs"
@@ -70,7 +70,7 @@ def parse_storage(text: str) -> str:
 
 
 def add_storage_option(sub: argparse.ArgumentParser, text: str) -> None:
-    """Add `--storage`, which names the storage of runs. text: its meaning, for the help."""
+    """Add `--storage`, the storage of runs, with `text` as its help."""
     sub.add_argument(
         "--storage",
         type=parse_storage,
@@ -80,7 +80,12 @@ def add_storage_option(sub: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -> None:
-    """Add the path of a config and `--set`. config_options: for `add_argument` of the path."""
+    """Add the argument `config` and the option `--set`.
+
+    Args:
+        sub: Parser of the command.
+        **config_options: Options of `add_argument` for `config`.
+    """
     options = {"help": "path of a config, e.g. configs/demo.yaml", **config_options}
     sub.add_argument("config", **options)
     sub.add_argument(
@@ -109,7 +114,7 @@ def add_method_option(sub: argparse.ArgumentParser) -> None:
 
 
 class AddMethod(argparse.Action):
-    """`--method NAME`: adds the method to the override of `methods`, which comes first."""
+    """Action of `--method NAME`: puts the method into the first override, `methods=[...]`."""
 
     def __call__(
         self,

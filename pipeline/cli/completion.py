@@ -1,6 +1,6 @@
 """Completion of the command line in bash and zsh: commands, options, files and names of runs.
 
-The script is made once and asks no process of ours when a key is pressed.
+The script is generated once. Completion does not start Accrete, so it is fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pipeline.cli.help import list_subparsers
 from workers.errors import require_package
 
 SHELLS = ("bash", "zsh")
-# Runs are folders below `storage/runs` of the current folder; a run may also be a config.
+# The names of runs are the folders below `storage/runs`. A run can also be given by its config.
 PREAMBLE = {
     "bash": """
 _accrete_config_files() {
@@ -40,12 +40,12 @@ _accrete_run_files() {
 }
 CONFIGS = {"bash": "_accrete_config_files", "zsh": "_accrete_config_files"}
 RUNS = {"bash": "_accrete_run_files", "zsh": "_accrete_run_files"}
-FOLDERS = ("storage", "out", "model")  # arguments with folders as values
-FILES = ("FILE", "IMAGE")  # metavars of arguments with files as values
+FOLDERS = ("storage", "out", "model")  # names (`dest`) of arguments whose values are folders
+FILES = ("FILE", "IMAGE")  # metavars of arguments whose values are files
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script that a shell, one of SHELLS, reads to complete a command line."""
+    """Return the completion script of a shell of SHELLS."""
     require_package("shtab", "completion", "type the commands in full")
     import shtab  # start-up time
 

@@ -206,7 +206,7 @@ def init(args: argparse.Namespace) -> int:
         name=args.name,
         settings=starter.column_settings(args.image, args.label) + args.settings,
     )
-    preview = lines.pop()  # the last line of `start`
+    preview = lines.pop()  # `starter.start` reports the preview last
     print("\n".join(lines))
     print(f"next: {invocation.this_command()} run {shlex.quote(config)}")
     print(preview)
@@ -214,7 +214,7 @@ def init(args: argparse.Namespace) -> int:
 
 
 def _resolve_config(args: argparse.Namespace) -> None:
-    """Replace `args.config` by the path of a config. For data a card and a config are written."""
+    """Replace `args.config` by the path of a config; for data, write a card and a config first."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
     args.config = starter.find_config(args.config, invocation.this_command(), print)
@@ -319,7 +319,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _describe_status(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
-    """Return why `plan` runs a stage or does not need its deleted result, and the stage's note."""
+    """Return why a stage must run or why its deleted result is not needed, and the stage's note."""
     lookup = lookups[stage.id]
     text = ""
     if stage.id in stages_to_run:

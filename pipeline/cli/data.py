@@ -1,4 +1,4 @@
-"""The commands on data sets by name: data list, data preview, data prepare."""
+"""The commands for data sets: data list, data preview, data prepare."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_commands(add_command: AddCommand) -> None:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Run an action on data sets."""
+    """Run the chosen action: list, preview or prepare."""
     if args.action == "prepare":
         return prepare_card(args)
     if args.action == "preview":
@@ -64,7 +64,7 @@ def data(args: argparse.Namespace) -> int:
 
 
 def prepare_card(args: argparse.Namespace) -> int:
-    """Sort the official images of a card into class folders, and print how they are used."""
+    """Sort the official images of a card into class folders, and print the next step."""
     from pipeline.data import card_files, preparation  # imports pyarrow
 
     card = card_files.load_without_source(args.card)
@@ -96,7 +96,7 @@ def list_cards(args: argparse.Namespace) -> int:
     """Print a line for each card, or all information about some cards.
 
     Raises:
-        UserError: If a card cannot be read, after printing the others.
+        UserError: If a card cannot be read. The other cards are printed first.
     """
     from pipeline.config.text import table_text
     from pipeline.data import catalogue

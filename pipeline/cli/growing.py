@@ -1,4 +1,4 @@
-"""The commands for data that grow and shrink: add, remove."""
+"""The commands that add data to a run and remove data from it: add, remove."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _add_remove_command(add_command: AddCommand) -> None:
 
 
 def parse_max_drop(text: str) -> float:
-    """Parse a drop of accuracy in percentage points: finite, and at least 0."""
+    """Parse a drop in accuracy: a finite number of percentage points, at least 0."""
     return parse_amount(text, "number of points")
 
 

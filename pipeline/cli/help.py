@@ -1,4 +1,4 @@
-"""The help of the command line: commands in groups, each group and each command with an example."""
+"""The help of the command line: groups of commands, and an example for each group and command."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple, NoReturn
 
 from workers.errors import UserError
 
-EXAMPLE = "e.g."  # how an example begins
-HELP_POSITION = 16  # column at which the text of a command begins
+EXAMPLE = "e.g."  # prefix of the line with an example
+HELP_POSITION = 16  # column at which the description of a command begins
 
 
 class CommandGroup(NamedTuple):
-    """Commands that serve one purpose. example: the one that the help of all commands shows."""
+    """A group of commands in the general help. `example` is the command whose example is shown."""
 
     title: str
     commands: tuple[str, ...]
@@ -31,7 +31,7 @@ GROUPS = (
     CommandGroup("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     CommandGroup("keep house", ("gc", "completion"), "gc"),
 )
-# command -> arguments that show how it is used
+# command -> example command line, without the name of the program
 EXAMPLES: Mapping[str, str] = {
     "init": "init images/leaves",
     "data": "data list",
@@ -62,7 +62,7 @@ EXAMPLES: Mapping[str, str] = {
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps texts, but for examples, which a person copies."""
+    """Formatter that does not wrap examples, because users copy them."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(EXAMPLE):
@@ -71,7 +71,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raise `UserError` with one sentence when the command line is wrong."""
+    """Argument parser that raises `UserError` if the command line is invalid."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
@@ -104,7 +104,7 @@ class GroupedParser(Parser):
 
 
 def list_subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Parser]:
-    """Return the action of a parser that chooses a command."""
+    """Return the action of `parser` that has the parsers of all commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action
@@ -112,7 +112,7 @@ def list_subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersActi
 
 
 def example_text(program: str, command: str) -> str:
-    """Return the last line of a command's help; empty for a command without an example."""
+    """Return the line with the example of a command, or "" for a command without an example."""
     if command not in EXAMPLES:
         return ""
     return f"{EXAMPLE} {program} {EXAMPLES[command]}"

@@ -49,7 +49,7 @@ def add_commands(add_command: AddCommand) -> None:
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
-    """Delete stage results that no named run needs, after asking."""
+    """Delete stage results that no named run needs, after confirmation."""
     from pipeline.app.garbage import delete_garbage, find_garbage
     from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
@@ -95,14 +95,19 @@ def collect_garbage(args: argparse.Namespace) -> int:
 
 
 def staying_sentence(count: int, reason: str) -> str:
-    """Return how many of the listed folders are kept. reason: ends before `it` or `them`."""
+    """Describe how many of the listed folders are kept, and why.
+
+    Args:
+        count: Number of kept folders.
+        reason: Subject and verb of the reason, for example "a new run needs".
+    """
     if count == 1:
         return f"1 of them is kept: {reason} it"
     return f"{count} of them are kept: {reason} them"
 
 
 def garbage_text(garbage: Sequence[Garbage]) -> str:
-    """Return a line for each folder: its path, when it was written, its size."""
+    """Format a table of the folders: path, time of writing, size in megabytes."""
     from pipeline.config.text import table_text
 
     rows = []

@@ -2,10 +2,10 @@
 
 The commands are init, data, run, plan, add, remove, launch, search, ingest, shards, report,
 analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema and
-completion. There are few flags; `--set key=value` sets everything else.
+completion. There are few options; `--set key=value` overrides any setting of a config.
 
-Help, version and a mistyped command need only the standard library. Each command imports the
-packages that it needs.
+The help, the version and the error for an unknown command need only the standard library. Each
+command imports the packages that it needs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from workers import plugins, preemption
 from workers.errors import UserError
 from workers.storage import secrets
 
-BUCKET = re.compile(r"in bucket '([^']+)'")  # names the bucket in an error of pyarrow
-LONGEST_ERROR = (
-    4000  # largest number of printed characters of an error; errors of workers can be long
-)
+BUCKET = re.compile(r"in bucket '([^']+)'")  # the bucket's name in an error of pyarrow
+LONGEST_ERROR = 4000  # maximal printed characters of an error; errors of workers can be long
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as Python does, up to the point where libraries could change its exit code.
+    """Exit with a code, without the finalisation of the interpreter.
 
-    A thread of pyarrow that still runs when the interpreter is taken down aborts the process.
+    Like a normal exit, this function waits for Python threads, runs the `atexit` functions and
+    flushes the output. The finalisation is skipped because a pyarrow thread that still runs then
+    aborts the process, which changes the exit code.
     """
     try:
         vars(threading)["_shutdown"]()  # waits for threads that Python started
@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
     Returns:
-        0: success. 2: the input is invalid; one sentence on stderr gives the reason. 130: ended by
-            Ctrl-C. 143: ended by SIGTERM.
+        0: success. 2: an error; one sentence on stderr gives the reason. 130: interrupted by
+            Ctrl-C. 143: stopped by SIGTERM.
     """
     try:
         args = parser().parse_args(argv)
@@ -75,10 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"accrete: {one_line(str(error))}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of our output has closed it, e.g. `| head`
+    except BrokenPipeError:  # the reader closed the pipe of our output, e.g. `| head`
         sys.stderr.close()
         return 0
-    except ConnectionError as error:  # an OSError that names no file
+    except ConnectionError as error:  # an OSError without a file name
         reason = one_line(str(error)) or type(error).__name__
         print(
             f"accrete: a connection was lost or refused ({reason}); "
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def file_sentence(error: OSError) -> str:
-    """Return the sentence about a file, or an object in a bucket, that cannot be used."""
+    """Describe an error of a file, or of an object in a bucket, and the remedy."""
     text = one_line(str(error.strerror or error))
     file_name = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -141,7 +141,7 @@ def one_line(text: str) -> str:
 
 
 class PrintVersion(argparse.Action):
-    """Print which Accrete this is, and exit."""
+    """Print the version, commit and checkout of Accrete, and exit."""
 
     def __call__(
         self,

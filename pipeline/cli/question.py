@@ -1,10 +1,10 @@
-"""Questions to a person at a terminal."""
+"""Questions to the user at a terminal."""
 
 from __future__ import annotations
 
 
 def ask(question: str) -> str:
-    """Return a person's answer in lower case; empty when the input is at its end."""
+    """Ask a question, and return the answer in lower case, or "" at the end of the input."""
     try:
         return input(question).strip().lower()
     except EOFError:

@@ -1,4 +1,4 @@
-"""The commands that document methods and the content of files: methods, schema."""
+"""The commands that document methods and file formats: methods, schema."""
 
 from __future__ import annotations
 

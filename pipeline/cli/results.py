@@ -132,9 +132,9 @@ def _add_state_commands(add_command: AddCommand) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the report and the MLflow record of a run, or of a search, again from the store.
+    """Write the report and the MLflow record of a run or a search again, from stored results.
 
-    Of a model folder, show the inputs that it answered.
+    For a model folder, print the inputs that it counted.
     """
     if os.path.isdir(args.config) or "://" in args.config:
         return _report_inputs(args)
@@ -164,7 +164,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _report_inputs(args: argparse.Namespace) -> int:
-    """Print the inputs of a model folder by day."""
+    """Print the counted inputs of a model folder by day."""
     from pipeline.config.yaml_files import absolute
     from pipeline.report.inputs_text import format_inputs
     from pipeline.results import input_days
@@ -205,7 +205,7 @@ def analyse(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Write the page that lays finished runs side by side."""
+    """Compare finished runs: print tables and write a page."""
     from pipeline.report import comparison_files
     from pipeline.shell.console import at_work
 
@@ -234,7 +234,7 @@ def list_runs(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print how far a run is."""
+    """Print the progress of a run."""
     from pipeline.report import run_text
     from pipeline.results import runs
 
@@ -247,7 +247,7 @@ def status(args: argparse.Namespace) -> int:
         return 0
     try:
         run_text.watch(name, storage, args.all)
-    except KeyboardInterrupt:  # the run continues
+    except KeyboardInterrupt:  # ends only the display; the run continues
         print()
     return 0
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from workers.serving.bundle import Bundle
     from workers.serving.versions import Version
 
-DEFAULT_TOP = 3  # probabilities per image in a table
-DIGEST_CHARACTERS = 12  # of a sha256 in a table
+DEFAULT_TOP = 3  # printed probabilities per image
+DIGEST_CHARACTERS = 12  # printed characters of a sha256
 
 
 def add_commands(add_command: AddCommand) -> None:
@@ -154,7 +154,7 @@ def find_record_folder(args: argparse.Namespace) -> str:
 
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
-    """Print a table with the answer to each image. Return the exit code."""
+    """Classify images and print a table with a row for each. Return the exit code."""
     from pipeline.config.text import table_text
     from pipeline.results.model import predict_in_chunks
     from workers.serving.recorder import recording
@@ -191,7 +191,7 @@ def bundle(args: argparse.Namespace) -> int:
 
     with at_work(lambda: "writing the model"):
         source = open_bundle(args)
-        if args.onnx:  # first, because a task that cannot be written must not leave a folder
+        if args.onnx:  # first: if it fails, no model folder must be left behind
             _write_onnx(source, args)
         if args.out:
             _write_folder(source, args)
@@ -246,7 +246,7 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def describe_rules(rules: Mapping[str, Any]) -> str:
-    """Return a sentence on how often each rule for images without a task is right."""
+    """Describe the accuracy of each rule that chooses the task of an image."""
     from pipeline.config.text import format_percent
 
     parts = [f"{rule} {format_percent(share)}" for rule, share in rules["accuracy"].items()]
@@ -319,7 +319,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def open_source(args: argparse.Namespace) -> ModelSource:
-    """Return the source of the model of a command line."""
+    """Return the source of the model that `args.config` names."""
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
     from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel

@@ -1,4 +1,4 @@
-"""How this process was started, as a person would type it: printed commands begin with it."""
+"""The command that started this process, as a user types it. Printed commands begin with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SCRIPT = "accrete"  # installed by pip, see `project.scripts` of pyproject.toml
 
 
 def this_python() -> str:
-    """Return the path of this interpreter, as short as a person would type it."""
+    """Return the path of this interpreter, relative to the current folder if that is shorter."""
     return _short(sys.executable)
 
 
 def this_command() -> str:
     """Return the command that starts Accrete in the same way as this process.
 
-    It is `accrete` if the script is on the search path of the shell, else its path, or the
-    interpreter with `-m pipeline`, followed by `--plugin` for each plugin.
+    The command is `accrete` if this script is the one that the shell finds, else the path of the
+    script, or the interpreter with `-m pipeline`. A `--plugin` option for each plugin follows.
     """
     return " ".join([_find_program(), *(f"--plugin {name}" for name in list_plugins())])
 
@@ -44,11 +44,11 @@ def program() -> str:
 
 
 def logs_command(storage: str, name: str) -> str:
-    """Return the command that shows the log of a stage, to be followed by the stage's id."""
+    """Return the command that prints the log of a stage, except its last argument, the id."""
     return f"{this_command()} logs --storage {shlex.quote(storage)} {name}"
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the current folder where it lies in it."""
+    """Return a path relative to the current folder if the path is inside of it, else unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""Reads YAML and overrides into frozen, checked settings.
+"""The settings of a config: read from YAML and overrides, validated and immutable.
 
 Every error names the key, the value, the rule and the remedy.
 """
@@ -53,8 +53,8 @@ from workers.storage.secrets import refuse_secrets
 if TYPE_CHECKING:
     from workers.methods.base import Method
 
-ConfigSource = str | Mapping[str, Any]  # path of a config file, or the values of one
-MAPPING = "the config"  # name of a config without a file in errors
+ConfigSource = str | Mapping[str, Any]  # path of a config file, or the values of a config
+MAPPING = "the config"  # name in errors of a config without a file
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = (
     "name",
@@ -62,11 +62,11 @@ ELSEWHERE = (
     "cluster",
     "tracking",
     "plugins",
-)  # settings that are not part of any key
-LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
-MAX_PROBLEM_TEXT = 500  # characters; further mistakes of a file are counted
+)  # settings that are not part of the key of any result
+LONGEST_SUFFIX = 60  # characters that overrides add to the name of a run, without a digest
+MAX_PROBLEM_TEXT = 500  # characters of an error; further mistakes of a file are only counted
 LONGEST_VALUE = 80  # characters of a value in an error
-# of the setting tracking.prometheus
+# rule for the setting `tracking.prometheus` in errors
 ADDRESS_RULE = "give HOST:PORT, or PORT alone for this machine; port 0 is any free one"
 PLAIN_WORDS = {
     r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values",
@@ -75,15 +75,16 @@ PLAIN_WORDS = {
     r"^(list|tuple)": "this list",
     r"^string": "this text",
     r"a valid string": "text",
-}  # replacements for pydantic's names of Python types
-SHARED_STAGES = ("data", "backbone", "features", "report")  # how ids of shared stages begin
+}  # patterns of type names in pydantic's messages -> replacements
+# first parts of the ids of stages that all methods share
+SHARED_STAGES = ("data", "backbone", "features", "report")
 
 
 def as_name(value: Any) -> str:
-    """Return a name as text, because YAML may have read it as an integer.
+    """Return a name as a string. YAML may have read the name as an integer.
 
     Raises:
-        ValueError: If YAML read it as another type.
+        ValueError: If the value is neither a string nor an integer.
     """
     if type(value) not in (str, int):
         raise ValueError(
@@ -96,7 +97,7 @@ Name = Annotated[str, BeforeValidator(as_name)]
 
 
 class Slices(Frozen):
-    """How images are divided into tasks whose classes come back, each image into one task."""
+    """Division of images into tasks in which classes recur. Each image is in one task."""
 
     kind: Literal["blurry", "repeating"] = Field(
         description="`blurry`: a class comes mainly in one task (i-Blurry); `repeating`: a class "
@@ -122,8 +123,8 @@ class Slices(Frozen):
 class TaskEntry(Frozen):
     """A task of the stream.
 
-    With `split` it is several tasks, with equally many classes each in the card's order. With
-    `slices` it is several tasks with all classes, and images of some of them.
+    With `split` the entry is several tasks, with equally many classes each, in the card's order.
+    With `slices` the entry is several tasks that have all classes, and images of some classes.
     """
 
     card: str = Field(
@@ -155,7 +156,7 @@ class TaskEntry(Frozen):
     )
 
     def list_task_names(self, card: str) -> list[str]:
-        """Return the names of the tasks that the entry stands for. card: name of its card."""
+        """Return the names of the tasks that the entry defines. `card` is the name of its card."""
         name = self.name or card
         count = self.slices.tasks if self.slices else self.split
         if not count:
@@ -186,7 +187,7 @@ class StreamSettings(Frozen):
 
 
 def _check_gpus(gpus: float) -> float:
-    """Return an amount of GPUs. Raise `ValueError` for one that Ray does not give."""
+    """Return a number of GPUs. Raise `ValueError` for a number that Ray cannot allocate."""
     if gpus > 1 and gpus % 1:
         raise ValueError(
             "a rank gets a part of one GPU, or whole GPUs; give a fraction below 1, or a whole "
@@ -201,7 +202,7 @@ Gpus = Annotated[float, Field(ge=0, le=1000), AfterValidator(_check_gpus)]
 class StageLimits(Frozen):
     """Resources of a rank for one kind of stage, and its time limit.
 
-    Missing values are those of `cluster`.
+    A missing value is taken from `cluster`.
     """
 
     cpus: int | None = Field(
@@ -224,10 +225,10 @@ class StageLimits(Frozen):
 
 
 class ClusterSettings(Frozen):
-    """The resources that a run uses; no setting here is in the key of a result.
+    """The resources that a run uses. These settings are not part of the key of a result.
 
-    `workers`, `cpus_per_worker` and `gpus_per_worker` set the order in which floats are summed, and
-    so change results by rounding. The other settings do not change results.
+    `workers`, `cpus_per_worker` and `gpus_per_worker` determine the order in which floats are
+    summed, so they change results by rounding. The other settings do not change results.
     """
 
     largest_whole: ClassVar[int] = 100_000
@@ -337,7 +338,7 @@ class ClusterSettings(Frozen):
         return value
 
     def of_step(self, step: str) -> ClusterSettings:
-        """Return the settings for one kind of stage, with the resources that it takes."""
+        """Return the settings with the resources for one kind of stage."""
         limits = self.stages.get(step, StageLimits())
         resources = {
             "cpus_per_worker": limits.cpus,
@@ -351,7 +352,7 @@ class ClusterSettings(Frozen):
     def of_any_step(self) -> ClusterSettings:
         """Return the settings of a rank that can run every kind of stage.
 
-        Each resource is the maximum over the kinds.
+        Each resource is the maximum over the kinds of stages.
         """
         kinds = [self, *(self.of_step(step) for step in self.stages)]
         resources: dict[str, float] = {}
@@ -367,7 +368,7 @@ class ClusterSettings(Frozen):
         return self.model_copy(update=most)
 
     def time_limit(self, step: str) -> float | None:
-        """Return how many seconds a try of one kind of stage may take; None for any number."""
+        """Return the time limit in seconds of a try of one kind of stage; None: no limit."""
         limits = self.stages.get(step, StageLimits())
         return limits.timeout_s or None
 
@@ -379,7 +380,7 @@ def parse_address(text: str) -> tuple[str, int]:
         text: `HOST:PORT`, `[IPv6]:PORT`, or `PORT`.
 
     Raises:
-        ValueError: If it is not an address.
+        ValueError: If the text is not an address.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
@@ -442,7 +443,9 @@ class TaskOverrides(Frozen):
     """The settings of a method that differ for one task.
 
     Attributes:
-        settings: The method's own settings that serving does not read.
+        train: Differences from the method's `train`.
+        steps: Differences from the method's `steps`.
+        settings: Differences from the method's own settings. Serving does not read them.
     """
 
     train: dict[str, Any] = Field(default_factory=dict)
@@ -456,8 +459,8 @@ class MethodEntry(Frozen):
     Attributes:
         train: Differences from the config's `train`.
         data: Differences from the config's `data`.
-        steps: Training settings by step.
-        tasks: Differences for a task, by its name.
+        steps: Step -> training settings of this step.
+        tasks: Name of a task -> differences for this task.
         settings: The method's own settings.
     """
 
@@ -472,7 +475,7 @@ class MethodEntry(Frozen):
 
 
 class BackboneChoice(BackboneModel):
-    """The backbone that all tasks share: any timm model of images.
+    """The backbone that all tasks share: any image model of timm.
 
     Missing values come from the model's configuration in timm or on the hub.
     """
@@ -627,15 +630,15 @@ class Config(Frozen):
 
     @property
     def base_name(self) -> str:
-        """The name in the file; `--set` changes `name` if it changes the results."""
+        """The name in the file. `name` differs from it if `--set` changes the results."""
         return self._base_name or self.name
 
     def merge_entry(self, label: str, task: str | None = None) -> MethodEntry:
-        """Return the settings of a method, with those under `tasks` for one task.
+        """Return the settings of a method, merged with its settings for one task.
 
         Args:
             label: Label of the method.
-            task: The task. None: the settings of all tasks.
+            task: The task. None: only the settings that hold for all tasks.
         """
         entry = self.methods[label]
         task_entry = entry.tasks.get(task or "", TaskOverrides())
@@ -652,8 +655,8 @@ class Config(Frozen):
     ) -> TrainSettings:
         """Return the training settings of one step of one method.
 
-        From the weakest to the strongest: the method's defaults, `train`, the method's, the task's,
-        the step's.
+        Later values override earlier ones: the defaults of the method, `train` of the config, of
+        the method and of the task, `steps` of the method and of the task.
         """
         return self._complete_train(
             self.methods[label].method,
@@ -666,8 +669,7 @@ class Config(Frozen):
     def backbone_train(self) -> TrainSettings:
         """Return the training settings of a backbone that is trained on the base task.
 
-        This is plain fine-tuning; values that `train` does not set are those declared by
-        `finetune`.
+        The backbone is fine-tuned. Values that `train` does not set are the defaults of `finetune`.
         """
         return self._complete_train("finetune", "train", self._set_train(), "train", "")
 
@@ -681,7 +683,7 @@ class Config(Frozen):
         return checked(TrainSettings, values, path, where)
 
     def _set_train(self) -> dict[str, Any]:
-        """Return the values that the section `train` sets, without those left to the methods."""
+        """Return only the values that the section `train` sets, without defaults of methods."""
         return self.train.model_dump(exclude_unset=True)
 
     def _configured_train(self, label: str, step: str, task: str | None) -> dict[str, Any]:
@@ -692,16 +694,16 @@ class Config(Frozen):
     def configured_keep(
         self, label: str, step: str, where: str = "", task: str | None = None
     ) -> str:
-        """Return the setting `keep` of a step, after a check of all that the config sets for it.
+        """Check the training settings that the config sets for a step, and return `keep`.
 
-        It imports no torch, as `merge_train` does.
+        Unlike `merge_train`, this method does not import torch.
         """
         path = f"{settings_path(label, task)}.train"
         configured = self._configured_train(label, step, task)
         return checked(TrainSettings, configured, path, where).keep
 
     def merge_data(self, label: str, where: str = "") -> DataSettings:
-        """Return the data settings of one method: its own over `data`."""
+        """Return the data settings of one method: its own values override those of `data`."""
         merged = {**self.data.model_dump(), **self.methods[label].data}
         return checked(DataSettings, merged, f"{settings_path(label)}.data", where)
 
@@ -725,7 +727,7 @@ def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, A
 
 
 def settings_path(label: str, task: str | None = None) -> str:
-    """Return the dotted path of a method's settings in a config, or of those for one task."""
+    """Return the dotted path of a method's settings in a config, or of its settings for a task."""
     path = f"methods.{label}"
     if task:
         path += f".tasks.{task}"
@@ -735,13 +737,13 @@ def settings_path(label: str, task: str | None = None) -> str:
 def load(
     source: ConfigSource, overrides: list[str] | None = None, with_methods: bool = True
 ) -> Config:
-    """Read a config, apply `key.sub=value` overrides and check everything.
+    """Read a config, apply overrides and validate all settings.
 
     Args:
         source: Path of a file, or the content of such a file with paths relative to the current
             folder.
-        overrides: Overrides in the form of `--set`.
-        with_methods: Check the methods' own settings, which imports torch.
+        overrides: Overrides `key.sub=value`, like `--set`.
+        with_methods: Also check the methods' own settings, which imports torch.
 
     Raises:
         UserError: If the config is invalid.
@@ -765,19 +767,19 @@ def load(
     try:
         plain = read_values(source, [o for o in overrides if _names_methods_of_stream(o, source)])
         return named_by_overrides(config, check(plain, where, with_methods))
-    except UserError:  # without the overrides the file is not a valid run
+    except UserError:  # the file is only valid with the overrides
         return config
 
 
 def read_values(source: ConfigSource, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read the values of a config, with overrides and the settings of methods given by name.
+    """Read the values of a config, apply overrides, and insert settings of methods given by name.
 
     Args:
         source: Path of a file, or the values.
-        overrides: As `--set` takes them.
+        overrides: Overrides `key.sub=value`, like `--set`.
 
     Raises:
-        UserError: If a file cannot be read, or an override has no place.
+        UserError: If a file cannot be read, or an override cannot be applied.
     """
     body = _list_values(source)
     for override in overrides:
@@ -788,7 +790,10 @@ def read_values(source: ConfigSource, overrides: Sequence[str]) -> dict[str, Any
 
 
 def _names_methods_of_stream(override: str, source: ConfigSource) -> bool:
-    """Whether an override gives methods to a config without any, which are then in its name."""
+    """Return whether an override adds methods to a stream, a config without methods.
+
+    These methods are part of the name of the run, so the override must not change the name again.
+    """
     return override.startswith("methods=") and "methods" not in _list_values(source)
 
 
@@ -808,12 +813,12 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
 
 
 def name_of_source(source: ConfigSource) -> str:
-    """Return the name of a config in errors: the path of the file if it has one."""
+    """Return the name of a config in errors: the path of its file, if it has a file."""
     return source if isinstance(source, str) else MAPPING
 
 
 def _list_values(source: ConfigSource) -> dict[str, Any]:
-    """Return the values of a config over those that it extends, for the caller to change."""
+    """Return the values of a config, merged over its bases. The caller may change the result."""
     if not isinstance(source, str):
         return mapping_with_bases(source, MAPPING)
     file = find_config(source)
@@ -832,7 +837,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
     Args:
         body: The values.
         where: Name of the config in errors.
-        with_methods: Check the methods' own settings, which imports torch.
+        with_methods: Also check the methods' own settings, which imports torch.
 
     Raises:
         UserError: If a value is invalid.
@@ -858,7 +863,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
 
 
 def _check_orders(config: Config, where: str) -> None:
-    """Raise `UserError` if there are class orders, but no task that they order."""
+    """Raise `UserError` if there are class orders, but no task is split by classes."""
     if config.orders and not any(entry.split for entry in config.stream.tasks):
         raise UserError(
             f"{where}: orders is {list(config.orders)}, and no task of stream.tasks has `split`, "
@@ -867,7 +872,7 @@ def _check_orders(config: Config, where: str) -> None:
 
 
 def _check_slices(config: Config, where: str) -> None:
-    """Raise `UserError` if images are divided where they cannot be, or by an unused setting."""
+    """Raise `UserError` if `slices` cannot be used here, or has a setting without an effect."""
     for index, entry in enumerate(config.stream.tasks):
         if entry.slices is None:
             continue
@@ -899,7 +904,7 @@ def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
 
 
 def _check_methods(config: Config, where: str) -> None:
-    # imports torch, so it comes after everything that can be checked without
+    # imports torch, so all checks that do not need torch come first
     from workers.methods import METHODS
     from workers.methods.registration import (
         describe_unknown,
@@ -935,7 +940,7 @@ def _check_methods(config: Config, where: str) -> None:
 
 
 def _check_takes_slices(method_class: type[Method[Any]], path: str, where: str) -> None:
-    """Raise `UserError` if a method cannot learn a task with images of some of its classes."""
+    """Raise `UserError` if a method cannot learn a task that lacks images of some classes."""
     from workers.methods import METHODS
 
     if method_class.shares_head:
@@ -948,7 +953,7 @@ def _check_takes_slices(method_class: type[Method[Any]], path: str, where: str) 
 
 
 def _with_plugins(config: Config) -> Config:
-    """Return the config with the modules of all methods that are not part of Accrete."""
+    """Return the config with `plugins` extended by the modules of methods outside of Accrete."""
     from workers.methods.registration import method_module
 
     modules = [method_module(entry.method) for entry in config.methods.values()]
@@ -977,7 +982,7 @@ def _check_kinds_of_stages(config: Config, where: str) -> None:
 def _check_entry(
     config: Config, label: str, task: str | None, method_class: type[Method[Any]], where: str
 ) -> None:
-    """Raise `UserError` if a method does not accept its settings, or those of one task."""
+    """Raise `UserError` if a method does not accept its settings, or its settings for a task."""
     entry = config.merge_entry(label, task)
     path = settings_path(label, task)
     if task is not None:
@@ -1022,7 +1027,7 @@ def _check_entry(
 
 
 def _check_one_head(method_class: type[Method[Any]], path: str, where: str) -> None:
-    """Raise `UserError` if a method with soft targets has an output for each class and domain."""
+    """Raise `UserError` if a method has a head per task, which soft targets do not allow."""
     if not method_class.shares_head:
         raise UserError(
             f"{where}: {path}: data.mixup, data.cutmix or data.smoothing is above 0, and "
@@ -1032,16 +1037,16 @@ def _check_one_head(method_class: type[Method[Any]], path: str, where: str) -> N
 
 
 def _check_train_and_data(config: Config, where: str) -> None:
-    """Raise `UserError` for a setting of `train` or `data` that has an effect on no method."""
+    """Raise `UserError` for a setting of `train` or `data` that has no effect on any method."""
     from workers.methods import METHODS  # imports torch
 
-    errors: dict[tuple[str, str], str] = {}  # (section, key) -> the error, if nothing uses it
+    errors: dict[tuple[str, str], str] = {}  # (section, key) -> error, raised if nothing uses it
     used: set[tuple[str, str]] = set()
 
     def check_section(section: str, values: Mapping[str, Any], resolved: Frozen) -> None:
         idle = find_idle(resolved)
         for key, value in values.items():
-            # a recorded config names all settings, also those without an effect
+            # a recorded config contains all settings, including those without an effect
             is_default = value == type(resolved).model_fields[key].default
             if key in idle and not is_default:
                 errors[section, key] = _idle_text(section, key, value, *idle[key])
@@ -1073,7 +1078,7 @@ def _check_train_and_data(config: Config, where: str) -> None:
 
 
 def _idle_text(path: str, key: str, value: Any, mark: ActiveIf, other: Any) -> str:
-    """Return the error for a setting without an effect, with the setting that decides."""
+    """Return the error for a setting that has no effect because of the value of another setting."""
     if mark.name == "scenario":
         decider = "stream.scenario"
         remedy = ""
@@ -1089,7 +1094,7 @@ def _idle_text(path: str, key: str, value: Any, mark: ActiveIf, other: Any) -> s
 
 
 def _yaml_text(value: Any) -> str:
-    """Return a value as a config has it."""
+    """Format a value as in a config."""
     return json.dumps(value).strip('"')
 
 
@@ -1130,7 +1135,7 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
         where: Name of their file in errors.
 
     Raises:
-        UserError: With one sentence per mistake.
+        UserError: If a value is invalid; the message has one sentence per mistake.
     """
     try:
         return model.model_validate(body)
@@ -1155,8 +1160,8 @@ def describe_validation_error(
     problems: dict[tuple[Any, ...], Any] = {}
     places = [problem["loc"] for problem in error.errors()]
     above = {place[:depth] for place in places for depth in range(len(place))}
-    for problem in error.errors():  # of a value that may be of several types, there are several
-        # pydantic counts the valid items of a list, so that a list of invalid ones is too short
+    for problem in error.errors():  # a value of a union has a problem for each type of the union
+        # pydantic counts only valid items, so a list of invalid items is reported as too short
         if problem["type"] != "too_short" or problem["loc"] not in above:
             problems.setdefault(_format_place(body, problem["loc"]), problem)
     sentences: list[str] = []
@@ -1174,7 +1179,7 @@ def describe_validation_error(
 
 
 def _format_place(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the part of a location that leads to a value of the body, or to a key it lacks."""
+    """Return the part of a location that is a path in `body`, or ends with a missing key."""
     path: list[Any] = []
     for part in location:
         path.append(part)
@@ -1234,7 +1239,7 @@ def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested values by their dotted keys, to compare two sets of inputs."""
+    """Flatten nested mappings into dotted key -> value, to compare two sets of inputs."""
     if isinstance(value, Mapping) and value:
         flat: dict[str, Any] = {}
         for name, nested in value.items():
@@ -1249,7 +1254,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def named_by_overrides(config: Config, plain: Config) -> Config:
     """Return the config with a derived name if the overrides change the results.
 
-    Then it has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`.
+    The renamed run has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`.
 
     Args:
         config: The config.
@@ -1259,7 +1264,7 @@ def named_by_overrides(config: Config, plain: Config) -> Config:
     after = flatten(computed(config))
     changed = {}
     for key in sorted(before.keys() | after.keys()):
-        # flatten leaves an empty mapping as a value; it equals an absent one
+        # `flatten` keeps an empty mapping as a value; it is equal to a missing mapping
         if before.get(key, {}) != after.get(key, {}):
             changed[key] = after.get(key)
     if not changed or config.name != plain.name:
@@ -1288,7 +1293,7 @@ def computed(config: Config) -> dict[str, Any]:
 def dump(config: Config) -> dict[str, Any]:
     """Return the resolved config as plain values, in the layout of a config file."""
     body = config.model_dump(mode="json", by_alias=True)
-    # values left to the methods must not come back as values set by the config
+    # a default of a method must not become a value of the config when the result is read again
     body["train"] = config.train.model_dump(mode="json", exclude_unset=True)
     if config.seeds:
         del body["seed"]

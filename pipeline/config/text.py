@@ -1,7 +1,7 @@
-"""Numbers and tables as text for people: the only formatters of durations, sizes, rates and counts.
+"""Text for users: the only formatters of durations, sizes, rates, counts and tables.
 
 Console, report, MLflow notes and error messages use the same functions, so that a number
-reads the same everywhere.
+has the same format everywhere.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 NO_VALUE = "-"
-MAX_DIGITS = 999.5  # a value that rounds to four digits takes the next unit
+MAX_DIGITS = 999.5  # from this value on, which rounds to four digits, the next unit is used
 BYTE_UNITS = ("B", "kB", "MB", "GB")
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration: seconds below one minute, else two units.
+    """Format a duration: seconds below one minute, else two units.
 
     Example:
         >>> format_seconds(7.25), format_seconds(59.96), format_seconds(75), format_seconds(3700)
@@ -30,7 +30,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """Return a size with three digits, in powers of 1000; `-` for None and NaN.
+    """Format a size with three digits, in powers of 1000; `-` for None and NaN.
 
     Example:
         >>> format_bytes(980), format_bytes(1_234_567), format_bytes(None)
@@ -50,10 +50,10 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_percent(rate: float | None, digits: int = 2) -> str:
-    """Return a rate in per cent; `-` for None and NaN.
+    """Format a rate in per cent; `-` for None and NaN.
 
     Args:
-        rate: A share, 1.0 for all.
+        rate: A share between 0 and 1.
         digits: Digits after the point: 2 on the console, 1 in the dense tables of a report.
 
     Example:
@@ -66,17 +66,17 @@ def format_percent(rate: float | None, digits: int = 2) -> str:
 
 
 def plural(count: float) -> str:
-    """Return the ending of a regular noun after a number: `s`, or nothing after 1."""
+    """Return the ending of a regular noun after a number: "s", or "" after 1."""
     return "" if count == 1 else "s"
 
 
 def format_count(count: float, noun: str, is_exact: bool = True) -> str:
-    """Return a number with its noun.
+    """Format a number with its noun.
 
     Args:
-        count: How many there are.
+        count: The number.
         noun: A regular noun in the singular.
-        is_exact: False if there are more than `count`.
+        is_exact: False if the true number is larger than `count`.
 
     Example:
         >>> format_count(1, "image"), format_count(2, "class", is_exact=False)
@@ -91,12 +91,12 @@ def format_count(count: float, noun: str, is_exact: bool = True) -> str:
 def table_text(
     heading: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] | None = None
 ) -> str:
-    """Return a table in columns of equal width.
+    """Format a table with aligned columns.
 
     Args:
         heading: Names of the columns.
-        rows: Cells of each row, as many as there are columns.
-        left: Names of the columns that are aligned to the left. None: the first column.
+        rows: Cells of each row, one per column.
+        left: Names of the left-aligned columns. None: the first column.
 
     Example:
         >>> print(table_text(["task", "images"], [["digits", "9"], ["a", "1200"]]))

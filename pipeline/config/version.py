@@ -12,11 +12,17 @@ from typing import NamedTuple
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 5.0
 CODE = ("pipeline", "workers", "pyproject.toml", "constraints.txt")  # files that results depend on
-COMMIT = "ACCRETE_COMMIT"  # variable that names the commit of a copy without git
+COMMIT = "ACCRETE_COMMIT"  # environment variable with the commit of a copy without git
 
 
 class AccreteVersion(NamedTuple):
-    """The version in pyproject.toml, and the commit as returned by `git_commit`."""
+    """The version of Accrete.
+
+    Attributes:
+        number: Version in pyproject.toml, or of the installed wheel.
+        commit: Commit as returned by `git_commit`; "" for an installed wheel.
+        checkout: Folder of the code.
+    """
 
     number: str
     commit: str
@@ -28,7 +34,7 @@ class AccreteVersion(NamedTuple):
 
 
 def get_version(checkout: Path = CHECKOUT) -> AccreteVersion:
-    """Return the version of a checkout, of a copy of one without git, or of an installed wheel."""
+    """Return the version of a checkout, of a copy of a checkout without git, or of a wheel."""
     if not (checkout / "pyproject.toml").exists():
         return AccreteVersion(metadata.version("accrete"), "", str(checkout))
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -38,10 +44,10 @@ def get_version(checkout: Path = CHECKOUT) -> AccreteVersion:
 def git_commit(checkout: Path = CHECKOUT) -> str:
     """Return the commit of a checkout, with `-dirty` if its code differs or has new files.
 
-    For a copy without git, for example an image or a job of Ray, it is the value of ACCRETE_COMMIT.
-    It is empty if the variable is not set, and if git does not answer.
+    For a copy without git, for example a container image or the working directory of a Ray job, it
+    is the value of ACCRETE_COMMIT. It is empty if the variable is not set, and if git fails.
     """
-    if not (checkout / ".git").exists():  # git would look in the folders above
+    if not (checkout / ".git").exists():  # git would search the parent folders
         return os.environ.get(COMMIT, "")
     try:
         commit = _ask_git(checkout, "rev-parse", "--short=12", "HEAD")
@@ -55,7 +61,7 @@ def git_commit(checkout: Path = CHECKOUT) -> str:
 
 def _ask_git(checkout: Path, *arguments: str) -> str:
     """Return the output of git; raise SubprocessError if it fails or takes too long."""
-    # other processes may be at work on the checkout, and it may be read-only
+    # no locks: other processes may use the checkout, and it may be read-only
     command = ["git", "--no-optional-locks", "-C", str(checkout), *arguments]
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True

@@ -1,9 +1,9 @@
-"""YAML files as plain values: safe, strict and bounded; `extends`, `--set` and `${NAME}`.
+"""Read YAML files safely, with strict rules and size limits; apply `extends`, `--set`, `${NAME}`.
 
 Scalars follow the core schema of YAML 1.2. Only true and false are booleans: `no`, `on` and `off`
-are text. 010 is ten, 0o10 is eight, 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are text. A number
-or boolean setting also accepts a text with an unambiguous meaning: 1_000 is a thousand, `yes` is
-true.
+are strings. 010 is ten, 0o10 is eight, 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are strings. A
+setting that is a number or a boolean also accepts a string with an unambiguous meaning: 1_000 is a
+thousand, `yes` is true.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from workers.storage.secrets import refuse_secrets
 
 # limits of one file
 MAX_TEXT = 16 << 20  # characters
-MAX_VALUES = 200_000  # values, each alias counted in full
+MAX_VALUES = 200_000  # values; an alias counts as all values that it refers to
 MAX_LEVELS = 50  # levels of nesting
-MAX_FILES = 100  # files of a config, each counted as often as it is extended
-LONGEST_UTF8 = 4  # bytes of a character
-# Mutually exclusive settings: a file, or `--set`, with one replaces the other.
+MAX_FILES = 100  # files of a config; a file counts each time that it is extended
+LONGEST_UTF8 = 4  # maximal bytes of a character
+# Mutually exclusive settings: setting one in a file or with `--set` removes the other.
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
-# In a checkout configs and cards are next to the packages, in a wheel they are in `pipeline`.
+# In a checkout, configs and cards are next to the packages; in a wheel, they are in `pipeline`.
 PACKAGE = Path(__file__).resolve().parents[1]
 IS_CHECKOUT = not (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE.parent / "configs" if IS_CHECKOUT else PACKAGE / "configs"
@@ -38,14 +38,14 @@ CARDS = PACKAGE.parent / "datasets" if IS_CHECKOUT else PACKAGE / "cards"
 STREAMS = CONFIGS / "streams"
 METHODS = CONFIGS / "methods"
 # Keys of METHODS/NAME.yaml in addition to those of a config.
-RECOMMENDED = "recommended"  # stream -> settings of the method for it
-SEARCH = "search"  # a search of the settings, by their keys in `methods.NAME`
-TAG = "tag:yaml.org,2002:"
+RECOMMENDED = "recommended"  # stream -> recommended settings of the method
+SEARCH = "search"  # a search; its keys are relative to `methods.NAME`
+TAG = "tag:yaml.org,2002:"  # prefix of YAML's standard tags
 UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
 
 class ScalarKind(NamedTuple):
-    """A kind of value other than text; `first` has the possible first characters."""
+    """A kind of scalar that is not a string. `first` has the possible first characters."""
 
     pattern: str
     first: list[str]
@@ -61,21 +61,21 @@ SCALARS = {
     ),
     "merge": ScalarKind(r"<<", ["<"]),
 }
-INT_BASES = {"0o": 8, "0x": 16}  # by prefix
+INT_BASES = {"0o": 8, "0x": 16}  # prefix -> base
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads only plain values, and refuses a key that occurs twice.
+    """YAML loader that creates only plain values, and rejects a key that occurs twice.
 
-    A file may come from a stranger. If its aliases make it huge, or it is nested too deeply, it is
-    refused before its values are created.
+    Files are not trusted. A file with too many values, counted with all aliases expanded, or too
+    many levels is rejected before its values are created.
     """
 
     def __init__(self, text: str):
         super().__init__(text)
-        self.values = 0  # composed so far
+        self.values = 0  # number of values so far, with aliases expanded
         self.level = 0
-        self.anchor_sizes: dict[str, int] = {}  # anchor -> values below it
+        self.anchor_sizes: dict[str, int] = {}  # anchor -> number of values in its node
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         return text
 
     def construct_plain_scalar(self, node: Any) -> Any:
-        """Return a null, a boolean or a number, also where a tag asks for it."""
+        """Return a null, a boolean or a number. An explicit tag can require one of them."""
         kind = node.tag.removeprefix(TAG)
         text = self.construct_scalar(node)
         if not re.fullmatch(SCALARS[kind].pattern, text):
@@ -154,7 +154,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts a text in quotes that YAML 1.1 or 1.2 would read as something else."""
+    """YAML dumper that quotes a string if YAML 1.1 or 1.2 would read it as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -177,7 +177,7 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
 
     Args:
         file: Path of the file.
-        kind: Kind of the file in errors, e.g. `a config`.
+        kind: Description of the file in errors, for example `a config`.
 
     Raises:
         UserError: If the file cannot be read, is not a mapping, or contains a secret.
@@ -216,10 +216,10 @@ def parse_yaml(text: str, where: str) -> Any:
         where: Name of the source, for errors.
 
     Raises:
-        UserError: If it is not valid YAML.
+        UserError: If the text is not valid YAML.
     """
     try:
-        return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
+        return yaml.load(text, _Loader)  # safe: a subclass of SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         if mark is not None:
@@ -229,14 +229,14 @@ def parse_yaml(text: str, where: str) -> Any:
             f"{where}: not readable as YAML ({reason}); fix its brackets, quotes or indentation"
         ) from None
     except (ValueError, TypeError) as error:
-        # a date in month 13, a number of thousands of digits, `!!set` on a list
+        # for example a number with thousands of digits
         raise UserError(
             f"{where}: not readable as YAML ({error}); write the value in quotes, or fix it"
         ) from None
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
-    """Return the nodes of a YAML text, which know their places in it."""
+    """Return the nodes of a YAML text. A node has its line and column in the text."""
     node: yaml.Node | None = yaml.compose(text, _Loader)
     return node
 
@@ -256,8 +256,8 @@ def find_config(path: str) -> Path:
     """Return the file of a config.
 
     Args:
-        path: Of the config. For `configs/...`, the file that comes with Accrete is taken and named
-            on the console if the current folder has none.
+        path: Path of the config. If `configs/...` does not exist in the current folder, the file
+            that is shipped with Accrete is used, and its path is printed.
     """
     file = Path(path)
     shipped = find_shipped(file)
@@ -268,17 +268,17 @@ def find_config(path: str) -> Path:
 
 
 def find_shipped(file: Path) -> Path:
-    """Return the path of `configs/...` among the configs that come with Accrete; else `file`."""
+    """Return the path of `configs/...` in the configs shipped with Accrete; else `file`."""
     if file.parts[:1] != ("configs",) or ".." in file.parts:
         return file
     return CONFIGS.joinpath(*file.parts[1:])
 
 
 def find_base(folder: Path, name: str) -> Path:
-    """Return the config that a file in `folder` names; it need not exist.
+    """Return the path of the config `name`, relative to `folder`. It need not exist.
 
-    `configs/...` is the file that comes with Accrete, unless the folder has one of this name; the
-    console says so.
+    If `configs/...` does not exist in `folder`, the file that is shipped with Accrete is used, and
+    its path is printed.
     """
     file = folder / name
     shipped = find_shipped(Path(name))
@@ -296,10 +296,10 @@ def _notify_once(text: str) -> None:
 
 
 def read_with_bases(file: Path) -> dict[str, Any]:
-    """Return the values of a config, merged over those of the files that it `extends`.
+    """Return the values of a config, merged over the files that it `extends`.
 
     `extends` is a path or a list of paths, relative to the folder of the file, or `configs/...` for
-    those that come with Accrete; later ones override earlier ones.
+    files shipped with Accrete. Later files override earlier files.
 
     Raises:
         UserError: If a file extends itself or a missing file, or there are too many files.
@@ -314,7 +314,7 @@ def _read_over_bases(
 
     Args:
         file: The file.
-        extending: Chain of files that leads to this one, the outermost first.
+        extending: Chain of `extends` that leads to this file, the outermost file first.
         files_read: All files read so far.
     """
     files_read.append(file)
@@ -327,15 +327,15 @@ def _read_over_bases(
 
 
 def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values of a config given as a mapping, like a file in the current folder.
+    """Return the values of a config given as a mapping, merged over the files that it extends.
 
     Args:
-        values: The mapping.
-        name: Its name in errors.
+        values: The mapping. Its paths are relative to the current folder.
+        name: Name of the mapping in errors.
 
     Raises:
-        UserError: If it has a value that a file cannot contain, or a secret, and as
-            `read_with_bases`.
+        UserError: If the mapping has a secret, or a value that a file cannot contain; and in the
+            cases of `read_with_bases`.
     """
     body = plain_values(values)
     refuse_secrets(body, f"{name}: ")
@@ -343,7 +343,7 @@ def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a mapping as plain values; raise `UserError` if a file cannot contain it."""
+    """Convert a mapping to plain values. Raise `UserError` if a file cannot contain a value."""
     return {str(key): json.loads(_json_text(str(key), value)) for key, value in values.items()}
 
 
@@ -381,13 +381,13 @@ def _merged_over_bases(
     return merge_files(merge_files(merged, take_named_methods(body, stream, str(file))), body)
 
 
-# ---- methods given by name alone -----------------------------------------------------
+# ---- methods that are given by their name only ------------------------------------------------
 def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
-    """Return the name of the file in configs/streams that a config is, or extends.
+    """Return the name of the stream of a config: the file in configs/streams that it is or extends.
 
     Args:
         file: Path of the config.
-        bases: Names of the files that it extends. Default: read from the file.
+        bases: Names of the files that the config extends. None: read them from the file.
 
     Returns:
         The name without its extension, or "" if there is no such file.
@@ -401,15 +401,15 @@ def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
 
 
 def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[str, Any]:
-    """Replace `methods: [NAME, ...]` by the settings that the methods recommend for a stream.
+    """Remove `methods: [NAME, ...]` from a config, and return the recommended settings of them.
 
     Args:
-        body: Values of a config. If its `methods` is a name or a list of names, it is removed.
+        body: Values of a config. If `methods` is a name or a list of names, the key is removed.
         stream: Name of the stream, see `find_stream`.
         where: Name of the config in errors.
 
     Returns:
-        The values of a config with these methods, or {} if `body` names none.
+        The values of a config with these methods, or {} if `methods` is not a name or a list.
 
     Raises:
         UserError: If a name occurs twice, or several methods need different backbones.
@@ -445,13 +445,13 @@ def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[st
 
 
 def read_recommended(method: str) -> dict[str, dict[str, Any]]:
-    """Read the recommended settings of a method, by stream; {} for a method without a file."""
+    """Read the recommended settings of a method: stream -> settings; {} without a file."""
     by_stream = _read_method_file(method).get(RECOMMENDED) or {}
     return {stream: dict(settings or {}) for stream, settings in by_stream.items()}
 
 
 def read_search(method: str) -> dict[str, Any]:
-    """Read the search of a method's settings, with the keys of a config; {} without a file."""
+    """Read the search of a method's settings, with full keys of a config; {} without a file."""
     search = dict(_read_method_file(method).get(SEARCH) or {})
     space: dict[str, Any] = {}
     for key, dimension in search.get("space", {}).items():
@@ -471,7 +471,7 @@ def _read_method_file(method: str) -> dict[str, Any]:
 def _find_cards(body: dict[str, Any], folder: Path) -> None:
     """Resolve the cards in a config's stream relative to `folder`, the folder of the file.
 
-    A path that leads to no card from there stays unchanged.
+    A path that does not exist relative to this folder stays unchanged.
     """
     stream = body.get("stream")
     tasks = stream.get("tasks") if isinstance(stream, dict) else None
@@ -484,7 +484,7 @@ def _find_cards(body: dict[str, Any], folder: Path) -> None:
         path = os.path.normpath(folder / card)
         if not os.path.exists(path):
             continue
-        if not is_path_of_card(path):  # a folder next to the current one
+        if not is_path_of_card(path):  # a folder in the current folder looks like a name
             path = os.path.join(".", path)
         if isinstance(entry, dict):
             entry["card"] = path
@@ -493,21 +493,21 @@ def _find_cards(body: dict[str, Any], folder: Path) -> None:
 
 
 def is_path_of_card(card: str) -> bool:
-    """Return whether a stream names a card by the path of the file or folder, not by its name."""
+    """Return whether a text is the path of a card's file or folder, and not the name of a card."""
     return "/" in card or card.endswith((".yaml", ".yml"))
 
 
 def merge_files(base: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values of a config over those of the base; `seeds` replaces `seed`."""
+    """Merge the values of a config over its base. `seeds` replaces `seed`, and vice versa."""
     replaced = {other for key, other in ALTERNATIVES.items() if key in body}
     remaining = {key: value for key, value in base.items() if key not in replaced}
     return merge(remaining, body)
 
 
 def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return `overrides` over `base`: two mappings are merged, anything else is replaced.
+    """Return `overrides` merged over `base`: mappings are merged, other values are replaced.
 
-    An empty value, which YAML reads as None, changes nothing in a mapping.
+    An override None, which is an empty value in YAML, does not change a mapping.
     """
     merged = dict(base)
     for key, value in overrides.items():
@@ -520,14 +520,14 @@ def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(body: dict[str, Any], override: str) -> None:
-    """Set `a.b.0.c=value` in nested plain values; the value is read as YAML."""
+    """Apply an override `a.b.0.c=value` to nested plain values. The value is parsed as YAML."""
     path, value = parse_override(override)
     body.pop(ALTERNATIVES.get(path, ""), None)
     put(body, path, value, f"--set {override!r:.200}")
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Parse `a.b.0.c=value` into the dotted path, and the value read as YAML.
+    """Split `a.b.0.c=value` into the dotted path and the value, which is parsed as YAML.
 
     Raises:
         UserError: If the text does not have this form.
@@ -538,7 +538,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise UserError(
             f"{where} is not of the form key=value; write for example --set train.epochs=3"
         )
-    if any("\ud800" <= sign <= "\udfff" for sign in override):  # bytes that are not valid text
+    if any("\ud800" <= sign <= "\udfff" for sign in override):  # bytes that were not decodable
         raise UserError(
             f"{where} has letters that the locale of this shell does not know; set LC_ALL=C.UTF-8"
         )
@@ -553,13 +553,13 @@ def format_override(path: str, value: Any) -> str:
         value: A plain value; paths and NumPy numbers are accepted too.
 
     Raises:
-        UserError: If the value is of another type.
+        UserError: If the value has another type.
     """
     return f"{path}={_json_text(path, value)}"
 
 
 def _json_text(path: str, value: Any) -> str:
-    """Return a plain value as JSON; `path` is its path in a config, for the error."""
+    """Return a plain value as JSON. `path` is its path in a config, for errors."""
     try:
         return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -570,9 +570,9 @@ def _json_text(path: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a path as a text, a mapping as a dict, and a number of NumPy as Python's.
+    """Convert a path to a string, a mapping to a dict, and a NumPy number to a Python number.
 
-    Raise TypeError otherwise.
+    Raise TypeError for another type.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -593,7 +593,7 @@ def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
         where: Name of the override in errors.
 
     Raises:
-        UserError: If the path leads through a value without keys.
+        UserError: If a part of the path is a value without keys, or not an index of a list.
     """
     *parents, last = path.split(".")
     node: Any = body
@@ -616,7 +616,7 @@ def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
 
 
 def _position(values: list[Any], part: str, where: str) -> int:
-    """Return the list index that a part of a path names; raise `UserError` if it is invalid."""
+    """Parse a part of a path as a list index. Raise `UserError` if the index is invalid."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(values):
         raise UserError(
             f"{where}: {part!r:.60} is not a position in a list of {len(values)}; count from 0"
@@ -628,7 +628,7 @@ VARIABLE = re.compile(r"\$\{([^}]+)\}")  # ${NAME} and ${NAME:-default}
 
 
 def expand(text: str) -> str:
-    """Replace ${NAME} and ${NAME:-default} by values of the environment.
+    """Replace ${NAME} and ${NAME:-default} by the values of environment variables.
 
     Raises:
         UserError: If a variable is not set, or the result contains a secret.
@@ -650,7 +650,7 @@ def expand(text: str) -> str:
 
 
 def variable_remedy(text: str) -> str:
-    """Return the remedy for a path with variables that does not exist; "" without variables."""
+    """Return the remedy for a missing path that contains variables; "" without variables."""
     parts = [name.partition(":-") for name in VARIABLE.findall(text)]
     if not parts:
         return ""
@@ -661,7 +661,7 @@ def variable_remedy(text: str) -> str:
 
 
 def similar_file(file: Path) -> str:
-    """Return a remedy for the path of a YAML file that does not exist."""
+    """Return the remedy for a missing YAML file: a similar name in its folder, if there is one."""
     names = [sibling.name for sibling in file.parent.glob("*.yaml")]
     return did_you_mean(file.name, names, "give the path of a .yaml file", str(file.parent))
 

@@ -1,4 +1,7 @@
-"""Print a run: live lines for running stages on a terminal, plain lines elsewhere, final tables."""
+"""Print the progress of a run and its final tables.
+
+Running stages have live lines on a terminal. Elsewhere only plain lines are printed.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import Matrix, Row, RunTables
 from workers.storage.secrets import printable
 
-QUIET_S = 9.0  # with the time between two looks, no 10 s are without a line
-LOOK_S = 1.0  # between two looks whether a line is due
-# A live line is cut here: a longer one may wrap, and could not be rewritten. A wider matrix is left
-# to the report.
+QUIET_S = 9.0  # seconds without output after which a line is printed; with LOOK_S at most 10 s
+LOOK_S = 1.0  # seconds between two checks whether a line is due
+# Maximal width of a live line. A longer line could wrap, and a wrapped line cannot be rewritten. A
+# wider matrix is not printed in full.
 MAX_COLUMNS = 158
-MAX_LIVE_LINES = 12  # stages with a live line each; of others the number is shown
-MAX_TASKS = 20  # with a line each where a matrix is too wide
-MAX_EVALUATED = 6  # tasks that the line of an evaluation names
-MAX_WARNINGS = 20  # at the end of a run
-# events after which a stage runs no more
+MAX_LIVE_LINES = 12  # lines of running stages; with more stages, the last line counts the others
+MAX_TASKS = 20  # rows of the table that replaces a too wide matrix
+MAX_EVALUATED = 6  # tasks in the result line of an evaluation
+MAX_WARNINGS = 20  # printed warnings at the end of a run
+# events that end the execution of a stage
 ENDS = (EventKind.DONE, EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 CLEAR_LINE = "\r\x1b[2K"
 CLEAR_LINE_ABOVE = "\x1b[1A\x1b[2K"
@@ -49,25 +52,25 @@ class Activity(NamedTuple):
 
 
 class Heartbeat:
-    """Calls `show` if nothing was printed for QUIET_S seconds, only within `activity`.
+    """During an activity, calls `show` if nothing was printed for QUIET_S seconds.
 
     Args:
-        show: Prints the activity. It is called in a thread, with the activity and its duration in
-            seconds.
+        show: Function that prints the activity. It is called in a thread, with the description of
+            the activity and its duration in seconds.
     """
 
     def __init__(self, show: Callable[[str, float], None]):
         self.show = show
         self.printed_at = time.monotonic()
-        self.activities: list[Activity] = []  # the innermost one last
+        self.activities: list[Activity] = []  # nested activities, the innermost last
 
     def touch(self) -> None:
-        """Note that a line was printed."""
+        """Record that a line was printed."""
         self.printed_at = time.monotonic()
 
     @contextmanager
     def activity(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Context manager for an activity with the text of `describe`. Activities can be nested."""
+        """Context manager for an activity that `describe` describes. Activities can be nested."""
         self.activities.append(Activity(describe, time.monotonic()))
         if len(self.activities) > 1:
             try:
@@ -103,11 +106,11 @@ class Heartbeat:
 def at_work(
     describe: Callable[[], str], say: Callable[[str], object] = print_to_stderr
 ) -> Iterator[None]:
-    """Context manager that reports an activity every QUIET_S seconds, for silent work.
+    """Context manager that reports an activity without output every QUIET_S seconds.
 
     Args:
-        describe: Returns the text of the activity.
-        say: Called with each line.
+        describe: Function that returns a description of the activity.
+        say: Function that prints a line.
     """
 
     def show(activity: str, seconds: float) -> None:
@@ -121,22 +124,22 @@ class Console:
     """Prints the progress of a run.
 
     On a terminal each running stage has a line at the end of the output, which is rewritten.
-    Elsewhere, for example in the log of a CI job, a stage prints a line when it ends. After a while
-    without output, a line shows the progress of one running stage after another, or the activity of
-    the command.
+    Elsewhere, for example in the log of a CI job, a stage prints a line when it ends. After QUIET_S
+    seconds without output, a line shows the progress of one of the running stages, in turn, or the
+    activity of the command.
     """
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
         self.stream = stream or sys.stdout
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.guard = threading.Lock()  # ingest stages report from threads
-        self.live: dict[str, str] = {}  # line of each running stage; "": activity of the command
-        self.num_drawn = 0  # lines at the end of the output that will be rewritten
+        self.live: dict[str, str] = {}  # running stage -> its line; "" -> activity of the command
+        self.num_drawn = 0  # live lines at the end of the output
         self.total = len(graph)
         self.ended = 0
         self.num_queued = 0  # stages that run or wait for a worker
         self.heartbeat = Heartbeat(self._show_activity)
-        self.warnings: dict[str, Sequence[str]] = {}  # warnings of each finished stage
+        self.warnings: dict[str, Sequence[str]] = {}  # finished stage -> its warnings
         for stage_id, lookup in lookups.items():
             if lookup.hit and lookup.manifest:
                 self.warnings[stage_id] = lookup.manifest.get("warnings") or []
@@ -144,7 +147,10 @@ class Console:
                 self.say(f"{stage_id}: {lookup.reason}")
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context manager that prints the text of `describe` after a while without output."""
+        """Context manager that prints the text of `describe` after QUIET_S seconds without output.
+
+        Activities can be nested.
+        """
         return self.heartbeat.activity(describe)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
@@ -218,13 +224,13 @@ class Console:
             return
         if stage_ids:
             with self.guard:
-                if stage_ids[0] in self.live:  # it has not ended since
+                if stage_ids[0] in self.live:  # the stage has not ended meanwhile
                     text = self.live.pop(stage_ids[0])
-                    self.live[stage_ids[0]] = text  # the next time it is the turn of another one
+                    self.live[stage_ids[0]] = text  # moved to the end: another stage is next
         self.say(text)
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line, above the live lines."""
         text = " ".join(text.splitlines())
         line = f"[{self.ended}/{self.total}] {printable(text)}"
         with self.guard:
@@ -235,7 +241,7 @@ class Console:
             self.heartbeat.touch()
 
     def _show_live(self, stage_id: str, text: str) -> None:
-        """Note the line of a stage that runs, and show it on a terminal."""
+        """Store the line of a running stage, and show it if the output is a terminal."""
         with self.guard:
             self.live.pop("", None)
             self.live[stage_id] = printable(" ".join(text.splitlines()))
@@ -245,7 +251,7 @@ class Console:
             print(f"{erased}{self._live_block()}", end="", file=self.stream, flush=True)
 
     def _forget(self, stage_id: str) -> None:
-        """Take the line of a stage away, which runs no more, when the next line is printed."""
+        """Remove the line of an ended stage. It disappears when the next line is printed."""
         with self.guard:
             self.live.pop(stage_id, None)
 
@@ -258,7 +264,7 @@ class Console:
     def _live_block(self) -> str:
         """Return the live lines, cut to the width of the terminal.
 
-        A wrapped line could not be rewritten.
+        They are cut because a wrapped line cannot be rewritten.
         """
         texts = list(self.live.values())
         self.num_drawn = min(len(texts), MAX_LIVE_LINES)
@@ -272,7 +278,7 @@ class Console:
 
 
 def columns_of_output() -> int:
-    """Return how many characters of a line are sure not to wrap."""
+    """Return the largest length of a line, in characters, that surely does not wrap."""
     terminal = shutil.get_terminal_size((MAX_COLUMNS + 1, 24))
     return min(MAX_COLUMNS, terminal.columns - 1)
 
@@ -302,7 +308,7 @@ def progress_text(body: Mapping[str, Any]) -> str:
 
 
 def _result_text(manifest: dict[str, Any]) -> str:
-    """Return the result of a stage in a few words."""
+    """Describe the result of a stage briefly."""
     match manifest.get("kind"):
         case "evaluate":
             rows = manifest["result"]["rows"]
@@ -321,7 +327,7 @@ def _result_text(manifest: dict[str, Any]) -> str:
 
 
 def _accuracies_text(rows: Sequence[Row]) -> str:
-    """Return the accuracy on each task; on many tasks their mean, and that on the last one."""
+    """Format the accuracy on each task; for many tasks, the mean and that on the last task."""
     accuracies = [row["correct"] / row["total"] for row in rows]
     if len(rows) <= MAX_EVALUATED:
         pairs = zip(rows, accuracies, strict=True)
@@ -348,7 +354,7 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
 
 
 def warning_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a blank line and the first warnings; nothing without warnings."""
+    """Return an empty line and the first warnings; an empty list without warnings."""
     if not rows:
         return []
     first = rows[:MAX_WARNINGS]
@@ -373,8 +379,8 @@ def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:
 def matrix_text(tables: RunTables, label: str) -> str:
     """Format the accuracy matrix of one method in per cent: row after task, column on task.
 
-    If it is too wide for the output, only its diagonal and its last row are shown, or, for very
-    many tasks, its location.
+    If the matrix is too wide for the output, only its diagonal and its last row are shown. For more
+    than MAX_TASKS tasks, the text only refers to the report.
     """
     matrix = tables.matrix(label)
     width = 1 + max([len("test images"), *map(len, matrix.tasks)])
@@ -420,7 +426,7 @@ def _cell_text(rate: float) -> str:
 
 
 def _format_metric(value: float | None, unit: str) -> str:
-    """Return a metric in the unit of the `Metric`; `-` for none."""
+    """Format a value in the unit of its `Metric`; `-` for a missing value."""
     if unit == "rate":
         return format_percent(value)
     if unit == "bytes":

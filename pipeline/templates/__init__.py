@@ -1,4 +1,4 @@
-"""Jinja2 templates of the HTML pages: each page extends `base.html` and is one self-contained file.
+"""Jinja2 templates of the HTML pages. A page extends `base.html` and is a self-contained file.
 
 All values are escaped, except `Markup`. This package imports no other package of the pipeline.
 """
@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 @cache
 def environment() -> Environment:
-    """Return the environment of all templates. A package adds its filters to it once."""
+    """Return the environment of all templates. Packages add their filters to the environment."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -25,5 +25,5 @@ def environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of this folder with values by name."""
+    """Render a template of this folder with the variables `values`."""
     return environment().get_template(template).render(values)

@@ -1,4 +1,4 @@
-"""Test a method: its promises, checked on tiny tasks in this process.
+"""Test a method: check on tiny tasks, in this process, that it keeps its promises.
 
     import pytest
     from pipeline.testing import PROMISES, Lab, list_cases

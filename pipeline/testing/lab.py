@@ -38,7 +38,7 @@ from workers.storage.taskstate import Carried, TaskState
 # Task -> its classes. The second task has more classes than the first.
 TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}
 PER_CLASS = {"train": 40, "test": 20}  # images of each class
-# `weight_init` is jax: with timm's default, the model does not learn to tell digits apart.
+# `weight_init` is jax, because with timm's default the model does not learn to distinguish digits.
 TINY: dict[str, Any] = {
     "name": "vit_tiny_patch16_224",
     "img_size": 16,
@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},
     "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05},
 }
-# (method, optimizer) -> settings, where the method's defaults do not suit that optimizer.
+# (method, optimizer) -> settings, if the method's defaults do not suit this optimizer.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
     ("ctr_full", "sgd"): {"mask_lr": 0.1},
@@ -62,22 +62,22 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("ksm", "sgd"): {"mask_lr": 0.02},
     ("meat", "sgd"): {"mask_lr": 4.0},
     ("piggyback", "sgd"): {"mask_lr": 0.3},
-    # Its logits are scaled by 10, for which the rate of `OPTIMIZERS` is too high.
+    # Its logits are scaled by 10, so the learning rate of `OPTIMIZERS` is too high.
     ("podnet", "adamw"): {"train": {"lr": 3e-3}},
-    # The default of 2000 features takes seconds, and the backbone has 32.
+    # The default of 2000 features takes seconds, and the backbone has only 32 features.
     ("ranpac", "adamw"): {"projection": 100},
-    # On some CPUs the rate of `OPTIMIZERS` is too high for so few steps.
+    # On some CPUs the learning rate of `OPTIMIZERS` is too high for so few steps.
     ("replay", "adamw"): {"train": {"lr": 3e-3}},
-    # `every: 1` makes the second task draw among candidate paths too.
+    # With `every: 1` the second task chooses among candidate paths too.
     ("rpsnet", "adamw"): {"every": 1, "train": {"lr": 3e-3}},
-    # At `keep: 0.5` an inverted mask would keep as many units, and a test could not tell.
+    # With `keep: 0.5` an inverted mask would keep as many units, and a test could not detect it.
     ("simple_der", "adamw"): {"keep": 0.4, "train": {"lr": 3e-3}},
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"lr": 3e-3}},
     ("wsn", "sgd"): {"mask_lr": 1.0},
 }
-# Method -> epochs of AdamW in which it learns both tasks, where three do not suffice.
+# Method -> epochs of AdamW that it needs to learn both tasks, if three are not sufficient.
 EPOCHS: dict[str, int] = {
     "bic": 6,  # each task initializes a new classifier twice
     "der": 10,
@@ -92,14 +92,14 @@ EPOCHS: dict[str, int] = {
     "wa": 6,
 }
 
-# Method -> settings of the method under which each setting of `per_task` can take another value.
+# Method -> settings with which every setting of `per_task` has an effect, so it can be changed.
 BESIDE: dict[str, dict[str, Any]] = {
     "adapter": {"kind": "adaptformer"},
     "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},
     "supsup": {"scores": "threshold"},
 }
-# Method -> values that `other_values` returns as they are: twice or half the usual value would
-# mask nothing, or everything. None: the setting is left out.
+# Method -> values that `other_values` returns unchanged, because twice or half the usual value
+# would mask nothing, or everything. None: the setting is left out.
 FIXED_OTHER_VALUES: dict[str, dict[str, Any]] = {
     "meat": {"gamma": 0.5, "alpha": 0.1, "mask_lr": 0.5},
     "simple_der": {"keep": 0.2},
@@ -109,37 +109,37 @@ FIXED_OTHER_VALUES: dict[str, dict[str, Any]] = {
 
 @dataclass(repr=False)
 class Lab:
-    """A store in a folder, and what the stages that ran in it left in memory."""
+    """A store in a folder, and recorded objects of the stages that ran in this process."""
 
     folder: Path
     # The group of one rank that runs every stage.
     group: Group = field(default_factory=Group)
     # Stage key -> the method object at the end of training.
     live: dict[str, Any] = field(default_factory=dict)
-    # Stage key -> what `Method.finish` returned.
+    # Stage key -> the result of `Method.finish`.
     finished: dict[str, tuple[TaskState, Carried]] = field(default_factory=dict)
-    # Stage key -> the splits that the stage selected images of.
+    # Stage key -> the splits from which the stage selected images.
     opened: dict[str, set[str]] = field(default_factory=dict)
-    # Key of the stage -> the classes whose images it looked up.
+    # Stage key -> the classes from which the stage selected images.
     looked_up: dict[str, set[str]] = field(default_factory=dict)
     # Text of a config -> its run.
     runs: dict[str, Run] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drop the method objects, which hold images. Results stay in the store."""
+        """Delete the method objects, which refer to images. Results stay in the store."""
         self.live.clear()
         self.finished.clear()
 
     @cached_property
     def store(self) -> Store:
-        """The store below the folder."""
+        """The store in the folder."""
         return Store(str(self.folder / "storage"))
 
     @cached_property
     def card(self) -> Path:
-        """Write scikit-learn's digits as PNG files, `PER_CLASS` of each class, and their card.
+        """Path of the card of a data set, which is written when it is first used.
 
-        Return the path of the card.
+        The data set has `PER_CLASS` images of each class from scikit-learn's digits, as PNG files.
         """
         from sklearn.datasets import load_digits
 
@@ -170,16 +170,16 @@ class Lab:
         order: tuple[str, ...] = tuple(TASKS),
         **train: Any,
     ) -> Run:
-        """Return the run of a stream under one method.
+        """Return the run of a stream with one method.
 
-        Each stage runs when its result is first asked for.
+        A stage runs when its result is first used.
 
         Args:
             method: Name of the method.
             optimizer: `adamw` or `sgd`.
             order: Names of the tasks, in stream order.
-            train: Settings of training beside those of the optimizer. By default it trains for two
-                epochs, in which some methods do not learn yet.
+            train: Further training settings. The default is two epochs, which are too few for some
+                methods to learn.
         """
         return self.run_of(method, {**OPTIMIZERS[optimizer], "epochs": 2, **train}, order)
 
@@ -192,14 +192,16 @@ class Lab:
         scenario: str = "",
         **rest: Any,
     ) -> Run:
-        """Return a run as `run` does, of a config with these sections.
+        """Return the run of a config with these sections. See `run`.
 
         Args:
             method: Name of the method.
-            train: Section `train`. Without `epochs`, as many as the method needs to learn.
-            order: Names of the tasks, in stream order; of those of `rest`, if it has a stream.
+            train: Section `train`. The default of `epochs` is the number that the method needs to
+                learn.
+            order: Names of the tasks, in stream order. If `rest` has a stream, the tasks of that
+                stream.
             settings: Settings of the method, in place of those in `SETTINGS` and `EPOCHS`.
-            scenario: The scenario. "": `task` where the method serves it.
+            scenario: The scenario. "": `task` if the method supports it, else another one.
             rest: Other sections, such as `data`.
         """
         epochs = 3
@@ -233,7 +235,7 @@ class Lab:
                 if Artifact.open(self.store.root, stage.key) is None:
                     deadline = Deadline(config.ClusterSettings(), "ingest")
                     attempt.run_ingest(self.store, stage, map, lambda event: None, deadline)
-                    graph, _ = build_graph(checked, self.store)  # its keys follow from the images
+                    graph, _ = build_graph(checked, self.store)  # keys depend on ingested images
             jobs = {}
             for stage in graph:
                 if isinstance(stage.job, StageJob) and stage.step != "report":
@@ -244,7 +246,7 @@ class Lab:
     def stage(self, job: StageJob, group: Group | None = None) -> Artifact:
         """Run a stage, unless the store has its result, and return its artifact.
 
-        Record in `live`, `finished` and `opened` what the stage does.
+        The stage is recorded in `live`, `finished`, `opened` and `looked_up`.
         """
         fit = loop.fit
         select = Shards.select
@@ -275,12 +277,12 @@ class Lab:
 
 @dataclass
 class Run:
-    """A stream under one method. In its methods, `task` is a position in the stream, from 0."""
+    """A run of a stream with one method. An argument `task` is a position in the stream, from 0."""
 
     lab: Lab
     method: str
     order: tuple[str, ...]  # names of the tasks
-    jobs: dict[str, StageJob]  # stage id -> job, of all stages but ingest and report
+    jobs: dict[str, StageJob]  # stage id -> job; without stages of ingest and report
 
     def stages(self, task: int) -> list[StageJob]:
         """Return the jobs of the training steps of a task, in order."""
@@ -292,14 +294,14 @@ class Run:
         ]
 
     def artifact(self, job: StageJob) -> Artifact:
-        """Return the result of a stage; run the stage, and those it reads, where it is missing."""
+        """Return the result of a stage. If it is missing, run the stage and its dependencies."""
         if Artifact.open(job.root, job.key) is None:
             self.prepare(job)
             return self.lab.stage(job)
         return Artifact.need(job.root, job.key)
 
     def prepare(self, job: StageJob) -> None:
-        """Run the stages whose results a stage reads, where these are missing."""
+        """Run the direct dependencies of a stage whose results are missing."""
         keys = {job.backbone, job.features, *job.previous.values(), *job.states.values()}
         for parent in self.jobs.values():
             if parent.key in keys:
@@ -315,12 +317,12 @@ class Run:
         return self.lab.live[self.stages(task)[-1].key]
 
     def finished(self, task: int) -> tuple[TaskState, Carried]:
-        """Return what `Method.finish` returned in the last training step of a task."""
+        """Return the result of `Method.finish` in the last training step of a task."""
         self.trained(task)
         return self.lab.finished[self.stages(task)[-1].key]
 
     def evaluated(self, task: int) -> dict[str, Any]:
-        """Return the result of the `evaluate` stage after a task, as its manifest has it."""
+        """Return the result of the `evaluate` stage after a task, from its manifest."""
         return self.artifact(self.evaluate_job(task)).manifest["result"]
 
     def evaluate_job(self, task: int) -> StageJob:
@@ -336,12 +338,12 @@ class Run:
         return Carried.from_bytes(self.trained(task).read("carried.safetensors"))
 
     def served(self, after: int) -> Any:
-        """Return a method with all tasks up to `after` loaded, as `evaluate` loads it."""
+        """Return a method with all tasks up to `after`, loaded as in the `evaluate` stage."""
         self.prepare(self.evaluate_job(after))
         return restore.finished_method(self.evaluate_job(after), self.lab.group)
 
     def fresh(self, task: int = 0) -> Any:
-        """Return a method as the first stage of `task` makes it: the backbone, no task loaded."""
+        """Return a new method as in the first stage of `task`: with a backbone, without tasks."""
         job = self.stages(task)[0]
         backbone_job = next(other for other in self.jobs.values() if other.key == job.backbone)
         self.artifact(backbone_job)
@@ -357,16 +359,15 @@ class Run:
 
 @torch.no_grad()
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
-    """Return the logits of a task for these images, as serving computes them, (n, classes)."""
+    """Return the logits of a task for images, computed as in serving: (n, classes)."""
     return method.eval().logits(images, task).clone()
 
 
 def other_values(method: str) -> dict[str, Any]:
-    """Return, for each setting that a task may override, a valid value other than the usual one.
+    """Return a valid value for each setting that a task may override, other than the usual value.
 
-    Settings without an effect beside the other values are left out.
-
-    The usual values are those under `BESIDE`. Values in `FIXED_OTHER_VALUES` come first.
+    The usual value is the default with the settings of `BESIDE`. Values of `FIXED_OTHER_VALUES`
+    have priority. Settings that have no effect in combination with the others are left out.
     """
     cls = METHODS[method]
     model_fields = cls.Settings.model_fields
@@ -384,12 +385,15 @@ def other_values(method: str) -> dict[str, Any]:
 
 
 def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
-    """Return a value other than the usual one that a setting may have by its type alone.
+    """Return a value other than the usual one that is valid for a setting.
 
     Args:
         settings: Type of the settings.
         name: Name of the setting in a config.
         usual: Its usual value.
+
+    Raises:
+        AssertionError: If no other value is found.
     """
     annotations = {i.alias or n: i.annotation for n, i in settings.model_fields.items()}
     for candidate in _candidates(usual, annotations[name]):
@@ -399,7 +403,7 @@ def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
 
 
 def _candidates(usual: Any, annotation: Any) -> list[Any]:
-    """Return values that a setting of this type may take: numbers, and the words of a `Literal`."""
+    """Return possible values for a setting of a type: numbers, and the values of a `Literal`."""
     if isinstance(usual, bool):
         return [not usual]
     candidates: list[Any] = [0.5, 3]
@@ -418,12 +422,12 @@ def _is_valid(settings: type[BaseModel], values: dict[str, Any]) -> bool:
 
 
 def again(job: StageJob, name: str, **changes: Any) -> StageJob:
-    """Return a copy of a job under another key, so that the stage runs a second time."""
+    """Return a copy of a job with another key, so that the stage runs again."""
     return replace(job, key=f"{job.key}-{name}", **changes)
 
 
 def contents(artifact: Artifact) -> dict[str, str]:
-    """Return path -> sha256 of every file in an artifact's folder, whatever the manifest lists."""
+    """Return path -> sha256 of every file in an artifact's folder, not only of its manifest."""
     folder = Path(artifact.root) / artifact.key
     digests = {}
     for path in sorted(folder.rglob("*")):
@@ -433,7 +437,7 @@ def contents(artifact: Artifact) -> dict[str, str]:
 
 
 def history(artifact: Artifact) -> list[dict[str, Any]]:
-    """Return the training history, a row an epoch, without the column that a clock decides."""
+    """Return the training history, one row per epoch, without the measured time `seconds`."""
     table = pq.read_table(pa.BufferReader(artifact.read("history.parquet")))
     rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:

@@ -1,8 +1,8 @@
-"""Promises that every method keeps: functions of a `Lab`, a method's name and an optimizer.
+"""Promises: properties of methods, each with a check that takes a lab, a method and an optimizer.
 
-Whether a promise applies follows from what the class declares (`carries`, `may_forget`,
-`freezes_backbone`, ...), never from its name. A promise is shown on every optimizer where the
-optimizer could break it, else on one.
+The attributes of a method class (`carries`, `may_forget`, `freezes_backbone`, ...) determine
+whether a promise applies to the method. Its name does not matter. A promise is checked with every
+optimizer if the optimizer can break it, else with one.
 """
 
 from __future__ import annotations
@@ -56,20 +56,24 @@ from workers.storage.taskstate import KINDS, Carried, load_tensors
 Check = Callable[[Lab, str, str], None]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]  # holds the packages pipeline and workers
-FIRST, SECOND = 0, 1  # places of the two tasks in the stream
+FIRST, SECOND = 0, 1  # positions of the two tasks in the stream
 STATE, CARRIED = "task.safetensors", "carried.safetensors"
 QUICK = {"epochs": 1, "batch_size": 32}
 
 
 class BrokenPromise(AssertionError):
-    """Says which method breaks which promise, where that was seen, and what its author can do."""
+    """Error that names the method, the broken promise, the failed check and a remedy."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A check, the classes it applies to, and the optimizers that it is shown on.
+    """A check of a property of methods.
 
-    remedy: what the author of a method that breaks it can do.
+    Attributes:
+        check: Function that raises `BrokenPromise` if a method breaks the promise.
+        remedy: Advice to the author of a method that breaks the promise.
+        applies: Returns whether the promise applies to a method class.
+        optimizers: Optimizers to check the promise with.
     """
 
     check: Check
@@ -85,7 +89,7 @@ def list_cases(method: str) -> list[tuple[str, str]]:
     """Return (promise, optimizer) for each promise that applies to a method.
 
     Raises:
-        UserError: If there is no such method.
+        UserError: If the method does not exist.
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r}; {describe_unknown(method)}")
@@ -99,7 +103,13 @@ def promise(
     applies: Callable[[type[Method]], bool] = lambda cls: True,
     optimizers: tuple[str, ...] = ("adamw",),
 ) -> Callable[[Check], Check]:
-    """Register a check as a promise; what it raises becomes a `BrokenPromise`."""
+    """Decorator that registers a check as a promise. Its errors become `BrokenPromise` errors.
+
+    Args:
+        remedy: Advice to the author of a method that breaks the promise.
+        applies: Returns whether the promise applies to a method class.
+        optimizers: Optimizers to check the promise with.
+    """
 
     def register(check: Check) -> Check:
         name = check.__name__.removeprefix("check_")
@@ -123,7 +133,7 @@ def promise(
 
 @contextmanager
 def refusing(words: str) -> Iterator[None]:
-    """Context manager that raises `AssertionError` unless a `UserError` with these words occurs."""
+    """Context manager that expects a `UserError` with `words`; otherwise raises AssertionError."""
     try:
         yield
     except UserError as error:
@@ -134,27 +144,27 @@ def refusing(words: str) -> Iterator[None]:
 
 
 def trains_later(cls: type[Method]) -> bool:
-    """Return whether tasks after the first one have a step with epochs, under default settings."""
+    """Return whether tasks after the first have a step that trains, with default settings."""
     return any(step.trains for step in cls.steps_for(cls.Settings(), SECOND))
 
 
 def stage_with_epochs(run: Run) -> StageJob:
-    """Return the first stage with epochs of the last task that trains."""
+    """Return the first stage with epochs of the second task, else of the first task."""
     jobs = [*run.stages(SECOND), *run.stages(FIRST)]
     trained: StageJob = next(job for job in jobs if history(run.artifact(job)))
     return trained
 
 
 def is_seen_by_tests(error: BaseException) -> bool:
-    """Return whether the innermost frame is a test's, and not one of the code under test."""
+    """Return whether an error was raised by the code of a check, and not by the tested code."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return Path(last.filename).parent == HERE
 
 
 def stopped_before(name: str, method: str, optimizer: str, error: BaseException) -> str:
-    """Return what stopped the method before the promise could be checked, and where.
+    """Describe an error that ended a method before the promise could be checked.
 
-    The promise's remedy is left out: it would not help.
+    The text does not contain the remedy of the promise, because it would not help.
     """
     frames = traceback.extract_tb(error.__traceback__)
     source = inspect.getfile(METHODS[method])
@@ -170,7 +180,7 @@ def stopped_before(name: str, method: str, optimizer: str, error: BaseException)
 
 
 def broken_promise(name: str, method: str, optimizer: str, error: BaseException) -> str:
-    """Return which promise is broken, the line of the check that saw it, and the remedy."""
+    """Describe a broken promise: the method, the remedy and the failed line of the check."""
     frames = traceback.extract_tb(error.__traceback__)
     in_check = [frame for frame in frames if frame.name == f"check_{name}"]
     line = in_check[-1].lineno if in_check else 0
@@ -182,7 +192,7 @@ def broken_promise(name: str, method: str, optimizer: str, error: BaseException)
     )
 
 
-# ---- what stays ----------------------------------------------------------------------------------
+# ---- nothing changes earlier tasks or the backbone -----------------------------------------------
 @promise(
     "train no parameter of the backbone, or declare freezes_backbone = False",
     lambda cls: cls.freezes_backbone,
@@ -207,15 +217,15 @@ def check_the_backbone_stays_frozen(lab: Lab, method: str, optimizer: str) -> No
     tuple(OPTIMIZERS),
 )
 def check_old_answers_stay(lab: Lab, method: str, optimizer: str) -> None:
-    """Logits of a finished task stay, bit for bit, with the later task loaded beside it.
+    """The logits of a finished task stay equal, bit for bit, after a later task is trained.
 
-    Both optimizers, because weight decay and momentum move weights without gradients.
+    Both optimizers are checked, because weight decay and momentum move weights without gradients.
     """
     old_answers_stay(lab.run(method, optimizer))
 
 
 def old_answers_stay(run: Run) -> None:
-    """Compare the logits of the first task before and after the second one was trained."""
+    """Check that the logits of the first task are equal before and after the second task."""
     images = run.images(FIRST)
     alone, beside = run.served(FIRST), run.served(SECOND)
     assert torch.equal(
@@ -230,7 +240,7 @@ def old_answers_stay(run: Run) -> None:
 def check_old_answers_stay_under_accumulation_and_bf16(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """The same with micro-batches, and in bf16."""
+    """The logits of a finished task also stay equal with micro-batches and bf16."""
     old_answers_stay(lab.run(method, optimizer, accumulate=2, precision="bf16", epochs=1))
 
 
@@ -241,9 +251,9 @@ def check_old_answers_stay_under_accumulation_and_bf16(
 def check_another_tasks_training_leaves_a_loaded_task_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """The training of a later task changes no head and no loaded state of an earlier one.
+    """The training of a later task changes neither the head nor the state of an earlier task.
 
-    A star also keeps its logits.
+    If the method carries nothing, the logits of the earlier task do not change either.
     """
     run = lab.run(method, optimizer)
     task, state, images = run.order[FIRST], run.state(FIRST), run.images(FIRST)
@@ -262,7 +272,7 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     "detach and clone what finish() puts into the state and into what is carried",
 )
 def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
-    """States and carried tensors share no memory with the model, or with those of another task."""
+    """State and carried tensors share no memory with the model or with tensors of another task."""
     run = lab.run(method, optimizer)
     taken: dict[int, str] = {}
     for task in (FIRST, SECOND):
@@ -288,9 +298,9 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
     ),
 )
 def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str) -> None:
-    """A stored and loaded task gives the same logits as before, bit for bit.
+    """A stored and loaded task gives the same logits as the returned state, bit for bit.
 
-    The method as training left it gives them up to rounding.
+    The method object at the end of training gives the same logits up to rounding.
     """
     run = lab.run(method, optimizer)
     name, images, direct = run.order[FIRST], run.images(FIRST), run.fresh()
@@ -313,7 +323,7 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     ),
 )
 def check_a_state_is_of_its_own_task(lab: Lab, method: str, optimizer: str) -> None:
-    """Each task is served from its state as training left it, up to rounding."""
+    """The stored state of each task gives the logits of the end of training, up to rounding."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         name = run.order[task]
@@ -337,9 +347,10 @@ def check_a_state_is_of_its_own_task(lab: Lab, method: str, optimizer: str) -> N
 def check_whatever_is_stored_has_a_part_in_the_answers(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Each kind of stored tensor has an effect: inverted masks or other values give other logits.
+    """Each kind of stored tensor has an effect: inverted masks or other values change the logits.
 
-    Where class means answer, a head is stored for the teacher of the next task.
+    The check does not apply to methods that classify by class means, because their head is stored
+    only as a teacher of the next task.
     """
     run = lab.run(method, optimizer)
     name, images = run.order[FIRST], run.images(FIRST)
@@ -357,7 +368,7 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
         try:
             changed.load_task(state)
         except UserError:
-            continue  # what does not go with the rest of the state is refused: it has a part
+            continue  # the changed state is rejected as inconsistent, so this kind has an effect
         if run.evaluate_job(FIRST).previous:
             changed.load_carried(run.carried(FIRST))
         assert not stored or not torch.equal(answers(changed, images, name), expected), kind
@@ -373,9 +384,10 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
 def check_a_bundle_leaves_out_what_only_training_needs(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """A bundle gives the same answers without the carried entries of `training_only`.
+    """A bundle gives the same logits without the carried entries of `training_only`.
 
-    It names no training image, and each pattern of `training_only` matches an entry.
+    The bundle contains no name of a training image, and each pattern of `training_only` matches an
+    entry.
     """
     run = lab.run(method, optimizer)
     served, job = run.served(SECOND), run.evaluate_job(SECOND)
@@ -414,7 +426,7 @@ def check_a_bundle_leaves_out_what_only_training_needs(
     "leave TaskState.sizes as it is, and store tensors in masks, tokens, head or copies",
 )
 def check_the_recorded_size_is_the_size_of_the_file(lab: Lab, method: str, optimizer: str) -> None:
-    """The recorded bytes of a task, and those carried, are those of the stored tensors."""
+    """The recorded sizes of a task and of the carried state are the sizes of the stored tensors."""
     run = lab.run(method, optimizer)
     for task in (FIRST, SECOND):
         stored = run.trained(task)
@@ -446,7 +458,7 @@ def check_a_state_of_another_backbone_is_refused(lab: Lab, method: str, optimize
     lambda cls: cls.starts_as_backbone,
 )
 def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> None:
-    """Before the first optimizer step, features are those of the backbone."""
+    """Before the first optimizer step, the features are those of the backbone."""
     run = lab.run(method, optimizer)
     job, images, plain = run.stages(FIRST)[0], run.images(FIRST), run.fresh().backbone.eval()
     live = begun(run)
@@ -456,7 +468,7 @@ def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> No
 
 
 def begun(run: Run) -> Method:
-    """The method at the first step of the first task, before anything was trained."""
+    """Return the method after `begin` of the first task, before any training."""
     live: Method = run.fresh()
     job = run.stages(FIRST)[0]
     assert job.task is not None
@@ -476,7 +488,7 @@ def begun(run: Run) -> Method:
     lambda cls: cls.trains_on == "task" and not cls.carries,
 )
 def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: str) -> None:
-    """A task of a star has the same key and the same bytes at each place in the stream."""
+    """Without carried state, a task has the same key and bytes at each position of the stream."""
     run = lab.run(method, optimizer)
     turned = lab.run(method, optimizer, order=(*reversed(run.order),))
     assert run.trained(SECOND).key == turned.stages(FIRST)[-1].key
@@ -499,7 +511,7 @@ def check_the_order_of_tasks_changes_nothing(lab: Lab, method: str, optimizer: s
 def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """A second run of a stage gives the same bytes, and no stage changes what it reads."""
+    """A second run of a stage gives the same bytes, and no stage changes its inputs."""
     run = lab.run(method, optimizer)
     for job in run.stages(SECOND):
         stored = run.artifact(job)
@@ -507,7 +519,7 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
             Artifact.need(job.root, key) for key in (job.backbone, *job.previous.values()) if key
         ]
         before = [contents(p) for p in parents]
-        torch.manual_seed(len(before))  # a stage owes nothing to what ran before it in this process
+        torch.manual_seed(len(before))  # results must not depend on the state of the process
         repeated = lab.stage(again(job, "retried"))
         assert_same_results(job.id, repeated, stored)
         assert history(repeated) == history(stored)
@@ -522,7 +534,7 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
     lambda cls: cls.has_training(),
 )
 def check_training_draws_from_the_batch_alone(lab: Lab, method: str, optimizer: str) -> None:
-    """A step leaves the generators of torch, numpy and Python as they were."""
+    """A training step does not use the generators of torch, NumPy and Python."""
     run = lab.run(method, optimizer)
     job = stage_with_epochs(run)
     train_step = loop.train_step
@@ -540,7 +552,7 @@ def check_training_draws_from_the_batch_alone(lab: Lab, method: str, optimizer: 
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of the process's generators, by the function that draws from them."""
+    """Return the states of the random generators of this process: name of a function -> state."""
     return {
         "torch.rand": torch.get_rng_state().tolist(),
         "numpy.random": repr(np.random.get_state(legacy=False)),
@@ -560,7 +572,7 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
 ) -> None:
     """A stage that is interrupted and resumed gives the same bytes.
 
-    State beside parameters must be in the checkpoint; a plain tensor is not.
+    All state of the training must be in the checkpoint. A plain tensor attribute is not in it.
     """
     run = lab.run(method, optimizer)
     job = stage_with_epochs(run)
@@ -571,14 +583,14 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
         raise AssertionError("the stage ended before the interruption")
     with interrupted_after(1000) as steps:
         repeated = lab.stage(resumed)
-    # it did go on, and not start again
+    # the stage was resumed and did not start again
     assert len(steps) == len(history(stored)) * per_epoch - per_epoch - 2
     assert_same_results(job.id, repeated, stored)
     assert history(repeated) == history(stored)
 
 
 def assert_same_results(stage: str, repeated: Artifact, stored: Artifact) -> None:
-    """Raise `AssertionError`, which names some tensors that differ, unless all bytes are equal."""
+    """Raise `AssertionError` with the names of differing tensors unless all bytes are equal."""
     for name in (STATE, CARRIED):
         repeated_bytes, expected = repeated.read(name), stored.read(name)
         if repeated_bytes == expected:
@@ -595,11 +607,14 @@ def assert_same_results(stage: str, repeated: Artifact, stored: Artifact) -> Non
 
 
 class Interrupted(RuntimeError):
-    """Ends a stage in the middle of its training."""
+    """Error that ends a stage in the middle of its training."""
 
 
 class interrupted_after:
-    """Steps of the train loop are counted, and the one after `steps` raises Interrupted."""
+    """Context manager that allows `steps` steps of the train loop, then raises `Interrupted`.
+
+    It returns a list with an entry for each finished step.
+    """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -631,7 +646,8 @@ class interrupted_after:
 def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimizer: str) -> None:
     """Each kind of carried tensor of the first task reaches the second, and has an effect there.
 
-    Class means are left out: they are computed again from exemplars.
+    The check does not apply to methods that classify by class means, because class means are
+    computed again from exemplars.
     """
     run = lab.run(method, optimizer, epochs=1)
     stored = run.trained(SECOND)
@@ -647,18 +663,18 @@ def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimiz
             with mock.patch.object(loop, "load_carried", return_value=changed):
                 repeated = lab.stage(again(job, f"other-{kind}"))
         except UserError:
-            continue  # what does not go with the rest is refused: it has a part
+            continue  # the changed state is rejected as inconsistent, so this kind has an effect
         has_part = any(repeated.read(name) != stored.read(name) for name in (STATE, CARRIED))
         assert has_part, f"{job.id} leaves the same whatever it is handed as {kind!r}"
 
 
 def kinds_of(carried: Carried) -> set[str]:
-    """Return what stands before the first slash in the names of tensors; nothing where none is."""
+    """Return the parts before the first slash of the tensor names; "" for a name without slash."""
     return {name.rpartition("/")[0].split("/")[0] for name in carried.tensors}
 
 
 def with_others(carried: Carried, kind: str) -> Carried | None:
-    """Return the state with other values in the tensors of a kind; None if it has whole numbers."""
+    """Return the state with changed tensors of a kind; None if the kind has only integers."""
     tensors = dict(carried.tensors)
     for name, tensor in carried.tensors.items():
         if name.rpartition("/")[0].split("/")[0] != kind:
@@ -696,7 +712,7 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
     lambda cls: "seen" not in (cls.reads, cls.trains_on),
 )
 def check_a_step_looks_up_the_data_that_it_declares(lab: Lab, method: str, optimizer: str) -> None:
-    """A step selects images of its own task alone, unless it declares more."""
+    """A step selects only images of its own task, unless the method declares `seen`."""
     run = lab.run(method, optimizer)
     run.trained(SECOND)
     for job in run.stages(SECOND):
@@ -714,7 +730,7 @@ def check_a_step_looks_up_the_data_that_it_declares(lab: Lab, method: str, optim
 def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optimizer: str) -> None:
     """Two micro-batches give the results of one batch, up to rounding.
 
-    With SGD, because Adam turns the rounding of a vanishing gradient into a whole step.
+    The check uses SGD, because Adam turns a rounding error of a zero gradient into a full step.
     """
     whole = lab.run(method, optimizer, epochs=1, batch_size=24)
     parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
@@ -738,9 +754,10 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
     ),
 )
 def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
-    """Right after its training, each task is answered clearly better than by guessing.
+    """Directly after training, the accuracy on both tasks is clearly above chance.
 
-    Where one seed leaves that open, further ones decide: the tasks are small.
+    If one seed is not sufficient, results of up to three more seeds are added, because the tasks
+    are small.
     """
     correct, chance = 0, 0.0
     for seed in range(4):
@@ -756,7 +773,7 @@ def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     assert correct > 1.2 * chance
 
 
-# ---- how it answers ------------------------------------------------------------------------------
+# ---- how it computes logits ----------------------------------------------------------------------
 @promise(
     (
         "draw nothing and keep nothing in logits; make load_task and activate_task reset what "
@@ -764,7 +781,7 @@ def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     ),
 )
 def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, optimizer: str) -> None:
-    """Logits of a task do not depend on which task was asked for before."""
+    """The logits of a task do not depend on the task of the previous call."""
     run = lab.run(method, optimizer)
     served, images = run.served(SECOND), [run.images(task) for task in (FIRST, SECOND)]
     alone = [answers(run.served(SECOND), images[task], run.order[task]) for task in (FIRST, SECOND)]
@@ -781,10 +798,11 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
 def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """Settings of `per_task` have no effect on serving, nor on other tasks.
+    """Settings of `per_task` have no effect on serving or on other tasks.
 
-    A task trained under other values is served by a method with the common values as by one with
-    its own values. So is the next task. This is checked in every scenario of the method.
+    A task is trained with its own values. A method with the common values and a method with the
+    values of the task must give equal logits for this task, and for the next task. This is checked
+    in every scenario of the method except `domain`.
     """
     own = other_values(method)
     beside = BESIDE.get(method, {})
@@ -818,7 +836,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
     "change no tensor, no mode and no random state in logits and features",
 )
 def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer: str) -> None:
-    """Every tensor, every module's mode, and the random numbers that come next."""
+    """`accuracy` changes no tensor, no mode of a module, and no random state."""
     run = lab.run(method, optimizer)
     live, job = run.live(SECOND), run.stages(SECOND)[-1]
     assert job.task is not None
@@ -836,7 +854,7 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
     lambda cls: cls.has_training(),
 )
 def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: str) -> None:
-    """A stage gives the same bytes without validation after its epochs."""
+    """A stage gives the same bytes if the validation after each epoch is skipped."""
     run = lab.run(method, optimizer)
     job = next(j for j in run.stages(FIRST) if history(run.artifact(j)))
     with mock.patch.object(loop, "accuracy", return_value=(0, 1)):
@@ -846,17 +864,17 @@ def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: st
 
 
 def modes_of(model: torch.nn.Module) -> dict[str, bool]:
-    """Return whether each module is in training mode, by name."""
+    """Return name of a module -> whether it is in training mode."""
     return {name: module.training for name, module in model.named_modules()}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers, by name."""
+    """Return name -> copy of a tensor, for all parameters and buffers."""
     return {
         name: t.detach().clone() for name, t in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Return whether two models have the same tensors, bit for bit."""
+    """Return whether two mappings have the same names and equal tensors, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,8 +1,8 @@
-"""Check whether the record of a run in MLflow is complete, so that it need not be written again.
+"""Check whether the record of a run in MLflow is complete and need not be written again.
 
-MLflow takes seconds to import. After a record was written completely, a note about its content is
-stored next to the run's own record. A run with nothing to do compares this note and imports
-nothing.
+After a record was written completely, a digest of its content is stored next to the run's own
+record. A run without missing stages compares this digest and does not import MLflow, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILE = "recorded.json"
 
 @dataclass(frozen=True)
 class RecordState:
-    """Inputs of a record in MLflow. Records with equal digests are equal."""
+    """Digest of the content of a record in MLflow. Records with equal digests are equal."""
 
     storage: str
     name: str
@@ -46,8 +46,8 @@ def compute_state(
         settings: Settings of tracking.
         storage: Folder or URI of the storage.
         record: Record of the run.
-        manifests: Manifests of the existing results, by stage.
-        files: Files of the report.
+        manifests: Id of a stage -> manifest of its result.
+        files: Name -> content of the files of the report.
     """
     content = {
         "settings": settings.model_dump(mode="json"),
@@ -75,11 +75,11 @@ def find_links(state: RecordState) -> list[str] | None:
 
 
 def write(state: RecordState, links: Iterable[str], database: str, runs: Iterable[str]) -> None:
-    """Note that a record was written completely.
+    """Store that a record was written completely.
 
     Args:
         state: State of the record.
-        links: Lines with its location.
+        links: Lines with the location of the record.
         database: Path of MLflow's SQLite file. Empty for a server.
         runs: Ids of the runs in MLflow.
     """
@@ -97,7 +97,7 @@ def _path(state: RecordState) -> str:
 
 
 def _runs_stand(database: str, runs: list[str]) -> bool:
-    """Return whether no run was deleted in MLflow's database. A server is not asked."""
+    """Return whether all runs are still in MLflow's database; always True for a server."""
     if not database:
         return True
     uri = f"file:{quote(database)}?mode=ro"

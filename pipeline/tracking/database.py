@@ -1,8 +1,8 @@
 """Create MLflow's SQLite database under a temporary name, and move it into place when complete.
 
-MLflow creates its tables with about a hundred statements, each committed separately. A process that
-is killed in between would leave a database that no later process can complete. Such a database is
-moved aside and created again.
+MLflow creates its tables with about a hundred statements, each committed separately. If a process
+is killed meanwhile, no later process can complete the database. Such a database is renamed and a
+new one is created.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from workers.errors import UserError
 from workers.storage import filesystem
 from workers.storage.artifact import NO_LINKS, make_dirs, share_file, temporary_name
 
-BESIDE = ("-journal", "-wal", "-shm")  # files of SQLite next to a database
-SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # characters with another meaning in a URI
+BESIDE = ("-journal", "-wal", "-shm")  # suffixes of SQLite's files next to a database
+SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # characters of a path that a URI must quote
 
 
 def sqlite_uri(path: Path) -> str:
-    """Return SQLAlchemy's URI of an absolute path, also of one with special characters."""
+    """Return SQLAlchemy's URI of an absolute path. The path can have special characters."""
     text = SPECIAL.sub(lambda match: quote(match.group()), str(path))
-    # MLflow creates a folder for a quoted name if the URI has no driver name; the plain form is the
-    # familiar one.
+    # Without a driver name in the URI, MLflow creates a folder with the quoted name. Other paths
+    # have the usual URI without a driver name.
     return f"sqlite:///{text}" if text == str(path) else f"sqlite+pysqlite:///{text}"
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """Return the path of a SQLite URI; None for a server, another database or one in memory."""
+    """Return the path of a SQLite URI; None for a server and for any other database.
+
+    The result is also None for a database in memory and for a URI with a query.
+    """
     if not uri.startswith("sqlite"):
         return None
     from sqlalchemy.engine import make_url
@@ -45,12 +48,12 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], str]) -> None:
-    """Create the database if it does not exist, and again if it is incomplete.
+    """Create the database if it does not exist or is incomplete.
 
     Args:
         path: Path of the SQLite file.
-        initialize: Creates all tables in the database of a URI, and closes it.
-        latest: Returns the revision of these tables.
+        initialize: Function that creates all tables in the database of a URI, and closes it.
+        latest: Function that returns the current revision of these tables.
 
     Raises:
         UserError: If the file is not a SQLite database.
@@ -76,7 +79,10 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
 
 
 def is_whole(path: Path, latest: Callable[[], str]) -> bool:
-    """Return whether a database has runs, or all tables. MLflow itself judges one that has runs."""
+    """Return whether a database has runs, or all tables in the latest revision.
+
+    MLflow itself checks the tables of a database with runs.
+    """
     if not path.exists() or not path.stat().st_size:
         return False
     try:
@@ -109,9 +115,9 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Context manager that locks a folder; the lock ends with the process.
+    """Context manager that locks a folder. The lock also ends with the process.
 
-    On a file system without locks nothing is locked.
+    On a file system without locks, the folder is not locked.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

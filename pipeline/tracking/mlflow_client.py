@@ -1,4 +1,4 @@
-"""Calls to MLflow, in batches."""
+"""Client of MLflow: opens the tracking store, classifies errors and logs in batches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from pipeline.config.settings import TrackingSettings
 
-# MLflow itself repeats no call: the caller decides how long to try. MLflow would print the tracking
-# URI with its password.
+# MLflow must not repeat failed calls, because the caller decides how long to retry. It must not
+# print the tracking URI, which can contain a password.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -35,12 +35,12 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-# MLflow takes at most 1000 metrics and tags, and 100 parameters, in a call
+# MLflow accepts at most 1000 metrics and tags together, and 100 parameters, in one call.
 METRICS_PER_CALL = 900
 PARAMS_PER_CALL = 100
 MAX_PARAM_NAME = 250  # characters
-MAX_PARAM_VALUE = 500
-# Errors of a disk and of SQLite, PostgreSQL and MySQL that do not pass.
+MAX_PARAM_VALUE = 500  # characters
+# Messages of permanent errors of a disk, SQLite, PostgreSQL and MySQL.
 FINAL = re.compile(
     r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly "
     r"database|[Rr]ead-only|no such (table|column)|does not exist"
@@ -58,13 +58,13 @@ FINAL_ERRNOS = (
     errno.EISDIR,
     errno.ENAMETOOLONG,
 )
-# Package of a database driver, by module, if the names differ.
+# Module of a database driver -> its package, if the names differ.
 DRIVERS = {
     "psycopg2": "psycopg2-binary",
     "psycopg": "psycopg[binary]",
     "MySQLdb": "mysqlclient",
 }
-# Answers of a bucket to requests that can never succeed.
+# Error codes of a bucket for requests that can never succeed.
 FINAL_BUCKET_ERRORS = (
     "AccessDenied",
     "NoSuchBucket",
@@ -78,7 +78,7 @@ BUSY = (408, 409, 429)  # HTTP statuses of a server that may accept the same req
 
 
 class Point(NamedTuple):
-    """One value of a metric curve; `after_s`: seconds since the run began."""
+    """One value of a metric curve. `after_s` is its time in seconds since the start of the run."""
 
     name: str
     value: float
@@ -87,7 +87,7 @@ class Point(NamedTuple):
 
 
 class InputData(NamedTuple):
-    """A data set that a run has read; `context` is its purpose, for example `train`."""
+    """A data set that a run has read. `context` is its purpose, for example `train`."""
 
     name: str
     digest: str
@@ -96,14 +96,14 @@ class InputData(NamedTuple):
 
 
 def key_name(text: str) -> str:
-    """Return a name that MLflow accepts: letters, digits and `_-. :/`."""
+    """Replace characters that MLflow does not accept: all except letters, digits and `_-. :/`."""
     return re.sub(r"[^\w\-. :/]", "_", text)
 
 
 def round_for_display(value: float) -> float:
     """Round a value to six significant digits; integers, for example bytes, stay unchanged.
 
-    MLflow's pages show all digits of a metric. The artifacts have the exact numbers.
+    MLflow's pages show all digits of a metric. The artifacts contain the exact numbers.
 
     Example:
         >>> round_for_display(0.92128814517)
@@ -116,7 +116,11 @@ def round_for_display(value: float) -> float:
 def tracking_uri(storage: str, uri: str = "") -> str:
     """Return the URI of the tracking store.
 
-    It is `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder.
+    The URI is `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder.
+
+    Raises:
+        UserError: If a password in the URI is not quoted, or a storage that is not local has no
+            tracking server.
     """
     configured = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if configured:
@@ -137,7 +141,7 @@ def open_store(
 ) -> tuple[MlflowClient, str, str]:
     """Open the tracking store, and create its database and experiment if they are missing.
 
-    Only one process may create a database, so the driver calls this before anything else opens it.
+    The driver calls this function before any other process opens the database.
 
     Args:
         storage: Folder or URI of the storage.
@@ -151,7 +155,7 @@ def open_store(
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller reports errors
-    from mlflow import MlflowClient  # reads the environment when it is imported
+    from mlflow import MlflowClient  # reads the environment variables during its import
 
     mlflow_internals.try_databases_once()
     address = tracking_uri(storage, uri)
@@ -175,7 +179,7 @@ def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) 
         try:
             return client.create_experiment(name, artifact_location=artifacts)
         except MlflowException:
-            # Another driver may have created it after the look-up.
+            # Another driver may have created the experiment after the look-up.
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
@@ -185,7 +189,7 @@ def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) 
 
 
 def tag_experiment(client: MlflowClient, experiment: str, name: str, value: str) -> None:
-    """Set a tag of an experiment, unless it has that value or the experiment is read-only."""
+    """Set a tag of an experiment, unless it has this value. Errors of MLflow are ignored."""
     from mlflow.exceptions import MlflowException
 
     with suppress(MlflowException):
@@ -194,7 +198,7 @@ def tag_experiment(client: MlflowClient, experiment: str, name: str, value: str)
 
 
 def _artifact_location(address: str, storage: str) -> str | None:
-    """Return the URI of the folder for artifacts, or None for a tracking server with its own."""
+    """Return the URI of the folder for artifacts, or None for a tracking server."""
     if address.startswith(("http://", "https://")):
         return None
     if not is_local(storage):
@@ -206,7 +210,7 @@ def check_password(uri: str) -> None:
     """Check that the password in a tracking URI is quoted.
 
     Raises:
-        UserError: If the password has a character that ends the part of the URI with the host.
+        UserError: If the password has a character that ends the host part of a URI.
     """
     if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
         raise UserError(
@@ -218,7 +222,7 @@ def check_password(uri: str) -> None:
 
 @contextmanager
 def explain_missing_drivers(address: str) -> Iterator[None]:
-    """Context manager that raises `UserError` if SQLAlchemy has no driver for a database."""
+    """Context manager that raises `UserError` if SQLAlchemy cannot use the URI of a database."""
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
     scheme = address.partition("://")[0]
@@ -267,8 +271,8 @@ def explain_refusals(storage: str, uri: str = "") -> Iterator[None]:
 def bucket_folder(storage: str) -> str:
     """Return the URI of MLflow's artifacts in an object store.
 
-    MLflow takes the endpoint and the region only from the environment, so the values of the
-    storage's URI are set there.
+    MLflow reads the endpoint and the region only from environment variables, so this function sets
+    the variables to the values in the storage's URI.
     """
     folder, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))
@@ -286,8 +290,8 @@ def bucket_folder(storage: str) -> str:
 def transient(error: Exception) -> bool:
     """Return whether the same call can succeed later.
 
-    This is the case without a connection or an answer, and for a server or database in trouble. It
-    is not the case for a full disk or a damaged database.
+    This is the case if there is no connection or no answer, and for internal errors of a server or
+    database. It is not the case for a full disk or a damaged database.
     """
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError
@@ -304,7 +308,7 @@ def transient(error: Exception) -> bool:
 
 
 def login_refusal(error: Exception) -> str:
-    """Return a message if a server refuses the login, or "" for any other error."""
+    """Return a message if a server refuses the login or forbids a change; "" for other errors."""
     from mlflow.exceptions import MlflowException
 
     if not isinstance(error, MlflowException) or error.get_http_status_code() not in (401, 403):
@@ -321,9 +325,10 @@ def login_refusal(error: Exception) -> str:
 
 # ---- runs ----------------------------------------------------------------------------------------
 class MlflowClientAdapter:
-    """The runs of one experiment.
+    """Client for the runs of one experiment.
 
-    Every method raises the errors of MLflow. A repeated call with the same values adds nothing.
+    Every method raises the errors of MLflow. A repeated call with the same values adds nothing,
+    except `create`.
     """
 
     def __init__(self, storage: str, settings: TrackingSettings):
@@ -346,12 +351,12 @@ class MlflowClientAdapter:
                 return runs
 
     def create(self, name: str, tags: Mapping[str, str]) -> Run:
-        """Create a run with the tags that are not empty."""
+        """Create a run. Empty tags are left out."""
         tags = {key: value for key, value in tags.items() if value}
         return self.client.create_run(self.experiment, tags=tags, run_name=name)
 
     def reopen(self, run: Run) -> None:
-        """Mark a run that had failed or was stopped as running again."""
+        """Set the status of a failed or stopped run to RUNNING."""
         self.client.update_run(run.info.run_id, "RUNNING")
         mlflow_internals.set_status(run, "RUNNING")
 
@@ -361,7 +366,7 @@ class MlflowClientAdapter:
         mlflow_internals.set_status(run, status)
 
     def tag(self, run: Run, tags: Mapping[str, str]) -> None:
-        """Set changed tags; an empty value removes the tag."""
+        """Set the tags that have changed. An empty value deletes the tag."""
         for name, value in tags.items():
             if run.data.tags.get(name, "") == value:
                 continue
@@ -375,10 +380,10 @@ class MlflowClientAdapter:
     def log_points(
         self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
     ) -> None:
-        """Log points, and tags together with the last of the points.
+        """Log points. Tags are set in the same call as the last points.
 
-        The time of a point depends only on the run's start, so MLflow drops points that it already
-        has.
+        The time of a point is relative to the start of the run, so a repeated point has the same
+        time and MLflow drops it.
         """
         from mlflow.entities import Metric, RunTag
 
@@ -401,7 +406,7 @@ class MlflowClientAdapter:
         run.data.tags.update(new_tags)
 
     def log_params(self, run: Run, values: Mapping[str, Any]) -> None:
-        """Log the parameters that the run does not have yet: MLflow never changes one."""
+        """Log the parameters that the run does not have yet. MLflow never changes a parameter."""
         from mlflow.entities import Param
 
         named = {}
@@ -426,7 +431,7 @@ class MlflowClientAdapter:
             self.client.log_inputs(run.info.run_id, entries)
 
     def log_files(self, run: Run, files: Mapping[str, bytes]) -> None:
-        """Upload files by name as artifacts of a run."""
+        """Upload artifacts of a run: path -> content."""
         if not files:
             return
         with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
@@ -438,7 +443,9 @@ class MlflowClientAdapter:
 
 
 class SystemMetrics:
-    """Thread of MLflow that samples CPU, memory, disk, network and GPUs of this machine into a run.
+    """Thread of MLflow that logs the use of this machine to a run.
+
+    It samples CPU, memory, disk, network and GPUs.
 
     Raises:
         UserError: If psutil is not installed.
@@ -461,7 +468,7 @@ class SystemMetrics:
 
     @property
     def alive(self) -> bool:
-        """False once sampling has ended, for example because MLflow did not answer."""
+        """Whether the thread still samples. It ends for example if MLflow does not answer."""
         return mlflow_internals.is_sampling(self.monitor)
 
     def end(self) -> None:

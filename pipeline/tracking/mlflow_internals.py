@@ -1,7 +1,7 @@
-"""Every private name of MLflow that this project uses.
+"""All uses of private names of MLflow in this project.
 
-tests/pipeline/test_mlflow_internals.py has a contract test for each, so that an upgrade of MLflow
-that changes one fails there.
+tests/pipeline/test_mlflow_internals.py has a contract test for each name. It fails if an upgrade of
+MLflow changes the name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def try_databases_once() -> None:
-    """Make MLflow report a database that does not answer, instead of trying for 100 s."""
+    """Make MLflow raise an error immediately if a database does not answer, not after 100 s."""
     from mlflow.store.db import utils
 
     utils.MAX_RETRY_COUNT = 1
@@ -36,8 +36,8 @@ def create_tables(uri: str) -> None:
     from sqlalchemy import event
 
     engine = utils.create_sqlalchemy_engine(uri)
-    # Other processes see the database only when it is complete and synced. A sync after each
-    # statement would take seconds.
+    # A sync after each statement would take seconds. The caller syncs the complete database before
+    # other processes see it.
     event.listen(
         engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF")
     )
@@ -48,12 +48,12 @@ def create_tables(uri: str) -> None:
 
 
 def set_status(run: Run, status: str) -> None:
-    """Set the status of a run in memory, which saves a request for the run."""
+    """Set the status of a run in memory, so that the run need not be requested again."""
     run.info._status = status
 
 
 def dataset_entity(name: str, digest: str, source: str) -> Dataset:
-    """Create the entity of a data set at a URI."""
+    """Create MLflow's entity of a data set at the URI `source`."""
     from mlflow.data.http_dataset_source import HTTPDatasetSource
     from mlflow.data.meta_dataset import MetaDataset
 
@@ -65,10 +65,10 @@ def dataset_entity(name: str, digest: str, source: str) -> Dataset:
 
 @contextmanager
 def without_requirements_check() -> Iterator[None]:
-    """Context manager that saves a model without comparing its requirements with the environment.
+    """Context manager that turns off MLflow's comparison of requirements with the environment.
 
-    MLflow reads the files of every installed package for that, which takes a second. Our
-    requirements are the pinned versions.
+    MLflow would read the files of every installed package, which takes a second. The comparison is
+    not needed, because our requirements are the installed versions.
     """
     from mlflow.utils import environment
 
@@ -88,7 +88,7 @@ def is_sampling(monitor: SystemMetricsMonitor) -> bool:
 
 
 def delete_artifacts(artifact_uri: str, tracking_uri: str) -> None:
-    """Delete all artifacts of a run or a model, because MLflow's client cannot."""
+    """Delete all artifacts of a run or a model. MLflow's client has no method for it."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     get_artifact_repository(artifact_uri, tracking_uri=tracking_uri).delete_artifacts()

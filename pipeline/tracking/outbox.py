@@ -1,4 +1,4 @@
-"""A queue of actions on a server, executed in order by a thread.
+"""A queue of actions on a server, which a thread executes in order.
 
 The thread waits while the server does not answer.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from workers.storage.secrets import redact
 
-# Pauses between attempts; each is twice as long as the one before.
+# Pauses between attempts in seconds. Each pause is twice as long as the previous pause.
 FIRST_S = 1.0
 LONGEST_S = 30.0
 TRIES = 5  # attempts for an action that fails although the server answers
@@ -23,18 +23,19 @@ Action = Callable[[], None]
 class Outbox:
     """Executes queued actions one after the other. `put` never waits.
 
-    An action that failed halfway is executed again, so it must be repeatable.
+    A failed action is executed again as a whole, so it must be repeatable.
 
     Args:
         name: Name of the server, for messages.
-        answers: Returns whether the server answers.
-        forget: Called after a failure, before the next attempt, because cached data of the server
-            may be outdated.
-        transient: Returns whether an action can succeed later after an error. After any other error
-            the action is dropped, and a sentence is added to `warnings`.
-        log: Called with a line for people if the server stops answering, and when it answers again.
-        refusal: Returns a message for an error that every action would have, for example a wrong
-            password, else "". It is logged and added to `warnings` once.
+        answers: Function that returns whether the server answers.
+        forget: Function that is called after a failure, before the next attempt, because cached
+            data of the server may be outdated.
+        transient: Function that returns whether an action can succeed later after an error. After
+            any other error the action is dropped, and a sentence is added to `warnings`.
+        log: Function that prints a message if the server stops answering, and when it answers
+            again.
+        refusal: Function that returns a message for an error that every action would have, for
+            example a wrong password, else "". The message is logged and added to `warnings` once.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Outbox:
         """Wait until all actions are executed.
 
         Args:
-            patience_s: Longest wait in seconds for a server that does not answer.
+            patience_s: Maximal wait in seconds for a server that does not answer.
 
         Returns:
             The number of actions that were not executed.
         """
         closing = time.monotonic()
         with self.news:
-            self.hurried = True  # a pause ends at once
+            self.hurried = True  # ends a pause immediately
             self.news.notify_all()
             try:
                 while self.waiting:
@@ -97,7 +98,7 @@ class Outbox:
                 self.news.notify_all()
 
     def warn(self, sentence: str) -> None:
-        """Add a sentence to `warnings`, once."""
+        """Add a sentence to `warnings`, unless it is there already."""
         if sentence not in self.warnings:
             self.warnings.append(sentence)
 
@@ -114,15 +115,19 @@ class Outbox:
                     self.news.notify_all()
 
     def _carry_out(self, action: Action) -> bool:
-        """Execute an action, repeatedly after transient errors; return False if it was given up."""
+        """Execute an action, and repeat it after transient errors.
+
+        Returns:
+            False if `close` gave up before the action was executed.
+        """
         tries = 0
         while not self.given_up:
             try:
                 action()
                 return True
-            except Exception as error:  # any error only costs this action
+            except Exception as error:  # an error must not end the thread
                 self.forget()
-                # MLflow repeats its address
+                # redacted, because errors of MLflow contain its address
                 reason = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:300]}"
                 refusal = self.refusal(error)
                 if refusal:

@@ -1,4 +1,4 @@
-"""Points of metric curves, and files for a browser, that MLflow gets of each finished stage."""
+"""Points of metric curves, pictures and tables that are logged to MLflow for finished stages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipeline.results.results_file import list_rows
 from pipeline.results.tables import EXTRA_COUNTS, NOT_BYTES, Matrix, Row, RunTables, matrix_rows
 from pipeline.tracking.mlflow_client import Point, key_name
 
-ROUNDING = 1e-12  # means of equal numbers differ by less
-# Columns of a training history without curves.
+ROUNDING = 1e-12  # largest difference between means of equal numbers
+# Columns of a training history that are not logged as curves.
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
 
 
@@ -35,7 +35,7 @@ def machine_points(
 
     Args:
         samples: Pairs of a time (seconds since the epoch) and a `MachineSample`.
-        start_s: Start of the run.
+        start_s: Start of the run in seconds since the epoch.
     """
     points = []
     for time_s, sample in samples:
@@ -56,9 +56,9 @@ def machine_points(
 
 # ---- points of curves ----------------------------------------------------------------------------
 def history_points(rows: Sequence[Row], step: str) -> list[Point]:
-    """Return the curves of a training stage over its epochs, counted from 1.
+    """Return the points of the curves of a training stage. A step is an epoch, counted from 1.
 
-    Their names are `train/loss`, `train/val_accuracy`, ...
+    The names of the curves begin with the step of the stage: `train/loss`, `train/val_accuracy`.
     """
     points = []
     seconds = 0.0
@@ -76,8 +76,9 @@ def history_points(rows: Sequence[Row], step: str) -> list[Point]:
 def matrix_points(matrix: Matrix) -> list[Point]:
     """Return `acc/TASK` for every known entry, and the averages of every complete row.
 
-    The step of a point is the number of previously learned tasks. A curve begins just after its
-    task was learned; of a constant curve only this point is written.
+    The step of a point is the number of previously learned tasks. The curve of a task begins with
+    the evaluation after this task was learned. The caller drops further points of constant curves,
+    see `without_constants`.
     """
     points = []
     for after, on_task in np.ndindex(matrix.source.shape):
@@ -97,9 +98,9 @@ def matrix_points(matrix: Matrix) -> list[Point]:
 
 
 def without_constants(points: Sequence[Point]) -> list[Point]:
-    """Keep only the first point of each curve with a constant value, up to rounding.
+    """Keep only the first point of each curve that is constant, up to rounding.
 
-    MLflow shows a metric with one point as a number, and others as charts.
+    MLflow shows a metric with one point as a number, and other metrics as charts.
     """
     first_values: dict[str, float] = {}
     varying_names = set()
@@ -117,7 +118,7 @@ def without_constants(points: Sequence[Point]) -> list[Point]:
 
 
 def size_points(rows: Sequence[Row]) -> list[Point]:
-    """Return `size/KIND` in bytes, and `growth`, after each finished task."""
+    """Return the points `size/KIND` in bytes, and `growth`, after each finished task."""
     points = []
     for row in rows:
         after = row["after_index"]
@@ -130,10 +131,10 @@ def size_points(rows: Sequence[Row]) -> list[Point]:
 
 
 def pick_points(rows: Sequence[Row]) -> list[Point]:
-    """Return `picked_right/TASK` after each task.
+    """Return the points `picked_right/TASK` after each task.
 
-    It is the share of images with a correctly inferred task. A curve begins like the curve of
-    `acc/TASK`.
+    The value is the share of images whose task was inferred correctly. A curve begins at the same
+    step as the curve `acc/TASK`.
     """
     begun_tasks = {row["task"] for row in rows if row["images"] and row["task"] == row["after"]}
     points = []
@@ -146,7 +147,7 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
 
 
 def mask_points(view: MaskView | None) -> list[Point]:
-    """Return `keep/KIND`: the share of entries that the masks of a kind keep, over all blocks."""
+    """Return the points `keep/KIND`: share of entries of all blocks that masks of a kind keep."""
     if view is None:
         return []
     kept_entries: Counter[str] = Counter()
@@ -164,11 +165,11 @@ def mask_points(view: MaskView | None) -> list[Point]:
 def analysis_points(
     run: str, attention: Sequence[Row], robustness: Sequence[Row], images: int
 ) -> dict[str, list[Point]]:
-    """Return points of the measurements of `analyse`, by label of the method.
+    """Return the measurements of `analyse`: label of a method -> points.
 
-    Values are means over tasks and heads for each block, and accuracies over tasks for each level
-    of robustness. Points with more images get a later time, so MLflow shows them if a run was
-    analysed twice.
+    For attention, a value is the mean over tasks and heads for a block. For robustness, a value is
+    the mean accuracy over tasks for a level. Measurements with more images get a later time, so
+    MLflow shows these if a run was analysed twice.
 
     Args:
         run: Name of the run.
@@ -211,8 +212,8 @@ def _analysis_values(row: Row) -> list[tuple[str, float, int]]:
 def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> dict[str, bytes]:
     """Return the files of a method that are written again after every task.
 
-    They are the accuracy matrix as heat map, JSON, CSV and Parquet, and tables of averages, sizes
-    and inferred tasks.
+    The files are the accuracy matrix as a heat map, JSON, CSV and Parquet, and tables of averages,
+    sizes and inferred tasks.
     """
     matrix = tables.matrix(label)
     rows = matrix_rows(matrix)
@@ -255,7 +256,7 @@ def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> d
 def count_rows(
     name: str, row_names: Sequence[str], column_names: Sequence[str], counts: NDArray[np.int64]
 ) -> list[Row]:
-    """Return a matrix of counts as rows of a table; `name` is the column with the row names."""
+    """Convert a matrix of counts to rows of a table. `name` is the column with the row names."""
     rows: list[Row] = []
     for row_name, row_counts in zip(row_names, counts.tolist(), strict=True):
         columns = dict(zip(column_names, row_counts, strict=True))
@@ -281,13 +282,13 @@ def task_files(
 ) -> dict[str, bytes]:
     """Return pictures and tables of the masks and tokens of a task.
 
-    The report has the pictures of all tasks together.
+    The report has pictures of all tasks together.
 
     Args:
         tables: Tables of the run.
         label: Label of the method.
         task: Name of the task.
-        views: Masks of the tasks so far, those of this task last.
+        views: Masks of the tasks so far; the masks of this task are last.
     """
     if not views or views[-1].task != task:
         return {}
@@ -316,7 +317,7 @@ def task_files(
 
 
 def token_rows(view: MaskView) -> list[Row]:
-    """Return the learned tokens of a task, one row each: its name, its number, its values."""
+    """Return one row for each learned token of a task: name, number and values."""
     rows: list[Row] = []
     for name, tokens in view.prompts.items():
         for number, values in enumerate(tokens.tolist()):
@@ -327,7 +328,7 @@ def token_rows(view: MaskView) -> list[Row]:
 
 
 def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes]:
-    """Return the confusion matrix of a task, measured just after the task was learned."""
+    """Return files of the confusion matrix of a task, measured after this task was learned."""
     confusion = tables.confusion(label, task, task)
     if confusion is None:
         return {}
@@ -339,7 +340,7 @@ def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes
 
 # ---- files of a finished report ------------------------------------------------------------------
 def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, bytes]:
-    """Return the pictures of a finished report about one method; names omit its label."""
+    """Return the pictures of one method from a finished report. The names omit its label."""
     contents = {}
     for template in figures.METHOD_FIGURES:
         picture = report.get(template.format(label=label))
@@ -351,8 +352,8 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
 def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files of a finished report that belong to the run as a whole.
 
-    They are the page, the graph, the comparisons, the files for a paper, and the tables in the
-    folder `tables/`.
+    These are the page, the graph, the comparisons, the files for a paper, and the tables, which get
+    the folder `tables/`.
     """
     contents = {}
     for name, data in report.items():

@@ -1,6 +1,6 @@
-"""Metrics of a running driver in Prometheus' format over HTTP, for a run or a search.
+"""Serve the metrics of a run or a search in Prometheus' format over HTTP, from the driver.
 
-They are computed on request, so they cost a run nothing. docs/tracking.md lists names and units.
+The metrics are computed only on request. docs/tracking.md lists their names and units.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
-    """Yield the metrics of a run from its status; `graph` has its stages."""
+    """Yield the metrics of a run from its status and the graph of its stages."""
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -191,11 +191,11 @@ def search_metrics(
 
 @contextmanager
 def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> Iterator[str]:
-    """Context manager that answers Prometheus with the metrics of `collect`; it yields the URL.
+    """Context manager that serves the metrics of `collect` to Prometheus, and yields the URL.
 
     Args:
         address: The setting `tracking.prometheus`.
-        collect: Yields the metrics.
+        collect: Function that yields the metrics.
 
     Raises:
         UserError: If the address cannot be used.
@@ -230,12 +230,12 @@ def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> It
 def announcing_metrics(
     address: str, collect: Callable[[], Iterator[Metric]], say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Context manager that serves metrics and prints their URL; does nothing without an address.
+    """Context manager that serves metrics and prints their URL. It does nothing without an address.
 
     Args:
         address: The setting `tracking.prometheus`.
-        collect: Yields the metrics.
-        say: Prints a line.
+        collect: Function that yields the metrics.
+        say: Function that prints a line.
     """
     if not address:
         yield

@@ -1,6 +1,6 @@
-"""Log a bundle as a model to the run of its method in MLflow, and register it.
+"""Log a bundle as a model to the run of its method in MLflow, and register the model.
 
-Then `models:/NAME@champion` serves it anywhere.
+Then the URI `models:/NAME@champion` can be loaded and served on any machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACKAGES = (
     "torch",
     "torchvision",
 )
-MAX_BYTES = 2 << 30  # a larger bundle is not logged
+MAX_BYTES = 2 << 30  # maximal size of a logged bundle
 ALIAS = "champion"
 TAG = "accrete.bundle"
 
@@ -48,9 +48,9 @@ class Published:
     """A model in MLflow.
 
     Attributes:
-        model: URI of the model. "" if it was not logged.
-        version: Version of the registered model.
-        warning: Reason why it was not logged.
+        model: URI of the model; "" if the model was not logged.
+        version: Version of the registered model; "" if the model was not registered.
+        warning: Reason why the model was not logged; "" if it was logged.
     """
 
     model: str
@@ -75,9 +75,12 @@ def log(
         uri: The tracking URI.
         run_id: Id of the run.
         folder: Folder of the bundle.
-        name: Name of the registered model. Empty: it is not registered.
+        name: Name of the registered model. Empty: the model is not registered.
         alias: Alias of the new version.
         max_bytes: Largest size of a logged bundle.
+
+    Returns:
+        The URI of the model, or the reason why it was not logged.
 
     Raises:
         UserError: If the folder has no bundle.
@@ -110,7 +113,10 @@ def log(
 
 
 def _find_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel | None:
-    """Return the model of this bundle in a run, or None. A kill may have left it without files."""
+    """Return the model of this bundle in a run, or None.
+
+    The model has no files if an earlier process was killed before it wrote them.
+    """
     models = client.search_logged_models(
         [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
     )
@@ -121,9 +127,10 @@ def _find_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel |
 
 
 def _create_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel:
-    """Create a model without files, with calls of the client.
+    """Create a model without files, with MLflow's client.
 
-    MLflow's fluent functions start runs, and copy every metric of the run one by one.
+    MLflow's fluent functions are not used, because they start runs and copy every metric of the run
+    one by one.
     """
     body = bundle.body
     tags = {
@@ -144,7 +151,7 @@ def _create_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel
 def _write_model(
     client: MlflowClient, run_id: str, model: LoggedModel, bundle: Bundle, folder: str
 ) -> LoggedModel:
-    """Write the files of a model, and return it when it is ready."""
+    """Upload the files of a model, and return the model with the status READY."""
     from mlflow.entities import LoggedModelStatus
 
     try:
@@ -168,9 +175,10 @@ def _write_model(
 
 @contextmanager
 def without_warning(text: str) -> Iterator[None]:
-    """Context manager that drops warnings with a prefix, and shows all others afterwards.
+    """Context manager that drops warnings with the prefix `text`, and shows all others at its end.
 
-    A filter is not sufficient, because packages imported inside put their own filters first.
+    A filter is not sufficient, because packages that are imported inside insert their own filters
+    before it.
     """
     with warnings.catch_warnings(record=True) as caught:
         yield
@@ -186,7 +194,7 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
         path: The new folder.
         bundle: The bundle.
         folder: Folder of the bundle.
-        identity: Arguments of MLflow's `Model`, if it already has ids.
+        identity: Arguments of MLflow's `Model`, for a model that already has ids.
     """
     import mlflow
     import pandas as pd
@@ -234,7 +242,7 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
 
 
 def picture() -> bytes:
-    """Return a small grey PNG, as an example of an image in a request."""
+    """Return a small grey PNG, the image of the example request."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -244,7 +252,7 @@ def picture() -> bytes:
 
 def requirements() -> list[str]:
     """Return the packages that serving imports, pinned to the installed versions."""
-    # The package index does not have builds like `2.11.0+cpu`.
+    # without the local part of versions like `2.11.0+cpu`, which the package index does not have
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 
@@ -267,10 +275,10 @@ def format_note(bundle: Bundle, name: str, alias: str) -> str:
 def _register(
     client: MlflowClient, model: LoggedModel, run_id: str, name: str, alias: str, note: str
 ) -> str:
-    """Register a model under a name, once, and set the alias; return its version."""
+    """Register a model, unless it is registered, and set the alias. Return the version."""
     from mlflow.exceptions import MlflowException
 
-    with suppress(MlflowException):  # it exists; the next call raises any other error
+    with suppress(MlflowException):  # the name exists; any other error is raised by the next call
         client.create_registered_model(name)
     client.update_registered_model(name, note)
     versions = client.search_model_versions(f"name = '{name}'")

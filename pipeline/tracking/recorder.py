@@ -1,7 +1,7 @@
 """Record a run in MLflow during the run, in a separate thread.
 
-Only the driver writes. No error of MLflow stops a run: while MLflow does not answer, the data wait
-in order. Any other error becomes one sentence in `Recorder.warnings`.
+Only the driver writes. No error of MLflow stops a run. While MLflow does not answer, the data wait
+in a queue. Any other error becomes one sentence in `Recorder.warnings`.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ if TYPE_CHECKING:
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.mlflow_client import Point
 
-STOPPED_PATIENCE_S = 5.0  # replaces `tracking.patience_s` if this process was told to stop
-SEND_S = 30.0  # interval between two messages about the workers' machines
-MAX_SAMPLES = 20_000  # latest samples that wait for MLflow
+STOPPED_PATIENCE_S = 5.0  # upper limit of `tracking.patience_s` if this process must stop
+SEND_S = 30.0  # seconds between two calls with samples of the workers' machines
+MAX_SAMPLES = 20_000  # maximal number of queued samples; the oldest are dropped
 Log = Callable[[str], None]
-WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
+WriteBundle = Callable[[str, str], None]  # writes a bundle: (label of a method, folder)
 
 
 class Recorder:
     """Records one run: call `start`, `stage` for each finished stage, then `finish`.
 
-    Only `finish` waits. `start` also records previously finished stages, so a run with nothing to
-    do has a complete record.
+    Only `finish` waits. `start` also records stages that were finished before, so a run without
+    missing stages has a complete record.
 
     Args:
-        log: Called with a line for people if MLflow stops answering, and when it answers again.
-        remedy: Command that writes the record again, for people.
+        settings: Settings of tracking.
+        storage: Folder or URI of the storage.
+        log: Function that prints a message if MLflow stops answering, and when it answers again.
+        remedy: Command that writes the record again, for messages.
+        identity: Tags and parameters of the runs in MLflow. None: those of a plain run.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Recorder:
             "MLflow", self._answers, self.writer.forget, transient, log, login_refusal
         )
         self.system_metrics: SystemMetrics | None = None
-        # Samples of the workers' machines, with their times.
+        # (time in seconds since the epoch, sample of a worker's machine)
         self.samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=MAX_SAMPLES)
         self.samples_sent_at = 0.0  # on the monotonic clock
 
@@ -88,7 +91,7 @@ class Recorder:
         Args:
             record: The run record.
             graph_svg: Picture of the graph.
-            watch: This machine works on the run, so its system metrics can be sampled.
+            watch: Whether the run is executed now, so that this machine can be sampled.
         """
         if self.settings.enabled:
             self._start(record, graph_svg, watch)
@@ -127,11 +130,11 @@ class Recorder:
     def models(self, graph: Graph, write_bundle: WriteBundle) -> None:
         """Log each method of a finished run as a model that serves all tasks.
 
-        It is registered as RUN, or as RUN-LABEL if there are several methods.
+        The model is registered as RUN, or as RUN-LABEL if there are several methods.
 
         Args:
             graph: Graph of the run.
-            write_bundle: Writes the bundle of the method with a label into a folder.
+            write_bundle: Function that writes the bundle of the method with a label into a folder.
         """
         if not self.settings.models or not self.writer.record:
             return
@@ -141,7 +144,7 @@ class Recorder:
             self._put(partial(self._log_model, writer, graph.name, label, write_bundle))
 
     def make_writer(self, run_name: str) -> RunWriter:
-        """Create the writer of the run of a graph."""
+        """Return the writer of the run with this name."""
         return self.writer
 
     def _log_model(
@@ -162,7 +165,7 @@ class Recorder:
     def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
         """Add the files of the report, close the runs and wait until everything is written.
 
-        Waits at most `tracking.patience_s` for a server that does not answer.
+        If the server does not answer, the wait is at most `tracking.patience_s` seconds.
 
         Args:
             files: Files of the report.
@@ -180,10 +183,10 @@ class Recorder:
         close(self.outbox, self.settings.patience_s, content, self.remedy)
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """Record a `MachineSample` of a worker's machine, if the config asks for it.
+        """Record a `MachineSample` of a worker's machine, if `tracking.system_metrics` is set.
 
-        Samples are sent together, from time to time. While MLflow does not answer, the last
-        MAX_SAMPLES wait.
+        Samples are sent together every SEND_S seconds. While MLflow does not answer, the last
+        MAX_SAMPLES samples are kept.
         """
         if not self.settings.enabled or not self.settings.system_metrics or not self.writer.record:
             return
@@ -202,28 +205,28 @@ class Recorder:
         for _ in samples:
             self.samples.popleft()
 
-    # ---- as a watcher of a walk ------------------------------------------------------------------
+    # ---- events of the run -----------------------------------------------------------------------
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Record a finished stage; no stage waits for MLflow."""
+        """Record a finished stage. This does not wait for MLflow."""
         if event.kind is EventKind.DONE:
             self.stage(walk.graph[event.stage], event.body)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        """Do nothing: MLflow gets results only."""
+        """Do nothing, because only results are recorded."""
 
     def progress(self, event: Event) -> None:
-        """Record the use of a worker's machine."""
+        """Record a sample of a worker's machine. Other events are ignored."""
         if event.kind is EventKind.SAMPLE:
             self.sample(event.body)
 
-    # ---- what was recorded -----------------------------------------------------------------------
+    # ---- location and state of the record --------------------------------------------------------
     def describe_rest(self) -> str:
-        """Describe the unwritten part of the record in a few words."""
+        """Describe the unwritten part of the record briefly."""
         return f"recording in MLflow, {format_count(len(self.outbox.waiting), 'part')} left"
 
     @property
     def run_ids(self) -> list[str]:
-        """Ids in MLflow of the run and of the methods; empty before they exist."""
+        """Ids of the runs in MLflow of the graph and of the methods; empty before they exist."""
         location = self.writer.location
         return [] if location is None else [location.run, *location.methods]
 
@@ -243,7 +246,7 @@ class Recorder:
         def act() -> None:
             action()
             metrics = self.system_metrics
-            # sampling ends by itself while MLflow does not answer
+            # MLflow's thread ends if MLflow does not answer, so start it again
             if metrics and not metrics.alive and action != self._stop_sampling:
                 self._start_sampling()
 
@@ -283,10 +286,10 @@ def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
 
     Args:
         outbox: The outbox.
-        patience_s: Longest wait for a server that does not answer. If this process was told to
-            stop, it is at most STOPPED_PATIENCE_S, because the caller waits for the end.
+        patience_s: Maximal wait in seconds for a server that does not answer. It is reduced to
+            STOPPED_PATIENCE_S if this process was interrupted, because it must end soon.
         content: Description of the content.
-        remedy: Command that writes it again, for people.
+        remedy: Command that writes the content again, for the warning.
     """
     if isinstance(sys.exception(), (preemption.Preempted, KeyboardInterrupt)):
         patience_s = min(patience_s, STOPPED_PATIENCE_S)

@@ -1,6 +1,6 @@
 """Delete the files, logged models and model versions of earlier states of a run in MLflow.
 
-Metrics, parameters and tags stay: they contain neither images nor trained weights.
+Metrics, parameters and tags are kept, because they contain neither images nor trained weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from workers.errors import describe_error
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Run
 
-KINDS = ("run", "method", "task")  # tag `accrete.kind`; trials of searches have others
+KINDS = ("run", "method", "task")  # values of the tag `accrete.kind`; trials have other values
 
 
 @dataclass
 class EarlierFiles:
-    """Files in MLflow from a run before its config or images were changed.
+    """Files in MLflow of a run, from the time before its config or images were changed.
 
     Attributes:
         adapter: Client of the tracking server or database.
@@ -37,7 +37,7 @@ class EarlierFiles:
     models: list[LoggedModel]
 
     def delete(self) -> list[str]:
-        """Delete the files and the models; return a sentence for each that stays."""
+        """Delete the files and the models. Return a sentence for each one that was not deleted."""
         left: list[str] = []
         client = self.adapter.client
         for model in self.models:
@@ -47,7 +47,7 @@ class EarlierFiles:
                         client.delete_model_version(version.name, version.version)
                 mlflow_internals.delete_artifacts(model.artifact_location, self.adapter.uri)
                 client.delete_logged_model(model.model_id)
-            except Exception as error:  # of any server and any store of files
+            except Exception as error:  # any error of the server or of the artifact store
                 left.append(_describe(f"model {model.model_id}", model.artifact_location, error))
         for run in self.runs:
             try:
@@ -65,9 +65,9 @@ def find_earlier_files(settings: TrackingSettings, storage: str, record: RunReco
     """Find the files in MLflow of earlier states of a run.
 
     Args:
-        settings: Of the run.
-        storage: Of the run.
-        record: As the run is now.
+        settings: Tracking settings of the run.
+        storage: Folder or URI of the storage.
+        record: Current record of the run.
     """
     adapter = MlflowClientAdapter(storage, settings)
     runs = [

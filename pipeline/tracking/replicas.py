@@ -1,7 +1,7 @@
 """Record a run with several seeds or class orders in MLflow.
 
-There is a parent run with the report and the means, and below it each replica with the same record
-as when it is run alone.
+The parent run has the report and the means. Each replica is a child run, with the same record as if
+the replica was run separately.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class ReplicatedRecorder(Recorder):
-    """Records a run and the given records of the replicas, with one thread.
+    """Records a run with replicas in one thread. `records` are the records of the replicas.
 
     The parent run has the config, the report, and mean and deviation of each method. A replica has
-    the same record as when it is run alone, and is found again then.
+    the same record as if it was run separately, so a later separate run finds this record.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReplicatedRecorder(Recorder):
             record["name"]: RunWriter(settings, storage, RunIdentity())
             for record in records.values()
         }
-        self.stages_by_key: dict[str, list[tuple[str, str]]] = {}  # -> (run, id of the stage)
+        self.stages_by_key: dict[str, list[tuple[str, str]]] = {}  # key -> (run, id of the stage)
         for record in records.values():
             for stage in record["stages"]:
                 stages = self.stages_by_key.setdefault(stage["key"], [])
@@ -66,7 +66,7 @@ class ReplicatedRecorder(Recorder):
                     self._put(partial(self._record_stage, name, stage["id"]))
 
     def _stage(self, stage: Stage, manifest: Mapping[str, Any] | None) -> None:
-        """Record a stage that has just finished, in each replica that has it."""
+        """Record a finished stage in each replica that contains the stage."""
         for name, stage_id in self.stages_by_key.get(stage.key, []):
             if manifest and "attempt" in manifest:
                 root = join(self.storage, "stages")
@@ -77,7 +77,7 @@ class ReplicatedRecorder(Recorder):
             super()._stage(stage, manifest)
 
     def _finish(self, files: Mapping[str, bytes], status: str) -> None:
-        """Add the report and the means, close the runs and wait until all is written."""
+        """Add the report and the means, close the runs and wait until everything is written."""
         for name in self.writers:
             self._put(partial(self._finish_replica, name, status))
         self._put(self._summarise)
@@ -94,14 +94,14 @@ class ReplicatedRecorder(Recorder):
                 ids += [writer.location.run, *writer.location.methods]
         return ids
 
-    # ---- written by the outbox's thread ----------------------------------------------------------
+    # ---- called by the outbox's thread -----------------------------------------------------------
     def _forget(self) -> None:
         self.writer.forget()
         for writer in self.writers.values():
             writer.forget()
 
     def _open(self, name: str) -> RunWriter:
-        """Return the writer of a replica, with its runs below the run of all replicas."""
+        """Return the writer of a replica. Its runs are children of the parent run."""
         writer = self.writers[name]
         writer.client = self.writer.ready()
         writer.identity = replace(writer.identity, parent=self.writer.parent.info.run_id)
@@ -115,7 +115,7 @@ class ReplicatedRecorder(Recorder):
         self._open(name).finish({}, status)
 
     def _summarise(self) -> None:
-        """Write mean and deviation over the replicas to the run above them."""
+        """Log mean and deviation over the replicas to the parent run."""
         from pipeline.report.replicas import compare_replicas  # imports torch and matplotlib
         from pipeline.results.tables import RunTables
 
@@ -132,7 +132,7 @@ class ReplicatedRecorder(Recorder):
 
 
 def _make_identity(record: RunRecord) -> RunIdentity:
-    """Return the tags that identify the parent run, and its filterable and readable tags."""
+    """Return the key, the tags and the description of the parent run."""
     methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
     replicas = record.get("replicas", {})
     seeds = record["config"].get("seeds") or [record["config"].get("seed", "")]

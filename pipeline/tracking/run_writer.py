@@ -1,7 +1,7 @@
-"""Write one graph to MLflow: a run for the graph, below it one per method, then one per task.
+"""Write one graph to MLflow: a run for the graph, child runs for methods, then for their tasks.
 
-A run is found again by its tags. Therefore a repeated or resumed command writes into the same runs
-and adds nothing twice. Every method can be called again after it failed.
+A run is found again by its tags. Therefore a repeated or resumed command writes to the same runs
+and adds nothing twice. Every method of the writer can be called again after an error.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from pipeline.results.masks import MaskView
     from pipeline.results.tables import RunTables
 
-MAX_STATE_BYTES = 32 << 20  # a larger task state stays in the store; a tag has its URI
-MASK_CACHE_BYTES = 256 << 20  # masks in memory, for the overlap with later tasks
-MAX_TAG = 4000  # characters
+MAX_STATE_BYTES = 32 << 20  # of an uploaded task state; for any state, a tag has the URI
+MASK_CACHE_BYTES = 256 << 20  # of cached masks, which are compared with the masks of later tasks
+MAX_TAG = 4000  # characters of the value of a tag
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"  # the tag with the description of a run
 CONFIG_FILE = "config.yaml"
-# Settings that are parameters of a graph's run if they are set. MLflow lists all parameters side by
-# side, so the other settings are in CONFIG_FILE and in the runs of the methods.
+# Settings that are logged as parameters of a graph's run if they are set. Other settings are in
+# CONFIG_FILE and in the runs of the methods, because MLflow shows a column for each parameter.
 MAIN_PARAMS = (
     "seed",
     "seeds",
@@ -58,15 +58,17 @@ MAIN_PARAMS = (
     "cluster.workers",
     "cluster.gpus_per_worker",
 )
-PICTURES_S = 60.0  # shortest time between two pictures of a method's matrix during a run
-OPENED = "accrete.opened"  # a run with this tag has its parameters and its graph
-BACKBONE_TASK = "backbone"  # stages that all methods share have a run of this name
+PICTURES_S = 60.0  # minimal seconds between two uploads of a method's pictures during a run
+OPENED = "accrete.opened"  # tag of a run whose parameters and graph were logged completely
+BACKBONE_TASK = "backbone"  # name of the run for stages that all methods share
 
 
 class RecordLocation(NamedTuple):
     """Location of the record of a graph in MLflow.
 
     Attributes:
+        uri: The tracking URI.
+        experiment: Id of the experiment.
         run: Id of the graph's run.
         methods: Ids of the runs of the methods.
     """
@@ -84,13 +86,13 @@ class RunIdentity:
     Attributes:
         kind: `run` or `trial`. Methods and tasks of a trial have the kinds `trial-method` and
             `trial-task`, so that a query for methods returns no trials of a search.
-        key: Key to find the graph's run. Default: the graph's name and keys.
-        parent: Id of the parent run.
+        key: Key to find the graph's run. "": the result of `run_key`.
+        parent: Id of the parent run; "": none.
         tags: Further tags of all runs.
-        params: Parameters of the graph's run. Default: `main_params`.
-        note: Description of the graph's run. Default: `note_of`.
+        params: Parameters of the graph's run. None: the result of `main_params`.
+        note: Description of the graph's run. "": the result of `format_run_note`.
         data: Data of the evaluations, `test` or `validation`.
-        pictures: Also write pictures, tables, task states and report files.
+        pictures: Whether pictures, tables, task states and report files are uploaded.
     """
 
     kind: str = "run"
@@ -104,13 +106,13 @@ class RunIdentity:
 
 
 def run_key(record: RunRecord) -> str:
-    """Return the identity of a run: its name and the keys of all stages."""
+    """Return the identity of a run: its name and a digest of the keys of all stages."""
     keys = "\n".join(sorted(stage["key"] for stage in record["stages"]))
     return f"{record['name']}-{hashlib.sha256(keys.encode()).hexdigest()[:16]}"
 
 
 class RunWriter:
-    """Writes the runs of one graph in MLflow. Call `forget` after a method has raised."""
+    """Writes the runs of one graph in MLflow. Call `forget` after a method raised an error."""
 
     def __init__(self, settings: TrackingSettings, storage: str, identity: RunIdentity):
         self.settings = settings
@@ -120,27 +122,32 @@ class RunWriter:
         self.stages: dict[str, Mapping[str, Any]] = {}
         self.graph_svg = ""
         self.location: RecordLocation | None = None
-        self.artifacts: dict[str, Artifact] = {}  # by id of the stage
+        self.artifacts: dict[str, Artifact] = {}  # id of a stage -> its result
         self.mask_views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
-        # methods of which an evaluation was recorded since the last `finish`
+        # labels of methods with an evaluation that was recorded since the last `finish`
         self.newly_evaluated: set[str] = set()
-        self.pictured: dict[str, float] = {}  # method -> when its matrix was drawn last
+        self.pictured: dict[str, float] = {}  # label -> monotonic time of the last pictures
         self.forget()
 
     def begin(self, record: RunRecord, graph_svg: str = "") -> None:
-        """Set the graph to write. record: the run record."""
+        """Set the graph to write.
+
+        Args:
+            record: The run record.
+            graph_svg: Picture of the graph.
+        """
         self.record = record
         self.graph_svg = graph_svg
         self.stages = {stage["id"]: stage for stage in record["stages"]}
 
     def forget(self) -> None:
-        """Forget everything that MLflow has answered."""
+        """Forget all cached data from MLflow."""
         self.client: MlflowClientAdapter | None = None
-        # by (label, task); ("", "") is the graph's run, (label, "") a method's
+        # (label, task) -> run; ("", "") is the run of the graph, (label, "") the run of a method
         self.runs: dict[tuple[str, str], Run] = {}
         self.logged_inputs: set[tuple[str, str, str]] = set()  # (run id, data set, context)
         self.logged_points: set[tuple[str, str, int]] = set()  # (label, metric, step)
-        self.recorded: set[str] = set()  # ids of stages
+        self.recorded: set[str] = set()  # ids of recorded stages
 
     @property
     def parent(self) -> Run:
@@ -149,7 +156,7 @@ class RunWriter:
 
     @property
     def methods(self) -> dict[str, str]:
-        """Ids of the runs of the methods, by label."""
+        """Label -> id of the method's run."""
         ids = {}
         for (label, task), run in self.runs.items():
             if label and not task:
@@ -167,9 +174,9 @@ class RunWriter:
             tags = run.data.tags
             runs[tags.get("label", ""), tags.get("task", "")] = run
         parent = runs.get(("", "")) or self._create("", "", self.identity.parent)
-        if parent.info.status not in ("RUNNING", "FINISHED"):  # it failed or was stopped before
+        if parent.info.status not in ("RUNNING", "FINISHED"):  # failed or stopped before
             client.reopen(parent)
-        if self.identity.parent:  # it may have been recorded by itself before
+        if self.identity.parent:  # the run may have been recorded before without a parent
             client.tag(parent, {PARENT: self.identity.parent})
         runs["", ""] = parent
         self.runs = runs
@@ -191,7 +198,7 @@ class RunWriter:
         return self.identity.key or run_key(self.record)
 
     def _run(self, label: str, task: str) -> Run:
-        """Return the run of a method, or of a task below it. Create it when it is first needed."""
+        """Return the run of a method or of one of its tasks. Create a missing run."""
         if (label, task) not in self.runs:
             parent = self._run(label, "") if label and task else self.parent
             run = self._create(label, task, parent.info.run_id)
@@ -237,7 +244,7 @@ class RunWriter:
         return format_run_note(self.record, label, task)
 
     def _fill(self, run: Run) -> None:
-        """Log the parameters of a new run, and the graph; then set the tag `OPENED`."""
+        """Log the parameters and the graph of a new run. Then set the tag `OPENED`."""
         assert self.client
         label = run.data.tags.get("label", "")
         task = run.data.tags.get("task", "")
@@ -257,7 +264,7 @@ class RunWriter:
         self.client.tag(run, {OPENED: "true"})
 
     def _method_params(self, label: str) -> dict[str, Any]:
-        """Return the inputs of the first stage of a method, but for the data."""
+        """Return the inputs of the first stage of a method, except the data."""
         for stage in self.record["stages"]:
             if stage["label"] == label and stage["step"] not in ("evaluate", "report"):
                 return {name: value for name, value in stage["inputs"].items() if name != "seen"}
@@ -265,7 +272,7 @@ class RunWriter:
 
     # ---- one stage -------------------------------------------------------------------------------
     def stage(self, stage_id: str) -> None:
-        """Record a stage, if it is finished and was not recorded before."""
+        """Record a stage if it is finished and not recorded yet."""
         self.ready()
         stage = self.stages[stage_id]
         artifact = self._artifact(stage)
@@ -292,7 +299,7 @@ class RunWriter:
         return self._run(stage["label"], stage["task"] or "")
 
     def _artifact(self, stage: Mapping[str, Any]) -> Artifact | None:
-        """Return the result of a stage; None while it has none."""
+        """Return the result of a stage, or None if the stage has no result yet."""
         artifact = self.artifacts.get(stage["id"])
         if artifact is None:
             artifact = Artifact.open(join(self.storage, "stages"), stage["key"])
@@ -307,7 +314,7 @@ class RunWriter:
         points: Iterable[Point],
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Log points in one call with the tag that marks them as complete; the tag comes last."""
+        """Log the points of a stage. The last call also sets the tag of a completed stage."""
         self.ready().log_points(run, points, {**(tags or {}), make_key_tag(stage): stage["key"]})
 
     def _input(self, stage_id: str, context: str) -> InputData:
@@ -319,13 +326,19 @@ class RunWriter:
             content = str(artifact.manifest.get("content", content))
         return InputData(
             stage_id.removeprefix("data/"),
-            f"{content[:24]}-{context}"[:36],  # MLflow takes at most 36 characters
+            f"{content[:24]}-{context}"[:36],  # MLflow accepts at most 36 characters
             join(self.storage, "stages", stage["key"]),
             context,
         )
 
     def inputs(self, run: Run, stage_ids: Iterable[str], context: str) -> None:
-        """Log the data sets that a run has read, once. Other stages are ignored."""
+        """Log the data sets that a run has read, unless they were logged before.
+
+        Args:
+            run: The run.
+            stage_ids: Ids of stages. Only ingest stages are used.
+            context: Purpose of the data, for example `train`.
+        """
         new = []
         for stage_id in stage_ids:
             if stage_id.startswith("data/"):
@@ -340,7 +353,7 @@ class RunWriter:
         self._finish_stage(run, stage, [])
 
     def _record_training(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
-        # they import torch and matplotlib
+        # lazy import: needs torch and matplotlib
         from pipeline.tracking.points import history_points, without_constants
 
         tables = self._tables()
@@ -365,7 +378,7 @@ class RunWriter:
         self, run: Run, stage: Mapping[str, Any], artifact: Artifact, tables: RunTables
     ) -> list[Point]:
         """Upload pictures, tables and the state of a task; return points of the masks."""
-        from pipeline.tracking.points import mask_points, task_files  # torch and matplotlib
+        from pipeline.tracking.points import mask_points, task_files  # imports torch, matplotlib
 
         label = stage["label"] or ""
         task = stage["task"] or ""
@@ -384,7 +397,7 @@ class RunWriter:
         return mask_points(views[-1] if views else None)
 
     def _mask_views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
-        """Return the masks of the finished tasks up to `task`, from memory or from the store."""
+        """Return the masks of the finished tasks up to `task`, from the cache or from the store."""
         from pipeline.results.masks import load_mask_view  # imports torch
 
         tasks = tables.tasks(label)
@@ -427,12 +440,12 @@ class RunWriter:
         self._close(run)
 
     def _record_metrics(self, label: str, tables: RunTables, again: bool = False) -> None:
-        """Write matrix, averages and sizes of a method as far as they are known.
+        """Log the known part of the matrix, averages and sizes of a method.
 
         Args:
             label: Label of the method.
             tables: Tables of the run.
-            again: Also write points that this process has written before.
+            again: Also log points that this process has logged before.
         """
         from pipeline.tracking import points as curves  # imports torch and matplotlib
 
@@ -479,13 +492,13 @@ class RunWriter:
         client = self.ready()
         parent = self.parent
         if status == "FINISHED" and not self._is_evaluated():
-            status = "KILLED"  # report of a run that was stopped halfway
+            status = "KILLED"  # the report is that of an incomplete run
         tables = self._tables()
         digest = _digest(report)
         is_recorded = parent.data.tags.get("accrete.report") == digest
         if parent.info.status == status and is_recorded and not self.newly_evaluated:
             return
-        # points of earlier evaluations may be missing: only new ones were written so far
+        # only new points were logged during the run, so points of earlier processes may be missing
         for label in self.newly_evaluated:
             self._record_metrics(label, tables, again=True)
         if self.identity.pictures:
@@ -527,9 +540,10 @@ class RunWriter:
         self._link_pictures(pictures)
 
     def _record_gpu_use(self) -> None:
-        """Log how busy each GPU was while stages trained, and a tag with that in words.
+        """Log how busy each GPU was during training, as metrics and as a tag with sentences.
 
-        GPUs are counted from 0, because their numbers and the names of nodes differ between runs.
+        The metrics count GPUs from 0, because numbers of GPUs and names of nodes differ between
+        runs.
         """
         figures = read_gpu_use(self.storage, self.record["name"])
         points = []
@@ -542,15 +556,15 @@ class RunWriter:
             self.ready().log_points(self.parent, points, {"gpu_use": text[:MAX_TAG]})
 
     def _link_pictures(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Begin the descriptions of runs with links to their pages and pictures.
+        """Insert links to pages and pictures at the beginning of the descriptions of runs.
 
-        A description that somebody has edited is kept.
+        A description that a user has edited is kept.
 
         Args:
-            names: artifacts by id of a run; of these, pages and pictures are linked.
+            names: Id of a run -> its artifacts. Only pages and pictures are linked.
         """
         client = self.ready()
-        for run in client.find({"accrete.run": self._run_key()}):  # descriptions as they are now
+        for run in client.find({"accrete.run": self._run_key()}):  # with current descriptions
             text = self._note(run.data.tags.get("label", ""), run.data.tags.get("task", ""))
             links = make_artifact_links(
                 client.experiment, run.info.run_id, names.get(run.info.run_id, ())
@@ -581,7 +595,7 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 # ---- parameters, tags and descriptions -----------------------------------------------------------
 def main_params(record: RunRecord) -> dict[str, Any]:
-    """Return the few parameters of a graph's run, because MLflow shows them side by side."""
+    """Return the parameters of a graph's run: methods, number of tasks and `MAIN_PARAMS`."""
     labels = [stage["label"] for stage in record["stages"] if stage["label"]]
     params: dict[str, Any] = {
         "methods": ", ".join(dict.fromkeys(labels)),
@@ -602,7 +616,7 @@ def make_key_tag(stage: Mapping[str, Any]) -> str:
 def make_key_tags(record: RunRecord, label: str) -> dict[str, str]:
     """Return the keys of the stages of a method as tags.
 
-    Data are left out, because they get a tag when they are recorded.
+    Ingest stages are left out, because they get a tag when they are recorded.
 
     Args:
         record: Record of the run.
@@ -617,7 +631,7 @@ def make_key_tags(record: RunRecord, label: str) -> dict[str, str]:
 
 
 def make_tags(record: RunRecord) -> dict[str, str]:
-    """Return the tags by which all runs of a graph are sorted and filtered."""
+    """Return the tags of all runs of a graph, which users sort and filter by."""
     config = record["config"]
     provenance = record.get("provenance") or {}
     methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
@@ -667,7 +681,7 @@ def format_run_note(record: RunRecord, label: str, task: str) -> str:
 def warnings_file(step: str) -> str:
     """Return the name of the artifact with the warnings of a step.
 
-    The steps of a task share a run.
+    The name depends on the step because the steps of a task share a run.
     """
     if step == "train":
         return "warnings.txt"

@@ -1,7 +1,7 @@
 """Record a search in MLflow: a run per search, trial, method and task, nested in this order.
 
-Everything is written from the records in the store (`searches/NAME/search.json`,
-`trials/NNNN.json`, `winner.json`), so it can be written again, and adds nothing twice.
+The source is the records in the store (`searches/NAME/search.json`, `trials/NNNN.json`,
+`winner.json`). Therefore the record can be written again, and nothing is added twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 
     from pipeline.config.settings import TrackingSettings
 
-RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # of a trial
+# status of an ended trial -> status of its run in MLflow
+RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# options of `dump_yaml`
 ONE_LINE_YAML = {
     "default_flow_style": True,
     "width": 10_000,
@@ -59,7 +61,7 @@ ONE_LINE_YAML = {
 
 
 class SearchLocation(NamedTuple):
-    """Where the record of a search is in MLflow. run: id of the search's run."""
+    """Location of the record of a search in MLflow. `run` is the id of the search's run."""
 
     uri: str
     experiment: str
@@ -67,7 +69,7 @@ class SearchLocation(NamedTuple):
 
 
 def search_identity(search: Mapping[str, Any]) -> str:
-    """Return the identity of a search: its name, base config and space."""
+    """Return the identity of a search: its name and a digest of its base config and space."""
     body = json.dumps([search["config"], search["space"]], sort_keys=True, default=str)
     return f"{search['name']}-{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
@@ -75,10 +77,12 @@ def search_identity(search: Mapping[str, Any]) -> str:
 class SearchRecorder:
     """Records one search: call `start`, `trial` for each changed record of a trial, then `finish`.
 
-    Only `finish` waits. Nothing is written with tracking off, or without `start`.
+    Only `finish` waits. Nothing is written if tracking is off, or if `start` was not called.
 
     Args:
-        log: Called with lines for people, as in `Recorder`.
+        settings: Settings of tracking.
+        storage: Folder or URI of the storage.
+        log: Function that prints a message, as in `Recorder`.
         remedy: Command that writes the record again, as in `Recorder`.
     """
 
@@ -95,7 +99,7 @@ class SearchRecorder:
         self.storage = storage
         self.remedy = remedy or f"{this_command()} search CONFIG"
         self.search: Mapping[str, Any] = {}
-        self.trials: dict[int, Trial] = {}  # the newest record of each
+        self.trials: dict[int, Trial] = {}  # number of a trial -> its latest record
         self.writers: dict[int, RunWriter] = {}
         self.client: MlflowClientAdapter | None = None
         self.run: Run | None = None
@@ -110,22 +114,27 @@ class SearchRecorder:
         return self.outbox.warnings
 
     def start(self, search: Mapping[str, Any]) -> None:
-        """Find or create the run of this search. search: its record."""
+        """Find or create the run of this search. `search` is the record of the search."""
         if self.settings.enabled:
             self.search = copy.deepcopy(dict(search))
             self.outbox.put(self._open)
 
     def trial(self, trial: Trial) -> None:
-        """Record a trial as far as it is. trial: its record."""
+        """Record the current state of a trial. `trial` is the record of the trial."""
         if self.search:
             self.outbox.put(partial(self._record_trial, copy.deepcopy(trial)))
 
     def finish(
         self, files: Mapping[str, bytes], winner: Winner | None, status: str = "FINISHED"
     ) -> None:
-        """Add report files and the winner, close the run and wait until all is written.
+        """Add report files and the winner, close the run and wait until everything is written.
 
-        For a server that does not answer, wait at most `tracking.patience_s`.
+        If the server does not answer, the wait is at most `tracking.patience_s` seconds.
+
+        Args:
+            files: Files of the report.
+            winner: Record of the best trial, or None.
+            status: FINISHED, FAILED or KILLED.
         """
         if self.search:
             self.outbox.put(partial(self._finish, dict(files), winner, status))
@@ -153,11 +162,14 @@ class SearchRecorder:
         Args:
             storage: Folder or URI of the storage.
             name: Name of the search.
-            settings: Settings of tracking. Default: those of the base config.
-            log: Called with lines for people.
+            settings: Settings of tracking. None: the settings of the base config.
+            log: Function that prints a message.
+
+        Returns:
+            The recorder, after `finish`.
 
         Raises:
-            UserError: If the storage has no such search.
+            UserError: If the storage does not contain the search.
         """
         from pipeline.config.settings import TrackingSettings
 
@@ -179,9 +191,9 @@ class SearchRecorder:
         recorder.finish(files, stored.winner)
         return recorder
 
-    # ---- written by the outbox's thread ----------------------------------------------------------
+    # ---- called by the outbox's thread -----------------------------------------------------------
     def forget(self) -> None:
-        """Forget everything that MLflow has answered."""
+        """Forget all cached data from MLflow."""
         self.client = None
         self.run = None
         self.trials_in_curves.clear()
@@ -196,7 +208,7 @@ class SearchRecorder:
         self._ready()
 
     def _ready(self) -> tuple[MlflowClientAdapter, Run]:
-        """Return the client and the run of the search. Find or create it the first time."""
+        """Return the client and the run of the search. Find or create the run at the first call."""
         if self.client and self.run:
             return self.client, self.run
         client = self.client = MlflowClientAdapter(self.storage, self.settings)
@@ -213,7 +225,7 @@ class SearchRecorder:
         return client, run
 
     def _params(self) -> dict[str, Any]:
-        """Return the dimensions of the space, each as one line of YAML, and the settings."""
+        """Return the parameters: dimensions of the space, each as a line of YAML, and settings."""
         params: dict[str, Any] = {}
         for key, dimension in self.search["space"].items():
             text = dump_yaml(dimension, **ONE_LINE_YAML)
@@ -238,7 +250,7 @@ class SearchRecorder:
         }
 
     def _writer(self, trial: Trial) -> RunWriter:
-        """Return the writer of a trial's runs. A trial without a graph has a graph of no stages."""
+        """Return the writer of a trial's runs. Without a graph, the record has no stages."""
         client, run = self._ready()
         number = trial["number"]
         if number not in self.writers:
@@ -250,7 +262,7 @@ class SearchRecorder:
         return writer
 
     def _record(self, graph: RunRecord | None, name: str) -> RunRecord:
-        """Return a run record under another name; without a graph, one of no stages."""
+        """Return the run record `graph` with another name. None: a record without stages."""
         record: RunRecord = {
             "name": name,
             "key_version": KEY_VERSION,
@@ -309,7 +321,7 @@ class SearchRecorder:
         self._log_curves(is_complete=False)
 
     def _share_inputs(self, writer: RunWriter) -> None:
-        """Log the data sets that a trial has read as inputs of the search, too."""
+        """Log the data sets that a trial has read also as inputs of the search's run."""
         _, run = self._ready()
         for stage in writer.record["stages"]:
             if stage["label"] and stage["id"] in writer.recorded:
@@ -320,10 +332,10 @@ class SearchRecorder:
                 self.logged_inputs.update(new)
 
     def _log_curves(self, is_complete: bool) -> None:
-        """Log the accuracy of finished trials by number, and the best so far, by phase.
+        """Log curves over the number of a trial: its accuracy, and the best so far in its phase.
 
         The curves end before the first unfinished trial, so that a point never changes. If
-        `is_complete`, no trial will continue, and all are logged.
+        `is_complete`, no trial will continue, and the curves contain all finished trials.
         """
         client, run = self._ready()
         best: dict[str, float] = {}
@@ -372,7 +384,7 @@ class SearchRecorder:
             client.close(run, status)
 
     def _tag_winner(self, winner: Winner | None) -> str:
-        """Set the tag `winner` on the winner's run alone. Return the id of that run, or ""."""
+        """Set the tag `winner` only on the winner's run. Return the id of this run, or ""."""
         client, _ = self._ready()
         number = f"{winner['trial']:04d}" if winner else ""
         winner_run = ""
@@ -388,7 +400,7 @@ class SearchRecorder:
 
 
 def _trial_points(trial: Trial) -> list[Point]:
-    """Return accuracy and size after each task of a trial, and its costs once it has ended."""
+    """Return points of accuracy and size after each task of a trial, and of its final costs."""
     points = []
     for result in trial["results"]:
         tasks = result["position"] + 1
@@ -411,7 +423,7 @@ def _trial_points(trial: Trial) -> list[Point]:
 
 # ---- records and descriptions --------------------------------------------------------------------
 def read_record(path: str) -> dict[str, Any] | None:
-    """Return a record in the store; None when it is absent or damaged."""
+    """Return a record in the store, or None if it is missing or damaged."""
     try:
         record = read_json(path)
     except (OSError, ValueError):
@@ -475,6 +487,6 @@ def trial_note(search: Mapping[str, Any], trial: Trial) -> str:
 
 
 def params_text(params: Mapping[str, Any]) -> str:
-    """Return the parameters of a trial in one line (Markdown)."""
+    """Format the parameters of a trial as one line (Markdown)."""
     values = [f"`{key}` = {value}" for key, value in params.items()]
     return ", ".join(values) or "the base config"

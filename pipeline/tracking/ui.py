@@ -1,4 +1,4 @@
-"""Links into MLflow's pages, and `mlflow server` for this machine."""
+"""Build links to MLflow's pages, and run `mlflow server` on this machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NOTICE_S = 10.0  # seconds between two notices while the server starts
 LAST_LINES = 30  # last lines of a server's log that may explain its end
 TRAINING_PAGES = "?workflowType=machine_learning"  # MLflow's default pages are for GenAI
 VIEW = "accrete"  # name of the view that `share_view` stores
-# Columns of the list of methods with their widths in pixels: the first five fit on a page of 1,400
-# pixels with MLflow's assistant open.
+# Columns of the list of methods -> widths in pixels. The first five columns fit on a page with a
+# width of 1,400 pixels if MLflow's assistant is open.
 COLUMNS = {
     "attributes.`Run Name`": 190,
-    "runDateAndNestInfo": 130,  # when it was created
+    "runDateAndNestInfo": 130,  # time of creation
     "metrics.`average_accuracy`": 130,
     "metrics.`forgetting`": 95,
     "metrics.`size/task_bytes`": 110,
@@ -46,7 +46,8 @@ COLUMNS = {
     "tags.`scenario`": 80,
     "tags.`seed`": 60,
 }
-# Sorted by time, MLflow would nest the methods under their runs.
+# View of the methods of all runs. It is sorted by accuracy, because MLflow nests the methods under
+# their runs if the list is sorted by time.
 METHODS_VIEW = {
     "searchFilter": "tags.`accrete.kind` = 'method'",
     "orderByKey": "metrics.`average_accuracy`",
@@ -62,7 +63,7 @@ METHODS_VIEW = {
 
 
 class RecordedRun(NamedTuple):
-    """A run in MLflow and the ids of the child runs: methods of a run, trials of a search."""
+    """A run in MLflow and the ids of its child runs: methods of a run, or trials of a search."""
 
     name: str
     run_id: str
@@ -70,7 +71,7 @@ class RecordedRun(NamedTuple):
 
 
 def make_runs_link(base: str, experiment_id: str) -> str:
-    """Return the link to the methods of all runs of an experiment, with the main columns first."""
+    """Return the link to the view of the methods of all runs of an experiment."""
     return f"{base}/#/experiments/{experiment_id}/runs{TRAINING_PAGES}&viewStateShareKey={VIEW}"
 
 
@@ -103,7 +104,7 @@ def make_artifact_links(experiment_id: str, run_id: str, names: Iterable[str]) -
     for name in names:
         path = PurePosixPath(name)
         if path.suffix in (".html", ".png"):
-            # relative to the page, so that it holds at any address of the server
+            # relative to the page, so that the link works at any address of the server
             root = f"#/experiments/{experiment_id}/runs/{run_id}/artifacts"
             address = f"{root}/{quote(name)}{TRAINING_PAGES}"
             links.append(f"[{path.stem}]({address})")
@@ -111,7 +112,7 @@ def make_artifact_links(experiment_id: str, run_id: str, names: Iterable[str]) -
 
 
 def make_compare_link(base: str, experiment_id: str, run_ids: Sequence[str]) -> str:
-    """Return the link to the page that shows runs side by side."""
+    """Return the link to the page that compares runs."""
     runs = _as_query(list(run_ids))
     experiments = _as_query([experiment_id])
     query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"
@@ -121,7 +122,10 @@ def make_compare_link(base: str, experiment_id: str, run_ids: Sequence[str]) -> 
 def make_accuracies_link(base: str, experiment_id: str, run_ids: Sequence[str]) -> str:
     """Return the link to the page that shows the average accuracy of methods after each task.
 
-    `run_ids`: the methods' runs in MLflow.
+    Args:
+        base: Base URL of the server.
+        experiment_id: Id of the experiment.
+        run_ids: Ids of the methods' runs in MLflow.
     """
     metric = "average_accuracy"
     parts = (
@@ -145,7 +149,7 @@ def list_recorded_runs(
 ) -> list[RecordedRun]:
     """Return the last recorded runs, the newest first.
 
-    Of the child runs of the whole experiment only the last 1000 are listed.
+    Only the newest 1000 child runs of the experiment are considered.
 
     Args:
         client: Client of MLflow.
@@ -186,10 +190,10 @@ def get_server_url(uri: str) -> str:
 
 
 def format_record_line(base: str, experiment_id: str, run_id: str, storage: str) -> str:
-    """Return the line that says where a run is recorded: a link, or the command that starts a UI.
+    """Return a line with the location of a record: a link, or the command that starts a UI.
 
     Args:
-        base: Base URL of a server. "": the line has the command.
+        base: Base URL of a server. "": the line contains the command.
         experiment_id: Id of the experiment.
         run_id: Id of the run.
         storage: Folder or URI of the storage.
@@ -202,8 +206,8 @@ def format_record_line(base: str, experiment_id: str, run_id: str, storage: str)
 def build_server_command(storage: str, host: str, port: int) -> list[str]:
     """Return the command of `mlflow server` with one worker.
 
-    `build_server_environment` passes the URI of the database, because all users of this machine can
-    read the arguments of a process.
+    The URI of the database is passed by `build_server_environment`, because all users of this
+    machine can read the arguments of a process.
     """
     from workers.storage.artifact import join  # imported here for fast start-up: pyarrow
 
@@ -224,9 +228,9 @@ def build_server_command(storage: str, host: str, port: int) -> list[str]:
 
 
 def build_server_environment(uri: str) -> dict[str, str]:
-    """Return the environment of `mlflow server` over the database `uri`.
+    """Return the environment variables of `mlflow server` for the database `uri`.
 
-    It also turns off the server's processes for jobs.
+    They also turn off the server's job processes.
     """
     from pipeline.tracking.mlflow_client import ENVIRONMENT
 
@@ -258,7 +262,7 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
     Args:
         host: Address that the server listens on.
         port: Its port.
-        what: What anyone who reaches the server can do, as a verb phrase.
+        what: Verb phrase for the warning: the actions that are possible for other machines.
     """
     if not is_loopback(host):
         print(
@@ -304,8 +308,8 @@ def serve(
         experiment: Name of the experiment.
 
     Returns:
-        The exit code of the server; 0 after Ctrl-C, or if `uri` is a tracking server, which is only
-        linked to.
+        The exit code of the server; 0 after Ctrl-C, or for a tracking server, for which only links
+        are printed.
     """
     from pipeline.tracking.mlflow_client import explain_refusals, open_store
 
@@ -316,7 +320,7 @@ def serve(
             return 0
     port = find_port(host, port)
     warn_if_exposed(host, port, "read and delete every run: MLflow asks for no password")
-    # so that the server ends when `ui` is terminated
+    # SIGTERM raises KeyboardInterrupt, so that the server also ends if this process is terminated
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = subprocess.Popen(
         build_server_command(storage, host, port),
@@ -327,7 +331,7 @@ def serve(
         errors="replace",
     )
     log: deque[str] = deque(maxlen=LAST_LINES)
-    # a full pipe would stop the server
+    # the pipe must be read, because a full pipe would block the server
     reader = threading.Thread(target=log.extend, args=(server.stderr or (),), daemon=True)
     reader.start()
     try:
@@ -349,7 +353,7 @@ def serve(
 
 
 def print_links(client: MlflowClient, base: str, experiment_id: str) -> None:
-    """Print links to the last runs and searches, and to their methods and trials side by side."""
+    """Print links to the last runs and searches, and to comparisons of their methods or trials."""
     share_view(client, experiment_id)
     print(f"MLflow: {make_runs_link(base, experiment_id)}")
     kinds = (("run", "methods", make_accuracies_link), ("search", "trials", make_compare_link))
@@ -366,7 +370,7 @@ def print_links(client: MlflowClient, base: str, experiment_id: str) -> None:
 def explain_server_exit(
     server: subprocess.Popen[str], log: Iterable[str], host: str, port: int
 ) -> str:
-    """Explain from the end of the log why a server ended before it answered."""
+    """Explain why a server ended before it answered, with the last line of its log."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "no output"
     remedy = "fix the reported problem and try again"
@@ -382,7 +386,7 @@ def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
     """Wait without a time limit until the port answers. Print a notice every `NOTICE_S` seconds.
 
     Returns:
-        False if the server ended before it answered.
+        True if the port answers, False if the server ended before it answered.
     """
     start = time.monotonic()
     last_notice = start

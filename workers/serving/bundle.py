@@ -1,18 +1,18 @@
-"""A bundle: one folder with everything that serves the tasks of a finished method.
+"""A bundle (model folder): one folder with all files that are needed to serve a finished method.
 
-It works without a store and without cards, and contains no pickle.
+A bundle can be used without a store and without cards. It contains no pickle.
 
 model.json                  method, settings, tasks in stream order, preprocessing and provenance;
                             sha256 of each file and of itself; path of each file if it is not the
                             name of the file (see versions.py)
 backbone.safetensors        the backbone
 tasks/NAME.safetensors      state of a task
-carried/STEP.safetensors    carried state of a chain, or of a star with common first steps,
-                            without the entries of `Method.training_only`
+carried/STEP.safetensors    carried state of a step, if the method has any, without the entries of
+                            `Method.training_only`
 versions/                   `model.json` of earlier versions (see versions.py)
 reference.safetensors       class means of training images, and weights of the rule `ranpac`
                             (see reference.py); optional
-inputs/                     counts of the inputs by day (see input_counts.py); in no digest
+inputs/                     counts of the inputs by day (see input_counts.py); not in any digest
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class BundleFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Everything that serves the tasks of a finished method.
+    """The files that are needed to serve a finished method, in a folder or in a store.
 
     Args:
         body: Content of `model.json`.
-        fetch: Returns the bytes of a file by its name.
+        fetch: Function that returns the bytes of a file by its name.
         where: Name of the bundle in errors.
         job: The evaluation from which the bundle was made; None for a folder.
     """
@@ -88,8 +88,8 @@ class Bundle:
         """Open a bundle in a folder.
 
         Args:
-            uri: A folder, or a URI that pyarrow supports.
-            file: Path below `uri` of `model.json`, or of the file of an earlier version.
+            uri: Path of a folder, or a URI that pyarrow supports.
+            file: Path, relative to `uri`, of `model.json` or of the file of an earlier version.
 
         Raises:
             UserError: If the folder is not a bundle, or was changed after it was written.
@@ -103,11 +103,11 @@ class Bundle:
 
     @classmethod
     def of_job(cls, job: StageJob, limits: ImageLimits = ANY_RANGE) -> Bundle:
-        """Return a bundle of the states in the store from which a job builds its method.
+        """Return a bundle of the stored states from which an evaluation job builds its method.
 
-        `restore.finished_method` loads the same states. Files are read lazily, by `fetch`, except
-        carried states with entries that only training needs (`Method.training_only`): they are
-        copied without these entries, which has another digest.
+        `restore.finished_method` loads the same states. Files are read lazily, by `fetch`. Only
+        carried states of methods with `Method.training_only` are read now, because they are stored
+        in the bundle without these entries, so they have another size and digest.
 
         Args:
             job: An evaluation of all tasks.
@@ -144,7 +144,7 @@ class Bundle:
         body = {
             "format": FORMAT,
             "method": job.method,
-            # All settings, because defaults may change.
+            # All settings are written, because defaults may change.
             "settings": settings.model_dump(by_alias=True, mode="json"),
             "backbone": backbone_settings.model_copy(update={"weights": "none"}).model_dump(
                 mode="json"
@@ -174,7 +174,7 @@ class Bundle:
 
     @property
     def value_range(self) -> tuple[float, float] | None:
-        """The values of black and white in images of more than 8 bits; None: from the image."""
+        """The values of black and white in images of more than 8 bits; None: set by each image."""
         value_range = self.body.get("range")
         return None if value_range is None else (float(value_range[0]), float(value_range[1]))
 
@@ -246,11 +246,11 @@ class Bundle:
         write_model(uri, without_places(self.body))
 
     def backbone(self) -> nn.Module:
-        """Build the frozen backbone, without anything that a task changes, on the CPU.
+        """Build the frozen backbone on the CPU, without the weights and modules of any task.
 
         Raises:
-            UserError: If its settings are invalid, or the weights are not those that the tasks were
-                trained on.
+            UserError: If its settings are invalid, or its weights differ from the weights with
+                which the tasks were trained.
         """
         body = self.body
         try:
@@ -303,7 +303,7 @@ class Bundle:
             ) from None
         except ValidationError as error:
             raise self._unusable_settings(error) from None
-        # The constructor of the method may draw random numbers: use the seed of the evaluation.
+        # The constructor of a method may draw random numbers, so set the seed of the evaluation.
         with torch.random.fork_rng(devices=[]):
             backbone = self.backbone()
             last_task = self.tasks[-1].name if self.tasks else ""
@@ -355,8 +355,9 @@ class Bundle:
     def _check_sizes(self, settings: BackboneSettings) -> None:
         """Raise `UserError` if a file is too small or too large for the settings of the bundle.
 
-        The file of the backbone must contain at least the tensors of the backbone. No file may be
-        larger than the tasks can need. Nothing is read or allocated before this check.
+        The file of the backbone must be at least as large as the tensors of the backbone. No file
+        may be larger than a maximum that depends on the number of tasks. The check precedes any
+        reading of these files and any allocation of memory for weights.
         """
         outline = vit.shared_outline(settings)
         files = {name: info["bytes"] for name, info in self.body["files"].items()}
@@ -366,7 +367,7 @@ class Bundle:
                 f"{self.where}: {BACKBONE} has {files[BACKBONE]} bytes, but a backbone of these "
                 f"settings has {minimum}; {REMAKE}"
             )
-        # The carried state of a chain may hold a backbone for each task.
+        # A carried state may contain a backbone for each task.
         maximum = vit.most_bytes(outline) * (len(self.body["tasks"]) + 1)
         large = next((name for name, size in files.items() if size > maximum), None)
         if large is not None:
@@ -386,7 +387,7 @@ class Bundle:
         Args:
             tasks: All tasks of the new bundle.
             files: Name -> bytes of new files.
-            carried: Step -> file, for each step with a new file.
+            carried: Step -> name of the new file with its carried state.
         """
         new_files = dict(files or {})
         carried_files = {**self.body["carried"], **(carried or {})}
@@ -411,7 +412,7 @@ class Bundle:
 
 
 def check_new(uri: str) -> None:
-    """Raise `UserError` if a folder exists and is not empty, or a file exists in its place."""
+    """Raise `UserError` if `uri` is a folder that is not empty, or a file."""
     system, path = resolve(uri)
     from pyarrow import fs
 

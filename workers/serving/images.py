@@ -1,7 +1,7 @@
-"""Decoding of the images of a request into the pixels that evaluation uses.
+"""Decode the images of a request to pixels, in the same way as for evaluation.
 
-An image may be a path, bytes, base64, an array, or a Pillow image. An image that cannot be used
-raises `UserError` with one sentence.
+An image may be a path, bytes, base64, an array, or a Pillow image. An invalid image raises
+`UserError` with one sentence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.storage.regular_file import read_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PATH_CHARACTERS = 4096
-MAX_SIDE = 65_535  # pixels, as in JPEG; resizing a line of millions of pixels takes seconds
+MAX_SIDE = 65_535  # pixels, the limit of JPEG; a line of millions of pixels takes seconds to resize
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
@@ -39,9 +39,10 @@ class Limits:
         max_pixels: Maximum number of pixels of one image.
         total_pixels: Maximum number of pixels of all images, according to their headers; None: no
             limit.
-        value_range: The values of black and white in images of more than 8 bits.
-        paths: Whether texts may be paths of local files. A server must not read local
-            files for clients.
+        value_range: The values of black and white in images of more than 8 bits; None: set by
+            each image.
+        paths: Whether a string may be the path of a local file. A server must not read local files
+            for clients.
         images: Maximum number of images.
         image_bytes: Maximum bytes of one encoded image.
         body_bytes: Maximum bytes of all images in the form in which they are sent.
@@ -57,10 +58,10 @@ class Limits:
 
 
 class PixelBudget:
-    """Limits the memory of decoding.
+    """Limits the memory that threads use for decoding.
 
     Args:
-        limit: Maximum number of pixels of all images that threads decode at a time.
+        limit: Maximum number of pixels of all images that are decoded at the same time.
     """
 
     def __init__(self, limit: int):
@@ -70,10 +71,10 @@ class PixelBudget:
 
     @contextmanager
     def reserve(self, pixels: int) -> Iterator[None]:
-        """Context manager that waits for room and reserves it.
+        """Context manager that waits until the pixels fit into the budget, and reserves them.
 
         Args:
-            pixels: Number of pixels. An image that exceeds the limit is decoded alone.
+            pixels: Number of pixels. An image that exceeds the limit gets the whole budget.
         """
         pixels = min(pixels, self.limit)
         with self.changed:
@@ -95,7 +96,7 @@ def read_pixels(
     interpolation: Interpolation = "bicubic",
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> NDArray[np.uint8]:
-    """Decode and resize images of any kind, with the same result as from shards.
+    """Decode and resize images of any kind. Images from shards give the same result.
 
     Args:
         images: The images of one request.
@@ -103,8 +104,8 @@ def read_pixels(
         limits: Limits of a request.
         budget: Budget that all decoding threads share.
         interpolation: Interpolation of the resize.
-        is_cancelled: Returns True if nobody waits for the result; no further image is decoded
-            then.
+        is_cancelled: Function that returns whether the request was cancelled; then no further
+            image is decoded.
 
     Returns:
         uint8 (n, 3, side, side).
@@ -182,7 +183,7 @@ def count_pixels(image: Any, limits: Limits) -> int:
 
 
 def count_bytes(image: Any) -> int:
-    """Return the bytes of one image as it was sent; 0 for lists, which have a limit of pixels."""
+    """Return the bytes of one image as it was sent; 0 for lists, which only have a pixel limit."""
     if isinstance(image, (str, bytes, bytearray)):
         return len(image)
     if isinstance(image, np.ndarray):
@@ -206,7 +207,7 @@ def to_pillow(image: Any, limits: Limits) -> Image.Image:
 
 
 def read_encoded(image: Any, limits: Limits) -> bytes:
-    """Return the bytes of an image file from a path, text or bytes.
+    """Return the bytes of an image file, given as a path, a string or bytes.
 
     Raises:
         UserError: If the image has another type, is too large, or cannot be read.
@@ -231,7 +232,8 @@ def decode_file(data: bytes, limits: Limits) -> Image.Image:
     """Decode the bytes of an image file to RGB.
 
     Raises:
-        UserError: If the bytes are not an image, or, before decoding, if it has too many pixels.
+        UserError: If the bytes are not an image, or the image has too many pixels. The pixels are
+            counted before they are decoded.
     """
     image = open_header(data, limits)
     return _load(lambda: to_rgb(image, limits.value_range))
@@ -241,7 +243,7 @@ def open_header(data: bytes, limits: Limits) -> Image.Image:
     """Open an image file and read only its header.
 
     Raises:
-        UserError: If the bytes are not an image, or it has too many pixels.
+        UserError: If the bytes are not an image, or the image has too many pixels.
     """
     try:
         image = open_image(data, limits.max_pixels, FORMATS)
@@ -320,7 +322,7 @@ def read_text(text: str, limits: Limits) -> bytes:
     """Return the bytes of base64, of a `data:` URL, or of a file if `limits` allows paths.
 
     Raises:
-        UserError: If the text is neither, is too long, or the file cannot be read.
+        UserError: If the text is none of these or is too long, or if the file cannot be read.
     """
     body = text.partition(",")[2] if text.startswith("data:") else text
     if len(body) * 3 // 4 > limits.image_bytes + 3:
@@ -347,7 +349,7 @@ def read_text(text: str, limits: Limits) -> bytes:
 
 
 def is_path(image: Any) -> bool:
-    """Return whether an image looks like the name of a file; errors then contain the name."""
+    """Return whether an image is, or looks like, the name of a file. Errors contain such names."""
     if isinstance(image, os.PathLike):
         return True
     if not isinstance(image, str) or not 0 < len(image) <= 256 or not image.isprintable():

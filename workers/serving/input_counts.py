@@ -1,7 +1,8 @@
-"""Counts of the inputs that a model folder answered, by day, in the folder's `inputs/`.
+"""Daily counts of the inputs of a model folder, stored in its subfolder `inputs/`.
 
 A process writes one file per day (UTC), `DAY-ID.json`, and replaces it atomically. The files
-contain counts, histograms and sums; no image can be reconstructed from them. Imports no torch.
+contain counts, histograms and sums; no image can be reconstructed from them. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from workers.storage.regular_file import read_regular
 INPUTS, LOCK = "inputs", ".lock"
 FILE = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{8}\.json")
 MAX_FILE_BYTES = 16 << 20
-MAX_BYTES = 256 << 20  # of all read files, because the folder may be untrusted
-OPEN_DAYS = 2  # files of older days are final: processes write them until shortly after midnight
-CONFIDENCE_BINS = 10  # of equal width in [0, 1]
-DISTANCE_BINS = 41  # of width DISTANCE_WIDTH; the last bin contains all larger distances
-DISTANCE_WIDTH = 0.1  # in median distances of test images
+MAX_BYTES = 256 << 20  # total bytes of all read files; limited because a folder may be untrusted
+# Number of days, today and yesterday, whose files are not merged yet: a process writes the file of
+# a day until shortly after midnight.
+OPEN_DAYS = 2
+CONFIDENCE_BINS = 10  # bins of equal width in [0, 1]
+DISTANCE_BINS = 41  # bins of width DISTANCE_WIDTH; the last bin contains all larger distances
+DISTANCE_WIDTH = 0.1  # in units of the median distance of the test images
 
-Name = Annotated[str, Field(pattern=r"^[^\pC]{0,200}$")]  # printed to terminals
+# without control characters, because names are printed to terminals
+Name = Annotated[str, Field(pattern=r"^[^\pC]{0,200}$")]
 FileName = Annotated[str, Field(pattern=rf"^{FILE.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Confidences = Annotated[
@@ -43,17 +47,17 @@ Distances = Annotated[
 
 
 class CountsBody(BaseModel):
-    """Base of the models of a file, which refuses unknown fields."""
+    """Base class of the models of a file. Unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class TaskCounts(CountsBody):
-    """Counts of the inputs that one task answered.
+    """Counts of the inputs that were answered with one task.
 
     Attributes:
         inputs: Number of images.
-        picked: Number of images without a task in the request.
+        picked: Number of images whose request did not name the task.
         classes: Predicted class -> number of images.
         confidence: Histogram of the probability of the predicted class.
         confidence_sum: Sum of these probabilities.
@@ -99,7 +103,7 @@ class TaskCounts(CountsBody):
         self.distances[min(int(distance / DISTANCE_WIDTH), DISTANCE_BINS - 1)] += 1
 
     def add_counts(self, other: TaskCounts) -> None:
-        """Add the counts of another process for the same task."""
+        """Add the counts of another file for the same task."""
         for name in ("inputs", "picked", "confidence_sum", "measured", "far"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.classes = dict(Counter(self.classes) + Counter(other.classes))
@@ -110,7 +114,7 @@ class TaskCounts(CountsBody):
 
 
 class DayCounts(CountsBody):
-    """The content of a file.
+    """The content of a file with the counts of a day.
 
     Attributes:
         format: Version of this schema.
@@ -125,7 +129,7 @@ class DayCounts(CountsBody):
     models: dict[Digest, dict[Name, TaskCounts]] = Field(default_factory=dict)
 
     def task(self, model: str, name: str) -> TaskCounts:
-        """Return the counts of a task; new counts are created if needed.
+        """Return the counts of a task. Missing counts are created.
 
         Args:
             model: sha256 of the model.
@@ -146,14 +150,14 @@ def utc_day() -> date:
 
 
 def find_obstacle(model_uri: str) -> str:
-    """Return the reason, as part of a sentence, that inputs of a model cannot be counted, or ""."""
+    """Return why the inputs of a model cannot be counted, as part of a sentence, or ""."""
     if not is_local(model_uri):
         return f"{model_uri} is not on a disk"
     model = resolve(model_uri)[1]
     if not os.path.isdir(model):
         return f"this machine has no folder {model}"
     folder = os.path.join(model, INPUTS)
-    if os.path.islink(folder):  # the folder may be untrusted, and the link may lead anywhere
+    if os.path.islink(folder):  # the model folder may be untrusted: do not write through its links
         return f"{folder} is a link"
     probe = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.part")
     try:
@@ -177,7 +181,7 @@ def new_file(folder: str, day: date) -> str:
 
 
 def write_counts(path: str, counts: DayCounts) -> None:
-    """Write a file atomically. Raise `OSError` if it cannot be written, or the folder is gone."""
+    """Write a file atomically. Raise `OSError` if its folder is missing or not writable."""
     os.stat(os.path.dirname(path))
     write_bytes(path, json.dumps(counts.model_dump(mode="json"), sort_keys=True).encode())
 
@@ -189,8 +193,8 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
         folder: `inputs/` of the model folder.
 
     Returns:
-        The valid files by name, without files that were merged into another one; and the names of
-        the files that cannot be read.
+        Name of a valid file -> its content, without files that were merged into another file; and
+        the names of the files that cannot be read.
     """
     valid: dict[str, DayCounts] = {}
     damaged: list[str] = []
@@ -200,7 +204,7 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
             data = read_regular(os.path.join(folder, name), min(MAX_FILE_BYTES, bytes_left))
             bytes_left -= len(data)
             valid[name] = DayCounts.model_validate_json(data)
-        except FileNotFoundError:  # another process has just merged it
+        except FileNotFoundError:  # another process has just merged the file
             continue
         except (OSError, ValueError, ValidationError):
             damaged.append(name)
@@ -217,10 +221,10 @@ def sum_days(files: Iterable[DayCounts]) -> list[DayCounts]:
 
 
 def merge_files(folder: str, today: date) -> None:
-    """Merge the files of each past day into one, so that restarts do not accumulate files.
+    """Merge the files of each past day into one file, so that restarts do not accumulate files.
 
     If the process is killed, no count is lost or counted twice: the merged file lists its parts,
-    and readers ignore the parts until they are deleted.
+    and readers ignore parts that still exist.
 
     Args:
         folder: `inputs/` of a model folder.
@@ -232,7 +236,7 @@ def merge_files(folder: str, today: date) -> None:
     last_day = (today - timedelta(days=OPEN_DAYS)).isoformat()
     with file_lock(os.path.join(folder, LOCK)):
         for name in os.listdir(folder):
-            if name.endswith(".part") and is_leftover(name):  # of a killed process
+            if name.endswith(".part") and is_leftover(name):  # partial file of a killed process
                 _delete(folder, [name])
         days = Counter(name[: len(last_day)] for name in _list_names(folder))
         if not any(day <= last_day and count > 1 for day, count in days.items()):
@@ -252,7 +256,7 @@ def merge_files(folder: str, today: date) -> None:
 
 
 def _list_names(folder: str) -> list[str]:
-    """Return the sorted names of the files with counts; an empty list if there is no folder."""
+    """Return the sorted names of the files with counts; [] if the folder cannot be read."""
     try:
         return sorted(name for name in os.listdir(folder) if FILE.fullmatch(name))
     except OSError:
@@ -260,7 +264,7 @@ def _list_names(folder: str) -> list[str]:
 
 
 def _delete(folder: str, names: Iterable[str]) -> None:
-    """Delete files of a folder that still exist."""
+    """Delete files of a folder. Missing files are ignored."""
     for name in names:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))

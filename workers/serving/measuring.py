@@ -1,4 +1,4 @@
-"""Measure a finished run for its bundle: class means of each task, and the rules for tasks."""
+"""Measure a finished run for its bundle: class means of each task, and rules that choose a task."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ from workers.storage.artifact import file_info
 MAX_CLASS_IMAGES = 32  # training images per class mean
 MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
 MAX_TEST_IMAGES = 256  # per task
-MAX_RULE_IMAGES = 64  # per task, for the rules
-MAX_RULE_PASSES = 4096  # of all tasks and images together
+MAX_RULE_IMAGES = 64  # per task, to measure the rules
+MAX_RULE_PASSES = 4096  # limit of 2 * tasks * tasks * images per task
 
 
 def with_measurements(bundle: Bundle) -> Bundle:
-    """Add measurements on images of the run's storage to a bundle: references, and rules.
+    """Add measurements to a bundle: references of its tasks, and the accuracy of rules.
 
-    At most `MAX_TRAIN_IMAGES` and `MAX_TEST_IMAGES` images per task are read. If the images of a
-    task cannot be read, the file contains the reason instead. If the method needs to be told the
-    task, the rules of `task_rules` are measured, too.
+    The measurements use images of the run's storage. For the references, at most
+    `MAX_TRAIN_IMAGES` (or one per class) and `MAX_TEST_IMAGES` images per task are read. If the
+    images of a task cannot be read, the file contains the reason instead. If the method cannot
+    infer the task of an image and there are several tasks, the rules of `task_rules` are measured,
+    too.
 
     Args:
         bundle: The bundle of a run. The bundle of a folder is returned unchanged, because its
@@ -74,7 +76,7 @@ def with_measurements(bundle: Bundle) -> Bundle:
         try:
             for name, weight in fit_router(predictor).items():
                 tensors[f"router/{name}"] = weight
-        except (UserError, OSError):  # it is measured without the rule `ranpac`
+        except (UserError, OSError):  # the rules are measured without `ranpac`
             has_router = False
     data = safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
     files = {**bundle.body["files"], REFERENCE: file_info(data)}
@@ -85,13 +87,13 @@ def with_measurements(bundle: Bundle) -> Bundle:
     complete = replace(bundle, body=sealed({**bundle.body, "files": files}), fetch=fetch)
     if not has_choice or is_incomplete:
         return complete
-    predictor.bundle = complete  # with the class means and the router
+    predictor.bundle = complete  # the rules need the class means and the router
     rules = measure_rules(predictor, [rule for rule in CHOOSING if rule != "ranpac" or has_router])
     return replace(complete, body=sealed({**complete.body, "rules": rules}))
 
 
 def fit_router(predictor: Predictor) -> dict[str, Tensor]:
-    """Return the weights of the rule `ranpac` for each task, from the images of the class means."""
+    """Compute the weights of the rule `ranpac` for each task, on the images of the class means."""
     job = predictor.bundle.job
     assert job is not None
     router = Router(predictor.bundle, predictor.device)
@@ -109,7 +111,7 @@ def fit_router(predictor: Predictor) -> dict[str, Tensor]:
 
 
 def choose_train_rows(task: Task, train: SampleTable) -> list[list[int]]:
-    """Return the rows of the training images that are measured, for each class with images."""
+    """Choose the training images to measure: a list of rows for each class with images."""
     per_class = min(max(1, MAX_TRAIN_IMAGES // task.num_classes), MAX_CLASS_IMAGES)
     rows_by_class = [
         (train.labels == label).nonzero().flatten()[:per_class].tolist()
@@ -119,18 +121,18 @@ def choose_train_rows(task: Task, train: SampleTable) -> list[list[int]]:
 
 
 def measure_rules(predictor: Predictor, choosing: Sequence[ChoosingRule]) -> dict[str, Any]:
-    """Measure the accuracy of rules that choose the task of an image: of the class, and the task.
+    """Measure the rules that choose the task of an image: accuracy of the class and of the task.
 
-    The images are held-out validation images of each task, or test images if a task has none: at
-    most `MAX_RULE_IMAGES` of a task.
+    The images are held-out validation images of each task. If any task has none, test images of
+    all tasks are used. At most `MAX_RULE_IMAGES` images of a task are used.
 
     Args:
         predictor: The model, with its class means and router weights.
         choosing: The rules.
 
     Returns:
-        `tasks`, `split`, `images` (their number), `with_task` (the accuracy if the task is given),
-        `accuracy` and `task_accuracy` by rule, and `recommended`.
+        `tasks`, `split`, `images` (number of images), `with_task` (accuracy if the task is given),
+        `accuracy` and `task_accuracy` of each rule, and `recommended`.
     """
     job = predictor.bundle.job
     assert job is not None
@@ -140,7 +142,7 @@ def measure_rules(predictor: Predictor, choosing: Sequence[ChoosingRule]) -> dic
     split = "val"
     try:
         tables = [select(job.root, (task,), "val", val_fraction) for task in tasks]
-    except UserError:  # nothing is held out
+    except UserError:  # a task has no validation images
         split = "test"
         tables = [select(job.root, (task,), "test", val_fraction) for task in tasks]
     with_task = 0
@@ -191,7 +193,7 @@ def _measure_task(predictor: Predictor, name: str) -> TaskReference:
     ]
     test = select(job.root, (task,), "test", val_fraction)
     count = min(len(test), MAX_TEST_IMAGES)
-    spread = torch.linspace(0, len(test) - 1, count).round().long()  # evenly from all classes
+    spread = torch.linspace(0, len(test) - 1, count).round().long()  # evenly over the table
     features = _read_features(predictor, test, spread.tolist(), name)
     distances = compute_nearest_distances(features, torch.stack(means))
     levels = torch.quantile(distances, torch.tensor(LEVELS))

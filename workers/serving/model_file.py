@@ -1,4 +1,7 @@
-"""Schema, reading and writing of `model.json`, the description of a bundle. Imports no torch."""
+"""Schema, reading and writing of `model.json`, the description of a bundle.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ REFERENCE = "reference.safetensors"  # see reference.py; optional
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
-Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # printed to terminals
-# Only paths inside the folder.
+# without control characters, because these strings are printed to terminals
+Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]
+# These patterns allow only paths inside the folder.
 FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
@@ -34,7 +38,7 @@ REMAKE = "write the folder again with `python -m pipeline bundle`"
 
 
 class FileBody(Frozen):
-    """Size and digest of a file, and its path in the folder if this is not its name."""
+    """Size and digest of a file. `at` is its path in the folder if the path is not its name."""
 
     bytes: NonNegativeInt
     sha256: str
@@ -52,7 +56,17 @@ class TaskBody(Frozen):
 
 
 class RulesBody(Frozen):
-    """How often each rule chose the right class and task, on images of these tasks."""
+    """Accuracy of each rule on images of `tasks`.
+
+    Attributes:
+        tasks: Names of the measured tasks.
+        split: Split of the images.
+        images: Number of images.
+        with_task: Accuracy of the class if the task is given.
+        accuracy: Rule -> accuracy of the class.
+        task_accuracy: Rule -> accuracy of the task.
+        recommended: The rule with the best accuracy of the class.
+    """
 
     tasks: tuple[Plain, ...]
     split: Literal["val", "test"]
@@ -64,7 +78,7 @@ class RulesBody(Frozen):
 
 
 class Body(Frozen):
-    """The schema of `model.json`, which is checked because a folder may be untrusted."""
+    """The schema of `model.json`. The file is validated because a folder may be untrusted."""
 
     format: int
     method: str
@@ -90,7 +104,7 @@ def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, A
 
     Args:
         uri: The model folder.
-        file: Path of the file below `uri`.
+        file: Path of the file, relative to `uri`.
         remedy: End of the error message if the file cannot be used.
 
     Returns:
@@ -102,7 +116,7 @@ def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, A
     model_uri = join(uri, file)
     try:
         body = read_json(model_uri)
-    except UserError:  # the storage cannot be used
+    except UserError:  # the storage itself cannot be used
         raise
     except (OSError, ValueError) as error:
         reason = ""
@@ -152,14 +166,14 @@ def task_body(task: Task) -> dict[str, Any]:
 
 
 def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body in types of JSON, with the sha256 of all its other fields."""
+    """Return a body as plain JSON values, with the sha256 of all other fields."""
     content = {name: value for name, value in body.items() if name != "sha256"}
     plain = json.loads(json.dumps(content, default=str))
     return {**plain, "sha256": compute_sha256(plain)}
 
 
 def find_place(body: Mapping[str, Any], name: str) -> str:
-    """Return the path of a file below the folder.
+    """Return the path of a file, relative to the folder.
 
     Args:
         body: Content of `model.json`.
@@ -169,7 +183,7 @@ def find_place(body: Mapping[str, Any], name: str) -> str:
 
 
 def without_places(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same body for a folder in which the path of each file is its name."""
+    """Return the body of a folder with the same content in which the path of a file is its name."""
     files: dict[str, Any] = {}
     for name, info in body["files"].items():
         files[name] = {"bytes": info["bytes"], "sha256": info["sha256"]}
@@ -182,7 +196,7 @@ def write_model(uri: str, body: Mapping[str, Any], file: str = MODEL) -> None:
     Args:
         uri: The model folder.
         body: The content.
-        file: Path of the file below `uri`.
+        file: Path of the file, relative to `uri`.
     """
     write_bytes(join(uri, file), json.dumps(body, indent=1, sort_keys=True).encode())
 
@@ -193,7 +207,7 @@ def state_file(task: str) -> str:
 
 
 def task_rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the number of classes and the bytes of the state of each served task."""
+    """Return a row for each served task: its name, number of classes and bytes of its state."""
     rows: list[dict[str, Any]] = []
     for task in body["tasks"]:
         info = body["files"][state_file(task["name"])]

@@ -1,4 +1,4 @@
-"""One task of a bundle as an ONNX file, which any ONNX runtime computes without Accrete.
+"""Export one task of a bundle as an ONNX file, which runs in any ONNX runtime without Accrete.
 
 The file contains the complete computation of the method for the task: weights with their masks
 applied, and tokens, prompts and adapters.
@@ -29,9 +29,9 @@ CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 INPUT, OUTPUT = "images", "logits"
 OPSET = 18
 TOLERANCE = 1e-5  # relative to the largest absolute logit, at least to 1
-TRACED_IMAGES = 2  # the exporter would treat a batch of one image as a fixed size
-CHECKED_IMAGES = (1, 5)  # batch sizes of noise on which both models are compared
-MAX_WEIGHT_BYTES = (1 << 31) - (1 << 20)  # ONNX allows 2 GiB per file
+TRACED_IMAGES = 2  # batch size of the export; with 1 the exporter would fix the batch size
+CHECKED_IMAGES = (1, 5)  # sizes of the batches of noise on which both models are compared
+MAX_WEIGHT_BYTES = (1 << 31) - (1 << 20)  # an ONNX file can have at most 2 GiB
 
 
 class TaskModel(nn.Module):
@@ -72,8 +72,8 @@ def export_onnx(bundle: Bundle, task_name: str) -> bytes:
     The input `images` is float32 (N, 3, H, W), normalised. The output is `logits` (N, classes).
 
     Raises:
-        UserError: If a package is missing, the task cannot be exported, or onnxruntime computes
-            other logits.
+        UserError: If a package is missing, the task cannot be exported, or the logits of
+            onnxruntime differ by more than `TOLERANCE`.
     """
     _need_packages()
     bundle.task(task_name)
@@ -100,7 +100,7 @@ def export_onnx(bundle: Bundle, task_name: str) -> bytes:
 
 
 def build_metadata(bundle: Bundle, task_name: str) -> dict[str, str]:
-    """Return the metadata of the file: key -> value as JSON."""
+    """Return the metadata of the file: key -> JSON text."""
     preprocessing = bundle.body["preprocessing"]
     values = {
         "method": bundle.body["method"],
@@ -118,7 +118,8 @@ def _need_packages() -> None:
     """Raise `UserError` if a package of the extra `onnx` is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        versions = f" -c {CONSTRAINTS}" if CONSTRAINTS.exists() else ""  # a wheel has none
+        # an installed wheel has no constraints file
+        versions = f" -c {CONSTRAINTS}" if CONSTRAINTS.exists() else ""
         raise UserError(
             f"--onnx needs the packages {', '.join(PACKAGES)}, but {', '.join(missing)} is not "
             f"installed; run `{sys.executable} -m pip install {' '.join(PACKAGES)}{versions}`"

@@ -1,7 +1,7 @@
-"""Counts the inputs of a predictor in its model folder, from a thread.
+"""Count the inputs of a predictor and write the counts to its model folder, from a thread.
 
-An answer costs a few additions. A distance needs a second forward pass; the thread measures only
-as many batches as its share of the time allows.
+Counting an answer takes a few additions. Measuring a distance takes a second forward pass, so the
+thread measures only as many batches as its share of the time allows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from workers.serving.reference import Reference
 from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import resolve
 
-WRITE_S = 5.0  # between two writes; a killed process loses at most the counts of this time
-SERVER_SHARE = 0.05  # maximum share of a server's time for distances
+WRITE_S = 5.0  # seconds between two writes; a killed process loses the counts since the last write
+SERVER_SHARE = 0.05  # maximum share of a server's time that is used to measure distances
 
 logger = logging.getLogger(__name__)
 
 
 class MeasuredBatch(NamedTuple):
-    """Answered images to measure.
+    """Answered images whose distances are to be measured.
 
     Attributes:
         pixels: uint8 (n, 3, S, S).
@@ -55,11 +55,11 @@ class InputRecorder:
     """Counts the answers of a predictor; see `input_counts`.
 
     Args:
-        predictor: The predictor; its answers are counted until `close`.
+        predictor: The predictor. Its answers are counted until `close`.
         model_uri: The model folder, on a local disk.
-        share: Maximum share of the time for distances. 1: every image is measured, and answers
-            wait for the measurement.
-        today: Returns the current day in UTC.
+        share: Maximum share of the time that is used to measure distances. 1: every image is
+            measured, and answers wait for earlier measurements.
+        today: Function that returns the current day in UTC.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class InputRecorder:
         self.lock = threading.Lock()  # protects the counts
         self.is_changed = False
         self.has_failed = False
-        self.rest_until = 0.0  # monotonic time before which no batch is measured
+        self.rest_until = 0.0  # monotonic time until which no batch is measured
         self.batches: queue.Queue[MeasuredBatch | None] = queue.Queue(1)
         try:
             self.reference = predictor.reference
@@ -97,7 +97,7 @@ class InputRecorder:
 
         Args:
             pixels: uint8 (n, 3, S, S).
-            tasks: The task or None of each image in the request.
+            tasks: The task of each image in the request, or None.
             answers: The answer to each image.
         """
         day = self.today()
@@ -123,7 +123,7 @@ class InputRecorder:
         self.thread.join()
 
     def _put(self, batch: MeasuredBatch | None) -> None:
-        """Pass a batch, or None to stop, to the thread as soon as its queue has room."""
+        """Put a batch, or None to stop, into the queue of the thread. Wait while it is full."""
         while self.thread.is_alive():
             with suppress(queue.Full):
                 self.batches.put(batch, timeout=1.0)
@@ -131,7 +131,7 @@ class InputRecorder:
 
     # ---- the thread ------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Measure batches, and write the counts every `WRITE_S` seconds, until the end."""
+        """Measure batches, and write the counts every `WRITE_S` seconds, until `close`."""
         self._merge()
         next_write = time.monotonic() + WRITE_S
         is_open = True
@@ -147,7 +147,7 @@ class InputRecorder:
         self._write()
 
     def _measure(self, batch: MeasuredBatch) -> None:
-        """Measure the distances of a batch, and then rest to keep the share of the time."""
+        """Measure the distances of a batch, and compute the pause that keeps the share of time."""
         start = time.monotonic()
         for name in dict.fromkeys(batch.tasks):
             reference = self.reference.tasks.get(name)
@@ -157,7 +157,7 @@ class InputRecorder:
             try:
                 features = self.predictor.features(batch.pixels[rows], name)
                 distances = reference.distances(features).tolist()
-            except Exception as error:  # the server must go on
+            except Exception as error:  # the server must continue
                 logger.warning("distances of inputs are not measured: %s", error)
                 self.reference = Reference({}, {})
                 return
@@ -172,7 +172,7 @@ class InputRecorder:
         self.rest_until = now + (now - start) * (1 / self.share - 1)
 
     def _write(self) -> None:
-        """Write all days if a count changed, and then drop the past days."""
+        """Write the counts of all days if a count changed. Then drop the past days."""
         with self.lock:
             if not self.is_changed:
                 return
@@ -191,12 +191,20 @@ class InputRecorder:
             self._merge()
 
     def _forget(self, past_days: Sequence[date], written: dict[date, DayCounts]) -> bool:
-        """Drop past days if they are written completely. Return whether a count was added since."""
+        """Drop past days, unless a count was added after the write.
+
+        Args:
+            past_days: The days to drop.
+            written: Day -> written counts.
+
+        Returns:
+            Whether a count was added, so that no day was dropped.
+        """
         with self.lock:
             has_changed = any(self.days[day] != written[day] for day in past_days)
             if not has_changed:
                 for day in past_days:
-                    del self.days[day], self.paths[day]  # a late count goes into a new file
+                    del self.days[day], self.paths[day]  # a later count is written to a new file
         return has_changed
 
     def _merge(self) -> None:
@@ -207,7 +215,7 @@ class InputRecorder:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """Log once that the folder cannot be written; the server goes on."""
+        """Log, only once, that the folder cannot be written. The server continues."""
         if not self.has_failed:
             self.has_failed = True
             logger.warning("inputs are not counted: %s: %s", self.folder, error.strerror or error)
@@ -219,7 +227,7 @@ def recording(predictor: Predictor, model_uri: str) -> Iterator[None]:
 
     Args:
         predictor: The predictor.
-        model_uri: A model folder that `find_obstacle` accepts; "": count nothing.
+        model_uri: A model folder for which `find_obstacle` returns ""; "": count nothing.
     """
     if not model_uri:
         yield

@@ -1,9 +1,10 @@
-"""The reference of training: class means, and the distances of test images to them.
+"""The reference of a task: class means of training images, and distances of test images to them.
 
-`reference.safetensors` of a bundle has three tensors per task: `means/TASK`, float32 (classes, d),
-`levels/TASK`, float32 (19,), and `router/TASK`, float32 (classes, random features), for the rule
-`ranpac`; a model of one task has no router. The metadata contain for each task the digest of the
-measured state, and the number of test images or the reason why the reference is missing.
+`reference.safetensors` of a bundle has up to three tensors per task: `means/TASK`, float32
+(classes, d), `levels/TASK`, float32 (19,), and `router/TASK`, float32 (classes, random features),
+for the rule `ranpac`. A model with one task has no router. The metadata contain for each task the
+digest of the measured state, and the number of test images or the reason why the reference is
+missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from workers.serving.bundle import Bundle
 from workers.serving.model_file import REFERENCE, REMAKE, state_file
 from workers.storage.taskstate import check_values
 
-METADATA = "accrete.reference"
+METADATA = "accrete.reference"  # key of the metadata
 LEVELS = tuple(level / 20 for level in range(1, 20))  # 0.05, 0.1, ..., 0.95
 MAX_PROJECTION = 10_000  # random features of a router
 MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)
@@ -40,11 +41,11 @@ CHANGED_TASK = "the task was imported or replaced after the folder was written"
 
 @dataclass(frozen=True)
 class TaskReference:
-    """The reference of one task, to which features of inputs are compared.
+    """The reference of one task, with which the features of inputs are compared.
 
     Attributes:
-        means: Mean features of training images of each class with images, float32 (classes, d).
-        levels: Distances of test images to the nearest class mean at the quantiles `LEVELS`,
+        means: Mean features of the training images of each class with images, float32 (classes, d).
+        levels: Quantiles `LEVELS` of the distances of test images to the nearest class mean,
             float32 (19,), in units of the features.
         test_images: Number of test images in `levels`.
         router: Weights of the rule `ranpac`, float32 (classes, random features), or None.
@@ -58,11 +59,11 @@ class TaskReference:
     def distances(self, features: Tensor) -> Tensor:
         """Compute the relative distance of images to the task's training images.
 
-        This is the Euclidean distance to the nearest class mean, divided by the median of this
-        distance over the test images.
+        The relative distance is the Euclidean distance to the nearest class mean, divided by the
+        median of this distance over the test images.
 
         Args:
-            features: (b, d), as `Predictor.features` returns them.
+            features: Result of `Predictor.features`, (b, d).
 
         Returns:
             float32 (b,), without unit; 1 for the median test image.
@@ -81,7 +82,7 @@ class Reference:
 
     Attributes:
         tasks: Task -> reference.
-        missing: Task -> reason, as a sentence, why the reference is missing.
+        missing: Task without a reference -> the reason, as a sentence.
     """
 
     tasks: Mapping[str, TaskReference]
@@ -106,12 +107,13 @@ def compute_nearest_distances(features: Tensor, means: Tensor) -> Tensor:
 
 
 def forget_task(data: bytes, name: str) -> bytes:
-    """Return the file of the references without a task.
+    """Return the reference file without a task.
 
-    It has no router: the weights of all tasks depend on the images of each.
+    The result has no router, because the router weights of each task depend on the images of all
+    tasks.
 
     Args:
-        data: The file.
+        data: Content of the reference file.
         name: Name of the task.
     """
     length = int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""The rule `ranpac`: the method of this name, on the frozen backbone, names the task of an image.
+"""The rule `ranpac`: the method RanPAC on the frozen backbone chooses the task of an image.
 
 McDonnell, Gong, Parvaneh, Abbasnejad, van den Hengel: RanPAC: Random Projections and Pre-trained
 Models for Continual Learning, NeurIPS 2023.
@@ -16,17 +16,18 @@ from workers.job import Task
 from workers.methods.ranpac import Ranpac, RanpacSettings
 from workers.serving.bundle import Bundle
 
-PROJECTION = 1000  # random features; 4 kB of weights for each class
-SEED = 0  # of the projection
+PROJECTION = 1000  # number of random features; each class has 4 kB of weights
+SEED = 0  # seed of the random projection
 
 
 class Router:
     """A ridge regression of all classes on random features of the frozen backbone.
 
-    A task scores as its best class does.
+    The score of a task is the score of its best class.
 
     Args:
-        bundle: The model; its backbone is loaded once more, without anything that a task changes.
+        bundle: The model. The router loads its own copy of the frozen backbone, without weights
+            of tasks.
         device: Device of the network.
         projection: Number of random features.
     """
@@ -38,7 +39,7 @@ class Router:
 
     @classmethod
     def load(cls, bundle: Bundle, weights: Mapping[str, Tensor], device: torch.device) -> Router:
-        """Return the router with the weights of each task, (K, projection)."""
+        """Create a router from the weights of each task: name -> (K, projection)."""
         (projection,) = {weight.shape[1] for weight in weights.values()}
         router = cls(bundle, device, projection)
         for name, weight in weights.items():
@@ -51,15 +52,16 @@ class Router:
 
         Args:
             task: The task.
-            features: `features` of its images, (n, d).
-            labels: Their labels, (n,).
-            keys: Their keys; a hash of them chooses those that validate the ridge penalty.
+            features: Result of `features` for the images, (n, d).
+            labels: Labels of the images, (n,).
+            keys: Keys of the images. A hash of the key chooses images that validate the ridge
+                penalty.
         """
         batch = FeatureBatch(features, labels, torch.zeros_like(labels), keys)
         self.method.collect(task, batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of each task, (K, projection)."""
+        """Return name of a task -> weights, (K, projection)."""
         heads = self.method.heads
         return {name: heads[name].weight.detach().clone() for name in heads.names}
 
@@ -70,7 +72,7 @@ class Router:
 
     @torch.no_grad()
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        """Return how well each task fits images (b, 3, H, W), (b,); larger is better."""
+        """Compute scores of images (b, 3, H, W): name of a task -> (b,); larger is better."""
         projected = self.method.project(self.method.features(images))
         heads = self.method.heads
         return {name: heads[name](projected).amax(1) for name in heads.names}

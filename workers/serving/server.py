@@ -1,4 +1,4 @@
-"""Prediction with a loaded bundle: images of several tasks on one backbone, grouped by task."""
+"""Predict with a loaded bundle. The images of a batch can belong to several tasks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from workers.serving.reference import Reference, load_reference
 from workers.serving.router import Router
 from workers.serving.task_rules import RULES, check_measured, find_recommended, score_by_logits
 
-CACHE_BYTES = 1 << 30
-MAX_LISTED_TASKS = 12  # in an error
+CACHE_BYTES = 1 << 30  # of cached weights of tasks
+MAX_LISTED_TASKS = 12  # tasks that an error names
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ class Answer:
     Attributes:
         class_: Name of the predicted class, as on the card.
         probability: Probability of this class.
-        task: Task of this class; "" if the inferred mask belongs to no task.
-        confidence: How certain the task is, in [0, 1]: 1 if the request named the task; the
+        task: Task of this class; "" if the inferred mask belongs to no task, or if all tasks have
+            the same classes (scenario `domain`).
+        confidence: Confidence of the task, in [0, 1]: 1 if the request named the task; the
             method's confidence if the method infers the task; the total probability of the task's
-            classes if all classes compete; `probability` if a rule chose the task.
+            classes if all classes compete; `probability` in other cases.
         probabilities: Class name -> probability, the largest first.
     """
 
@@ -57,7 +58,7 @@ class Answer:
     probabilities: dict[str, float]
 
     def row(self) -> dict[str, Any]:
-        """Return the answer as a row of a table, or for JSON."""
+        """Return the answer as plain values, for a table or JSON."""
         return {
             "class": self.class_,
             "probability": self.probability,
@@ -68,18 +69,18 @@ class Answer:
 
 
 class CacheEntry(NamedTuple):
-    """A cached value of one task, and its bytes in addition to the backbone's."""
+    """A cached value of one task. `nbytes` excludes memory that the method holds anyway."""
 
     value: Any
     nbytes: int
 
 
 class LruCache:
-    """A cache of one value per task: a module, or tensors by name.
+    """A cache of one value per task: a module, or a mapping name -> tensor.
 
     Args:
-        limit: Maximum bytes of all entries; the least recently used entries are dropped above it.
-        excluded: Addresses of storages that do not count, because the backbone holds them anyway.
+        limit: Maximum bytes of all entries. Above it, the least recently used entries are dropped.
+        excluded: Addresses of storages that do not count, because the method holds them anyway.
     """
 
     def __init__(self, limit: int, excluded: set[int]):
@@ -97,7 +98,7 @@ class LruCache:
 
         Args:
             task: Name of the task.
-            make: Computes the value if it is not cached.
+            make: Function that computes the value if it is not cached.
         """
         if task not in self.items:
             value = make(task)
@@ -109,7 +110,7 @@ class LruCache:
         return value
 
     def size(self, value: Any) -> int:
-        """Return the bytes of a module or of tensors by name; shared storage counts once."""
+        """Return the bytes of a module or of a mapping of tensors. Shared storage counts once."""
         if isinstance(value, nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
         else:
@@ -143,9 +144,9 @@ class LogitGroup:
 
 @dataclass
 class Predictor:
-    """A loaded bundle that answers predictions, and may be called from several threads.
+    """A loaded bundle that predicts classes of images. It may be called from several threads.
 
-    Threads decode images in parallel. The network computes one call at a time.
+    Threads decode images in parallel. The network processes one call at a time.
 
     Args:
         bundle: The model.
@@ -173,7 +174,7 @@ class Predictor:
             self.method.override_cache = self._cached_weights
         self.lock = threading.Lock()
         self.router_lock = threading.Lock()
-        # Called with pixels, requested tasks and answers of each batch.
+        # Function that each call of `answers` calls with pixels, requested tasks and answers.
         self.on_answers: Callable[[NDArray[Any], Sequence[str | None], list[Answer]], None] | None
         self.on_answers = None
 
@@ -211,7 +212,7 @@ class Predictor:
         return getattr(self.method.settings, "infer_images", 1) == 1
 
     def warm_up(self) -> None:
-        """Answer one black image per task, because the first forward pass takes longer.
+        """Predict one black image per task, because the first forward pass takes longer.
 
         This also fills the cache with the weights of the tasks.
         """
@@ -234,8 +235,8 @@ class Predictor:
             images: Paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or
                 Pillow images, in any mixture.
             tasks: One task for all images, or a task or None for each image. None: infer the task.
-            rule: For images without a task if the method cannot infer it: `refuse` raises an
-                error, the others choose a task (`task_rules`).
+            rule: Rule for images without a task if the method cannot infer the task: `refuse`
+                raises an error, the other rules choose a task (`task_rules`).
             top: Number of probabilities per answer; 0: all.
             limits: Limits of a request; None: those of the bundle, and paths are allowed.
 
@@ -313,7 +314,7 @@ class Predictor:
         return image_tasks
 
     def find_rule(self, rule: str) -> str:
-        """Return the rule to apply: in place of `recommended` the measured one.
+        """Return the rule to apply. `recommended` is replaced by the rule with the best accuracy.
 
         Raises:
             UserError: If the model lacks a measurement that the rule needs.
@@ -325,7 +326,7 @@ class Predictor:
         if rule in ("nearest", "ranpac"):
             check_measured(rule, self.reference)
         if rule == "ranpac":
-            with self.router_lock:  # other requests are answered while it is loaded
+            with self.router_lock:  # not `self.lock`: other requests continue during the loading
                 self.router  # noqa: B018
         return rule
 
@@ -347,7 +348,7 @@ class Predictor:
 
         Args:
             pixels: uint8 (n, 3, S, S), decoded as for evaluation.
-            tasks: A task or None for each image, as `check_request` returns them.
+            tasks: A task or None for each image; the result of `check_request`.
             rule: See `predict`.
             top: See `predict`.
 
@@ -371,7 +372,7 @@ class Predictor:
 
     @torch.no_grad()
     def features(self, pixels: NDArray[Any], task: str) -> Tensor:
-        """Return the inputs of a task's head, computed with the weights of the task.
+        """Compute the features of images with the weights of a task, which are its head's inputs.
 
         Args:
             pixels: uint8 (n, 3, S, S), decoded as for evaluation.
@@ -426,8 +427,8 @@ class Predictor:
     def logits_with_task(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Compute the logits of images with known tasks.
 
-        If the method has `compact`, a smaller network computes them, in which the masks are
-        applied physically.
+        If the method has `compact`, the logits are computed by a smaller network from which the
+        masked parts have been removed.
 
         Args:
             images: (n, 3, H, W).
@@ -472,12 +473,12 @@ class Predictor:
 
     @cached_property
     def reference(self) -> Reference:
-        """The class means of the tasks, and their router weights, for rules that choose a task."""
+        """The class means and router weights of the tasks, for the rules `nearest` and `ranpac`."""
         return load_reference(self.bundle)
 
     @cached_property
     def router(self) -> Router:
-        """The router of the rule `ranpac`, with a backbone of its own."""
+        """The router of the rule `ranpac`. It has its own copy of the backbone."""
         weights = {}
         for name, task in self.reference.tasks.items():
             assert task.router is not None, "see `check_measured`"
@@ -548,7 +549,7 @@ class Predictor:
         return groups
 
     def _columns(self, name: str) -> slice:
-        """Return the columns of an inferred task; all columns if the name is not a task."""
+        """Return the columns of an inferred task; all columns if `name` is not a task."""
         if self.method.scenario == "class":
             assert isinstance(self.method, ClassIncremental)
             return self.method.class_slices()[name]

@@ -1,4 +1,4 @@
-"""Export, import and removal of single tasks of a model folder."""
+"""Export, import and remove single tasks of a model folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMON_FIELDS = (
 
 
 class NeedsBody(Frozen):
-    """Requirements of an exported task for a bundle that imports it."""
+    """Values that a bundle must have to import an exported task, and facts about the task."""
 
     method: str
     settings: dict[str, Any]
@@ -48,7 +48,7 @@ class NeedsBody(Frozen):
 
 
 def export_task(bundle: Bundle, name: str) -> bytes:
-    """Return a task's state and its requirements for a bundle, as one safetensors file."""
+    """Return a task's state and the fields of `NeedsBody` as one safetensors file."""
     task = bundle.task(name)
     data = bundle.read(state_file(name))
     tensors, header = load_tensors(data, f"state of task {name!r}")
@@ -83,7 +83,7 @@ def import_task(uri: str, data: bytes, where: str, replace: bool = False) -> Tas
         The added task.
 
     Raises:
-        UserError: If the task does not fit the bundle, or its name exists already.
+        UserError: If the task does not fit the bundle, or the folder has a task of this name.
     """
     with changing(uri) as versions:
         return _import(versions, data, where, replace)
@@ -159,7 +159,7 @@ def _check_task(task: Task, needs: Mapping[str, Any], where: str) -> None:
 
 @torch.no_grad()
 def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
-    """Raise `UserError` if a task cannot be loaded, or has not one finite logit per class."""
+    """Raise `UserError` if a task cannot be loaded, or its logits are too few or not finite."""
     method = bundle.method()
     images = _make_noise(bundle)
     with bundle._loading(f"the state of task {task.name!r}"):
@@ -172,7 +172,7 @@ def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
 
 
 def _make_noise(bundle: Bundle) -> torch.Tensor:
-    """Return two images of noise, always the same: float32 (2, 3, H, W)."""
+    """Return two fixed images of noise: float32 (2, 3, H, W)."""
     side = bundle.body["backbone"]["img_size"]
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
 
@@ -207,7 +207,7 @@ def list_carried_digests(bundle: Bundle) -> dict[str, str]:
 
 
 def remove_task(uri: str, name: str) -> str:
-    """Remove a task from a model folder, with its state and all versions that have the task.
+    """Remove a task and its state from a model folder, and delete earlier versions with the task.
 
     Args:
         uri: The model folder.
@@ -217,7 +217,7 @@ def remove_task(uri: str, name: str) -> str:
         A note about remaining traces of the task and about deleted versions, or "".
 
     Raises:
-        UserError: If other tasks would give other answers without the state of this task.
+        UserError: If the task is the only one, or the logits of other tasks depend on its state.
     """
     with changing(uri) as versions:
         return _remove(versions, name)
@@ -242,7 +242,7 @@ def _remove(versions: Versions, name: str) -> str:
             new_names[step] = carried_file(f"{step}-{file_info(data)['sha256'][:8]}")
             new_files[new_names[step]] = data
     if REFERENCE in bundle.body["files"]:
-        load_reference(bundle)  # a damaged one is an error
+        load_reference(bundle)  # raises an error if the file is damaged
         new_files[REFERENCE] = forget_task(bundle.read(REFERENCE), name)
     changed = bundle.with_tasks(remaining, new_files, new_names)
     if not same_answers(bundle, changed):
@@ -287,7 +287,7 @@ def same_answers(before: Bundle, after: Bundle) -> bool:
 
 
 def complete_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
-    """Add the omitted settings of a method.
+    """Add missing settings of a method with their default values.
 
     Args:
         method: Name of the method.

@@ -1,14 +1,15 @@
-"""Rules that choose the task of an image where a method needs to be told it.
+"""Rules that choose the task of an image if the method cannot infer the task.
 
-- `refuse`: none is chosen; the request is an error.
+- `refuse`: no task is chosen; the request is an error.
 - `confident`: the task with the most probable class.
-- `entropy`: the task whose probabilities have the least entropy, relative to that of equal ones.
+- `entropy`: the task whose probabilities have the lowest entropy, relative to the maximal entropy
+  for its number of classes.
 - `nearest`: the task with the nearest class mean, in the features of each task. A distance is
-  relative to that of the task's test images (`TaskReference.distances`).
-- `ranpac`: the task of the class that a ridge regression on random features of the frozen backbone
-  prefers (`router.py`). It needs two forward passes for any number of tasks; the other rules need
-  one for each task.
-- `recommended`: of these, the rule that was right most often when the model was written.
+  relative to the median distance of the task's test images (`TaskReference.distances`).
+- `ranpac`: the task of the class with the highest score of a ridge regression on random features
+  of the frozen backbone (`router.py`). This rule needs one forward pass to choose the task and one
+  to classify the image, for any number of tasks. The other rules need one for each task.
+- `recommended`: the rule with the highest accuracy when the model was written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHOOSING: tuple[ChoosingRule, ...] = get_args(ChoosingRule)
 
 
 def score_by_logits(rule: str, logits: Tensor) -> Tensor:
-    """Return how well a task fits images by its logits, (b,); larger is better.
+    """Compute the score of a task for images from its logits, (b,); larger is better.
 
     Args:
         rule: `confident` or `entropy`.
@@ -43,13 +44,13 @@ def score_by_logits(rule: str, logits: Tensor) -> Tensor:
 
 
 def find_recommended(body: Mapping[str, Any]) -> str:
-    """Return the rule that was right most often when a model was written.
+    """Return the rule with the highest accuracy when a model was written.
 
     Args:
         body: Content of `model.json`.
 
     Raises:
-        UserError: If none was measured for the tasks of the model.
+        UserError: If the rules were not measured, or the tasks have changed since.
     """
     measured = body.get("rules")
     names = [task["name"] for task in body["tasks"]]
@@ -63,14 +64,14 @@ def find_recommended(body: Mapping[str, Any]) -> str:
 
 
 def check_measured(rule: str, reference: Reference) -> None:
-    """Check that a model has the measurements of each task that a rule needs.
+    """Check that a model has the measurements that a rule needs, for each task.
 
     Args:
         rule: `nearest` or `ranpac`.
         reference: Measurements of the model.
 
     Raises:
-        UserError: If there is nothing of a task.
+        UserError: If the measurements of a task are missing.
     """
     needed = {"nearest": "class means", "ranpac": "router weights"}[rule]
     missing = dict(reference.missing)
@@ -85,6 +86,6 @@ def check_measured(rule: str, reference: Reference) -> None:
 
 
 def recommend(accuracies: Mapping[ChoosingRule, float]) -> ChoosingRule:
-    """Return the rule with the best accuracy, the first of equal ones in `CHOOSING`."""
+    """Return the rule with the highest accuracy; if several are equal, the first in `CHOOSING`."""
     measured = [rule for rule in CHOOSING if rule in accuracies]
     return max(measured, key=lambda rule: accuracies[rule])

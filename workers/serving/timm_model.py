@@ -1,6 +1,6 @@
-"""One task of a bundle as a plain timm model: its weights, and timm's own `config.json`.
+"""Export one task of a bundle as a plain timm model: its weights, and timm's own `config.json`.
 
-timm opens the folder without Accrete: `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+timm loads the folder without Accrete: `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def write(bundle: Bundle, task_name: str, uri: str) -> None:
 
 
 def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
-    """Return the bytes of `config.json` and `model.safetensors` of one task, by name.
+    """Return the files of one task: `config.json` and `model.safetensors`, name -> bytes.
 
     Raises:
-        UserError: If timm's own model cannot load these weights, or computes other logits.
+        UserError: If timm's own model cannot load these weights, or its logits differ by more than
+            `TOLERANCE`.
     """
     task = bundle.task(task_name)
     method = bundle.method()
@@ -83,7 +84,7 @@ def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
     }
     files = {CONFIG: json.dumps(config, indent=1).encode(), WEIGHTS: vit.to_bytes(model)}
     difference = _compute_difference(files, method, settings.img_size, task_name)
-    if not difference <= TOLERANCE:  # `not <=` also refuses NaN
+    if not difference <= TOLERANCE:  # `not <=` is also true for NaN
         reason = f"a plain timm model gives logits that differ by {difference:.1e}"
         raise _make_error(bundle, task_name, reason)
     return files
@@ -98,7 +99,7 @@ def _make_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
 
 
 def _find_export_obstacle(settings: BackboneSettings) -> str:
-    """Return why timm's own model cannot represent the backbone, or ""."""
+    """Return the reason why timm's own model cannot represent the backbone, or ""."""
     module = timm.model_entrypoint(settings.name.partition(".")[0]).__module__
     if not module.startswith("timm."):
         return f"{settings.name!r} is not a model of timm"
@@ -119,10 +120,10 @@ def _make_model_arguments(settings: BackboneSettings) -> dict[str, Any]:
 
 
 def _collect_state_dict(method: Method, model: Any, task_name: str) -> dict[str, Tensor]:
-    """Return the state dict with which a timm model serves one task.
+    """Return the state dict of a timm model for one task.
 
-    It has the backbone's weights, with the task's masked or copied weights in their place, and the
-    task's head under the name of the classifier in `model`.
+    It has the weights of the backbone, in which the task's masked or copied weights replace the
+    original weights, and the task's head with the name of the classifier in `model`.
     """
     method.activate_task(task_name)
     tensors = dict(method.backbone.state_dict())
@@ -141,7 +142,7 @@ def _compute_difference(
 ) -> float:
     """Return the largest absolute difference between the logits of the two models.
 
-    It is divided by the largest absolute logit, or by 1 if that is smaller.
+    The difference is divided by the largest absolute logit, or by 1 if all logits are smaller.
     """
     images = torch.randn(
         (CHECKED_IMAGES, 3, side, side), generator=torch.Generator().manual_seed(0)

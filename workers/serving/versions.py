@@ -1,17 +1,19 @@
-"""Versions of a model folder: publish a new one, list them, go back, or forget earlier ones.
+"""Versions of a model folder: publish, list, roll back, or delete versions.
 
 model.json              the current version; replacing it atomically publishes a version
 versions/NUMBER.json    the `model.json` of each version, including the current one
 versions/dropped.json   the numbers of versions to delete
 
-The path of a file is its name. If a kept version has other bytes there, the path contains a part
-of the file's sha256 (`at` in `model.json`). Equal bytes are stored once.
+The path of a file is usually its name. If a kept version has a file with other bytes at this path,
+the path of the new file contains a part of its sha256 (`at` in `model.json`). Equal bytes are
+stored once.
 
 A version is published in this order: its file in `versions`, the missing files, and `model.json`.
-Versions above the current one were undone, or their process was killed before the last step.
-These versions, and versions before the last `MAX_VERSIONS`, are deleted at the beginning and at
-the end of a change. Therefore a folder is complete even if a process is killed at any moment.
-Files that no version contains are never touched.
+Versions with a higher number than the current version were rolled back, or their process was killed
+before the last step. These versions, and versions before the last `MAX_VERSIONS`, are deleted at
+the beginning and at the end of a change. Therefore the current version is complete even if a
+process is killed at any moment. Files that no version contains are never changed or deleted, except
+partial files.
 """
 
 from __future__ import annotations
@@ -49,15 +51,15 @@ from workers.storage.lock import file_lock
 if TYPE_CHECKING:
     from workers.serving.bundle import Bundle  # imports torch
 
-MAX_VERSIONS = 3  # including the current one
-LOCK = ".lock"  # the lock file of changes
+MAX_VERSIONS = 3  # number of kept versions, including the current version
+LOCK = ".lock"  # name of the file that is locked during a change
 DROPPED = "versions/dropped.json"
 VERSION_FILE = re.compile(r"versions/([1-9][0-9]*)\.json")
 PARTIAL = re.compile(
     rf"({MODEL}|versions/[a-z0-9]+\.json|{PLACE})\.[^/]+-[0-9]+-[0-9a-f]{{8}}\.part"
 )
 SUBFOLDERS = ("tasks", "carried", "versions")
-DIGEST_LENGTHS = (8, 64)  # characters of a sha256 in a path
+DIGEST_LENGTHS = (8, 64)  # numbers of characters of the sha256 in a path, tried in this order
 
 
 class Version(NamedTuple):
@@ -81,8 +83,8 @@ class Version(NamedTuple):
 def publish(uri: str, bundle: Bundle) -> int:
     """Make a bundle the current version of a model folder.
 
-    A server of this folder then serves the bundle. If the folder has this content already, nothing
-    changes.
+    A running server of this folder then serves the bundle. If the current version has the same
+    content, nothing changes.
 
     Args:
         uri: The model folder.
@@ -100,7 +102,7 @@ def publish(uri: str, bundle: Bundle) -> int:
 
 
 def list_versions(uri: str) -> list[Version]:
-    """Return the kept versions of a model folder, oldest first; the last is the current one.
+    """Return the kept versions of a model folder, oldest first. The last is the current version.
 
     Raises:
         UserError: If the folder is not a model folder, or the file of a version is damaged.
@@ -110,7 +112,7 @@ def list_versions(uri: str) -> list[Version]:
 
 
 def rollback(uri: str) -> Version:
-    """Make the previous version the current one, and drop the current one.
+    """Make the previous version the current version, and delete the version that was current.
 
     Returns:
         The new current version.
@@ -138,10 +140,10 @@ def forget(uri: str, task: str | None = None) -> list[int]:
 
 @contextmanager
 def changing(uri: str) -> Iterator[Versions]:
-    """Context manager for one change of a model folder, which yields its versions.
+    """Context manager for one change of a model folder. It yields the versions of the folder.
 
     Other processes of this machine wait until the change is done. An object store has no lock: if
-    two processes write at the same time, the last one wins.
+    two processes write at the same time, the version of the last writer is kept.
 
     Raises:
         UserError: If a subfolder is a link.
@@ -177,7 +179,7 @@ class Versions:
         body: Content of `model.json`.
         bodies: Number -> content of the file of each version.
         current: Number of the current version.
-        dropped: Numbers of versions to delete, except the current one.
+        dropped: Numbers of versions to delete. The current version is never deleted.
         stored: Path -> size and time of every file.
     """
 
@@ -194,12 +196,12 @@ class Versions:
 
     @property
     def kept(self) -> list[int]:
-        """Numbers of the kept versions, in order; the last one is current."""
+        """Numbers of the kept versions, in order. The last is the current version."""
         numbers = {n for n in self.bodies if n < self.current} - self.dropped
         return [*sorted(numbers), self.current][-MAX_VERSIONS:]
 
     def find_earlier(self, task: str | None = None) -> list[int]:
-        """Return the numbers of the kept versions before the current one, oldest first.
+        """Return the numbers of the kept versions before the current version, oldest first.
 
         Args:
             task: Return only versions with this task; None: all.
@@ -207,7 +209,7 @@ class Versions:
         return [n for n in self.kept[:-1] if task is None or _has_task(self.bodies[n], task)]
 
     def describe(self, number: int) -> Version:
-        """Return the facts about a version."""
+        """Return a description of a version."""
         body = self.bodies[number]
         file = version_file(number)
         if file not in self.stored:
@@ -221,7 +223,7 @@ class Versions:
 
         Args:
             bundle: The bundle.
-            forget: A task; earlier versions with this task are deleted.
+            forget: A task. Versions with this task are deleted, including the replaced version.
 
         Returns:
             The number of the current version.
@@ -248,7 +250,7 @@ class Versions:
         return number
 
     def rollback(self) -> Version:
-        """Make the previous version the current one; see the function `rollback`."""
+        """Make the previous version the current version; see the function `rollback`."""
         earlier = self.find_earlier()
         if not earlier:
             raise UserError(
@@ -323,13 +325,13 @@ class Versions:
     def _drop(self, numbers: Sequence[int]) -> None:
         """Write the numbers of versions to delete.
 
-        The current version may be among them. It is deleted after it has been replaced.
+        They may include the current version, which is deleted after it has been replaced.
         """
         if numbers:
             write_bytes(join(self.uri, DROPPED), json.dumps(numbers).encode())
 
     def _with_places(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a body with the path of each file: where its bytes are, or a free path."""
+        """Return a body with the path of each file: the path of equal bytes, or a free path."""
         placed: dict[str, str] = {}  # place -> sha256
         for number in self.kept:
             kept_body = self.bodies[number]
@@ -344,7 +346,13 @@ class Versions:
         return sealed({**plain, "files": files})
 
     def _choose_place(self, name: str, digest: str, placed: Mapping[str, str]) -> str:
-        """Return the path of a file with this digest. placed: path -> sha256 of kept versions."""
+        """Choose the path of a file.
+
+        Args:
+            name: Name of the file.
+            digest: sha256 of the file.
+            placed: Path -> sha256 of the files of kept versions.
+        """
         if placed.get(name) == digest:
             return name
         for place, placed_digest in placed.items():
@@ -357,7 +365,7 @@ class Versions:
 
 
 def version_file(number: int) -> str:
-    """Return the path, below the folder, of the file of a version."""
+    """Return the path of the file of a version, relative to the folder."""
     return f"versions/{number}.json"
 
 
@@ -374,7 +382,7 @@ def _has_task(body: Mapping[str, Any], task: str) -> bool:
 def _delete_file(uri: str) -> None:
     """Delete a file if it exists."""
     system, path = resolve(uri)
-    with suppress(FileNotFoundError):  # two dropped versions shared it
+    with suppress(FileNotFoundError):  # deleted already, because two dropped versions shared it
         system.delete_file(path)
 
 

@@ -1,4 +1,4 @@
-"""Immutable, digest-verified results on any pyarrow filesystem: files first, the manifest last.
+"""Immutable, digest-verified results on any pyarrow filesystem.
 
 Layout of one artifact, `<root>/<key>/`:
 
@@ -6,11 +6,12 @@ Layout of one artifact, `<root>/<key>/`:
     manifest.json                     written last; names the attempt, the size and sha256 of each
                                       file, and its own sha256
 
-Each attempt writes its files under a unique name, and the manifest is a single atomic write. So two
-runs that compute the same artifact at the same time never mix their files: the manifest names one
-attempt. On a disk the first manifest is kept, and the files of the other attempt are deleted
-immediately. On an object store the last manifest is kept, with equal results, and `gc` deletes the
-other files: S3 has a conditional PUT (If-None-Match), but pyarrow 25 does not offer it.
+Each attempt writes its files to a folder with a unique name, and the manifest is a single atomic
+write. So two runs that compute the same artifact at the same time never mix their files: the
+manifest names one attempt. On a disk the first manifest is kept, and the files of the other attempt
+are deleted immediately. On an object store the last manifest is kept, with equal results, and `gc`
+deletes the files of the other attempt. S3 could keep the first manifest by a conditional PUT
+(If-None-Match), but pyarrow 25 does not offer it.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"  # folder next to the stages, with a subfolder for each key
-LATEST = "latest.json"  # the file that names the checkpoint of a key
+CHECKPOINTS = "checkpoints"  # folder next to the folder of the stages, with a subfolder per key
+LATEST = "latest.json"  # name of the file that names the last checkpoint of a key
 DAMAGED_SUFFIX = ".damaged"  # suffix of a withdrawn manifest
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # file systems without them
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # hard links are not supported
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # errors of a read-only location
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = 64 << 20  # above this size, `Artifact.damage` does not check the digest of a file
 MAX_JSON_BYTES = 64 << 20
+# artifacts that `Artifact.open` returns without reading their manifests: (root, key) -> artifact
 _cached: ContextVar[Mapping[tuple[str, str], Artifact]] = ContextVar(
     "artifacts", default=MappingProxyType({})
 )
@@ -62,7 +64,7 @@ class FileInfo(TypedDict):
 
 
 class Manifest(TypedDict, total=False):
-    """The fields of `manifest.json`: the first five of every result, the others of some kinds.
+    """The fields of `manifest.json`. Fields that are not required depend on the kind of the stage.
 
     Attributes:
         wall_s: Duration of the stage in seconds.
@@ -125,12 +127,12 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def is_local(uri: str) -> bool:
-    """Whether a path or URI lies on a disk of this machine, or on one that it has mounted."""
+    """Return whether `uri` is a path or a `file://` URI, on a local or mounted file system."""
     return "://" not in uri or uri.startswith("file://")
 
 
 def _split_query(uri: str) -> tuple[str, str]:
-    """Return a URI without its query, and the query with its question mark."""
+    """Split a URI into the part before its query, and the query with its question mark."""
     if "://" not in uri:
         return uri, ""
     path, mark, query = uri.partition("?")
@@ -138,25 +140,33 @@ def _split_query(uri: str) -> tuple[str, str]:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return a path below `uri`; a query (`s3://bucket/folder?region=...`) stays at the end."""
+    """Join a path to `uri`. A query (`s3://bucket/folder?region=...`) stays at the end."""
     path, query = _split_query(uri)
     return posixpath.join(path, *parts) + query
 
 
 def parent(uri: str) -> str:
-    """Return the folder that `uri` lies in."""
+    """Return the parent folder of `uri`."""
     path, query = _split_query(uri)
     return posixpath.dirname(path.rstrip("/")) + query
 
 
 def exists(uri: str) -> bool:
-    """Whether a file or folder exists."""
+    """Return whether a file or folder exists."""
     system, path = resolve(uri)
     return bool(system.get_file_info(path).type != fs.FileType.NotFound)
 
 
 def read_bytes(uri: str, most: int = sys.maxsize) -> bytes:
-    """Read a file. Raise OSError where it is missing, no regular file, or above `most` bytes."""
+    """Read a file.
+
+    Args:
+        uri: Path or URI of the file.
+        most: Maximum number of bytes.
+
+    Raises:
+        OSError: If the file is missing, is not a regular file, or is larger than `most`.
+    """
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         return read_regular(path, most)
@@ -172,8 +182,7 @@ def read_json(uri: str) -> Any:
 
     Raises:
         OSError: If the file is missing.
-        ValueError: If it is not JSON, or larger or more deeply nested than any file of this
-            project.
+        ValueError: If the file is not JSON, is larger than MAX_JSON_BYTES, or is nested too deeply.
     """
     try:
         data = read_bytes(uri, MAX_JSON_BYTES)
@@ -188,10 +197,11 @@ def read_json(uri: str) -> Any:
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """Write a file atomically: readers see the whole file or no file.
+    """Write a file atomically: readers see the whole new file, or the state before.
 
-    On a disk it is written under a temporary name and moved. On an object store it is a PUT, or
-    above 10 MB a multipart upload, which becomes visible only when it is completed.
+    On a disk the file is written with a temporary name and renamed. On an object store the file is
+    written by a PUT, or above about 10 MB by a multipart upload, which becomes visible only when it
+    is completed.
 
     Raises:
         StorageUnavailable: If the storage does not answer.
@@ -212,7 +222,7 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def _write_synced(path: str, data: bytes) -> None:
-    """Write a file on a disk, and return when it would survive a loss of power."""
+    """Write a file to a disk and sync it, so that the content survives a loss of power."""
     with open(path, "wb") as stream:
         share_file(path)
         stream.write(data)
@@ -221,23 +231,24 @@ def _write_synced(path: str, data: bytes) -> None:
 
 
 def is_shared(folder: str) -> bool:
-    """Return whether a folder is shared by a group: it is setgid and group-writable.
+    """Return whether a folder is shared by a group, that is, setgid and group-writable.
 
-    New files and folders in it are then writable for the group too, with any umask.
+    Files and folders that this project creates in a shared folder are made writable for the group,
+    whatever the umask is.
     """
     mode = os.stat(folder).st_mode
     return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP)
 
 
 def share_file(path: str) -> None:
-    """Make a new file accessible to the group of the folder if the folder is shared."""
+    """Make a new file readable and writable for the group if its folder is shared."""
     if is_shared(os.path.dirname(path)):
         mode = stat.S_IMODE(os.stat(path).st_mode)
         os.chmod(path, mode | stat.S_IRGRP | stat.S_IWGRP)
 
 
 def make_dirs(folder: str) -> None:
-    """Make a folder and its missing parents; each is shared where the folder above it is."""
+    """Create a folder and its missing parents. Each is shared if its parent folder is shared."""
     if os.path.isdir(folder):
         return
     parent_folder = os.path.dirname(folder)
@@ -254,20 +265,20 @@ def make_dirs(folder: str) -> None:
 
 
 def temporary_name() -> str:
-    """Return a part of a file name that is unique to this process.
+    """Return a unique part of a file name, which contains the id of this process.
 
-    `is_leftover` recognises it after the process has ended.
+    `is_leftover` recognises the name after the process has ended.
     """
     return f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether a file or folder is named after a dead process of this machine."""
+    """Return whether a name is from `temporary_name` in an ended process of this machine."""
     match = re.search(rf"{re.escape(platform.node())}-(\d+)-", name)
     if match is None:
         return False
     try:
-        os.kill(int(match.group(1)), 0)  # signal 0 only asks whether the process exists
+        os.kill(int(match.group(1)), 0)  # signal 0 only checks whether the process exists
     except ProcessLookupError:
         return True
     except PermissionError:
@@ -276,16 +287,16 @@ def is_leftover(name: str) -> bool:
 
 
 class StoredFile(NamedTuple):
-    """Size of a file, and when it was written, in seconds since the epoch."""
+    """Size of a file, and the time of its last change in seconds since the epoch."""
 
     size_bytes: int
     written: float
 
 
 def stored_files(uri: str) -> dict[str, StoredFile]:
-    """Return every file below `uri` by its path below it; empty where `uri` is missing.
+    """List all files below `uri`: path relative to `uri` -> file; {} if `uri` is missing.
 
-    It takes one request, or one for each thousand files.
+    On an object store this takes one request per thousand files.
     """
     system, path = resolve(uri)
     infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
@@ -298,14 +309,15 @@ def stored_files(uri: str) -> dict[str, StoredFile]:
 
 
 def list_files(uri: str) -> dict[str, int]:
-    """Return path below `uri` -> bytes for every file below it; empty where `uri` is missing."""
+    """List all files below `uri`: path relative to `uri` -> bytes; {} if `uri` is missing."""
     return {path: file.size_bytes for path, file in stored_files(uri).items()}
 
 
 def link_file(source: str, target: str) -> None:
     """Create the file `target` with the content of `source`: a link on a disk, a copy in a bucket.
 
-    Files of results are never changed in place. Nothing happens if `target` exists with this size.
+    A link is safe because files of results are never changed in place. If `target` exists with the
+    same size, nothing is done.
     """
     system, source_path = resolve(source)
     _, target_path = resolve(target)
@@ -334,7 +346,7 @@ def delete_dir(uri: str) -> None:
     """
     system, path = resolve(uri)
     try:
-        # one request where there is nothing, in place of five
+        # This listing fails for a missing folder with one request. `delete_dir` would need five.
         system.get_file_info(fs.FileSelector(path))
         system.delete_dir(path)
     except OSError as error:
@@ -343,7 +355,7 @@ def delete_dir(uri: str) -> None:
 
 
 def file_info(data: bytes) -> FileInfo:
-    """Return size and digest of a file's bytes."""
+    """Return the size and digest of the bytes of a file."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -351,8 +363,14 @@ def file_info(data: bytes) -> FileInfo:
 class Attempt:
     """One attempt to write the artifact `key`: `commit` publishes it, `discard` deletes it.
 
-    A given name must stand for the bytes of all files: attempts with the same name write the same
-    files. Ingest uses this to continue with the files of a killed attempt.
+    If a caller sets `name`, all attempts with this name must write files with the same bytes.
+    Ingest uses such a name to continue with the files of a killed attempt.
+
+    Attributes:
+        root: Folder or URI of the results.
+        key: Key of the result.
+        name: Name of the attempt and of its folder.
+        files: Name of a written file -> its size and digest.
     """
 
     root: str
@@ -373,8 +391,11 @@ class Attempt:
     def commit(self, manifest: Mapping[str, Any]) -> bool:
         """Publish the files with this manifest.
 
-        Return False, and delete this attempt's files, where another attempt was first. Raise
-        OSError where a file has another size in the storage than was written.
+        Returns:
+            False if another attempt was published first; the files of this attempt are deleted.
+
+        Raises:
+            OSError: If the size of a file in the storage differs from the written size.
         """
         folder = join(self.root, self.key)
         stored_sizes = list_files(folder)
@@ -404,13 +425,13 @@ class Attempt:
                 )
 
     def _commit_local(self, path: str, data: bytes) -> bool:
-        """Put the manifest at `path` on a disk; return False if there is one already."""
+        """Write the manifest to `path` on a disk. Return False if a manifest exists already."""
         folder = os.path.dirname(path)
         part = os.path.join(folder, self.name, f"{MANIFEST}.{temporary_name()}.part")
         make_dirs(os.path.dirname(part))
         try:
             _write_synced(part, data)
-            os.link(part, path)  # fails when another attempt was faster: exactly one wins
+            os.link(part, path)  # fails if another attempt was faster
             self._sweep(folder)
         except FileExistsError:
             self.discard()
@@ -418,7 +439,7 @@ class Attempt:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # of two simultaneous writes the later one is kept, as on an object store
+            # without links, the later of two simultaneous writes is kept, as on an object store
             os.replace(part, path)
         finally:
             with suppress(FileNotFoundError):
@@ -426,10 +447,10 @@ class Attempt:
         return True
 
     def _sweep(self, folder: str) -> None:
-        """Delete files of killed attempts in the folder of a result that was just published.
+        """Delete other attempts, and partial files of this attempt, after the result is published.
 
-        A running attempt would find the manifest, and be discarded anyway. Ingest continues in the
-        attempt of a killed try, which can contain an incomplete file.
+        Another attempt that still runs is not needed, because its `commit` would find the manifest
+        and discard it. This attempt can have a partial file if ingest continued a killed attempt.
         """
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False) and entry.name != self.name:
@@ -440,7 +461,7 @@ class Attempt:
                     os.unlink(os.path.join(folder, self.name, name))
 
     def discard(self) -> None:
-        """Delete the files of this attempt, unless another of the same name published them."""
+        """Delete the files of this attempt, unless an attempt with this name published them."""
         artifact = Artifact.open(self.root, self.key)
         if artifact and artifact.manifest["attempt"] == self.name:
             return
@@ -448,20 +469,23 @@ class Attempt:
 
 
 def compute_sha256(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest, as JSON gives it back and without its own `sha256`.
+    """Return the sha256 of a manifest, without its field `sha256`.
 
-    A manifest holds counts, which nothing else guards.
+    This digest protects the values in the manifest itself, for example counts.
+
+    Args:
+        manifest: The manifest as plain JSON values.
     """
     body = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of the content of a result, without time and speed of the computation.
+    """Return the digest of the content of a result, which does not depend on measured times.
 
-    It covers the images of an ingest, the numbers of an evaluation, or the states of training. It
-    is empty for other results. It is equal for all results of one key, unless their inputs or the
-    machine differ.
+    The digest covers the images of an ingest, the numbers of an evaluation, or the states of
+    training. It is "" for other results. All results of one key have the same digest, unless their
+    inputs or the machine differ.
     """
     content = manifest.get("content")
     if isinstance(content, str):
@@ -476,10 +500,10 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
 
 @contextmanager
 def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Yield key -> content digest of the published results among `keys`.
+    """Context manager that yields key -> content digest of the published results among `keys`.
 
-    Inside the block, and in its thread, `Artifact.open` returns these without reading their
-    manifests again.
+    Inside the block, and in its thread, `Artifact.open` returns these artifacts without reading
+    their manifests again.
     """
     artifacts: dict[tuple[str, str], Artifact] = {}
     digests: dict[str, str] = {}
@@ -496,9 +520,9 @@ def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]
 
 
 def names_own_files_only(manifest: Mapping[str, Any]) -> bool:
-    """Return whether all files of a manifest are in the folder of the attempt.
+    """Return whether all file names of a manifest are valid paths inside the attempt's folder.
 
-    The digest proves that nothing changed, not who wrote the manifest.
+    This check is needed because anyone can write a manifest with a correct digest.
     """
     attempt = manifest.get("attempt")
     files = manifest.get("files")
@@ -515,14 +539,14 @@ def _is_file_info(info: Any) -> bool:
     if not isinstance(info, dict):
         return False
     digest = info.get("sha256")
-    # a part of a path in the cache of a node
+    # strict, because the digest is a part of a path in the cache of a node
     is_digest = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
     return type(info.get("bytes")) is int and is_digest
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A published artifact: every read is checked against the manifest."""
+    """A published artifact. Every read is checked with the manifest."""
 
     root: str
     key: str
@@ -546,7 +570,7 @@ class Artifact:
 
     @classmethod
     def need(cls, root: str, key: str) -> Artifact:
-        """Return the artifact. Raise DamagedArtifact where it is missing."""
+        """Return the artifact. Raise DamagedArtifact if `open` returns None."""
         artifact = cls.open(root, key)
         if artifact is None:
             raise DamagedArtifact(
@@ -562,7 +586,7 @@ class Artifact:
         return join(self.root, self.key, attempt, name)
 
     def read(self, name: str) -> bytes:
-        """Read one file. Raise DamagedArtifact where size or sha256 differ from the manifest."""
+        """Read one file. Raise DamagedArtifact if its size or sha256 differs from the manifest."""
         problem, data = self._read(name)
         if problem:
             raise DamagedArtifact(
@@ -572,7 +596,7 @@ class Artifact:
         return data
 
     def damage(self) -> str | None:
-        """Describe the first missing, truncated or altered file; return None if all are intact.
+        """Describe the first missing, truncated or changed file; return None if all are intact.
 
         For files above LARGE_BYTES (shards of big data sets) only the size is checked here. Their
         digests are checked when they are read.
@@ -589,7 +613,7 @@ class Artifact:
     def size_damage(self) -> str | None:
         """Describe the first file that is missing or has another size, or return None.
 
-        This needs one listing, and reads no file.
+        This takes one listing and does not read files.
         """
         sizes = list_files(self.uri(""))
         for name, expected in self.manifest["files"].items():
@@ -610,7 +634,7 @@ class Artifact:
         return f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
 
     def _read(self, name: str) -> tuple[str | None, bytes]:
-        """Return the damage of a file, or None, and its bytes."""
+        """Read a file. Return a description of its damage, or None, and its bytes."""
         expected = self.manifest["files"].get(name)
         if expected is None:
             return "is not in the manifest", b""
@@ -635,7 +659,7 @@ class Artifact:
 def withdraw(root: str, key: str) -> None:
     """Rename the manifest of a damaged artifact, so that its stage runs again.
 
-    Its files stay until `gc`: most may be intact, and their inputs may no longer exist.
+    The files are kept until `gc`, because most may be intact and their inputs may no longer exist.
     """
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:
@@ -643,7 +667,7 @@ def withdraw(root: str, key: str) -> None:
 
 
 def withdrawn_attempt(root: str, key: str) -> str | None:
-    """Return the attempt of the last withdrawn manifest, or None."""
+    """Return the name of the attempt in the last withdrawn manifest, or None."""
     try:
         manifest = read_json(join(root, key, MANIFEST + DAMAGED_SUFFIX))
     except (FileNotFoundError, ValueError):

@@ -1,8 +1,8 @@
-"""Checkpoints within a stage: safetensors and JSON, written atomically.
+"""Checkpoints within a stage: safetensors and JSON files that are written atomically.
 
-All randomness is a function of (seed, epoch, step, position), so the epoch and the step replace the
-state of every generator of every rank. A resumed stage computes exactly the same as an
-uninterrupted one.
+All random numbers are a function of (seed, epoch, step, position), so a checkpoint contains the
+epoch and the step instead of the states of random generators. A resumed stage gives exactly the
+same result as an uninterrupted stage.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Checkpoint:
         history: Metrics of each finished epoch.
         sums: Running sums of the unfinished epoch.
         best: Record of the best epoch.
-        tensors: Tensors by "kind/name".
+        tensors: "kind/name" -> tensor.
     """
 
     epoch: int
@@ -57,7 +57,7 @@ class Checkpoint:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Load model and optimizer in place; return the best epoch's tensors by name."""
+        """Load the state into model and optimizer. Return the tensors of the best epoch by name."""
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "best": {}}
         for name, tensor in self.tensors.items():
             kind, rest = name.split("/", 1)
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters and the buffers, without those of a frozen backbone.
+    """Return the trained parameters and the buffers, except buffers of a frozen backbone.
 
     The tensors are the model's own, not copies.
     """
@@ -87,7 +87,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def get_folder(root: str, key: str) -> str:
-    """Return the folder of a stage's checkpoints, which is next to the stages."""
+    """Return the folder of a stage's checkpoints, which is next to the folder of the stages."""
     return join(parent(root), CHECKPOINTS, key)
 
 
@@ -106,8 +106,8 @@ def save(
         key: Key of the stage.
         model: The model.
         optimizer: The optimizer.
-        best: Tensors of the best epoch by name.
-        mark: The position; its tensors are ignored.
+        best: Tensors of the best epoch: name -> tensor.
+        mark: The position. Its field `tensors` is ignored.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in trained_state(model).items():
@@ -131,7 +131,7 @@ def save(
     info = file_info(data)
     file_name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
     previous = _latest(folder)
-    # The folder is gone when another run has finished the same stage and dropped its checkpoints.
+    # The folder is missing if another run has finished the same stage and dropped its checkpoints.
     with suppress(FileNotFoundError):
         write_bytes(join(folder, file_name), data)
         write_bytes(join(folder, LATEST), json.dumps({"file": file_name, **info}).encode())
@@ -141,10 +141,7 @@ def save(
 
 
 def load(root: str, key: str) -> Checkpoint | None:
-    """Return the last checkpoint of a stage, or None if it is missing or damaged.
-
-    Without a checkpoint the stage starts from the beginning.
-    """
+    """Return the last checkpoint of a stage, or None if it is missing or damaged."""
     folder = get_folder(root, key)
     latest = _latest(folder)
     if latest is None:
@@ -163,7 +160,7 @@ def load(root: str, key: str) -> Checkpoint | None:
 
 
 def age_s(root: str, key: str) -> float | None:
-    """Return the seconds since the last checkpoint of a stage was written; None without one."""
+    """Return the age in seconds of the last checkpoint of a stage; None without a checkpoint."""
     system, path = resolve(join(get_folder(root, key), LATEST))
     written = system.get_file_info(path).mtime
     if written is None:
@@ -184,7 +181,7 @@ def _latest(folder: str) -> dict[str, Any] | None:
         return None
     if not isinstance(latest, dict) or latest.keys() != {"file", "bytes", "sha256"}:
         return None
-    # `save` deletes the named file, so only names of checkpoints are accepted.
+    # only names of checkpoints are accepted, because `save` deletes the named file
     if not isinstance(latest["file"], str) or not FILE.fullmatch(latest["file"]):
         return None
     return latest

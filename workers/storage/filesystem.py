@@ -1,6 +1,6 @@
-"""The filesystem behind a storage URI, which retries when a server fails for a moment.
+"""Open the filesystem of a storage URI. Operations are retried after transient errors.
 
-Credentials come from the environment alone, and no request is made to find a bucket's region.
+Credentials come only from the environment. No request is made to find the region of a bucket.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from pyarrow import fs
 
 from workers.errors import UserError
 
-PATIENCE_S = 120.0  # how long a storage may fail to answer before the run ends
-FIRST_CONTACT_S = 20.0  # the same before the run has begun: its address may be wrong
-FIRST_S = 0.2  # the first pause between tries; each later one is twice as long
-LONGEST_S = 5.0  # the longest pause between tries
-SAY_S = 5.0  # after this time, a line tells what the run waits for
-CONNECT_S = 5.0  # time limit for establishing a connection
-SILENT_S = 20.0  # so is a request during which no byte arrives for this long
-SMALL = 8 << 20  # bytes; a smaller object is written by one request
-TRIES = 3  # tries that the client makes by itself before it reports an error
+# times in seconds
+PATIENCE_S = 120.0  # time that operations are retried before the run ends
+FIRST_CONTACT_S = 20.0  # the same at the first contact, because the address may be wrong
+FIRST_S = 0.2  # first pause between tries; each pause is twice as long as the previous pause
+LONGEST_S = 5.0  # longest pause between tries
+SAY_S = 5.0  # time of retrying after which a message is printed
+CONNECT_S = 5.0  # time limit of establishing a connection
+SILENT_S = 20.0  # time limit of a request without any received byte
+SMALL = 8 << 20  # bytes; smaller objects are written by one request
+TRIES = 3  # tries of the S3 client before it reports an error
 DEFAULT_REGION = "us-east-1"
 S3_OPTIONS = (
     "allow_bucket_creation",
@@ -43,8 +44,8 @@ S3_OPTIONS = (
     "region",
     "scheme",
 )
-# Errors that may pass when the call is made again. pyarrow gives nothing but the text of an error.
-# NO_SUCH_UPLOAD: the answer to the end of an upload got lost.
+# Transient errors, recognised by their text because pyarrow gives no error codes. NO_SUCH_UPLOAD
+# occurs if the answer to the completion of an upload was lost.
 AWS_ERRORS = (
     "SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|INTERNAL_ERROR|THROTTL|REQUEST_TIMEOUT"
     "|REQUEST_LIMIT|NETWORK_CONNECTION|NO_SUCH_UPLOAD"
@@ -59,26 +60,26 @@ TRANSIENT = re.compile("|".join((AWS_ERRORS, HTTP_ERRORS, GOOGLE_ERRORS, OTHER_E
 
 T = TypeVar("T")
 _patience: ContextVar[float | None] = ContextVar("patience", default=None)
-_jitter = random.Random()  # its own generator: drawing a pause must change no result
+_jitter = random.Random()  # separate generator, because pauses must not change results
 
 
 class StorageUnavailable(UserError):
-    """A storage did not answer within the time that a run waits for it."""
+    """A storage did not answer within the time limit of retries."""
 
 
 def print_line(line: str) -> None:
-    """Print a line about waiting to the terminal, or into the log of a worker."""
+    """Print a line to stderr: the terminal of the driver or the log of a worker."""
     print(line, file=sys.stderr, flush=True)
 
 
-notify: Callable[[str], None] = print_line  # the console of a run replaces it
+notify: Callable[[str], None] = print_line  # replaced by the console of a run
 
 
 @contextlib.contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Inside, give up a storage that does not answer for `seconds` instead of `PATIENCE_S`.
+    """Context manager that retries operations for `seconds` instead of `PATIENCE_S`.
 
-    For a first contact: its address may be wrong.
+    It is used at the first contact with a storage, whose address may be wrong.
     """
     token = _patience.set(seconds)
     try:
@@ -89,12 +90,12 @@ def patience(seconds: float) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=64)
 def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
-    """Return a filesystem that retries, and the path at which the URI starts in it.
+    """Return a filesystem that retries operations, and the path of the URI in it.
 
     No connection to S3 or GCS is opened.
 
     Args:
-        uri: The URI without its path.
+        uri: A URI without a path.
     """
     parts = urlsplit(uri)
     if parts.scheme == "s3":
@@ -113,10 +114,10 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def access_remedy(uri: str) -> str:
-    """Describe what to check if a storage or source refuses access.
+    """Return the remedy for a storage or source that refuses access.
 
-    For a bucket these are its name, its region, and the sources of credentials (never the
-    credentials). For a folder these are its permissions.
+    For a bucket the remedy names the bucket, its region, and the sources of credentials (never the
+    credentials). For a folder it names the permissions.
     """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
@@ -149,13 +150,13 @@ def access_remedy(uri: str) -> str:
 
 
 def aws_region(options: dict[str, str]) -> str:
-    """Return the region of the URI's query or of the environment; "" if neither has one."""
+    """Return the region in the options of a URI, else in the environment, else ""."""
     env = os.environ.get
     return options.get("region") or env("AWS_REGION") or env("AWS_DEFAULT_REGION") or ""
 
 
 def aws_endpoint(options: dict[str, str]) -> str:
-    """Return the endpoint of the URI's query or of the environment; "" if neither has one."""
+    """Return the endpoint in the options of a URI, else in the environment, else ""."""
     env = os.environ.get
     return (
         options.get("endpoint_override")
@@ -166,7 +167,7 @@ def aws_endpoint(options: dict[str, str]) -> str:
 
 
 def aws_credentials() -> str:
-    """Return the first source that the AWS client takes its credentials from."""
+    """Describe the source from which the AWS client takes its credentials."""
     env = os.environ.get
     if env("AWS_ACCESS_KEY_ID"):
         return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -179,7 +180,7 @@ def aws_credentials() -> str:
 
 
 def google_credentials(uri: str) -> str:
-    """Return where the client of Google's storage takes its credentials from."""
+    """Describe the source from which the client of Google Cloud Storage takes its credentials."""
     if urlsplit(uri).username == "anonymous":
         return "nowhere (anonymous@ in the URI)"
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
@@ -194,13 +195,13 @@ def google_credentials(uri: str) -> str:
 
 
 def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
-    """Return the S3 client for a URI's query and the environment.
+    """Return the S3 client for the options of a URI and the environment.
 
-    The default region is us-east-1: a bucket in another region answers with an error that names its
+    The default region is us-east-1. A bucket in another region answers with an error that names its
     region.
 
     Args:
-        options: The query. It takes precedence over AWS_REGION, AWS_DEFAULT_REGION,
+        options: The query of a URI. It takes precedence over AWS_REGION, AWS_DEFAULT_REGION,
             AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
         rest: Further arguments of `S3FileSystem`.
 
@@ -227,32 +228,32 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
 
 
 def without_retries(system: fs.FileSystem) -> fs.FileSystem:
-    """Return the filesystem below one of `open_filesystem`, for callers that open streams."""
+    """Return the filesystem that a retrying filesystem wraps, for callers that open streams."""
     if isinstance(system, fs.PyFileSystem):
         return system.handler.system
     return system
 
 
 def put(system: fs.FileSystem, path: str, data: bytes) -> None:
-    """Write one whole object, or nothing, on a filesystem of `open_filesystem`.
+    """Write one object completely or not at all, to a filesystem of `open_filesystem`.
 
-    An upload in parts becomes visible when all parts have arrived.
+    A multipart upload becomes visible only when all parts have arrived.
     """
     system.handler.put(path, data)
 
 
 def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
-    """Return `call()`, repeated with growing pauses while its error is transient.
+    """Return `call()`. After a transient error, pause and call it again.
 
     Args:
         call: The function.
         where: The storage in messages, for example "s3://b".
         doing: The action in messages, for example "reading a".
-        may_be_gone: For deletions. A missing path after a failed attempt counts as deleted by that
-            attempt; the result is then None.
+        may_be_gone: Whether the call is a deletion. Then a missing path after a failed attempt
+            means that this attempt deleted it, and the result is None.
 
     Raises:
-        StorageUnavailable: If the time limit is reached.
+        StorageUnavailable: If the call still fails at the time limit.
     """
     started = time.monotonic()
     pause = FIRST_S
@@ -269,7 +270,7 @@ def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = Fal
                 raise
             return None  # type: ignore[return-value]
         except OSError as error:
-            text = " ".join(str(error).split())  # it may begin with a long name
+            text = " ".join(str(error).split())  # searched in full: a long name may come first
             if not TRANSIENT.search(text):
                 raise
             has_failed = True
@@ -291,7 +292,7 @@ def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = Fal
 
 
 class Reading:
-    """A file that pyarrow reads through Python. A read that fails is made again from its start."""
+    """A file for `pa.PythonFile`. After a transient error, the whole read is repeated."""
 
     def __init__(self, file: pa.NativeFile, where: str, path: str):
         self.file = file
@@ -302,7 +303,7 @@ class Reading:
         self.size = file.size()
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, or all remaining bytes if it is negative."""
+        """Return the next `size` bytes, or all remaining bytes if `size` is negative."""
         left = max(self.size - self.offset, 0)
         count = min(size, left)
         if size < 0:
@@ -316,7 +317,7 @@ class Reading:
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to an offset from the start, the position or the end; return the new position."""
+        """Move to an offset from the start, the position or the end. Return the new position."""
         starts = {os.SEEK_SET: 0, os.SEEK_CUR: self.offset, os.SEEK_END: self.size}
         self.offset = offset + starts[whence]
         return self.offset
@@ -346,10 +347,11 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
     would publish a part of the file.
 
     Args:
+        system: The filesystem without retries.
         where: Name of the storage in messages.
-        small: The same filesystem with one PUT instead of three requests for objects below 10 MB.
-            Only small objects use it, because a multipart upload with a failed first request leaves
-            an empty object.
+        small: The same filesystem, but it writes objects below 10 MB by one PUT instead of three
+            requests. It is used only for small objects, because a multipart upload whose first
+            request fails would leave an empty object there. None: `system`.
     """
 
     def __init__(self, system: fs.FileSystem, where: str, small: fs.FileSystem | None = None):
@@ -366,7 +368,7 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return retry(call, self.where, doing, may_be_gone=may_be_gone)
 
     def put(self, path: str, data: bytes) -> None:
-        """Write one whole object, or nothing. Its type follows from its name, for browsers."""
+        """Write one object completely or not at all. Its name determines its content type."""
         system = self.system
         if len(data) < SMALL:
             system = self.small
@@ -377,7 +379,7 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
             with system.open_output_stream(path, metadata=metadata) as stream:
                 stream.write(data)
 
-        # In a thread: Ctrl-C arrives in the main thread, which waits for the end of the upload.
+        # The write is in a thread, so that Ctrl-C in the main thread does not interrupt it.
         with ThreadPoolExecutor(1) as executor:
             self._do(lambda: executor.submit(write).result(), f"writing {path}")
 
@@ -430,7 +432,7 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self._do(lambda: self.system.copy_file(src, dest), f"copying {src}")
 
     def move(self, src: str, dest: str) -> None:
-        """Copy, then delete the source: an object store cannot rename."""
+        """Copy the object, then delete the source, because an object store cannot rename."""
         self.copy_file(src, dest)
         self.delete_file(src)
 

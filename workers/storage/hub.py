@@ -1,6 +1,6 @@
-"""The Hugging Face hub: files of models, and a check with a deadline whether it can be reached.
+"""The Hugging Face hub: files of models, and a check whether the hub can be reached.
 
-The hub's own client waits for minutes.
+The check has a deadline, because the hub's own client waits for minutes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from workers.errors import UserError, describe_error
 from workers.job import HUB_MODEL
 from workers.storage.filesystem import SILENT_S, StorageUnavailable
 
-# for the first answer: a name that no server resolves may take as long as a silent one
+# seconds until the first answer, including the resolution of the host name
 DEADLINE_S = 5.0
 
 
 def connection_problem() -> str:
-    """Why the hub cannot be reached, in one line; empty where it answers, whatever it answers.
+    """Return the reason why the hub cannot be reached, in one line; "" if it gives any answer.
 
-    The question is asked in a thread: a look-up of a host's name knows no timeout. Later requests
-    of this process get one.
+    The request is made in a thread, because the resolution of a host name has no timeout. This
+    function also sets a timeout for later requests of this process.
     """
     from huggingface_hub import constants, get_session
 
@@ -33,11 +33,11 @@ def connection_problem() -> str:
     def ask() -> None:
         try:
             session = get_session()
-            session.timeout = SILENT_S  # by default a request waits for ever
+            session.timeout = SILENT_S  # the default is no timeout
             session.head(constants.ENDPOINT, timeout=DEADLINE_S, follow_redirects=False)
             outcome.append("")
-        except Exception as error:  # of the HTTP client, of the system, of HF_HUB_OFFLINE
-            if monotonic() < end:  # later it is the client's own word for no answer
+        except Exception as error:  # errors of the HTTP client, the system and HF_HUB_OFFLINE
+            if monotonic() < end:  # a later error is a timeout, which is described below
                 outcome.append(describe_error(error)[:200])
 
     thread = Thread(target=ask, name="hub", daemon=True)
@@ -67,9 +67,9 @@ def check_reachable() -> None:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[None]:
-    """Context manager: without a connection, the hub's client uses only its cache.
+    """Context manager that restricts the hub's client to its cache if the hub cannot be reached.
 
-    It then answers immediately.
+    The client then answers immediately instead of waiting for the hub.
     """
     from huggingface_hub import constants
 
@@ -82,19 +82,19 @@ def offline_if_unreachable() -> Iterator[None]:
 
 
 def is_hub_model(weights: str) -> bool:
-    """Return whether `backbone.weights` names a hub model, `hf-hub:OWNER/NAME[@REVISION]`."""
+    """Return whether `weights` names a hub model, `hf-hub:OWNER/NAME[@REVISION]`."""
     return HUB_MODEL.fullmatch(weights) is not None
 
 
 def pinned(weights: str, commit: str) -> str:
-    """Return the name of the same model at one commit, which always has the same files."""
+    """Return the name of a model at one commit. This name always refers to the same files."""
     return f"{weights.partition('@')[0]}@{commit}"
 
 
 def model_file(weights: str, name: str, may_connect: bool = True) -> str:
-    """Return the path of a file of a model on the hub, in the cache of the client.
+    """Return the path of a file of a hub model in the client's cache. Download a missing file.
 
-    If the hub cannot be reached or must not be asked, the file must be in the cache.
+    If the hub cannot be reached or `may_connect` is false, the file must be in the cache.
 
     Args:
         weights: `hf-hub:OWNER/NAME[@REVISION]`.
@@ -125,7 +125,7 @@ def model_file(weights: str, name: str, may_connect: bool = True) -> str:
     except errors.EntryNotFoundError:
         reason = f"it has no {name}"
         remedy = "choose a model that timm has stored there as safetensors"
-    except Exception as error:  # of the HTTP client, of the hub, of the system
+    except Exception as error:  # errors of the HTTP client, the hub and the system
         reason = describe_error(error, only_first_line=True)[:200]
         remedy = "correct its name, or fix the network, HF_TOKEN or HF_ENDPOINT"
     raise UserError(f"backbone.weights is {weights!r}: {reason}; {remedy}")

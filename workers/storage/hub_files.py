@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub: listed, opened, and read by ranges of bytes."""
+"""List and open files of the Hugging Face hub, and read ranges of their bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from workers.storage.web import FileVersion, version_number
 
 
 def open_hub(uri: str) -> tuple[Any, str]:
-    """Return fsspec's file system of an `hf://` URI, one for each thread, and the path in it.
+    """Return fsspec's file system of an `hf://` URI, one per thread, and the path in it.
 
-    Raise StorageUnavailable where the hub cannot be reached.
+    Raises:
+        StorageUnavailable: If the hub cannot be reached.
+        UserError: If the URI cannot be opened.
     """
     try:
-        import fsspec  # a second, and needed for the hub alone
+        import fsspec  # lazy import: takes a second, and only the hub needs it
 
         hub.check_reachable()
         system, path = fsspec.core.url_to_fs(uri)
@@ -33,7 +35,7 @@ def open_hub(uri: str) -> tuple[Any, str]:
 
 
 def list_hub_folder(uri: str) -> dict[str, FileVersion]:
-    """Return the name of each file of a folder -> its size and version; {} without a folder."""
+    """List the files of a folder: name -> size and version; {} if the folder is missing."""
     system, path = open_hub(uri)
     with _as_os_errors():
         try:
@@ -49,7 +51,7 @@ def list_hub_folder(uri: str) -> dict[str, FileVersion]:
 
 
 class HubFile:
-    """A file of the hub that threads read by offset at the same time."""
+    """A file of the hub. Several threads can read it at the same time."""
 
     def __init__(self, uri: str):
         """Request the size of the file.
@@ -67,7 +69,7 @@ class HubFile:
         return info
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        """Return `size` bytes at `offset`, or fewer at the end of the file. Thread-safe."""
         count = min(size, self.size - offset)
         if count <= 0:
             return b""
@@ -86,12 +88,12 @@ class HubFile:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Context manager that turns errors of the hub's client into OSErrors."""
+    """Context manager that converts errors of the hub's client to OSError."""
     try:
         yield
     except FileNotFoundError:
         raise
-    except Exception as error:  # the HTTP client has its own kinds of errors
+    except Exception as error:  # the HTTP client has its own error classes
         text = describe_error(error)[:300]
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:

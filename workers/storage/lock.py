@@ -1,4 +1,4 @@
-"""A lock per stage: one process of a machine computes a result, the others wait for it."""
+"""Lock a stage: one process of a machine computes the result, and other processes wait for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from workers.storage.artifact import join, make_dirs, share_file
 if TYPE_CHECKING:
     from workers import dist  # start-up time: imports torch
 
-POLL_S = 0.02
-ROUND_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives have a timeout
+POLL_S = 0.02  # seconds between two tries
+# Seconds that rank 0 tries before it broadcasts the state to the other ranks. It must be shorter
+# than the timeout of collectives.
+ROUND_S = 10.0
 
 
 @contextmanager
@@ -27,29 +29,34 @@ def stage_lock(
     wait: bool = True,
     on_wait: Callable[[], object] | None = None,
 ) -> Iterator[None]:
-    """Hold the lock of the result `key` in `root`. All ranks of a group hold it together.
+    """Context manager that holds the lock of the result `key` in `root`.
 
-    The operating system releases the lock when this process ends.
+    All ranks of a group hold the lock together. The operating system releases the lock if this
+    process ends.
 
     The lock only saves work; correctness does not depend on it. Machines without shared file locks
     can compute the same result twice, and one copy is discarded (see artifact.py). Nothing is
     locked on an object store, because it has no lock that is released when its holder dies. A lock
-    that expires would need synchronous clocks and a writer that never pauses. Occasional double
-    computation costs less.
+    that expires would need synchronised clocks and a writer that never pauses. Computing a result
+    twice now and then costs less.
 
     Args:
         root: Folder or URI of the results.
         key: Key of the result.
-        group: The rank, if there are several.
-        wait: Wait for the lock. Otherwise raise `BlockingIOError` if another process holds it.
-        on_wait: Called on rank 0 if the lock is held elsewhere, and every ROUND_S while waiting.
+        group: The group of this rank, if there are several ranks.
+        wait: Whether to wait for the lock.
+        on_wait: Function that rank 0 calls if another process holds the lock, and then every
+            ROUND_S seconds.
+
+    Raises:
+        BlockingIOError: If `wait` is false and another process holds the lock.
     """
     if "://" in root and not root.startswith("file://"):
         yield
         return
     is_first = group is None or group.rank == 0
     path = join(os.path.dirname(root.removeprefix("file://").rstrip("/")), "claims", key)
-    timeout_s = 0.0  # of the first try
+    timeout_s = 0.0  # the first try does not wait
     descriptor: int | None = None
     try:
         while True:
@@ -75,7 +82,10 @@ def stage_lock(
 
 @contextmanager
 def file_lock(path: str) -> Iterator[None]:
-    """Hold the lock of a file on a disk, which is made and removed; wait while another holds it."""
+    """Context manager that waits for the lock of a file on a disk, and holds it.
+
+    The file is created, and deleted at the end.
+    """
     descriptor = _try_until(path, math.inf)
     assert descriptor is not None
     try:
@@ -96,20 +106,20 @@ def _try_until(path: str, deadline: float) -> int | None:
 
 
 def _try_lock(path: str) -> int | None:
-    """Return the descriptor of an open, locked file; None when another process holds the lock."""
+    """Return the descriptor of an open, locked file; None if another process holds the lock."""
     make_dirs(os.path.dirname(path))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    with suppress(PermissionError):  # the file of another user, who has shared it already
+    with suppress(PermissionError):  # another user owns the file and has shared it already
         share_file(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A holder removes the file before it frees the lock: then this is a lock on nothing.
+        # A holder deletes the file before it releases the lock. Then this is a deleted file.
         is_current = os.stat(path).st_ino == os.fstat(descriptor).st_ino
         if is_current:
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
-    except OSError:  # a disk without locks: every process goes ahead
+    except OSError:  # the file system has no locks: every process continues
         return descriptor
     os.close(descriptor)
     return None
@@ -118,7 +128,7 @@ def _try_lock(path: str) -> int | None:
 def is_locked(root: str, key: str) -> bool | None:
     """Return whether a process holds the lock of `key` in `root`, or None if this is unknown.
 
-    It is unknown on an object store, and on a disk without locks.
+    The state is unknown on an object store, and on a disk without locks.
     """
     if "://" in root and not root.startswith("file://"):
         return None

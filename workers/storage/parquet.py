@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the table in a Parquet file.
 
-    pyarrow's own threads are not used: they may outlive the interpreter and then abort the process
-    (apache/arrow 34314 and 50482).
+    pyarrow's own threads are not used, because they can still run when the interpreter ends, and
+    then abort the process (apache/arrow issues 34314 and 50482).
 
     Args:
         data: Bytes of the file.

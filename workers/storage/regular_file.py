@@ -1,6 +1,7 @@
-"""Read files named by people, only regular ones, and only up to a size.
+"""Read files that users name: only regular files, and only up to a maximum size.
 
-A device like /dev/zero has no end, and a pipe without a writer blocks the reader.
+Other files can block the process: a device like /dev/zero has no end, and a pipe without a writer
+blocks the reader.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from io import BufferedReader
 
 from workers.errors import UserError
 
-UNSIZED = (
-    1 << 16
-)  # bytes to read of a file that reports a smaller size, for example a file of the kernel
+# Minimal number of bytes to request in a read, because some files, for example in /proc, report a
+# too small size.
+UNSIZED = 1 << 16
 
 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
     """Open a regular file of at most `most` bytes.
 
     Raises:
-        OSError: If the file does not exist, is not regular, or is larger.
+        OSError: If the file does not exist, is not regular, or is larger (EFBIG).
     """
     descriptor = regular_descriptor(path)
     try:
@@ -35,10 +36,10 @@ def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
 
 
 def regular_descriptor(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of a regular file, open for reading.
+    """Open a regular file for reading, and return its descriptor.
 
     Raises:
-        OSError: If the file does not exist; with EISDIR or EINVAL if it is not regular.
+        OSError: If the file does not exist; with EISDIR or EINVAL if the file is not regular.
     """
     name = os.fspath(path)
     if "\0" in name:
@@ -60,7 +61,7 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes.
 
     Raises:
-        OSError: As for `open_regular`.
+        OSError: As in `open_regular`.
     """
     with open_regular(path, most) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -71,12 +72,12 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def write_named_file(option: str, path: str, data: bytes) -> None:
-    """Write the file that a person names with an option of the command line.
+    """Write a file that the user names with an option of the command line.
 
     Args:
-        option: The option, for errors.
+        option: Name of the option, for errors.
         path: Path of the file.
-        data: Its content.
+        data: Content of the file.
 
     Raises:
         UserError: If the file cannot be written.

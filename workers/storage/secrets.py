@@ -1,6 +1,6 @@
-"""Refuse URIs that contain a password or a key, and remove secrets from printed texts.
+"""Reject URIs that contain a password or a key, and remove secrets from texts.
 
-URIs of configs and cards are copied into records that other people read.
+This is needed because URIs of configs and cards are copied to records that other people read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from workers.errors import UserError
 
-# A user, or a user and a password, up to the last "@": a password may contain characters that a URI
-# forbids there ("/", "?", "#", "@"). The bound on its length keeps the time linear in the text.
+# A user, or a user and a password, up to the last "@". A password may contain characters that a URI
+# does not allow there ("/", "?", "#", "@"). The length is limited so that the time is linear in the
+# length of the text.
 USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S{0,4000}@|[^\s/?#]*@)")
-# A parameter of a query: its mark, its name and its value, also where the value contains an "&".
+# A parameter of a query: its separator, its name and its value. The value may contain an "&".
 PARAMETER = re.compile(r"([?&;#])([^\s=&;?#]{1,100})=([^\s&]*(?:&[^\s&=]+(?=&|\s|$))*)")
 PASSWORD = re.compile(r"://[^\s/?#:@]*:(.*)@", re.DOTALL)
 VARIABLES = (
@@ -33,13 +34,13 @@ URIS = (
     "MLFLOW_BACKEND_STORE_URI",
     "MLFLOW_REGISTRY_STORE_URI",
 )
-SHORTEST = 4  # characters of a secret; shorter ones occur in ordinary words
+SHORTEST = 4  # minimal characters of a secret; shorter strings occur in ordinary words
 HIDDEN = "***"
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of a character that cannot be printed
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # replaces a character that cannot be printed
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
-WITH_PORT = ("hdfs", "ray")  # schemes with a port in the host, and possibly an "@" in the path
-# Schemes with an account as the user, and the user that means no account.
+WITH_PORT = ("hdfs", "ray")  # schemes of URIs with a port, and possibly an "@" in the path
+# Scheme in which a user is an account -> the user that means no account.
 NOBODY = {
     "s3": "",
     "gs": "anonymous",
@@ -50,7 +51,7 @@ NOBODY = {
 
 
 def refuse_secrets(value: Any, where: str = "") -> None:
-    """Raise `UserError` if a URI contains credentials. The message does not repeat them.
+    """Raise `UserError` if a URI contains credentials. The message does not contain them.
 
     Args:
         value: A URI, or a mapping or list of settings to search for URIs.
@@ -79,13 +80,12 @@ def _has_secret(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
         _ = parts.port
-    except (
-        ValueError
-    ):  # not a host and port: the first half of a password that continues like a path
+    except ValueError:
+        # not a host and port, but possibly the first part of a password with a "/"
         return "@" in uri
     user = parts.netloc.rpartition("@")[0]
     if ":" in parts.netloc and not user and parts.scheme not in WITH_PORT and "@" in uri:
-        return True  # a password that begins like a port, and continues like a path
+        return True  # a password that begins with digits like a port, and contains a "/"
     if ":" in user:
         return True
     if parts.scheme in NOBODY and user not in ("", NOBODY[parts.scheme]):
@@ -98,8 +98,8 @@ def _has_secret(uri: str) -> bool:
 def redact(text: str) -> str:
     """Return a text, for example a URI, an error or a log, without secrets.
 
-    Users and passwords of URIs, values of parameters with suspicious names, and the secrets in the
-    environment of this process are removed.
+    Users and passwords of URIs, values of URI parameters with names like `key` or `token`, and the
+    values of secret environment variables of this process are removed.
     """
     for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
@@ -107,7 +107,7 @@ def redact(text: str) -> str:
 
 
 def redact_texts(value: Any, most: int | None = None) -> Any:
-    """Return a JSON value with redacted texts of at most `most` characters; keys become texts."""
+    """Return a JSON value with redacted strings, cut to `most` characters. Keys become strings."""
     if isinstance(value, str):
         return redact(value)[:most]
     if isinstance(value, Mapping):
@@ -118,7 +118,7 @@ def redact_texts(value: Any, most: int | None = None) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return lines without secrets and control characters: they may come from a stranger."""
+    """Return a text from an untrusted source without secrets and control characters."""
     return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))
 
 
@@ -130,9 +130,10 @@ def _without_value(match: re.Match[str]) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Return the secrets of the environment, the longest first.
+    """Return the secrets in environment variables, the longest first.
 
-    Errors of libraries may repeat them without the URI around them.
+    They are searched separately, because errors of libraries may contain a password without its
+    URI.
     """
     secrets = {os.environ.get(name, "") for name in VARIABLES}
     for name in URIS:

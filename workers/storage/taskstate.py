@@ -1,4 +1,4 @@
-"""The task state, which a finished task leaves, and the carried state, which the next task gets."""
+"""The states that training produces: of a finished task, and the state that the next task gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("masks", "tokens", "head", "copies")
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Return a boolean mask of n entries as uint8 (ceil(n / 8),), in numpy's packbits order."""
+    """Pack a boolean mask of n entries into uint8 (ceil(n / 8),), in the order of np.packbits."""
     flat = mask.detach().cpu().numpy().astype(bool).reshape(-1)
     return torch.from_numpy(np.packbits(flat))
 
@@ -30,8 +30,8 @@ def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the boolean mask of `shape` from packed bits, the inverse of `pack`.
 
     Raises:
-        ValueError: If the number of bits differs. Otherwise a few bytes from a stranger could claim
-            to be a mask with billions of entries and allocate that much memory.
+        ValueError: If the number of bytes does not fit the shape. Without this check, a few
+            untrusted bytes with a huge shape would allocate gigabytes of memory.
     """
     count = math.prod(shape)
     if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
@@ -44,9 +44,15 @@ def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
 class TaskState:
     """The stored state of a finished task: masks, tokens, a head, and copies of small parts.
 
-    Masks are boolean, stored as packed bits. Tokens, head and copies are float tensors by name.
-
     Attributes:
+        task: Name of the task.
+        classes: Classes of the task, in the order of the head's outputs.
+        method: Name of the method.
+        backbone_digest: Digest of the backbone.
+        masks: Name -> boolean mask, stored as packed bits.
+        tokens: Name -> float tensor.
+        head: Name -> float tensor.
+        copies: Name -> float tensor.
         meta: Plain JSON (settings, digests, steps).
     """
 
@@ -61,21 +67,21 @@ class TaskState:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, int]:
-        """Return the stored bytes of each kind: masks as packed bits, the rest as it is."""
+        """Return kind -> stored bytes. Masks count as packed bits, other tensors unchanged."""
         sizes = {"masks": sum((mask.numel() + 7) // 8 for mask in self.masks.values())}
         for kind, tensors in self._float_tensors().items():
             sizes[kind] = sum(t.numel() * t.element_size() for t in tensors.values())
         return sizes
 
     def float_tensors(self) -> list[Tensor]:
-        """Return tokens, head and copies."""
+        """Return all tensors of tokens, head and copies."""
         return [t for tensors in self._float_tensors().values() for t in tensors.values()]
 
     def _float_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {"tokens": self.tokens, "head": self.head, "copies": self.copies}
 
     def to_bytes(self) -> bytes:
-        """Return the state as safetensors, with everything but the tensors in the header."""
+        """Return the state as safetensors bytes. The header has all fields that are not tensors."""
         stored = {f"masks/{name}": pack(mask) for name, mask in self.masks.items()}
         for kind, tensors in self._float_tensors().items():
             for name, tensor in tensors.items():
@@ -96,7 +102,7 @@ class TaskState:
 
         Args:
             data: The bytes.
-            where: Name of the bytes, for errors.
+            where: Name of the data, for errors.
 
         Raises:
             UserError: If the bytes are not a valid state.
@@ -138,7 +144,7 @@ class Carried:
     """The state that task t hands to task t+1 in a chain.
 
     Attributes:
-        tensors: Tensors by name.
+        tensors: Name -> tensor.
         meta: Plain JSON (references to exemplars, counters).
     """
 
@@ -146,7 +152,7 @@ class Carried:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Carried:
-        """Return the same state with its tensors on `device`, where the method's backbone is."""
+        """Return the same state with its tensors on `device`."""
         return Carried({name: t.to(device) for name, t in self.tensors.items()}, self.meta)
 
     def without(self, patterns: Sequence[str]) -> Carried:
@@ -163,13 +169,13 @@ class Carried:
         return Carried(tensors, {name: v for name, v in self.meta.items() if is_kept(name)})
 
     def to_bytes(self) -> bytes:
-        """Return the state as safetensors, with `meta` in the header."""
+        """Return the state as safetensors bytes, with `meta` in the header."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
         return safetensors.torch.save(tensors, {"accrete": json.dumps(self.meta, sort_keys=True)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "carried state") -> Carried:
-        """Read a state from the bytes of `to_bytes`; raise `UserError` if they are invalid."""
+        """Read a state from the bytes of `to_bytes`. Raise `UserError` if they are invalid."""
         tensors, meta = load_tensors(data, where)
         return cls(tensors, meta)
 
@@ -179,11 +185,11 @@ def check_values(tensors: Iterable[Tensor], where: str) -> None:
 
     Args:
         tensors: The tensors.
-        where: Their name, for errors.
+        where: Name of the tensors, for errors.
 
     Raises:
-        UserError: If a value is NaN, infinite, or a 64-bit number so small that a division by it
-            overflows.
+        UserError: If a value is NaN or infinite, or if the absolute value of a float64 number is
+            not 0 but below the smallest normal float32, because a division by it can overflow.
     """
     for tensor in tensors:
         if not tensor.is_floating_point():
@@ -199,15 +205,15 @@ def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, 
 
     Args:
         data: The bytes.
-        where: Their name, for errors.
+        where: Name of the data, for errors.
 
     Raises:
-        UserError: If they cannot be read.
+        UserError: If the bytes cannot be read.
     """
     try:
         length = struct.unpack("<Q", data[:8])[0]
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        # `load` returns them in another order in every process.
+        # sorted, because the order of `safetensors.torch.load` differs between processes
         tensors = safetensors.torch.load(data)
         return dict(sorted(tensors.items())), json.loads(metadata.get("accrete", "{}"))
     except Exception as error:

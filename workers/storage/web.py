@@ -1,7 +1,8 @@
-"""Files of web servers, read by ranges of bytes. Only a person's own card names them.
+"""Read ranges of bytes from files of web servers. The user's cards name these files.
 
-No connection to a private address is made, wherever a name or a redirection leads: each socket is
-checked before it is connected. Proxies of the environment are not used, which could not be checked.
+No connection to a private address is made, even if a host name or a redirection leads there: the
+address of each socket is checked before it is connected. Proxies from environment variables are
+not used, because the addresses to which they connect cannot be checked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from workers.storage.filesystem import CONNECT_S, SILENT_S, retry
 from workers.storage.secrets import refuse_secrets
 
 SCHEMES = ("http://", "https://")
-CONNECTIONS = 32
+CONNECTIONS = 32  # maximal number of simultaneous connections
 MAX_REDIRECTIONS = 5
 REFUSED = "is a private address"
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
@@ -29,26 +30,26 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class FileVersion(NamedTuple):
-    """Size of a file, and a number that changes if its server reports a change."""
+    """Size of a file, and a number that changes if the server reports another version."""
 
     size: int
     number: int
 
 
 class Part(NamedTuple):
-    """Some bytes of a file, and the server's information about the whole file."""
+    """A range of bytes of a file, and the version of the whole file."""
 
     data: bytes
     version: FileVersion
 
 
 def is_web(uri: str) -> bool:
-    """Whether a URI names a file of a web server."""
+    """Return whether a URI names a file of a web server."""
     return uri.lower().startswith(SCHEMES)
 
 
 def is_private(host: str) -> bool:
-    """Return whether an IP address (without brackets) is outside of the public internet."""
+    """Return whether an IP address (without brackets) is not a public unicast address."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -60,7 +61,7 @@ def is_private(host: str) -> bool:
 
 
 def _checked_socket(addr_info: Any) -> socket.socket:
-    """Make the socket for an address of `getaddrinfo`. Raise `OSError` for a private one."""
+    """Create the socket for an entry of `getaddrinfo`. Raise `OSError` for a private address."""
     family, kind, protocol, _, address = addr_info
     if is_private(address[0]):
         raise OSError(errno.EACCES, f"{address[0]} {REFUSED}")
@@ -68,7 +69,7 @@ def _checked_socket(addr_info: Any) -> socket.socket:
 
 
 async def _new_session(**_: Any) -> Any:
-    import aiohttp  # a second, and needed for web servers alone
+    import aiohttp  # lazy import: takes a second, and only web servers need it
 
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=CONNECTIONS, socket_factory=_checked_socket),
@@ -81,21 +82,26 @@ async def _new_session(**_: Any) -> Any:
 
 @functools.cache
 def _filesystem(process: int) -> Any:
-    """Return the file system with the thread for requests; a fork needs its own."""
+    """Return fsspec's file system with its thread for requests.
+
+    Args:
+        process: Id of this process, because a forked process needs its own thread.
+    """
     from fsspec.implementations.http import HTTPFileSystem
 
     return HTTPFileSystem(get_client=_new_session, skip_instance_cache=True)
 
 
 class WebFile:
-    """A file of a web server that threads read by offset at the same time."""
+    """A file of a web server. Several threads can read it at the same time."""
 
     def __init__(self, url: str):
         """Request the size of the file.
 
         Raises:
             OSError: If the file does not exist.
-            UserError: If it must not be read, or its server does not support ranges.
+            UserError: If the address is private or invalid, the URL contains a secret, a package is
+                missing, or the server does not support ranges.
         """
         for package in ("aiohttp", "fsspec"):
             require_package(package, f"shard {url}", "download the shards")
@@ -109,11 +115,11 @@ class WebFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self.version.size
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        """Return `size` bytes at `offset`, or fewer at the end of the file. Thread-safe."""
         count = min(size, self.size - offset)
         if count <= 0:
             return b""
@@ -129,10 +135,11 @@ class WebFile:
 
 
 async def _request(system: Any, url: str, offset: int, count: int) -> Part:
-    """Fetch `count` bytes.
+    """Request `count` bytes at `offset`.
 
     Raises:
-        OSError: Its text shows whether the error is transient.
+        OSError: If the request fails. `filesystem.retry` recognises transient errors by the text.
+        UserError: If the URL is invalid or leads to a private address.
     """
     import aiohttp
 
@@ -186,7 +193,7 @@ async def _parse_part(response: Any, url: str, offset: int, count: int) -> Part:
 
 
 def version_number(text: str) -> int:
-    """Return a number for the version of a file that a server reports; 0 without a version."""
+    """Convert the version of a file that a server reports to a number; 0 without a version."""
     if not text:
         return 0
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

@@ -401,7 +401,7 @@ def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
 
 
 def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[str, Any]:
-    """Remove `methods: [NAME, ...]` from a config, and return the recommended settings of them.
+    """Remove `methods: [NAME, ...]` from a config, and return their recommended settings.
 
     Args:
         body: Values of a config. If `methods` is a name or a list of names, the key is removed.

@@ -172,7 +172,7 @@ class Lab:
     ) -> Run:
         """Return the run of a stream with one method.
 
-        A stage runs when its result is first used.
+        Ingest stages run immediately. Any other stage runs when its result is first used.
 
         Args:
             method: Name of the method.

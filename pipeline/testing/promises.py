@@ -290,7 +290,7 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
             assert taken.setdefault(where, f"{task}:{name}") == f"{task}:{name}"
 
 
-# ---- what is stored ------------------------------------------------------------------------------
+# ---- stored states -------------------------------------------------------------------------------
 @promise(
     (
         "store what is served: make masks hard before finish(), and read everything back in "

@@ -20,7 +20,7 @@ from pipeline.results.results_file import list_rows
 from pipeline.results.tables import EXTRA_COUNTS, NOT_BYTES, Matrix, Row, RunTables, matrix_rows
 from pipeline.tracking.mlflow_client import Point, key_name
 
-ROUNDING = 1e-12  # largest difference between means of equal numbers
+ROUNDING = 1e-12  # tolerance of equality, because means of equal numbers can differ by rounding
 # Columns of a training history that are not logged as curves.
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
 

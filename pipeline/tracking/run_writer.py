@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pipeline.results.masks import MaskView
     from pipeline.results.tables import RunTables
 
-MAX_STATE_BYTES = 32 << 20  # of an uploaded task state; for any state, a tag has the URI
-MASK_CACHE_BYTES = 256 << 20  # of cached masks, which are compared with the masks of later tasks
+MAX_STATE_BYTES = 32 << 20  # maximal size of an uploaded task state; the tag `store` has its URI
+MASK_CACHE_BYTES = 256 << 20  # maximal size of cached masks, to compare them with later tasks
 MAX_TAG = 4000  # characters of the value of a tag
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"  # the tag with the description of a run

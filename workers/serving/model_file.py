@@ -183,7 +183,7 @@ def find_place(body: Mapping[str, Any], name: str) -> str:
 
 
 def without_places(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a folder with the same content in which the path of a file is its name."""
+    """Return a body without `at`, for a folder in which the path of each file is its name."""
     files: dict[str, Any] = {}
     for name, info in body["files"].items():
         files[name] = {"bytes": info["bytes"], "sha256": info["sha256"]}

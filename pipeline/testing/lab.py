@@ -92,7 +92,7 @@ EPOCHS: dict[str, int] = {
     "wa": 6,
 }
 
-# Method -> settings with which every setting of `per_task` has an effect, so it can be changed.
+# Method -> settings of the method with which every setting of `per_task` can be changed.
 BESIDE: dict[str, dict[str, Any]] = {
     "adapter": {"kind": "adaptformer"},
     "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},
@@ -366,8 +366,9 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 def other_values(method: str) -> dict[str, Any]:
     """Return a valid value for each setting that a task may override, other than the usual value.
 
-    The usual value is the default with the settings of `BESIDE`. Values of `FIXED_OTHER_VALUES`
-    have priority. Settings that have no effect in combination with the others are left out.
+    The usual values are the defaults, replaced by the settings of `BESIDE`. Values of
+    `FIXED_OTHER_VALUES` have priority. Settings that have no effect in combination with the other
+    values are left out.
     """
     cls = METHODS[method]
     model_fields = cls.Settings.model_fields

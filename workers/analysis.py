@@ -1,6 +1,7 @@
-"""Analyses of a finished method on test images: attention, and robustness of the accuracy.
+"""Analyses of a trained method on test images: attention maps, and robustness of the accuracy.
 
-Accuracy is measured on occluded images, adversarial images, and images of another data source.
+Robustness is the accuracy on occluded images, adversarial images, and images of another data
+source.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ EPSILONS = (0.0, 1.0, 2.0, 4.0, 8.0)  # strengths of the attack, for pixels in [
 def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield at most `most` test images of a task with their labels, batch by batch.
 
-    They are every k-th image of the test split, for the smallest sufficient k. Labels (b,) are
-    positions in the class list of the task.
+    The images are every k-th image of the test split, with the smallest k that respects the limit.
+    Labels (b,) are positions in the class list of the task.
     """
     feed = Feed(job, (task,), "test", Group(), training=False)
     stride = max(1, -(-feed.num_samples // most))
@@ -51,8 +52,8 @@ def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tenso
 def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
     """Return rows of entropy, distance and scale per head (see `AttentionStatistics.rows`).
 
-    They are measured while the method classifies at most `most` images of `task` and is given the
-    task. For a method with two passes over an image, both passes count.
+    Attention is measured while the method classifies at most `most` images of `task`, with the task
+    given. If a method passes an image through the network twice, both passes count.
     """
     with record_attention(method) as layers:
         for images, _ in spread(job, task, most):
@@ -69,12 +70,12 @@ class Maps:
 
     Attributes:
         images: Float array (n, H, W, 3) in [0, 1].
-        right: Class of each image.
+        right: True class of each image.
         answered: Predicted class of each image.
-        looks: Attention of the class token to the patches by title, float arrays (n, h, w) relative
-            to uniform attention, which is 1 (see `ClassAttention`).
-        selected: Selection of each patch by top-down feedback, (n, h, w) in [0, 1]. None for
-            methods without feedback.
+        looks: Title of a map -> attention of the class token to the patches, float array (n, h, w).
+            A value of 1 is the value of uniform attention (see `ClassAttention`).
+        selected: Weight with which top-down feedback selects each patch, (n, h, w) in [0, 1]. None
+            for methods without feedback.
     """
 
     images: Tensor
@@ -88,14 +89,14 @@ class Maps:
 def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     """Return attention maps of `method` on at most `most` images of `task`.
 
-    Return None when no network of the method has a class token among patches.
+    Return None if no network of the method has both a class token and patch tokens.
     """
     batches = list(spread(job, task, most))
     images = torch.cat([batch_images for batch_images, _ in batches])
     labels = torch.cat([batch_labels for _, batch_labels in batches])
     with record_class_attention(method) as recorded:
         logits_with_task(method, images, task.name)
-    # A network that did not run on these images has no map of them.
+    # Networks that did not run on these images have no maps.
     blocks = [block for block in recorded if block.passes and len(block.passes[-1]) == len(images)]
     has_feedback = isinstance(getattr(method, "top_down", None), TopDown)
     looks = _titled_maps(blocks, has_feedback)
@@ -115,11 +116,11 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
 def _titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[str, Tensor]:
     """Return the maps of the few most informative blocks by title, each (n, h, w).
 
-    With several networks, these are the last blocks of each network. With one network, they are a
-    middle block and the last one. With top-down feedback, they are both passes of the last block
-    that ran twice, and the last block of the network if it is a different one.
+    With several networks, these are the last block of each network. With one network, they are a
+    middle block and the last block. With top-down feedback, they are both passes of the last block
+    that ran twice, and the last block of the network if that is a different block.
     """
-    last_blocks = {block.network: block for block in blocks}  # the later of a network replaces
+    last_blocks = {block.network: block for block in blocks}  # a later block replaces an earlier
     titled: dict[str, Tensor] = {}
     if len(last_blocks) > 1:
         for index, block in enumerate(last_blocks.values()):
@@ -142,14 +143,14 @@ def _titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[s
 def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     """Return how much the second pass of a method with top-down feedback selects each patch.
 
-    The weights (n, h, w) come from the tokens of the first pass. Return None when the method has no
-    such feedback for this task.
+    The weights (n, h, w) come from the tokens of the first pass. Return None if the method has no
+    top-down feedback for this task.
     """
     top_down = getattr(method, "top_down", None)
     if not isinstance(top_down, TopDown):
         return None
     method.activate_task(task)
-    if "prior" not in method.weight_overrides:  # a base task, which the backbone alone answers
+    if "prior" not in method.weight_overrides:  # a base task: the backbone alone computes logits
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
     num_patches = math.prod(grid)
@@ -179,9 +180,9 @@ def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
 
 
 def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
-    """Return logits among the classes of `task`.
+    """Return the logits of the classes of `task`.
 
-    A method that infers the task answers as if it had inferred this one.
+    A method that infers the task computes them as if it had inferred `task`.
     """
     if isinstance(method, InfersTask):
         for choice, tasks in enumerate(method.candidates().values()):
@@ -193,8 +194,8 @@ def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
     """Measure the accuracy for each occluded share of the image and each strength of the attack.
 
-    The competing outputs are those of the scenario. A method without gradients of the logits in the
-    images is not attacked.
+    The predicted class is chosen among the outputs that compete in the scenario (see `answers`). A
+    method is not attacked if its logits have no gradient with respect to the images.
 
     Args:
         method: The method.
@@ -202,7 +203,7 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
         task: The task.
         most: Maximum number of images.
     """
-    num_correct: Counter[tuple[str, float]] = Counter()  # by kind and level
+    num_correct: Counter[tuple[str, float]] = Counter()  # key: kind and level of the disturbance
     num_images: Counter[tuple[str, float]] = Counter()
 
     def count(kind: str, level: float, images: Tensor, targets: Tensor) -> None:
@@ -235,14 +236,14 @@ def shifted_rows(
 ) -> list[Row]:
     """Measure the accuracy on test images of the same classes from other data sources.
 
-    The method chooses only among the common classes. A second row per source gives the accuracy on
-    the images of `task` with these classes, for comparison.
+    The method chooses only among the classes that both sources have. For comparison, another row
+    per source gives the accuracy on the images of `task` with these classes.
 
     Args:
         method: The method.
         job: A job of an evaluation.
         task: The task.
-        other_tasks: Tasks of other sources. Those without a common class are skipped.
+        other_tasks: Tasks of other sources. A task with a class that `task` lacks is skipped.
     """
     rows: list[Row] = []
     for other in other_tasks:
@@ -270,9 +271,9 @@ def covers(task: Task, other: Task) -> bool:
 
 
 def occluded(images: Tensor, share: float) -> Tensor:
-    """Return a copy of images (b, 3, H, W) with a centred rectangle of this share of the area at 0.
+    """Return a copy of images (b, 3, H, W) with a central rectangle set to 0.
 
-    0 is the mean colour, as the images are normalised.
+    The rectangle covers `share` of the area. The images are normalised, so 0 is the mean colour.
     """
     height = round(images.shape[-2] * math.sqrt(share))
     width = round(images.shape[-1] * math.sqrt(share))
@@ -284,7 +285,9 @@ def occluded(images: Tensor, share: float) -> Tensor:
 
 
 def slope(method: Method, images: Tensor, targets: Tensor, task: str) -> Tensor | None:
-    """Return the sign of the cross-entropy's gradient in the images, or None without a gradient.
+    """Return the sign of the gradient of the cross-entropy with respect to the images.
+
+    Return None if the logits do not require a gradient.
 
     Args:
         method: The method.
@@ -303,9 +306,10 @@ def slope(method: Method, images: Tensor, targets: Tensor, task: str) -> Tensor 
 def attacked(
     images: Tensor, gradient_sign: Tensor, epsilon: float, backbone: BackboneSettings
 ) -> Tensor:
-    """Return the images after an attack by FGSM (Goodfellow et al., ICLR 2015).
+    """Return the images after an FGSM attack (Goodfellow et al., ICLR 2015).
 
-    Each pixel, in [0, 1], moves by `epsilon` along the gradient's sign and stays in that range.
+    Each pixel value, in [0, 1], moves by `epsilon` along the sign of the gradient, and is clipped
+    to [0, 1].
     """
     mean = torch.tensor(backbone.mean, device=images.device).view(3, 1, 1)
     std = torch.tensor(backbone.std, device=images.device).view(3, 1, 1)

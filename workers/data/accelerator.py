@@ -1,7 +1,7 @@
-"""Make the device of a process, and call torch's functions for it.
+"""Create the `torch.device` of a process, and call torch's functions for the accelerator.
 
-No other module compares the type of a device with anything but `cpu`. So tests can set `TYPE` to a
-simulated device, and every branch for a GPU runs without one.
+Other modules compare the type of a device only with `cpu`. Therefore tests can set `TYPE` to a
+simulated device and run every branch for a GPU on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-TYPE = "cuda"  # type of the accelerator's devices
+TYPE = "cuda"  # `torch.device.type` of the accelerator
 CPU = torch.device("cpu")
-DeviceName = Literal["cpu", "cuda"]  # as users write it
+DeviceName = Literal["cpu", "cuda"]  # name of a device in commands and settings
 
 
 def functions() -> Any:
-    """Return torch's functions for the accelerator: `torch.cuda`."""
+    """Return torch's module for the accelerator, for example `torch.cuda`."""
     return torch.get_device_module(TYPE)
 
 
@@ -29,15 +29,15 @@ def is_available() -> bool:
 
 
 def make_device(gpus: float) -> torch.device:
-    """Return the device of a process that takes so many GPUs, or a fraction of one; 0: the CPU.
+    """Return the device of a process that uses this number of GPUs, or fraction of a GPU.
 
-    It has an index: functions of torch refuse a device without.
+    0 GPUs select the CPU. A GPU device has an index because some functions of torch require one.
     """
     return torch.device(TYPE, functions().current_device()) if gpus else CPU
 
 
 def named_device(name: DeviceName) -> torch.device:
-    """Return the device that users call `cpu` or `cuda`."""
+    """Return the device for the name that a user gives, `cpu` or `cuda`."""
     return make_device(float(name != CPU.type))
 
 
@@ -54,10 +54,10 @@ def describe(device: torch.device) -> str:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators with which this process draws on the CPU and on its GPU.
+    """Seed torch's default random generators of this process, on the CPU and on the GPU.
 
-    `torch.manual_seed` also formats a stack trace for each backend that torch has not initialized,
-    which takes 1 ms on a machine without a GPU: too long for each training step.
+    `torch.manual_seed` is not used: it also formats a stack trace for each backend that is not
+    initialized. On a machine without a GPU this takes 1 ms, which is too long for a training step.
     """
     torch.default_generator.manual_seed(seed)
     if is_accelerator(device):
@@ -65,13 +65,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def use_fp32(tf32: bool = False) -> None:
-    """Set how this process computes products and convolutions of fp32 on a GPU.
+    """Set how this process computes matrix products and convolutions of fp32 tensors on a GPU.
 
-    By itself torch computes convolutions in TF32. A CPU has no TF32. In every precision cuDNN takes
-    deterministic algorithms, and chooses them by the shapes and not by trials.
+    By default torch computes convolutions in TF32. A CPU has no TF32. In every precision, cuDNN
+    uses deterministic algorithms and selects them by the shapes, not by benchmarks.
 
     Args:
-        tf32: whether both are computed in TF32, with 10 bits of mantissa.
+        tf32: Whether matrix products and convolutions use TF32, which has 10 bits of mantissa.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
@@ -84,12 +84,12 @@ def choose_memory_format(
 ) -> torch.memory_format:
     """Choose the memory format of training images.
 
-    CNNs on a GPU use channels last, the format in which Tensor Cores convolve, unless they compute
-    in fp32. A convolution computes in the format of its input and returns the same format.
-    Therefore the images determine the format of the whole network, or up to its first group norm,
-    which returns a contiguous tensor on CUDA. Weights stay contiguous, because methods, optimizers
-    and checkpoints read them. A network with at most one convolution is not a CNN: a ViT cuts
-    patches with it.
+    CNNs on a GPU use channels last, the format in which Tensor Cores compute convolutions, unless
+    the precision is fp32. A convolution computes in the format of its input and returns the same
+    format. Therefore the images determine the format of the whole network, or of its part up to the
+    first group norm, which returns a contiguous tensor on CUDA. Weights stay contiguous, because
+    methods, optimizers and checkpoints read them. A network with at most one convolution does not
+    count as a CNN, because a ViT has one convolution, in its patch embedding.
 
     Args:
         network: The backbone.
@@ -104,23 +104,23 @@ def choose_memory_format(
 
 # ---- memory --------------------------------------------------------------------------------------
 def limit_memory(device: torch.device, gpus: float) -> None:
-    """Let this process allocate its part of a GPU's memory and no more.
+    """Limit the memory that this process can allocate on its GPU.
 
-    More than that raises torch's OutOfMemoryError here, and in no other process that shares the
-    GPU.
+    An allocation above the limit raises torch's OutOfMemoryError in this process, and not in other
+    processes that share the GPU.
 
     Args:
-        device: of this process; nothing is done for a CPU.
-        gpus: number of GPUs that the process takes; if it is less than one, the part.
+        device: Device of this process. Nothing is done for a CPU.
+        gpus: Number of GPUs of the process. A number below 1 is the allowed fraction of the memory.
     """
     if is_accelerator(device):
         functions().set_per_process_memory_fraction(min(1.0, gpus), device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes this process may still allocate on an accelerator.
+    """Return the number of bytes that this process can still allocate on an accelerator.
 
-    Memory that torch keeps for later allocations counts as free.
+    Unused memory in torch's caching allocator counts as free.
     """
     free, total = functions().mem_get_info(device)
     allocated = functions().memory_allocated(device)
@@ -130,6 +130,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return memory that torch caches to the GPU, for processes that share it."""
+    """Free the cached memory of torch's allocator, for other processes that share the GPU."""
     if is_accelerator(device):
         functions().empty_cache()

@@ -1,4 +1,4 @@
-"""Make batches ahead of their use, on separate threads."""
+"""Prefetching: threads make batches before they are needed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def make_ahead(
 ) -> Generator[T]:
     """Yield the results of jobs in order. At most `num_ahead` jobs start before they are needed.
 
-    One thread at a time advances `jobs`. An error of a job, or of `jobs`, is raised at its
-    position. When the generator ends or is dropped, `stop` is called, which ends the wait of
-    running jobs, and no thread is left.
+    One thread at a time advances the iterator `jobs`. An error of a job, or of the iterator, is
+    raised at the position of the job. When the generator ends or is closed, it calls `stop` and
+    joins the threads.
 
     Args:
-        jobs: The jobs.
-        stop: Ends the wait of running jobs.
-        num_threads: Number of threads. With 0 each job runs when its result is requested.
-        num_ahead: Number of jobs that run or are finished before they are requested.
+        jobs: The jobs, functions without arguments.
+        stop: Makes running jobs that wait for something return or raise, so that threads can end.
+        num_threads: Number of threads. With 0, each job runs when its result is requested.
+        num_ahead: Maximum number of jobs that are running or finished before they are requested.
     """
     if not num_threads:
         try:
@@ -44,8 +44,8 @@ def make_ahead(
                 try:
                     raise outcome.error
                 finally:
-                    del outcome  # a cycle with the error's traceback
-            yield outcome.value  # type: ignore[misc]  # it is None where a job returned None
+                    del outcome  # it would form a reference cycle with the error's traceback
+            yield outcome.value  # type: ignore[misc]  # the value is None only if a job returned it
             del outcome
     finally:
         line.close()
@@ -62,7 +62,7 @@ class _Outcome(NamedTuple, Generic[T]):
 
 
 class _Line(Generic[T]):
-    """Jobs that several threads take in turn, and their outcomes in the order of the jobs."""
+    """Queue of jobs for several threads. It returns the outcomes in the order of the jobs."""
 
     def __init__(self, jobs: Iterator[Callable[[], T]], stop: Callable[[], None], num_ahead: int):
         self.jobs = jobs
@@ -71,12 +71,12 @@ class _Line(Generic[T]):
         self._outcomes: dict[int, _Outcome[T]] = {}
         self._num_begun = 0
         self._num_taken = 0
-        self._has_ended = False  # there are no more jobs, or their results are no longer needed
-        self._turn = threading.Lock()  # held by the thread that advances `jobs`
+        self._has_ended = False  # `jobs` is exhausted, or the results are not needed
+        self._turn = threading.Lock()  # held while a thread advances `jobs`
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Run jobs until there are no more."""
+        """Run jobs until none is left. Each thread runs this method."""
         while (number := self._begin()) is not None:
             index, job = number
             try:
@@ -132,7 +132,7 @@ class _Line(Generic[T]):
         return self._num_taken in self._outcomes or has_finished
 
     def close(self) -> None:
-        """Begin no more jobs."""
+        """Stop starting jobs, and call `stop` for the running jobs."""
         self._end()
         with self._turn:
             self.stop()

@@ -1,22 +1,22 @@
-"""Reusable memory for decoded pixels, because new pages cost as much as filling them."""
+"""Reusable memory for decoded pixels. New memory pages cost as much time as writing the pixels."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-ARENA_BYTES = 64 << 20  # largest size of an unused arena
+ARENA_BYTES = 64 << 20  # largest memory that an arena keeps for reuse
 
 
 class Arena:
-    """Memory for pixels, given out in parts and used again as a whole; not thread-safe."""
+    """Memory for pixels. `take` allocates a part, `clear` frees all parts. Not thread-safe."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self._num_used = 0
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return uint8 (num_bytes,) of any values; it is overwritten after `clear`."""
+        """Return an uninitialized array uint8 (num_bytes,). It can be overwritten after `clear`."""
         start = self._num_used
         self._num_used += num_bytes
         if self._num_used > len(self._memory):
@@ -24,7 +24,7 @@ class Arena:
         return self._memory[start : self._num_used]
 
     def clear(self) -> None:
-        """Make all memory available again, and enlarge it if it was too small."""
+        """Free all parts. Enlarge the memory if it was too small, up to ARENA_BYTES."""
         if len(self._memory) < self._num_used <= ARENA_BYTES:
             self._memory = np.empty(self._num_used, np.uint8)
         self._num_used = 0

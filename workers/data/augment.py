@@ -1,12 +1,12 @@
-"""Augment decoded uint8 images into model inputs, in batches on the device.
+"""Augmentation: turn batches of decoded uint8 images into model inputs, on the device.
 
 The order is crop, flip, RandAugment, normalise, erase, mix. Every decision (crop, operation,
-partner) is drawn on the CPU for the whole global batch from (seed, epoch, step), and a rank takes
-the rows of the samples. Therefore a sample gets the same augmentation for any number of ranks and
-on any device, and the host never waits for the accelerator to make a decision.
+partner) is drawn on the CPU for the whole global batch from (seed, epoch, step), and each rank uses
+the rows of its own samples. Therefore a sample gets the same augmentation for any number of ranks
+and on any device, and the host never waits for the accelerator to make a decision.
 
-Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K
-classes.
+Letters in shapes: b samples of this rank, k samples with their mixing partners (see `Plan`), S side
+of the square pixels, s side of the model's input, K classes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng, derive_seed
 
 CPU = torch.device("cpu")
-ATTEMPTS = 10  # boxes tried before erasing leaves an image alone
-LONGEST_SIDE = 3  # of originals that crops are cut from, in sides of the input, by default
-NOISE_IMAGES = 2  # random numbers of a step's noise, in images
+ATTEMPTS = 10  # random boxes per image; if none fits, the image is not erased
+LONGEST_SIDE = 3  # default of `data.longest_side`, as a multiple of the side of the input
+NOISE_IMAGES = 2  # amount of noise that a step draws for erasing, as a number of images
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
@@ -48,7 +48,7 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
     Returns:
         Crops (b, C, side, side).
     """
-    if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
+    if pixels.device.type == "cpu":  # a loop over slices is 2 to 4 times faster than the gather
         source = pixels.numpy()
         out = np.empty((*pixels.shape[:2], side, side), np.uint8)
         boxes = zip(source, top.tolist(), left.tolist(), flip.tolist(), strict=True)
@@ -62,7 +62,7 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
 
 
 def crop_by_gather(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
-    """`crop` by one gather, for devices where a loop over images would cost a kernel each."""
+    """Do the same as `crop` with one gather: on a GPU, a loop would launch a kernel per image."""
     # a view (b, C, S-side+1, S-side+1, side, side)
     windows = pixels.unfold(2, side, 1).unfold(3, side, 1)
     rows = torch.arange(len(pixels), device=pixels.device)
@@ -84,12 +84,12 @@ class Boxes:
     fits: Tensor
 
     def corners(self) -> Tensor:
-        """(b, 4): top, bottom, left, right."""
+        """Return top, bottom, left and right of each box, (b, 4)."""
         edges = (self.top, self.top + self.height, self.left, self.left + self.width)
         return torch.stack(edges, 1)
 
     def of(self, rows: Tensor) -> Boxes:
-        """The boxes of some samples."""
+        """Return the boxes of some samples."""
         return Boxes(
             self.top[rows], self.left[rows], self.height[rows], self.width[rows], self.fits[rows]
         )
@@ -100,8 +100,9 @@ def draw_boxes(
 ) -> Boxes:
     """Draw a box inside a square of `side` pixels for each sample of the global batch.
 
-    It is the first of ATTEMPTS boxes that fits, else the whole square. Its share of the area is
-    uniform in `area`, its height / width is uniform in the logarithm within `ratio`.
+    The box is the first of ATTEMPTS random boxes that fits, or the whole square if none fits. The
+    share of the area that a random box covers is uniform in `area`. The logarithm of its height /
+    width is uniform, and height / width is within `ratio`.
     """
     u = torch.rand(
         (draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64
@@ -142,9 +143,10 @@ def inside(corners: Tensor, side: int) -> Tensor:
 
 
 def blend_into(images: Tensor, others: Tensor, share: Tensor) -> Tensor:
-    """Return images * (1 - share) + others * share, all (b, C, s, s); both images are overwritten.
+    """Return images * (1 - share) + others * share, with shapes that broadcast to (b, C, s, s).
 
-    A share of 0 or 1 gives the images of one side to the bit.
+    `images` and `others` are overwritten. With a share of 0 or 1, the result is bit-identical to
+    one of them.
     """
     return images.mul_(1 - share).add_(others.mul_(share))
 
@@ -164,7 +166,7 @@ class Mix:
     share: Tensor
 
     def of(self, rows: Tensor) -> Mix:
-        """The plan of some samples."""
+        """Return the mixing of some samples."""
         return Mix(self.blend[rows], self.boxes[rows], self.share[rows])
 
 
@@ -191,7 +193,7 @@ def erase(images: Tensor, erased: Tensor, noise: Tensor) -> Tensor:
 
 
 def erase_by_gather(images: Tensor, erased: Tensor, noise: Tensor) -> Tensor:
-    """`erase` without a loop over images, and without a wait for the device."""
+    """Do the same as `erase`, without a loop over images and without waiting for the device."""
     windows = noise.unfold(0, images[0].numel(), 1)
     patches = windows.index_select(0, erased[:, 4]).view_as(images)
     return blend_into(images, patches, inside(erased[:, :4], images.shape[-1]))
@@ -203,12 +205,15 @@ def mix_into(mixed: Tensor, images: Tensor, partners: Tensor, mix: Mix) -> Tenso
     Args:
         mixed: Output (b, 3, s, s).
         images: Images (k, 3, s, s).
-        partners: Index among the k images of the partner of each of the first b, (b,).
+        partners: For each of the first b images, the index of its partner in `images`, (b,).
         mix: Weights and boxes.
+
+    Returns:
+        `mixed`.
     """
     pixels = images.numpy()
     outputs = mixed.numpy()
-    partner_weights = 1 - mix.blend  # of pixels in mixup
+    partner_weights = 1 - mix.blend  # weights of the partner's pixels in mixup
     image_weights = 1 - partner_weights
     scaled = np.empty_like(pixels[0])
     for i, (top, bottom, left, right) in enumerate(mix.boxes.tolist()):
@@ -222,7 +227,10 @@ def mix_into(mixed: Tensor, images: Tensor, partners: Tensor, mix: Mix) -> Tenso
 
 
 def mix_by_blend(images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
-    """`mix_into` a new tensor without a loop over images, and without a wait for the device."""
+    """Do the same as `mix_into`, without a loop over images and without waiting for the device.
+
+    `images` is overwritten.
+    """
     others = images.index_select(0, partners)
     in_box = inside(mix.boxes, images.shape[-1])
     blend = mix.blend.view(-1, 1, 1, 1)
@@ -233,16 +241,18 @@ def mix_by_blend(images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
 class Plan:
     """Random numbers that turn the pixels of k samples into the images of b samples.
 
-    The k samples are the b samples and the partners to mix them with. The numbers are drawn on the
-    host, and reach the device in one copy.
+    The k samples are the b samples, followed by the partners with which they are mixed and which
+    are not among the b samples. The numbers are drawn on the host, and are copied to the device in
+    one transfer.
 
     Attributes:
         positions: Positions in the global batch, the b samples first, (k,), on the CPU.
         windows: Top and left of the crop, and whether it is mirrored, (k, 3). None if the crop is
-            central, or cut by the source.
+            central, or if the pixel source cuts the crop.
         schedule: Schedule of RandAugment, or None.
-        erased: Corners of the erased box, and start of the noise, (k, 5), or None.
-        partners: Index among the k samples of each sample's partner, (b,), or None without mixing.
+        erased: Top, bottom, left and right of the erased box, and start of its noise, (k, 5). None
+            without erasing.
+        partners: Index of each sample's partner among the k samples, (b,). None without mixing.
         mix: Mixing of the b samples, or None.
     """
 
@@ -264,7 +274,7 @@ class Plan:
         return tensors
 
     def with_tensors(self, tensors: list[Tensor]) -> Plan:
-        """Return the plan with copies of `tensors()` in their place."""
+        """Return the plan with its tensors replaced by copies, in the order of `tensors()`."""
         copies = iter(tensors)
         return Plan(
             positions=self.positions,
@@ -279,7 +289,7 @@ class Plan:
 class Augment:
     """Turn pixels into model inputs and labels into targets, according to `DataSettings`.
 
-    It is random only in training.
+    Augmentation is random only in training.
     """
 
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
@@ -290,9 +300,9 @@ class Augment:
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
-        # A single value, so that a thread never sees only one of the two tensors moved.
+        # One attribute for both tensors: a thread must not see one on the device, one on the CPU.
         self.normalisation = Normalisation.from_statistics(backbone.mean, backbone.std)
-        self.pool = TensorPool()  # of batches on the CPU
+        self.pool = TensorPool()  # memory of batches on the CPU
 
     @property
     def needs_partner(self) -> bool:
@@ -300,13 +310,18 @@ class Augment:
         return self.training and bool(self.data.mixup or self.data.cutmix)
 
     def _view(self) -> View:
-        """The form of the source's pixels: crops in training with `crop: resized`."""
+        """Return the form in which the source gives pixels: crops in training, `crop: resized`."""
         if not (self.training and self.data.crop == "resized"):
             return View(self.size_in, interpolation=self.interpolation)
         return View(self.side, self.data.longest_side or LONGEST_SIDE * self.side)
 
     def draw_crops(self, rng: StepRng, positions: Ints) -> CropDraws | None:
-        """Draw the crops at some positions of a step; None where none are cut from originals."""
+        """Draw the crops of a step's samples. Return None if the source gives central squares.
+
+        Args:
+            rng: Random numbers of the step.
+            positions: Positions of the samples in the global batch, (k,).
+        """
         if self.view.longest_side is None:
             return None
         return CropDraws.draw(
@@ -320,7 +335,7 @@ class Augment:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether an image gives the same input in every epoch, the one for evaluation."""
+        """Whether an image gives the same input in every epoch, and in evaluation."""
         if not self.training:
             return True
         data = self.data
@@ -337,19 +352,18 @@ class Augment:
     ) -> tuple[Tensor, Tensor | None]:
         """Augment a batch.
 
-        The k samples are those at the positions of `plan`. Pixels can be float32 and normalised if
-        `only_crops` is true. With `num_classes` None (a batch of several tasks without a common
-        output space) samples are neither mixed nor smoothed.
-
         Args:
-            pixels: uint8 (k, 3, S, S) in the form of `view`.
+            pixels: uint8 (k, 3, S, S) in the form of `view`, at the positions of `plan`. If
+                `only_crops` is true, they can also be float32 and normalised.
             labels: Labels (k,).
-            num_classes: Number K of outputs, or None.
+            num_classes: Number K of outputs. None if several tasks in the batch have no common
+                output space: then images are not mixed, and labels are not smoothed.
             rng: Random numbers of the step.
-            plan: Plan on the device. Default: a new plan.
+            plan: Plan with tensors on the device. Default: a new plan.
 
         Returns:
-            Images float32 (b, 3, s, s), and targets (b, K), or None if labels are sufficient.
+            Images float32 (b, 3, s, s), and soft targets (b, K). The targets are None if the labels
+            are sufficient.
         """
         if plan is None:
             plan = self.plan(rng, num_classes)
@@ -368,7 +382,7 @@ class Augment:
         return images, targets
 
     def targets(self, labels: Tensor, num_classes: int | None) -> Tensor | None:
-        """Labels (b,) -> targets (b, K) before mixing, or None where labels serve as well."""
+        """Return soft targets (b, K) before mixing, or None if the labels (b,) are sufficient."""
         is_soft = self.training and (self.needs_partner or self.data.smoothing)
         if not is_soft or num_classes is None:
             return None
@@ -384,7 +398,7 @@ class Augment:
         return images
 
     def _move_normalisation(self, device: torch.device) -> Normalisation:
-        """The normalisation on a device, copied once; several threads ask for them."""
+        """Return the normalisation on a device. The copy is kept. Several threads call this."""
         normalisation = self.normalisation
         if normalisation.scale.device != device:
             normalisation = Normalisation(
@@ -395,7 +409,12 @@ class Augment:
 
     # ---- random numbers, drawn on the host -------------------------------------------------------
     def positions(self, rng: StepRng, num_classes: int | None) -> Tensor:
-        """Return the positions (k,) of a rank's samples, followed by those of further partners."""
+        """Return the positions (k,) of a rank's samples, then of partners that are not among them.
+
+        Args:
+            rng: Random numbers of the step.
+            num_classes: See `__call__`.
+        """
         samples = rng.positions
         if not self._mixes(num_classes):
             return samples
@@ -404,9 +423,9 @@ class Augment:
         return torch.cat((samples, missing))
 
     def plan(self, rng: StepRng, num_classes: int | None) -> Plan:
-        """Draw the numbers of a rank's samples, on the CPU.
+        """Draw the random numbers of a rank's samples and partners, on the CPU.
 
-        Partners are augmented like samples at their own positions.
+        A partner gets the same augmentation as the sample at its position in the global batch.
         """
         positions = self.positions(rng, num_classes)
         if not self.training:
@@ -436,7 +455,7 @@ class Augment:
         return self.needs_partner and num_classes is not None
 
     def _plan_windows(self, rng: StepRng, positions: Tensor) -> Tensor | None:
-        """(k, 3), see `Plan`. The corner is in the image with the margin of `_padding`."""
+        """Return `Plan.windows`. The corners refer to the image with a border of `_padding`."""
         data = self.data
         if data.crop == "resized" or (data.crop == "none" and not data.flip):
             return None
@@ -451,7 +470,7 @@ class Augment:
 
     @property
     def _padding(self) -> int:
-        """Width of the black border around an image with a moving crop, in pixels."""
+        """Width in pixels of the black border that `crop: pad` adds around an image."""
         if self.data.crop != "pad":
             return 0
         return max(0, self.side // 8 - (self.size_in - self.side) // 2)
@@ -459,8 +478,8 @@ class Augment:
     def _plan_erasing(self, draw: StepRng) -> Tensor:
         """Draw random erasing: a box with N(0, 1) noise, as in timm's pixel mode.
 
-        Source: Zhong et al. 2020 (arXiv 1708.04896). The result is (size, 5), see `Plan`. The box
-        of a sample without erasing is empty.
+        Source: Zhong et al. 2020 (arXiv 1708.04896). The result is `Plan.erased` for the whole
+        global batch, (size, 5). The box of a sample without erasing is empty.
         """
         chance = torch.rand(draw.size, generator=draw.generator("erase", CPU))
         boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO)
@@ -474,7 +493,7 @@ class Augment:
 
     # ---- pixels to images ------------------------------------------------------------------------
     def _images(self, pixels: Tensor, plan: Plan, draw: StepRng) -> Tensor:
-        """uint8 (k, 3, S, S) -> float32 (b, 3, s, s)."""
+        """Make images float32 (b, 3, s, s) from pixels (k, 3, S, S)."""
         pixels = self._crop(pixels, plan.windows)
         if plan.schedule is not None:
             pixels = randaugment.apply(pixels, plan.schedule, self.fill)
@@ -489,10 +508,9 @@ class Augment:
         return mix_by_blend(images, plan.partners, plan.mix)
 
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
-        """Draw N(0, 1) noise, equal on all ranks. Each sample uses a window.
+        """Draw N(0, 1) noise, the same on all ranks. Each sample uses a window of it.
 
-        Separate noise for each sample of the global batch would cost each rank as much as the
-        batch.
+        With separate noise for each sample, each rank would draw the noise of the global batch.
         """
         size = NOISE_IMAGES * 3 * self.side**2
         return torch.randn(size, generator=draw.generator("erase.noise", device), device=device)
@@ -502,9 +520,9 @@ class Augment:
         return pixels[:, :, start : start + self.side, start : start + self.side]
 
     def _crop(self, pixels: Tensor, windows: Tensor | None) -> Tensor:
-        """uint8 (k, 3, S, S) -> (k, 3, s, s), cropped and flipped."""
+        """Crop and flip pixels: (k, 3, S, S) -> (k, 3, s, s)."""
         if self.data.crop == "resized":
-            return pixels  # cut from the originals, and flipped, by the source
+            return pixels  # the source has cropped and flipped them
         if windows is None:
             return self._centre(pixels)
         if self._padding:
@@ -517,10 +535,10 @@ class Augment:
         return F.one_hot(labels.long(), num_classes) * (1 - smoothing) + smoothing / num_classes
 
     def _plan_mix(self, draw: StepRng) -> Mix:
-        """Draw mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch.
+        """Draw mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) for the global batch.
 
-        If both are on, each is used for half of the samples. timm by default draws one weight and
-        one box per batch; here each sample has its own.
+        If both are on, each sample uses one of them, with probability 0.5 each. Each sample has its
+        own weight or box. timm by default draws one weight or one box per batch.
         """
         size = draw.size
         side = self.side
@@ -531,7 +549,7 @@ class Augment:
             is_cutmix = torch.rand(size, generator=draw.generator("mix", CPU)) < 0.5
         else:
             is_cutmix = torch.full((size,), bool(data.cutmix))
-        # The box is 2 * half wide before the image's edge clips it.
+        # Height and width of the box are 2 * half before it is clipped to the image.
         half = (side * (1 - uncut).sqrt()).long() // 2
         centre = torch.rand((size, 2), generator=draw.generator("cutmix.centre", CPU)) * side
         centre = centre.long()  # (size, 2): y, x
@@ -548,7 +566,7 @@ class Augment:
 
     @staticmethod
     def _beta(draw: StepRng, tag: str, alpha: float) -> Tensor:
-        """(size,) numbers from Beta(alpha, alpha); ones where alpha is 0."""
+        """Draw (size,) numbers from Beta(alpha, alpha). Return ones if alpha is 0."""
         if not alpha:
             return torch.ones(draw.size)
         generator = np.random.default_rng(derive_seed(draw.seed, draw.epoch, draw.step, tag))

@@ -1,4 +1,4 @@
-"""The samples that one rank trains on or measures at once."""
+"""A batch: the samples that one rank processes in one forward pass."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from workers.rng import StepRng
 
 @dataclass
 class Batch:
-    """One rank's samples of a global batch, or of one of the micro-batches.
+    """The samples of one rank in a global batch, or in one micro-batch of a global batch.
 
     Attributes:
-        images: Float (b, 3, H, W), augmented and normalised; or (b, ...), cached by the feed in
-            place of images.
+        images: Float (b, 3, H, W), augmented and normalised. If the feed caches features, the
+            features (b, ...) take the place of the images.
         labels: Indices into the class list of each sample's task, (b,).
         tasks: Indices into the tasks that the step trains on, (b,).
         draw: Random numbers of this step, one row per sample.
-        targets: Soft targets with mixup, cutmix or label smoothing, else None. They are (b,
-            num_classes) over the classes of the common task, or, if there are several tasks and the
-            scenario is not `task`, over the classes of all tasks so far.
-        keys: Keys of the samples in their splits; None in training.
-        weight: Share of the global batch, b / global batch size. The loop multiplies the loss by it
-            and sums gradients over micro-batches and ranks. It is 0 if a rank has a placeholder
-            sample, because a smaller last batch has no sample left for it.
-        counts: Number of samples of each task in the whole global batch, for means over some tasks.
-        replay: Samples of the memory for the same step, with their own global batch
-            (`protocols.ReplaysSamples`); None without a memory.
+        targets: Soft targets (b, num_classes) with mixup, cutmix or label smoothing, else None. If
+            the feed has one task, the classes are those of the task. If it has several tasks and
+            the scenario is not `task`, they are the classes of all tasks so far.
+        keys: Keys of the samples in their splits. None in training.
+        weight: Share of the global batch, b / global batch size. The loop multiplies the loss by
+            the weight, and sums gradients over micro-batches and ranks. The weight is 0 for a
+            placeholder sample, which a rank gets if a smaller last batch has too few samples.
+        counts: Number of samples of each task in the whole global batch.
+        replay: Replayed samples for the same step, from a global batch of their own
+            (`protocols.ReplaysSamples`). None without a replay memory.
         slots: In a replay batch: positions of the samples in the memory, (b,).
     """
 
@@ -50,11 +50,11 @@ class Batch:
     def take(self, rows: Tensor, size: int) -> Batch:
         """Return some samples of this micro-batch, as part of a smaller global batch.
 
-        If there are none, or this micro-batch is a placeholder, the first sample is returned with
+        If `rows` is empty, or this micro-batch is a placeholder, the first sample is returned with
         weight 0.
 
         Args:
-            rows: Their indices, (k,), on the CPU.
+            rows: Indices of the samples in this micro-batch, (k,), on the CPU.
             size: Number of samples of the smaller global batch.
         """
         weight = len(rows) / size
@@ -74,7 +74,7 @@ class Batch:
         )
 
     def device_tensors(self) -> list[Tensor]:
-        """Return the tensors on the device."""
+        """Return the tensors that are on the device."""
         tensors = [self.images, self.labels, self.tasks, self.draw.positions_on_device]
         tensors += [t for t in (self.targets, self.slots) if t is not None]
         return tensors

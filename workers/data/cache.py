@@ -1,10 +1,11 @@
-"""Files that a node copies from storage: parts of shards and decoded images.
+"""Cache of a node: files with parts of shards and with decoded images.
 
-They are in one folder with a size limit. Each is made once and shared by the node's processes.
+The files are in one folder with a size limit. Each file is written once, and is shared by the
+processes of the node.
 
-A disk can silently return other bytes than were written. Therefore data are checked when they are
+A disk can silently return other bytes than were written. Therefore data are verified when they are
 read: the records of shards against the index (`workers/data/reader.py`), decoded images against
-checksums in their file (`Blocks`). Damaged data are made again.
+checksums in their file (`Blocks`). Damaged data are fetched or decoded again.
 """
 
 from __future__ import annotations
@@ -27,45 +28,45 @@ from workers.errors import UserError
 from workers.storage import filesystem
 
 try:
-    from isal.isal_zlib import crc32  # the same numbers as zlib's, at a tenth of the time
-except ImportError:  # a machine with only the packages for training
+    from isal.isal_zlib import crc32  # same results as zlib's, in a tenth of the time
+except ImportError:  # only the packages for training are installed
     from zlib import crc32
 
 Write = Callable[[BinaryIO], None]
-CHECKSUM = np.dtype("<u4")  # CRC-32: against damage by a disk; a fraction of the time of sha256
-FILLED = 0.9  # share of the limit that is kept after eviction, so that evictions are rare
-GROWTH = 64 << 20  # bytes requested at once for a file of unknown size
-_swept: set[str] = set()  # folders that this process has looked through
+CHECKSUM = np.dtype("<u4")  # type of a CRC-32, which detects disk errors and is faster than sha256
+FILLED = 0.9  # share of the limit that remains used after an eviction; makes evictions rare
+GROWTH = 64 << 20  # bytes reserved at a time for a file of unknown size
+_swept: set[str] = set()  # folders whose files this process has counted
 
 
 class LocalFile(io.FileIO):
-    """A file that threads read by offset, closed when nobody has it any more.
+    """A local file that threads read by offset. It is closed when it is garbage-collected.
 
-    As long as a file of the cache is open it is in use, and is not deleted to make room.
+    A file from `Cache.open_file` is in use while it is open, and is not evicted.
     """
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return os.fstat(self.fileno()).st_size
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        """Return `size` bytes at `offset`, or fewer at the end of the file. Thread-safe."""
         return os.pread(self.fileno(), size, offset)
 
     def __del__(self) -> None:
-        self.close()  # readers do not know which read is the last
+        self.close()  # explicit, because no reader knows which read is the last
 
 
 @dataclass(frozen=True)
 class Cache:
     """A folder of cached files with a size limit.
 
-    Before the limit is exceeded, the least recently used files are deleted, but never files in use:
-    if these alone exceed the limit, it is exceeded.
+    If a new file would exceed the limit, the least recently used files are deleted first. Files in
+    use are never deleted, so the folder exceeds the limit if these files alone are larger.
 
-    `room.lock` contains the total size. The folder, which can have 100,000 files, is listed when
-    the total passes the limit, and once in each process, which corrects the total.
+    The file `room.lock` contains the total size. The folder can have 100,000 files, so it is listed
+    only once per process, and if the total exceeds the limit. Listing corrects the total.
 
     Args:
         folder: Folder on a disk of this node.
@@ -76,24 +77,24 @@ class Cache:
     limit: int
 
     def path(self, name: str) -> str:
-        """Path of the file `name`."""
+        """Return the path of the file `name`."""
         return os.path.join(self.folder, name)
 
     def open_file(self, name: str, size: int | None, write: Write, remedy: str = "") -> LocalFile:
-        """Open a file of the cache, and let `write` fill it first if it is missing.
+        """Open a file of the cache. If it is missing, `write` first creates its content.
 
-        One process of the node writes, the others wait. Errors of `write` are raised; then there is
-        no file.
+        One process of the node writes the file, and the other processes wait. If `write` raises an
+        error, no file is left.
 
         Args:
             name: Name of the file.
-            size: Size in bytes. None if only `write` knows it; then the caller checks that the file
-                is complete.
-            write: Fills the file.
+            size: Size in bytes. None if only `write` knows the size: then the caller must check
+                that the file is complete.
+            write: Function that writes the content to a stream.
             remedy: Further advice for the message about a full disk.
 
         Raises:
-            UserError: If the disk has no room.
+            UserError: If the disk is full, or cannot be read or written.
         """
         path = self.path(name)
         with self._explain_disk_errors(size, remedy):
@@ -102,13 +103,16 @@ class Cache:
             if file is None:
                 with _locked(f"{path}.lock", is_temporary=True):
                     file = _open_in_use(path, size) or self._create(path, size, write)
-            # now it is the most recently used file
+            # mark the file as the most recently used one
             modified = os.fstat(file.fileno()).st_mtime_ns
             os.utime(file.fileno(), ns=(time.time_ns(), modified))
         return file
 
     def read(self, name: str, offset: int, size: int) -> bytes | None:
-        """Read a part of a file. Return None when it made room for others, or its disk failed."""
+        """Read a part of a file. Return None if the file was evicted, or the disk cannot read it.
+
+        A file that cannot be read is deleted.
+        """
         path = self.path(name)
         try:
             with LocalFile(path) as file:
@@ -124,7 +128,7 @@ class Cache:
             return None
 
     def bad_disk(self, problem: str = "gives back other bytes than were written") -> UserError:
-        """Return the error for a disk that does not keep its data."""
+        """Return the error for a disk that does not return the data that were written."""
         return UserError(
             f"the disk of {self.folder!r} {problem}; name another folder in cluster.cache"
         )
@@ -135,9 +139,12 @@ class Cache:
             os.unlink(self.path(name))
 
     def clear(self) -> int:
-        """Delete all files except those being written; return the number of these.
+        """Delete all files except files that are being written.
 
-        Readers of a deleted file can continue: it disappears when no process has it open.
+        A process that has a deleted file open can still read it.
+
+        Returns:
+            Number of files that are being written.
         """
         num_written = 0
         for _, path, _ in list(self._files()):
@@ -153,12 +160,12 @@ class Cache:
         with _locked(self.path("room.lock")) as room:
             self._reserve(room, size or 0)
             file = LocalFile(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-            # held until it is closed: also under its later name
+            # the lock is held until the file is closed, also after it is renamed
             fcntl.flock(file.fileno(), fcntl.LOCK_SH)
         try:
             if size is not None:
-                os.truncate(file.fileno(), size)  # looks count it as a whole from now on
-            # Written as a file, not through a map: a full disk is then an error and not a SIGBUS.
+                os.truncate(file.fileno(), size)  # so that a listing counts the final size
+            # A file, not a memory map: writing to a full disk raises OSError and not SIGBUS.
             with GrowingFile(part, size, self._grow) as stream:
                 write(stream)
                 if size is not None and stream.tell() != size:
@@ -208,7 +215,7 @@ class Cache:
         return used
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
-        """(when it was last used, path, bytes) of each file."""
+        """Yield the time of the last use, the path and the bytes of each file except locks."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 if not name.endswith(".lock"):
@@ -221,7 +228,7 @@ class Cache:
         try:
             yield
         except OSError as error:
-            if error.errno is None:  # not of the disk: of the storage that a shard comes from
+            if error.errno is None:  # an error of the storage of a shard, not of this disk
                 raise
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise UserError(
@@ -242,10 +249,12 @@ class Cache:
 
 
 class GrowingFile(io.BufferedRandom):
-    """A file that is being written; if its size is unknown, room is made for it as it grows.
+    """A file that is being written. If its size is unknown, it reserves room as it grows.
 
     Args:
-        grow: Makes room for a number of further bytes.
+        path: Path of the existing file.
+        size: Final size in bytes, or None if it is unknown.
+        grow: Function that reserves room for a number of further bytes.
     """
 
     def __init__(self, path: str, size: int | None, grow: Callable[[int], None]):
@@ -264,9 +273,9 @@ class GrowingFile(io.BufferedRandom):
 
 
 class Blocks:
-    """Rows of bytes in a file of the cache, followed by the checksum of each row.
+    """Rows of bytes in a file of the cache, followed by a checksum of each row.
 
-    A row is checked when this process first reads it; a damaged one is made again and replaced.
+    `verify` checks each row once in this process. A damaged row is made again and replaced.
     """
 
     def __init__(
@@ -280,11 +289,11 @@ class Blocks:
         """Open the rows of a file.
 
         Args:
-            cache: The cache, for repairs.
+            cache: The cache, needed for repairs.
             file: The file.
             start: Byte offset of the first row.
-            borders: Begin of each row relative to `start`, and end of the last row, (n + 1,).
-            make: Returns a row, to replace a damaged one.
+            borders: Start of each row relative to `start`, and end of the last row, (n + 1,).
+            make: Function that makes the bytes of a row again, to replace a damaged row.
         """
         self.cache = cache
         self.file = file
@@ -293,7 +302,7 @@ class Blocks:
         self.make = make
         num_rows = len(borders) - 1
         self.nbytes = int(borders[-1])
-        # Plain arrays: slicing them costs a tenth of slicing a `np.memmap`.
+        # Plain arrays, because slicing an `np.memmap` takes ten times as long.
         self.data = np.asarray(np.memmap(file, np.uint8, "r", start, (self.nbytes,)))
         checksums = np.memmap(file, CHECKSUM, "r", start + self.nbytes, (num_rows,))
         self.checksums = np.asarray(checksums)
@@ -301,14 +310,15 @@ class Blocks:
 
     @staticmethod
     def size(shape: tuple[int, ...]) -> int:
-        """Bytes of shape[0] rows of shape[1:] bytes, and of their checksums."""
+        """Return the bytes of shape[0] rows, with shape[1:] bytes each, and of their checksums."""
         return int(np.prod(shape)) + shape[0] * CHECKSUM.itemsize
 
     @staticmethod
     def write(stream: BinaryIO, rows: Iterator[NDArray[np.uint8]]) -> None:
         """Write the rows, and then their checksums.
 
-        The checksums wait for the disk. If the machine crashes, lost rows are made one by one.
+        The function returns when the data are on the disk (`fsync`). If rows are lost when the
+        machine crashes, `verify` finds them by their checksums.
         """
         checksums = []
         for row in rows:
@@ -320,10 +330,10 @@ class Blocks:
         os.fsync(stream.fileno())
 
     def verify(self, rows: NDArray[np.int64]) -> None:
-        """Check some rows, and repair them.
+        """Check some rows, and repair damaged rows.
 
         Raises:
-            UserError: If the disk cannot store them.
+            UserError: If the disk does not store the repaired rows.
         """
         bad = [
             row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
@@ -340,7 +350,7 @@ class Blocks:
         self.checked[rows] = True
 
     def row(self, row: int) -> NDArray[np.uint8]:
-        """The bytes of a row, (borders[row + 1] - borders[row],); they are not verified."""
+        """Return the bytes of a row, (borders[row + 1] - borders[row],), without verification."""
         return self.data[self.borders[row] : self.borders[row + 1]]
 
     def _is_whole(self, row: int) -> bool:
@@ -364,11 +374,13 @@ class Blocks:
 
 @contextmanager
 def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
-    """Context manager that locks a file, which is created first. The lock ends with the process.
+    """Context manager that locks a file, and creates it if it is missing.
+
+    If the process dies, the lock is released.
 
     Args:
         path: Path of the file.
-        is_temporary: Delete the file afterwards. Waiting processes then use a new file.
+        is_temporary: Delete the file afterwards. Waiting processes then lock a new file.
     """
     while True:
         with open(path, "a+b") as lock:
@@ -384,7 +396,7 @@ def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
 
 
 def _open_in_use(path: str, size: int | None) -> LocalFile | None:
-    """Open a file and mark it as used.
+    """Open a file, and hold a shared lock on it while it is open, which marks it as in use.
 
     Args:
         path: Path of the file.
@@ -400,7 +412,7 @@ def _open_in_use(path: str, size: int | None) -> LocalFile | None:
     fcntl.flock(file.fileno(), fcntl.LOCK_SH)
     info = os.fstat(file.fileno())
     is_whole = info.st_size > 0 if size is None else info.st_size == size
-    if info.st_nlink and is_whole:  # else it was deleted before it was locked
+    if info.st_nlink and is_whole:  # without links, it was deleted before it was locked
         return file
     file.close()
     return None
@@ -411,7 +423,7 @@ def _delete_unused(path: str) -> bool:
     with (
         suppress(FileNotFoundError, BlockingIOError),
         open(path, "r+b") as file,
-    ):  # a network disk locks only writable files
+    ):  # opened for writing, because a network disk locks only writable files
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
         return True

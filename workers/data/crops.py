@@ -1,8 +1,8 @@
-"""Random resized crops (`crop: resized`): the box of a sample, and its pixels.
+"""Random resized crops (`crop: resized`): draw the box of a sample, and cut and resize its pixels.
 
-The box is drawn against the sides of the original image, as torchvision's RandomResizedCrop does
-(Szegedy et al. 2015, arXiv 1409.4842). It is drawn and resized on the host, where images have
-different sides, and in integers, so that its pixels are the same on every machine.
+The box is relative to the size of the original image, as in torchvision's RandomResizedCrop
+(Szegedy et al. 2015, arXiv 1409.4842). Crops are resized on the host, because images have different
+sizes, and in integer arithmetic, so that the pixels are the same on every machine.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from workers.job import Interpolation
 from workers.rng import StepRng
 
 CPU = torch.device("cpu")
-ATTEMPTS = 10  # boxes tried before the central one is taken
-RATIO = (3 / 4, 4 / 3)  # least and largest width / height
-MAX_WINDOWS = 2048  # number of cached memory look-ups for sizes of boxes
+ATTEMPTS = 10  # random boxes per sample; if none fits, the central box is used
+RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height
+MAX_WINDOWS = 2048  # maximum number of cached `Window` objects, one per size of a box
 
 
 @dataclass(frozen=True)
 class View:
-    """The form of a sample's pixels.
+    """How the square pixels of a sample are taken from an image.
 
     Attributes:
         side: Side of the sample's square in pixels.
-        longest_side: Longest side of the image that crops are cut from. None: a sample is the
-            central square of the image.
-        interpolation: Interpolation of the square.
+        longest_side: Limit in pixels of the longest side of the image that crops are cut from.
+            None: a sample is the central square of the image.
+        interpolation: Interpolation that resizes the central square. Crops are always bilinear.
     """
 
     side: int
@@ -72,14 +72,14 @@ class CropDraws:
     def draw(
         cls, rng: StepRng, positions: Tensor, scale: tuple[float, float], flip: float
     ) -> CropDraws:
-        """Draw for some samples of a step's global batch.
+        """Draw the numbers of some samples of a step's global batch.
 
         The logarithm of width / height is uniform within RATIO.
 
         Args:
             rng: Random numbers of the step.
             positions: Positions in the global batch, (k,).
-            scale: Range of the box's share of the image area, which is uniform.
+            scale: Range of the share of the image area that the box covers. The share is uniform.
             flip: Probability of mirroring.
         """
         boxes = rng.generator("crop.box", CPU)
@@ -95,38 +95,39 @@ class CropDraws:
         return cls(sides.numpy(), corners.numpy(), flips.numpy())
 
     def store(self, requests: NDArray[Any], indices: Ints) -> None:
-        """Write the draws of some samples into requests to loaders, see `shared_blocks`."""
+        """Write the numbers of some samples into requests to loaders, see `shared_blocks`."""
         requests["sides"] = self.sides[indices]
         requests["corner"] = self.corners[indices]
         requests["flip"] = self.flips[indices]
 
     @classmethod
     def load(cls, requests: NDArray[Any]) -> CropDraws:
-        """Return the draws in requests."""
+        """Read the numbers from requests."""
         return cls(requests["sides"], requests["corner"], requests["flip"])
 
-    # Flat lists of the numbers of each sample: their items cost less than those of arrays, and the
-    # garbage collector ignores them.
+    # Flat lists: reading an item is faster than from an array, and the garbage collector does not
+    # track the items, as it would track nested lists.
     @cached_property
     def _first_sides(self) -> list[float]:
-        """(k * 2) of the first attempt, which fits most images."""
+        """Height and width of the first attempt, which fits most images, as one list (k * 2,)."""
         return _flat(self.sides[:, 0])
 
     @cached_property
     def _flat_corners(self) -> list[float]:
-        """The corners as one vector, (k * 2,)."""
+        """The corners as one list, (k * 2,)."""
         return _flat(self.corners)
 
     @cached_property
     def are_flipped(self) -> list[bool]:
-        """(k) whether the crop is mirrored."""
+        """Whether each crop is mirrored, (k,)."""
         flips: list[bool] = self.flips.tolist()
         return flips
 
     def box(self, index: int, height: int, width: int) -> Box:
-        """The box of a sample in an image of `height` x `width`.
+        """Return the box of a sample in an image of `height` x `width`.
 
-        It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
+        The box is the first of ATTEMPTS random boxes that fits. If none fits, it is the largest
+        central box within RATIO.
         """
         root = math.sqrt(height * width)
         box_height = round(root * self._first_sides[2 * index])
@@ -163,7 +164,7 @@ def central_box(height: int, width: int) -> Box:
 
 
 def scaled_box(box: Box, picture: Picture) -> Box:
-    """Return a box of the original image in the pixels of a picture, which may be fewer."""
+    """Convert a box of the original image to pixels of a picture, which can be smaller."""
     height, width, _ = picture.pixels.shape
     if (height, width) == (picture.height, picture.width):
         return box
@@ -173,21 +174,21 @@ def scaled_box(box: Box, picture: Picture) -> Box:
 
 
 def _scaled(start: int, length: int, side: int, original_side: int) -> tuple[int, int]:
-    """Return start and length of an interval in `side` instead of `original_side` pixels."""
+    """Scale an interval from `original_side` to `side` pixels; return its start and length."""
     first = min(round(start * side / original_side), side - 1)
     end = round((start + length) * side / original_side)
     return first, max(1, end - first)
 
 
 class Window(NamedTuple):
-    """Memory for the pixels of a box: uint8 (h, w, 3), and the same as planes (1, 3, h, w)."""
+    """Memory for the pixels of a box: uint8 (h, w, 3), and a view as planes (1, 3, h, w)."""
 
     pixels: Pixels
     planes: Tensor
 
 
 class Cutter:
-    """Cuts crops of `side` x `side` pixels; not thread-safe, as it writes into the same arrays."""
+    """Cuts crops of `side` x `side` pixels. Not thread-safe, because it reuses its arrays."""
 
     def __init__(self, side: int):
         self.size = [side, side]
@@ -196,7 +197,7 @@ class Cutter:
         self.mirrored_planes = self.crop[:, ::-1].transpose(2, 0, 1)
         self.planes = as_planes(torch.from_numpy(self.crop), side, side)
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.windows: dict[tuple[int, int], Window] = {}  # in `memory`, by height and width
+        self.windows: dict[tuple[int, int], Window] = {}  # views of `memory` by height and width
 
     def cut(self, crops: CropDraws, index: int, picture: Picture, out: Pixels) -> None:
         """Write the crop of a sample into `out`, uint8 (3, side, side)."""
@@ -218,7 +219,7 @@ class Cutter:
         """
         top, left, height, width = box
         window = self.windows.get((height, width)) or self._window(height, width)
-        # a copy, because PyTorch does not accept read-only arrays, for example of mapped files
+        # a copy, because PyTorch does not accept read-only arrays, for example memory-mapped files
         window.pixels[...] = pixels[top : top + height, left : left + width]
         resize_into(window.planes, self.planes, self.size)
         return self.crop
@@ -237,8 +238,8 @@ class Cutter:
 
 
 def as_planes(pixels: Tensor, height: int, width: int) -> Tensor:
-    """View the first h * w pixels as planes (1, 3, h, w) with adjacent colours.
+    """View the first h * w pixels as planes (1, 3, h, w) in channels-last memory format.
 
-    PyTorch resizes this form fastest.
+    PyTorch resizes this format fastest.
     """
     return pixels.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))

@@ -1,8 +1,8 @@
 """Decode the bytes of an image file into upright RGB pixels.
 
-simplejpeg decodes JPEG if it is installed. It is several times as fast as Pillow, gives the same
-bits, and can also reduce images with the DCT. Pillow decodes all other formats, and JPEGs that
-simplejpeg refuses.
+If simplejpeg is installed, it decodes JPEGs. It is several times as fast as Pillow, returns the
+same pixels, and can also reduce images during decoding (DCT scaling). Pillow decodes all other
+formats, and JPEGs that simplejpeg refuses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from workers.job import Interpolation
 
 try:
     import simplejpeg
-except ImportError:  # a machine with only the packages for training
+except ImportError:  # only the packages for training are installed
     simplejpeg = None
 
-# Raise it if `decode` or `read_picture` return other pixels: then older caches are not used, and
-# results are computed again.
+# Version of the decoding, a part of the keys of stages and caches. Increase it if `decode` or
+# `read_picture` returns different pixels: then old caches are not used, and stages run again.
 DECODING = 2
-MAX_PIXELS = 50_000_000
-# of all that Pillow knows: PostScript is a program, and others are seldom looked after
+MAX_PIXELS = 50_000_000  # default of `max_pixels`
+# Accepted formats of Pillow. PostScript is excluded because it is a program, and other formats
+# because their decoders are rarely maintained.
 IMAGE_FORMATS = (
     "BMP",
     "GIF",
@@ -39,27 +40,28 @@ IMAGE_FORMATS = (
     "TIFF",
     "WEBP",
 )
-BITS_PER_SAMPLE = 258  # TIFF's tags
-PHOTOMETRIC = 262
-SAMPLE_FORMAT = 339
-EIGHT_BITS = 255
-SIXTEEN_BITS = 65535
-MAXIMUM = "maximum"  # in Pillow's `info`: the largest value that a format declares for an image
-TILE = (322, 323)  # TIFF's tags of a tile's sides
+BITS_PER_SAMPLE = 258  # TIFF tag
+PHOTOMETRIC = 262  # TIFF tag
+SAMPLE_FORMAT = 339  # TIFF tag
+EIGHT_BITS = 255  # largest value of 8 bits
+SIXTEEN_BITS = 65535  # largest value of 16 bits
+MAXIMUM = "maximum"  # key in Pillow's `info`: largest value that the format declares for an image
+TILE = (322, 323)  # TIFF tags of width and height of a tile
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-ORIENTATION = 274  # EXIF's tag of how an image is turned
-TURNED = (5, 6, 7, 8)  # orientations with exchanged sides
+ORIENTATION = 274  # EXIF tag of the orientation
+TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
 JPEG_START = b"\xff\xd8\xff"
-SCAN = b"\xff\xda"  # the marker of a scan of a JPEG
-END_OF_IMAGE = b"\xd9"
-MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # in and between the scans
+SCAN = b"\xff\xda"  # JPEG marker of a scan
+END_OF_IMAGE = b"\xd9"  # second byte of the JPEG marker EOI
+# a JPEG marker with a segment, or EOI: not the escapes and restart markers in the data of a scan
+MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
 MAX_SCANS = 100  # a progressive JPEG has about 10
-MAX_SCANNED_PIXELS = 2_000_000_000  # of all scans; about half a second to decode
-# Only files with one of these markers can be turned; the search takes a few microseconds.
+MAX_SCANNED_PIXELS = 2_000_000_000  # number of scans * pixels; takes half a second to decode
+# Bytes that precede an orientation in a JPEG. The search for them takes a few microseconds.
 ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
-DCT_SCALES = (8, 4, 2)  # that both decoders have
-SHORTEST_SCALED = 16  # shorter images have no scale of their own for each of their sizes
-# `open_image` has its own limit, a setting, and applies it before a pixel is decoded
+DCT_SCALES = (8, 4, 2)  # divisors of the sides that both decoders support
+SHORTEST_SCALED = 16  # pixels of the long side; a shorter image can have equal size at two scales
+# Pillow's limit is off. `open_image` applies `max_pixels` before it decodes pixels.
 Image.MAX_IMAGE_PIXELS = None
 
 Pixels = NDArray[np.uint8]
@@ -70,8 +72,8 @@ class ImageLimits(NamedTuple):
 
     Attributes:
         max_pixels: Largest number of pixels of an image.
-        value_range: Values of black and white in images with more than 8 bits. None: the range that
-            the format declares (see `to_rgb`).
+        value_range: Values of black and white in images with more than 8 bits per value. None: the
+            range that the format declares (see `to_rgb`).
     """
 
     max_pixels: int = MAX_PIXELS
@@ -96,7 +98,7 @@ class Picture(NamedTuple):
 
 
 def is_intact(data: bytes, digest: bytes) -> bool:
-    """Whether `data` have a sha256, given as hexadecimal digits."""
+    """Return whether the sha256 of `data` is `digest`, given as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest().encode() == digest
 
 
@@ -105,7 +107,8 @@ def open_image(
 ) -> Image.Image:
     """Open an image: read its header, but not its pixels.
 
-    A small TIFF can be a corner of one huge tile, which is decoded as a whole, so tiles count too.
+    A small TIFF image can be a part of one huge tile, which is decoded completely. Therefore the
+    limit applies to tiles, too.
 
     Args:
         data: Bytes of the file.
@@ -149,7 +152,7 @@ def _check_scans(data: bytes, pixels: int) -> None:
 
 
 def num_scans(data: bytes) -> int:
-    """Return the number of scans of a JPEG, by its markers. Source: ITU-T T.81, annex B."""
+    """Count the scans of a JPEG by its markers. Source: ITU-T T.81, annex B."""
     scans = 0
     position = 2
     while True:
@@ -161,25 +164,26 @@ def num_scans(data: bytes) -> int:
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether an image has values of more than 8 bits, which are scaled."""
+    """Return whether an image has values of more than 8 bits, which `to_rgb` scales."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def is_reduced(image: Image.Image) -> bool:
-    """Whether Pillow reduces the values of an image to 8 bits: 16 bits in several channels."""
+    """Return whether Pillow reduces an image to 8 bits: one with several channels of 16 bits."""
     return not is_deep(image) and MAXIMUM in image.info
 
 
 def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -> Image.Image:
-    """Convert an image of any mode to RGB, upright; transparent pixels lie on white.
+    """Convert an image of any mode to RGB, upright. Transparent pixels are blended with white.
 
-    Values of more than 8 bits are scaled by one range for all images, never by the content of one.
+    Values of more than 8 bits are scaled by a fixed range, not by the smallest and largest value in
+    the image.
 
     Args:
-        image: As `open_image` returns it.
-        value_range: The values of black and white; None: those that the format declares, which
-            are 0 and 65535 for 16 bits (4095 for a TIFF of 12 bits, the maximum of a PGM), and 0
-            and 1 for float.
+        image: Result of `open_image`.
+        value_range: The values of black and white. None: the range that the format declares, which
+            is 0 to 65535 for 16 bits (to 4095 for a TIFF of 12 bits, to the declared maximum for a
+            PGM), and 0 to 1 for float.
 
     Raises:
         ValueError: If the format declares no range, or a float value is outside of 0 to 1.
@@ -198,7 +202,7 @@ def _declared_range(image: Image.Image) -> tuple[float, float]:
     """Return the values of black and white that the format of a deep image declares.
 
     Raises:
-        ValueError: If it declares none.
+        ValueError: If the format declares no range.
     """
     if image.mode == "F":
         return (0.0, 1.0)
@@ -212,19 +216,19 @@ def _declared_range(image: Image.Image) -> tuple[float, float]:
 
 
 def _find_value_range(image: Image.Image) -> NDArray[Any]:
-    """Return the values of a deep image as its file has them."""
+    """Return the values of a deep image as they are in the file."""
     values: NDArray[Any] = np.asarray(image)
     tags = getattr(image, "tag_v2", {})
     if image.mode == "I" and image.format == "TIFF" and tags.get(SAMPLE_FORMAT, (1,))[0] == 1:
         values = values.view(np.uint32)
     maximum = image.info.get(MAXIMUM, SIXTEEN_BITS)
-    if image.format == "PPM" and maximum != SIXTEEN_BITS:  # Pillow spreads them over 16 bits
+    if image.format == "PPM" and maximum != SIXTEEN_BITS:  # Pillow has scaled them to 16 bits
         values = np.rint(values * (maximum / SIXTEEN_BITS))
     return values
 
 
 def _scaled(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
-    """Return a deep image with 8 bits, white where it is transparent."""
+    """Scale a deep image to 8 bits. Transparent pixels become white."""
     if value_range is None:
         low, high = _declared_range(image)
         values = np.asarray(image)
@@ -243,7 +247,7 @@ def _scaled(image: Image.Image, value_range: tuple[float, float] | None) -> Imag
     else:
         spread = (values.astype(np.float64) - low) * (255 / (high - low))
         scaled = spread.round().clip(0, 255).astype(np.uint8)
-    if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0:  # 0 is white, which Pillow leaves so
+    if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0:  # 0 is white; Pillow does not invert it
         scaled = 255 - scaled
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
@@ -260,14 +264,14 @@ def decode(
     arena: Arena | None = None,
     interpolation: Interpolation = "bicubic",
 ) -> Pixels:
-    """Decode an image to a square: the short side is resized to `side`, and the centre is cut out.
+    """Decode an image and resize its central square to `side` x `side` pixels.
 
     Args:
         data: Bytes of the file.
-        side: Side of the square.
+        side: Side of the result in pixels.
         limits: Limits of the data set.
         arena: Memory for intermediate pixels.
-        interpolation: Interpolation; antialiased.
+        interpolation: Interpolation of the resize, which is antialiased.
 
     Returns:
         uint8 (side, side, 3).
@@ -282,7 +286,7 @@ def decode(
 def resize_square(
     image: Image.Image, side: int, interpolation: Interpolation = "bicubic"
 ) -> Pixels:
-    """RGB image -> uint8 (side, side, 3): its central square, resized (antialiased)."""
+    """Resize the central square of an RGB image, antialiased; return uint8 (side, side, 3)."""
     square = min(image.size)
     left = (image.width - square) / 2
     top = (image.height - square) / 2
@@ -296,16 +300,17 @@ def read_picture(
     limits: ImageLimits = ANY_RANGE,
     arena: Arena | None = None,
 ) -> Picture:
-    """Decode an image, and reduce it if it is longer than `longest_side`.
+    """Decode an image, and reduce it if its long side exceeds `longest_side`.
 
-    A long JPEG is decoded at the smallest of the scales 1, 1/2, 1/4 and 1/8 at which its long side
-    has at least this length. If it is still longer, it is resized (bilinear, antialiased).
+    A JPEG is decoded at the smallest of the scales 1, 1/2, 1/4 and 1/8 at which its long side has
+    at least `longest_side` pixels. If the result is still longer, it is resized (bilinear,
+    antialiased).
 
     Args:
         data: Bytes of the file.
-        longest_side: Longest side in pixels. None: no limit.
+        longest_side: Limit of the long side in pixels. None: no limit.
         limits: Limits of the data set.
-        arena: The picture can use its memory until it is cleared.
+        arena: Memory for the pixels. The result can be a view of it, valid until `arena.clear`.
 
     Raises:
         UserError: If the bytes cannot be decoded.
@@ -327,7 +332,7 @@ def read_picture(
 def _read_jpeg(
     data: bytes, longest_side: int | None, max_pixels: int, arena: Arena
 ) -> Picture | None:
-    """Decode an upright and complete JPEG, grey or in colours; return None for other images."""
+    """Decode an upright and complete JPEG, grey or YCbCr. Return None for other images."""
     if simplejpeg is None or not data.startswith(JPEG_START):
         return None
     try:
@@ -361,10 +366,10 @@ def _read_with_pillow(data: bytes, longest_side: int | None, limits: ImageLimits
     width, height = image.size
     scale = _dct_scale(height, width, longest_side)
     if scale > 1:
-        image.draft(None, (width // scale, height // scale))  # of JPEG; others stay as they are
+        image.draft(None, (width // scale, height // scale))  # has an effect only on JPEGs
         try:
             image.load()
-        except OSError:  # a lossless JPEG has no smaller scales
+        except OSError:  # a lossless JPEG cannot be decoded at a smaller scale
             image = open_image(data, limits.max_pixels)
     is_turned = image.getexif().get(ORIENTATION) in TURNED
     pixels = np.asarray(to_rgb(image, limits.value_range))
@@ -374,7 +379,7 @@ def _read_with_pillow(data: bytes, longest_side: int | None, limits: ImageLimits
 
 
 def _is_upright(data: bytes) -> bool:
-    """Return whether a JPEG has no orientation, or an upright one."""
+    """Return whether a JPEG has no orientation tag, or an upright orientation."""
     if not any(mark in data for mark in ORIENTATION_MARKS):
         return True
     try:
@@ -386,7 +391,7 @@ def _is_upright(data: bytes) -> bool:
 
 
 def _dct_scale(height: int, width: int, longest_side: int | None) -> int:
-    """Return 8, 4, 2 or 1: how much smaller an image may be decoded."""
+    """Return the factor by which the decoder reduces an image: 8, 4, 2 or 1."""
     if longest_side is None or max(height, width) < SHORTEST_SCALED:
         return 1
     for scale in DCT_SCALES:
@@ -396,7 +401,7 @@ def _dct_scale(height: int, width: int, longest_side: int | None) -> int:
 
 
 def _reduced(picture: Picture, longest_side: int) -> Picture:
-    """Resize a picture with pixels longer than `longest_side`."""
+    """Resize a picture if its pixels exceed `longest_side`."""
     height, width, _ = picture.pixels.shape
     if max(height, width) <= longest_side:
         return picture

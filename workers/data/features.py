@@ -1,4 +1,4 @@
-"""Features of images with their labels and keys, on the CPU."""
+"""Features of images, with their labels and keys, on the CPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class FeatureBatch(NamedTuple):
     """Features of images, with their labels, tasks and keys in the same order, on the CPU."""
 
     features: Tensor  # (n, d), fp32
-    labels: Tensor  # (n,), counted within the task
-    tasks: Tensor  # (n,), positions of the tasks among `training_tasks`
+    labels: Tensor  # (n,), indices into the class list of each image's task
+    tasks: Tensor  # (n,), indices into `training_tasks`
     keys: list[str]  # n keys of samples
 
     @classmethod
     def join(cls, parts: Sequence[FeatureBatch]) -> FeatureBatch:
-        """Return all parts as one, in their order."""
+        """Concatenate parts in order."""
         return cls(
             torch.cat([part.features for part in parts]),
             torch.cat([part.labels for part in parts]),
@@ -56,7 +56,7 @@ class FeatureBatch(NamedTuple):
         """Read the bytes of `to_parquet`."""
         table = read_table(data)
         column = table["features"].combine_chunks()
-        # Arrow's memory is read-only, torch's is not
+        # a copy, because Arrow's memory is read-only and tensors are writable
         values = column.flatten().to_numpy().copy()
         labels = torch.from_numpy(table["label"].to_numpy().copy())
         features = torch.from_numpy(values).view(len(labels), column.type.list_size)
@@ -67,11 +67,11 @@ class FeatureBatch(NamedTuple):
 def extract_features(compute: Callable[[Tensor], Tensor], feed: Feed) -> FeatureBatch:
     """Return the features of all images of a feed, under the evaluation transform.
 
-    Each rank computes its share. The result is sorted by task, then by key: every rank gets the
-    same rows in the same order, for any number of ranks.
+    Each rank computes its share of the images. The result is sorted by task and key, so every rank
+    returns the same rows in the same order, for any number of ranks.
 
     Args:
-        compute: Maps images (b, 3, H, W) to features (b, d); in evaluation mode.
+        compute: Function from images (b, 3, H, W) to features (b, d), in evaluation mode.
         feed: A feed that does not augment.
     """
     rank_parts: list[FeatureBatch] = []

@@ -1,4 +1,4 @@
-"""The feed: batches of some tasks' samples, the same for any number of ranks and loader threads."""
+"""The feed: batches of the samples of tasks, the same for any number of ranks and loaders."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
 EVAL_BATCH = 128  # images per evaluation batch
-PREFETCH_THREADS = 2  # threads that make batches ahead
-PREFETCH_BATCHES = 2  # maximum number of batches that are made ahead
+PREFETCH_THREADS = 2  # threads that make batches before they are needed
+PREFETCH_BATCHES = 2  # maximum number of batches that are made before they are needed
 
 
 class MicroBatch(NamedTuple):
-    """The part of a global batch that one rank computes at once.
+    """The part of a global batch that one rank processes in one forward and backward pass.
 
     Attributes:
         positions: Positions in the global batch, (b,).
@@ -48,26 +48,26 @@ class MicroBatch(NamedTuple):
 
 
 class Feed:
-    """Batches of one split of `tasks`: each sample once per epoch.
+    """Batches of one split of `tasks`, with each sample once per epoch.
 
-    Position p of a global batch belongs to rank p % world, and there to micro-batch (p // world) %
-    accumulate. Images stay decoded in memory or in a memory-mapped file if they fit into
-    `data.resident_mb`; otherwise they are decoded again in every epoch. Both give the same batches,
-    see `workers/data/order.py`. A rank reads only its own shuffle streams if `world` divides the
-    number of shuffle streams; otherwise it reads from more of them, up to all.
+    Position p of a global batch belongs to rank p % world, and on this rank to micro-batch
+    (p // world) % accumulate. Images stay decoded in memory or in a memory-mapped file if they fit
+    into `data.resident_mb`; otherwise they are decoded again in every epoch. Both give the same
+    batches, see `workers/data/order.py`. A rank reads only its own shuffle streams if `world`
+    divides the number of shuffle streams; otherwise it reads more streams, up to all.
 
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
-    number of samples: about ceil(n / r) images, each r times, and every copy is augmented
-    separately. Differences from their sampler: copies of an image are on one rank, see `Deal`; and
-    n is not rounded down to a multiple of 256, because an epoch over fewer than 256 images would
-    then have no batch.
+    number of samples, but only about ceil(n / r) images. Each image occurs r times, and every copy
+    is augmented separately. There are two differences from the sampler of DeiT and DyTox. Copies of
+    an image are on one rank, see `Deal`. And n is not rounded down to a multiple of 256, because an
+    epoch of fewer than 256 images would then have no batch.
 
-    A picture is a decoded image of any size. Pixels are crops (k, 3, S, S) of pictures. Images are
-    inputs of the network, made of pixels by augmentation.
+    Terms: a picture is a decoded image of any size. Pixels are crops (k, 3, S, S) of pictures.
+    Images are inputs of the network, which augmentation makes from pixels.
 
     Args:
         job: The stage: its seed, storage, and settings of data, training and backbone.
-        tasks: Tasks with the samples.
+        tasks: Tasks whose samples are used.
         split: `train`, `val` or `test`. `train` excludes the samples held out as `val`.
         group: The ranks of the stage.
         training: Whether to augment. `evaluate` needs deterministic augmentation.
@@ -98,13 +98,13 @@ class Feed:
         self.group = group
         self.batch_size = job.train.batch_size
         self.accumulate = job.train.accumulate
-        # Further steps over the same samples (`retrain`) use another order and other noise.
+        # Later phases over the same samples, such as `retrain`, use another order and other noise.
         step = () if job.step in ("train", "backbone") else (job.step,)
         names = [task.name for task in tasks if not memory or memory.get(task.name, True)]
         self.seed = derive_seed(job.seed, "feed", *names, *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
-        self.memory_format = torch.contiguous_format  # of images in batches
-        # (n, ...) in table order; they replace images in batches
+        self.memory_format = torch.contiguous_format  # memory format of images in batches
+        # features (n, ...) in table order, which replace images in batches
         self.cached_features: Tensor | None = None
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
@@ -115,7 +115,7 @@ class Feed:
         self.side_stream = SideStream(group.device)
 
     def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[PixelSource, bool]:
-        """Return the source of pixels, and whether images stay decoded."""
+        """Return the source of pixels, and whether it keeps decoded images."""
         view = self.augment.view
         num_loaders = count_loaders(job.loader_workers, self.group.cores)
         device = self.group.device
@@ -188,10 +188,10 @@ class Feed:
         self.cached_features = features.to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[list[Batch]]:
-        """Yield the micro-batches of each optimizer step, beginning with `start_step`.
+        """Yield this rank's micro-batches of each optimizer step, from `start_step` on.
 
-        All ranks yield the same number of micro-batches. A micro-batch without samples in a smaller
-        last batch has one placeholder sample with weight 0.
+        All ranks yield the same number of micro-batches. If the last batch is too small for all
+        micro-batches, those without samples have one placeholder sample with weight 0.
         """
         order = self.deal.epoch(epoch)
         steps = range(start_step, order.num_steps)
@@ -212,8 +212,8 @@ class Feed:
     def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
         """Yield this rank's batches of all samples in table order, with their keys.
 
-        Batch j goes whole to rank j % world. So a sample is computed in the same batch, and gets
-        the same logits to the last bit, for any number of ranks.
+        Rank j % world computes the complete batch j. Therefore a sample is in the same batch, and
+        gets bit-identical logits, for any number of ranks.
         """
         assert self.augment.is_deterministic, (
             "evaluate() needs deterministic augmentation; create the feed with training=False"
@@ -234,13 +234,13 @@ class Feed:
         steps: range,
         split_batch: Callable[[int], list[MicroBatch]],
     ) -> Generator[list[Batch]]:
-        """Yield this rank's micro-batches of each step. Other threads make them ahead.
+        """Yield this rank's micro-batches of each step. Threads make them in advance.
 
         Args:
             epoch: The epoch.
             order: Order of the epoch.
             steps: The steps.
-            split_batch: Maps the size of a global batch to its micro-batches on this rank.
+            split_batch: Function from the size of a global batch to this rank's micro-batches.
         """
 
         def make_rng(step: int) -> StepRng:
@@ -248,7 +248,7 @@ class Feed:
             positions = torch.cat([part.positions for part in split_batch(size)])
             return self._rng(epoch, step, positions, size)
 
-        # Random numbers, rows and task counts of the steps that are made ahead. Only
+        # Random numbers, rows and task counts of the steps that are made in advance. Only
         # `iterate_samples` reads `order`, step by step, because `order` keeps only its most recent
         # blocks.
         planned: deque[tuple[StepRng, Ints, tuple[int, ...]]] = deque()
@@ -265,7 +265,7 @@ class Feed:
         self.side_stream.fork()
 
         def prefetch_tasks() -> Generator[Callable[[], Pending[list[Batch]]]]:
-            # A loop over `pixels_of_steps` would end it, and abandon pixels that are being made.
+            # Not a loop over `pixels_of_steps`: its end would cancel pixels that are being made.
             for _ in steps:
                 pixels = next(pixels_of_steps)
                 rng, rows, counts = planned.popleft()
@@ -283,7 +283,7 @@ class Feed:
                         self.side_stream.hand_over(event, batch.device_tensors())
                     yield batches
         finally:
-            self.side_stream.join()  # memory that its kernels read may be freed after this
+            self.side_stream.join()  # after this, memory that its kernels read can be freed
 
     def _micro_batches(self, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch of `size` samples.
@@ -331,14 +331,14 @@ class Feed:
     ) -> list[Batch]:
         """Make this rank's micro-batches of a step.
 
-        Pixels travel to the device in one transfer, all other tensors in another.
+        Pixels are copied to the device in one transfer, all other tensors in another.
 
         Args:
-            rng: Random numbers of the positions (b,) of all parts.
+            rng: Random numbers of the samples (b,) of all parts.
             parts: The micro-batches.
-            rows: Rows of the sample table, (k,): these samples, followed by their mixing partners.
-            counts: Number of samples of each task.
-            pixels: Returns the pixels of positions.
+            rows: Rows of the sample table, (k,): the b samples, followed by their mixing partners.
+            counts: Number of samples of each task in the global batch.
+            pixels: Function that returns the pixels at positions in the global batch.
         """
         device = self.group.device
         plan = self.augment.plan(rng, self.num_classes)
@@ -388,7 +388,7 @@ class Feed:
         return batches
 
     def _extra_numbers(self, sample_ids: Tensor) -> list[Tensor]:
-        """Return further numbers (k,) of samples: the slots in a replay feed, else nothing."""
+        """Return further integers (k,) per sample: the slots in a replay feed, else nothing."""
         return []
 
     def _task_counts(self, order: Order, step: int) -> tuple[int, ...]:

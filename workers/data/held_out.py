@@ -1,6 +1,6 @@
-"""Which train images are held out for validation, of data sets that bring no validation images.
+"""Select train images to hold out for validation, for data sets without validation images.
 
-It imports no torch: test images are held out by the same rule when data are ingested.
+This module does not import torch, because ingest uses it to hold out test images.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 HoldOut = Literal["rank", "threshold"]  # see `Card.hold_out`
-SHARE_DIGITS = 12  # hexadecimal digits that decide whether an image is held out
+SHARE_DIGITS = 12  # number of hexadecimal digits that decide whether an image is held out
 
 
 def find_held_out(
     digests: pa.ChunkedArray, fraction: float, purpose: Literal["test", "val"]
 ) -> Any:
-    """Return a mask of the held-out images: each decides by digits of its own sha256.
+    """Return a mask of the held-out images. Digits of an image's sha256 decide about this image.
 
     Args:
         digests: sha256 of the images in hexadecimal digits, (n,).
-        fraction: Held-out share of all possible images.
-        purpose: `test` and `val` use different digits, so they are independent.
+        fraction: Expected share of held-out images.
+        purpose: `test` and `val` use different digits, so the two choices are independent.
 
     Returns:
-        (n,) booleans of pyarrow.
+        Boolean pyarrow array (n,).
     """
     start = {"test": 0, "val": SHARE_DIGITS}[purpose]
     digits = pc.utf8_slice_codeunits(digests, start, start + SHARE_DIGITS)
@@ -38,12 +38,13 @@ def find_held_out(
 def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[pa.Table, pa.Table]:
     """Split a table into (train, val).
 
-    With `threshold` each image decides by its own digest, see `find_held_out`.
+    With `threshold`, the digest of an image decides about this image, see `find_held_out`.
 
-    With `rank`, of the n images of a class, the round(fraction * n) keys with the lowest sha256 are
-    val: at least one if n >= 2, and never all. Exact copies count as one image with the key of the
-    lowest sha256, and stay together. The result does not depend on the order of rows, and, without
-    copies in them, not on other classes.
+    With `rank`, the round(fraction * n) of the n images of a class whose keys have the lowest
+    sha256 are val: at least one if n >= 2 and fraction > 0, and never all. Exact copies stay
+    together: they count as one image, with the key that has the lowest sha256. The result does not
+    depend on the order of rows. It does not depend on other classes, unless they have copies of
+    images of this class.
 
     Args:
         table: Table with the columns key, class, and sha256 of the image.
@@ -53,9 +54,8 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
     if rule == "threshold":
         below = find_held_out(table["sha256"], fraction, "val")
         return table.filter(pc.invert(below)), table.filter(below)
-    first: dict[
-        str, tuple[bytes, str]
-    ] = {}  # lowest sha256 of the keys of each image, and its class
+    # image -> lowest sha256 of its keys, and the class of this key
+    first: dict[str, tuple[bytes, str]] = {}
     columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
     for name, key, image in zip(*columns, strict=True):
         found = (hashlib.sha256(key.encode()).digest(), name)

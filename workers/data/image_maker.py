@@ -1,6 +1,6 @@
 """Decode image files, cut crops and normalise them.
 
-The threads of a rank and its loader processes run this code and produce the same bits.
+The threads of a rank and its loader processes run this code, and produce identical results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from workers.data.order import Ints
 
 
 class Decode(Protocol):
-    """Decodes an image file. The returned pixels may lie in the arena."""
+    """Decodes an image file. The returned pixels can be a view of the arena."""
 
     def __call__(self, data: bytes, limits: ImageLimits, arena: Arena) -> Picture:
-        """Return the picture."""
+        """Return the decoded picture."""
 
     @property
     def most_bytes(self) -> int:
@@ -65,11 +65,11 @@ class ReadSquare(NamedTuple):
 
 
 class Normalisation(NamedTuple):
-    """The map (pixels / 255 - mean) / std, as one product and one sum.
+    """The function (pixels / 255 - mean) / std, computed as pixels * scale + shift.
 
     Attributes:
-        scale: (3, 1, 1) float32.
-        shift: (3, 1, 1) float32.
+        scale: 1 / (255 * std), float32 (3, 1, 1).
+        shift: -mean / std, float32 (3, 1, 1).
     """
 
     scale: Tensor
@@ -77,13 +77,18 @@ class Normalisation(NamedTuple):
 
     @classmethod
     def from_statistics(cls, mean: Sequence[float], std: Sequence[float]) -> Normalisation:
-        """Build the map from the mean and standard deviation of each colour."""
+        """Compute scale and shift from the mean and standard deviation of each colour channel."""
         scale = torch.tensor([1 / (255 * value) for value in std])
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
         return cls(scale.view(3, 1, 1), shift.view(3, 1, 1))
 
     def apply(self, pixels: Tensor, images: Tensor) -> None:
-        """Normalise uint8 (b, 3, s, s) into float32 images on the CPU, in cache-sized parts."""
+        """Write normalised pixels to `images` on the CPU, in parts that fit into its cache.
+
+        Args:
+            pixels: uint8 (b, 3, s, s).
+            images: Output, float32 (b, 3, s, s).
+        """
         for part in split_parts(images, 0, len(images)):
             images[part].copy_(pixels[part]).mul_(self.scale).add_(self.shift)
 
@@ -101,7 +106,7 @@ class ImageMaker:
         self.normalisation = normalisation
         self.cutter = Cutter(view.side)
         self.arena = Arena()
-        # the number of images that fit into the cache
+        # number of images that fit into the cache of the CPU
         count = max(1, PART_VALUES // (3 * view.side**2))
         self._pixels = torch.empty((count, 3, view.side, view.side), dtype=torch.uint8)
 
@@ -118,14 +123,14 @@ class ImageMaker:
         crops: CropDraws | None,
         indices: Ints,
     ) -> None:
-        """Write images.
+        """Write some images of a step.
 
         Args:
-            pictures: The k pictures. Equal neighbours share one object.
-            images: (n, 3, side, side), of type `dtype`. All images of a step.
-            slots: (k,) Index in `images` of each written image.
-            crops: Random numbers of the crops; None cuts central squares.
-            indices: (k,) Index in `crops` of each written image.
+            pictures: The k pictures. Consecutive copies of an image are the same object.
+            images: All images of the step, (n, 3, side, side), of type `dtype`.
+            slots: Index in `images` of each written image, (k,).
+            crops: Random numbers of the crops. None: central squares.
+            indices: Index in `crops` of each written image, (k,).
         """
         if self.normalisation is None:
             self._cut(pictures, images.numpy(), slots.tolist(), crops, indices)

@@ -1,7 +1,7 @@
-"""Shards that are used in place.
+"""Shards that are used in place: they are read at their source, and not copied to the store.
 
-The store has their names, sizes and digests; only the person's own card has their locations.
-Therefore a stranger's index or manifest opens no connection and leads to no file.
+The store has their names, sizes and digests. Only the user's own card has their locations.
+Therefore an index or manifest from someone else cannot open a connection or a file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workers.storage.parquet import read_table
 
 SHARDS = "shards.parquet"
 SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
-MAX_SHARDS = 200_000  # of a split
-MAX_BRACES = 50  # braces of a pattern, which can be nested
+MAX_SHARDS = 200_000  # maximum number of shards in a split
+MAX_BRACES = 50  # maximum number of opening braces in a pattern; they can be nested
 RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
 
 
@@ -32,7 +32,7 @@ def expand(patterns: tuple[str, ...]) -> list[str]:
     Raises:
         UserError: If braces are not balanced, or the result has more than MAX_SHARDS.
     """
-    from braceexpand import braceexpand  # a machine that uses no shards in place may lack it
+    from braceexpand import braceexpand  # optional: needed only for shards that are used in place
 
     urls: list[str] = []
     for pattern in patterns:
@@ -41,7 +41,7 @@ def expand(patterns: tuple[str, ...]) -> list[str]:
                 f"shards {pattern!r:.300} have more than {MAX_BRACES} braces; write them as "
                 "shard-{000000..000099}.tar, and a brace of a name as \\{"
             )
-        for first, last in RANGE.findall(pattern):  # the package makes a list of each range
+        for first, last in RANGE.findall(pattern):  # `braceexpand` builds a list of each range
             if abs(int(last) - int(first)) >= MAX_SHARDS:
                 raise _too_many(pattern)
         try:
@@ -69,15 +69,21 @@ def number_of_shard(name: str) -> int:
 
 
 def shard_name(split: str, number: int) -> str:
-    """Return the name of a shard in the index: data may move, and its place in the list stays."""
+    """Return the name of a shard in the index. It does not change if the data are moved.
+
+    Args:
+        split: Split of the shard.
+        number: Position in the card's list of shards of the split, from 0.
+    """
     return f"{split}-{number:06d}.tar"
 
 
 @functools.lru_cache(maxsize=32)
 def urls_by_name(urls: ShardUrls) -> dict[str, str]:
-    """Return the name of each shard of a card -> its path or URL, in the card's order.
+    """Return a dict from the name of each shard of a card to its path or URL, in the card's order.
 
-    Raise UserError where a shard is named twice.
+    Raises:
+        UserError: If a shard is listed twice.
     """
     by_name: dict[str, str] = {}
     names: dict[str, str] = {}
@@ -94,7 +100,7 @@ def urls_by_name(urls: ShardUrls) -> dict[str, str]:
 
 
 def is_in_place(artifact: Artifact) -> bool:
-    """Whether the shards of an ingest stage lie elsewhere."""
+    """Return whether an ingest stage uses its shards in place."""
     return SHARDS in artifact.manifest["files"]
 
 
@@ -110,7 +116,7 @@ def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
             raise pa.ArrowInvalid("it has other columns")
         files: dict[str, FileInfo] = {}
         for row in table.to_pylist():
-            # the digest becomes a part of a path in the cache of a node
+            # checked, because the digest becomes a part of a path in the cache of a node
             is_digest = re.fullmatch("[0-9a-f]{64}", row["sha256"] or "") is not None
             if not is_digest or not row["shard"] or (row["bytes"] or -1) < 0:
                 raise pa.ArrowInvalid("a row is not that of a shard")

@@ -1,9 +1,9 @@
 """The program of the loader processes, which make images for a rank.
 
-`python -m workers.data.loader_process MEMORY REQUESTS REPLIES COUNT` gets file descriptors from
-`workers/data/loaders.py`. It is a server: it imports torch once and forks COUNT loader processes,
-which share its memory. All loaders read from one request pipe, so an idle loader takes the next
-chunk. They exit when the rank closes its end of the pipe or is killed.
+`workers/data/loaders.py` starts `python -m workers.data.loader_process MEMORY REQUESTS REPLIES
+COUNT`; the first three arguments are file descriptors. This server process imports torch once and
+forks COUNT loader processes, which share its memory. All loaders read from one request pipe, so an
+idle loader takes the next chunk. They exit when the rank closes its end of the pipe or is killed.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from workers.data.image_maker import Decode, ImageMaker, Normalisation, ReadPict
 from workers.data.shared_blocks import DIED, READY, TOKEN, Block
 from workers.storage.regular_file import regular_descriptor
 
-MAX_BLOCKS = 32  # mapped at a time
-MAX_FILES = 64  # open at a time
-MAX_SPECS = 4  # in use at a time
-WARM_UP_SIDE = 64  # pixels
+MAX_BLOCKS = 32  # maximum number of blocks that a loader keeps mapped
+MAX_FILES = 64  # maximum number of shards that a `ChunkMaker` keeps open
+MAX_SPECS = 4  # maximum number of `ChunkMaker` objects that a loader keeps
+WARM_UP_SIDE = 64  # side of the image of `warm_up`, in pixels
 
 
 class ImageSpec(NamedTuple):
     """How a loader makes the images of a feed.
 
     Attributes:
-        files: Path of each shard; empty if the rank reads the shard itself.
-        sizes: Bytes of each shard. A file of another size is an error.
+        files: Path of each shard. Empty if the rank reads the shard itself.
+        sizes: Expected bytes of each shard. A file of another size is an error.
         limits: Decoding limits of each shard.
         decode: Decodes an image file.
-        kept_path: File with decoded pictures, which replace the shards; empty without one.
-        view: Size and crop of the images; None returns the decoded pictures.
-        normalisation: Applied to the images; None keeps them uint8.
+        kept_path: File with decoded pictures, which replaces the shards. Empty: none.
+        view: Size and crop of the images. None: the loader returns the decoded pictures.
+        normalisation: Applied to the images. None: they stay uint8.
     """
 
     files: tuple[str, ...]
@@ -93,13 +93,13 @@ class ImageSpec(NamedTuple):
 
 
 class ChunkMaker:
-    """Makes the images of chunks by one spec. Keeps shards open between chunks."""
+    """Makes the images of chunks for one `ImageSpec`. Keeps shards open between chunks."""
 
     def __init__(self, spec: ImageSpec):
         self.spec = spec
         self.arena = Arena()
         self.maker = ImageMaker(spec.view, spec.normalisation) if spec.view else None
-        self.files: OrderedDict[int, int] = OrderedDict()  # descriptors of shards
+        self.files: OrderedDict[int, int] = OrderedDict()  # index of a shard -> file descriptor
         self.kept_pixels: NDArray[np.uint8] | None = None
         if spec.kept_path:
             self.kept_pixels = np.asarray(np.memmap(spec.kept_path, np.uint8, "r"))
@@ -194,8 +194,8 @@ class Loader:
     def make(self, page: int, chunk: int) -> None:
         """Make the images of a chunk.
 
-        After an error they stay unmarked: the rank makes them itself, and raises the error for the
-        user. The first error is printed.
+        After an error, the images are not marked as made. The rank then makes them itself, and
+        raises the error for the user if it occurs again. Only the first error is printed.
         """
         try:
             block = self._block(page)
@@ -239,7 +239,7 @@ def serve(memory: int, requests: int, replies: int) -> None:
 
 
 def warm_up() -> None:
-    """Make one image before the fork, so that loaders share the memory that this initializes."""
+    """Make one image before the fork, so that loaders share the memory that this allocates."""
     file = io.BytesIO()
     Image.new("RGB", (WARM_UP_SIDE, WARM_UP_SIDE)).save(file, "JPEG")
     picture = read_picture(file.getvalue())

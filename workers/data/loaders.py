@@ -1,11 +1,11 @@
-"""Loader processes decode and crop images for a rank without its interpreter lock.
+"""Loader processes: they decode and crop images for a rank, without its interpreter lock.
 
-Threads of one process share the lock, which limits them to about two cores and slows the training
-thread. A rank and its loaders share memory for requests and pixels
+Threads of one process share the lock, which limits them to about two cores and slows down the
+training thread. A rank and its loaders share memory for requests and pixels
 (`workers/data/shared_blocks.py`), and exchange one message per chunk of images through pipes.
 
-No process and no memory outlives the rank. Memory and pipes have no names, and loaders exit when
-the rank's end of the request pipe closes, even after SIGKILL.
+No process and no memory outlives the rank. Memory and pipes have no names in the file system, and
+loaders exit when the rank's end of the request pipe closes, even if the rank is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from workers.data.order import Ints
 from workers.data.shared_blocks import DIED, PAGE, READY, TOKEN, Block, make_memory_file, padded
 from workers.storage import filesystem
 
-START_AFTER_S = 2.0  # CPU seconds of work in this process before it starts loaders
-MIN_LOADERS = 2  # with `loader_workers: auto`
-MAX_FREE = 8  # unused blocks in reserve
-MAX_END_S = 5.0  # then loaders are killed
+START_AFTER_S = 2.0  # CPU seconds of work on images in this process before it starts loaders
+MIN_LOADERS = 2  # minimum number of loader processes with `loader_workers: auto`
+MAX_FREE = 8  # maximum number of unused blocks that are kept for reuse
+MAX_END_S = 5.0  # seconds after which loaders that do not exit are killed
 MAX_OVERSIZE = 4  # a reused block is smaller than this many times the requested size
-RECEIVED_BYTES = TOKEN.size * 512
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time per period, and the period
+RECEIVED_BYTES = TOKEN.size * 512  # maximum bytes of one read from the reply pipe
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU time per period, and the period, in microseconds
 
 
 class LoaderEnded(RuntimeError):
@@ -56,12 +56,12 @@ class _Descriptors:
         self.numbers: list[int] = []
 
     def add(self, number: int) -> int:
-        """Own a descriptor, and return it."""
+        """Take ownership of a descriptor, and return it."""
         self.numbers.append(number)
         return number
 
     def close(self) -> None:
-        """Close them."""
+        """Close the descriptors."""
         while self.numbers:
             os.close(self.numbers.pop())
 
@@ -70,11 +70,11 @@ class _Descriptors:
 
 
 class OwnedBlock(Block):
-    """A block in the rank that allocated it.
+    """A block in the process of the rank, which allocates it.
 
     Attributes:
         num_pending: Number of requested chunks that are not finished.
-        owner: Id of the process that allocated it.
+        owner: Id of the process that allocated the block.
     """
 
     num_pending = 0
@@ -99,14 +99,14 @@ class Loaders:
         self.count = count
         self._num_pages = 0
         self._free: list[OwnedBlock] = []
-        self._returned: deque[OwnedBlock] = deque()  # by finalizers, in any thread
-        self._running: dict[int, OwnedBlock] = {}  # by page
+        self._returned: deque[OwnedBlock] = deque()  # from finalizers, in any thread
+        self._running: dict[int, OwnedBlock] = {}  # first page -> block with pending chunks
         self._allocating = threading.Lock()
         self._receiving = threading.Lock()
         self._num_ready = 0
         self._failure = ""
         self._has_noted = False
-        # Not closed before this object: at exit, a daemon thread may still use one.
+        # Closed only with this object: at exit, a daemon thread may still use a descriptor.
         self._descriptors = _Descriptors()
         theirs = _Descriptors()
         self._memory = self._descriptors.add(make_memory_file())
@@ -129,7 +129,7 @@ class Loaders:
         )
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
-        # runs at exit, too
+        # also runs when the process exits
         self.close = weakref.finalize(self, _end, self._requests, self._server)
 
     @property
@@ -143,7 +143,7 @@ class Loaders:
         self._descriptors.close()
         self._failure = "a forked process cannot use the loaders of its parent"
         self._free.clear()
-        self._receiving = threading.Lock()  # a thread of the parent may hold the old ones
+        self._receiving = threading.Lock()  # a thread of the parent may hold the old locks
         self._allocating = threading.Lock()
 
     def are_ready(self, timeout: float = 0.0) -> bool:
@@ -154,7 +154,7 @@ class Loaders:
             return self._num_ready > 0
 
     def store(self, spec: ImageSpec) -> OwnedBlock:
-        """Copy a spec to a new block and return the block."""
+        """Copy a spec to a new block, and return the block."""
         data = spec.to_bytes()
         block = self._make_block(Block.size(0, 0, len(data)))
         block.lay_out(np.zeros(1, np.int64), 0)
@@ -168,10 +168,10 @@ class Loaders:
         """Return a block with this layout and uninitialized contents.
 
         Args:
-            borders: (m + 1,) Borders of the chunks in the requests.
+            borders: First request of each chunk, and number of requests, (m + 1,).
             slot_bytes: Bytes of an image.
             spec: Block of the spec, from `store`.
-            data_bytes: Space for image files that the rank reads itself.
+            data_bytes: Bytes of the space for image files that the rank reads itself.
 
         Raises:
             OSError: If there is no memory or no file descriptor for a block.
@@ -190,7 +190,7 @@ class Loaders:
     def pixels(self, block: OwnedBlock) -> Tensor:
         """Return all pixels of a block, uint8 (n * slot_bytes,).
 
-        The block is reused after the last tensor or array that shares this memory is gone.
+        The block is reused after the last tensor or array that shares its memory is deleted.
         """
         pixels = block.pixels()
         weakref.finalize(pixels, self._returned.append, block).atexit = False
@@ -222,7 +222,7 @@ class Loaders:
                 if block.num_pending:
                     self._receive(timeout)
         if block.num_pending and self._failure:
-            raise LoaderEnded(self._failure)  # another thread met it and set `cancel`
+            raise LoaderEnded(self._failure)  # another thread found the failure and set `cancel`
 
     def note_remade(self, count: int) -> None:
         """Log, once, that this process had to make images that loaders could not make."""
@@ -299,7 +299,7 @@ class Loaders:
 
 
 def _close_pipe(requests: int) -> None:
-    """Let loaders read the end of the request pipe.
+    """Close the rank's end of the request pipe, so that loaders read its end and exit.
 
     The descriptor is redirected to /dev/null, not closed, because a thread may still write to it.
     """
@@ -326,7 +326,10 @@ def give_back(block: OwnedBlock) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the server: this one, with the same module search path."""
+    """Return the environment of the server process: the module search path of this process.
+
+    Numerical libraries use one thread, and no GPU is visible.
+    """
     paths = [path for path in sys.path if path]
     root = str(Path(__file__).parents[2])
     if root not in paths:
@@ -341,7 +344,7 @@ def _environment() -> dict[str, str]:
 
 
 class _Shared:
-    """State of this process.
+    """State that all feeds of this process share.
 
     Attributes:
         loaders: Pools by number of processes.
@@ -352,7 +355,7 @@ class _Shared:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all pools and the time."""
+        """Remove all pools, and set the time to 0."""
         self.loaders: dict[int, Loaders] = {}
         self.seconds = 0.0
         self.lock = threading.Lock()
@@ -376,10 +379,14 @@ def get_loaders(count: int) -> Loaders | None:
 
 
 def start_loaders(count: int, timeout: float) -> Loaders | None:
-    """Start the pool if it does not run, and return it when its first loader is ready.
+    """Start the pool if it is not running, and wait for its first loader.
+
+    Args:
+        count: Number of loaders.
+        timeout: Maximum wait in seconds.
 
     Returns:
-        None after `timeout` seconds, or if the system refuses to start processes.
+        The pool. None if no loader is ready in time, or if the system refuses to start processes.
     """
     with _shared.lock:
         loaders = _shared.loaders.get(count)
@@ -403,7 +410,7 @@ os.register_at_fork(after_in_child=release_pools)
 
 @contextmanager
 def count_work() -> Generator[None]:
-    """Context manager that adds the CPU time of this thread to the work of this process."""
+    """Context manager that adds the CPU time of this thread to the work on images."""
     began = time.thread_time()
     yield
     _shared.seconds += time.thread_time() - began
@@ -413,7 +420,7 @@ def count_loaders(setting: int | Literal["auto"], cores: int | None = None) -> i
     """Return the number of loaders of a rank.
 
     Args:
-        setting: `cluster.loader_workers`. `auto` is one per core, at least MIN_LOADERS.
+        setting: `cluster.loader_workers`. `auto`: one loader per core, at least MIN_LOADERS.
         cores: Cores of the rank; None: all cores of this process.
     """
     if setting != "auto":

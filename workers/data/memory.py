@@ -1,4 +1,4 @@
-"""Reusable host tensors, and the parts in which a CPU computes a batch."""
+"""Reusable host tensors, and the division of a batch into parts that fit into the CPU cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_FREE = 4  # tensors that a pool holds while nobody uses them
-PART_VALUES = 1 << 18  # values of a batch that a CPU computes at once, so that they fit its cache
+MAX_FREE = 4  # maximum number of unused memory blocks that a pool keeps
+PART_VALUES = 1 << 18  # number of values that a CPU processes at once, so that they fit its cache
 
 
 def split_parts(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
-    """Yield the rows from start to stop of a batch (b, ...) in the parts in which to compute them.
+    """Yield slices that divide the rows `start` to `stop` of a batch (b, ...) into parts.
 
-    On a CPU, a part is as large as its cache holds; elsewhere all rows are one.
+    On a CPU, a part fits into its cache. On other devices, all rows are one part.
     """
     step = max(1, stop - start)
     if batch.device.type == "cpu":
@@ -29,16 +29,16 @@ def split_parts(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
 
 
 class TensorPool:
-    """Host tensors of about the same size with reusable memory; thread-safe.
+    """Pool of reusable memory for host tensors of similar sizes. Thread-safe.
 
-    The memory is used again when nothing refers to the tensor any more.
+    The memory is reused after the tensor, and all that shares its memory, is deleted.
     """
 
     def __init__(self) -> None:
         self._free: deque[NDArray[np.uint8]] = deque(maxlen=MAX_FREE)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of any values."""
+        """Return an uninitialized tensor."""
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = self._take(num_bytes)
         # The tensor and everything derived from it, for example by autograd, hold this array.
@@ -51,7 +51,7 @@ class TensorPool:
             try:
                 memory = self._free.pop()
             except IndexError:
-                # by PyTorch, which aligns it as its kernels like it
+                # allocated by PyTorch, which aligns memory for its kernels
                 aligned: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8).numpy()
                 return aligned
             if len(memory) >= num_bytes:

@@ -1,10 +1,11 @@
 """The order of an epoch: the sample at each position of each global batch.
 
-It is a pure function of the number of rows, their mean size, the batch size, the seed and the
-epoch. It does not depend on the location of a row's bytes. Neighbouring rows of a table form runs
-of equal length. The runs are shuffled and distributed to C streams. Within a stream, the rows of a
-block of runs are shuffled. Position p of every global batch belongs to stream p mod C, so a rank
-reads few long ranges of rows, and computes only the blocks that it reads.
+The order is a pure function of the number of rows, their mean size, the batch size, the number of
+repeats, the seed and the epoch. It does not depend on the location of a row's bytes. Consecutive
+rows of a table form runs of equal length. The runs are shuffled and distributed to C streams.
+Within a stream, the rows of a block of runs are shuffled. Position p of every global batch belongs
+to stream p mod C. Therefore a rank reads few long ranges of rows, and computes only the blocks that
+it reads.
 
 Letters: n rows, k rows in a run, m whole runs, C streams, B samples of a full global batch.
 """
@@ -22,11 +23,11 @@ from torch import Tensor
 from workers.rng import derive_seed
 
 MAX_STREAMS = 512
-RUNS_PER_STREAM = 16  # at least, so that a small data set is mixed as finely as a large one
-RUN_BYTES = 2 << 20  # about; a run is one request to a bucket
-MAX_RUNS = 1 << 22  # 8 bytes of memory each; the runs of a larger data set are longer
-# Number of runs with rows that are shuffled together: in one stream, and in all streams. 8192 runs
-# of 2 MiB are 16 GiB, which the nodes of a job share.
+RUNS_PER_STREAM = 16  # minimum, so that a small data set is shuffled as finely as a large one
+RUN_BYTES = 2 << 20  # approximate bytes of a run, which is one request to a bucket
+MAX_RUNS = 1 << 22  # each needs 8 bytes of memory; the runs of a larger data set are longer
+# Maximum number of runs whose rows are shuffled together, in one stream and in all streams. 8192
+# runs of 2 MiB are 16 GiB, which the nodes of a job share.
 BLOCK_RUNS = 64
 WINDOW_RUNS = 8192
 
@@ -34,11 +35,12 @@ Ints = NDArray[np.int64]
 
 
 def num_streams(batch_size: int, repeats: int = 1) -> int:
-    """Return C: of the divisors of B / 2 up to 512, the largest of those with most factors of two.
+    """Return the number of streams C for a batch size B.
 
-    An odd batch has one stream. With `repeats`, copies of an image are neighbours in a stream, so
-    that C is at most B / 2 / repeats: a sample and its partner are then different images. More
-    copies than B / 2 leave one stream, where they may be the same image.
+    C is a divisor of B / 2, at most MAX_STREAMS: the largest of those with the most factors of two.
+    An odd B gives one stream. With `repeats`, the copies of an image are consecutive in a stream.
+    Then C is at most B / 2 / repeats, so that a sample and its mixing partner are different images.
+    If there are more than B / 2 copies, C is 1, and they can be copies of the same image.
     """
     if batch_size % 2:
         return 1
@@ -52,8 +54,8 @@ def partner_positions(batch_size: int, size: int) -> Tensor:
     """Return the position in the global batch of each sample's mixing partner.
 
     The partner is half a batch away. It is in the same stream, and on the same rank if the number
-    of ranks divides half the batch. A sample of a ragged last batch without such a partner, and the
-    middle of an odd batch, is its own partner.
+    of ranks divides half the batch. A sample without such a partner is its own partner: the last
+    sample of an odd batch, and samples of a smaller last batch.
 
     Args:
         batch_size: Size of a full global batch.
@@ -75,14 +77,14 @@ class Order(Protocol):
     num_steps: int
 
     def size(self, step: int) -> int:
-        """Return the number of samples of a global batch; the last one may have fewer."""
+        """Return the number of samples of a global batch. The last batch can be smaller."""
 
     def rows(self, step: int, positions: Ints) -> Ints:
         """Return the rows at some positions of a global batch, in the same shape."""
 
 
 class TableOrder:
-    """Every row once, in table order."""
+    """Order with every row once, in table order."""
 
     def __init__(self, num_rows: int, batch_size: int):
         self.num_rows = num_rows
@@ -99,16 +101,16 @@ class TableOrder:
 
 
 class DrawnOrder:
-    """Random rows in each step, for the replay of a memory.
+    """Order with random rows in each step, for replay from a memory.
 
     Each draw is uniform and without replacement. Draws and steps are independent of each other. A
-    global batch has the first draw in front, the second draw behind it, and so on.
+    global batch contains the rows of the first draw, then the rows of the second draw, and so on.
 
     Args:
         num_rows: Number of rows.
-        draws: Number of rows in each draw; at most all rows are drawn.
-        num_steps: Steps of the epoch.
-        seed: Of the feed.
+        draws: Number of rows in each draw. A larger number than `num_rows` is reduced to it.
+        num_steps: Number of steps of the epoch.
+        seed: Seed of the feed.
         epoch: The epoch.
     """
 
@@ -137,17 +139,17 @@ class DrawnOrder:
 
 
 class Deal:
-    """How the rows of a table are dealt to streams in every epoch.
+    """Distribution of the rows of a table to streams, the same rule in every epoch.
 
     Args:
-        num_rows: n.
-        num_bytes: Of all rows together.
-        batch_size: B.
-        seed: Of the feed.
-        repeats: r > 1: the first ceil(l / r) rows of a stream of l come r times in a row, cut off
-            after l. Difference to DeiT's sampler: copies of an image are in the same global batch
-            as there (where the batch does not end between them), but on one rank, which decodes
-            the image once.
+        num_rows: Number of rows n.
+        num_bytes: Bytes of all rows together.
+        batch_size: Size of a full global batch B.
+        seed: Seed of the feed.
+        repeats: Number r of consecutive copies of an image. With r > 1, a stream of l samples has
+            only the first ceil(l / r) of its rows, each r times, cut off after l samples. As with
+            DeiT's sampler, copies of an image are in the same global batch, unless the batch ends
+            between them. Unlike there, they are on one rank, which decodes the image once.
     """
 
     def __init__(self, num_rows: int, num_bytes: int, batch_size: int, seed: int, repeats: int = 1):
@@ -162,7 +164,7 @@ class Deal:
 
     @property
     def block_runs(self) -> int:
-        """Maximum number of runs of a stream with rows that are shuffled together."""
+        """Maximum number of runs of a stream whose rows are shuffled together."""
         return min(BLOCK_RUNS, WINDOW_RUNS // self.num_streams)
 
     def epoch(self, epoch: int) -> EpochOrder:
@@ -171,7 +173,7 @@ class Deal:
 
 
 class EpochOrder:
-    """The order of one epoch. A block of a stream is computed when one of the rows is requested.
+    """The order of one epoch. A block of a stream is computed when one of its rows is requested.
 
     Sample i = step * B + p of the epoch is sample i // C of stream i mod C.
     """
@@ -182,13 +184,14 @@ class EpochOrder:
         self.num_rows = deal.num_rows
         self.batch_size = deal.batch_size
         self.num_steps = -(-deal.num_rows // deal.batch_size)
-        # Where the streams begin in the line of all rows of the epoch, and how long they are.
+        # Start of each stream in the sequence of all rows of the epoch, and its length.
         streams = np.arange(deal.num_streams)
         count, num_longer = divmod(deal.num_rows, deal.num_streams)
         self.starts = streams * count + np.minimum(streams, num_longer)
         self.lengths = count + (streams < num_longer)
-        # A step has B / C samples of a stream. They lie in at most two blocks, because half the
-        # rows of a block are as many: blocks of a stream are more than half as long as they may be.
+        # A step has B / C samples of a stream. They are in at most two blocks, because a block that
+        # is not the only one of its stream has more than block_rows / 2 rows, which is B / C or
+        # more.
         per_step = -(-deal.batch_size // deal.num_streams)
         block_rows = max(deal.block_runs * deal.rows_per_run, 2 * per_step)
         self.num_blocks = np.maximum(1, -(-self.lengths // block_rows))
@@ -221,19 +224,19 @@ class EpochOrder:
         return self._rows_in_line(line)[np.argsort(draw(seed, len(line)), kind="stable")]
 
     def _block_start(self, streams: Ints | np.int64, blocks: Ints) -> Ints:
-        """Return where blocks begin in their streams, which they cut into equal parts."""
+        """Return the starts of blocks in their streams. Blocks divide a stream into equal parts."""
         starts: Ints = blocks * self.lengths[streams] // self.num_blocks[streams]
         return starts
 
     def _rows_in_line(self, places: Ints) -> Ints:
-        """Return the rows at some places in the line of all runs of the epoch.
+        """Return the rows at some places in the sequence of all runs of the epoch.
 
-        The rows behind the last whole run are one run more, shorter than the others, which comes
-        before whole run number `_short_run` of the line.
+        The rows after the last whole run form a shorter run. It is inserted before whole run number
+        `_short_run` of the sequence.
         """
         size = self.deal.rows_per_run
         num_short = self.num_rows % size
-        start = self._short_run * size  # of the short run
+        start = self._short_run * size  # place of the short run
         behind = places - num_short * (places >= start)
         is_short = (places >= start) & (places < start + num_short)
         runs = self._runs[np.where(is_short, 0, behind // size)]
@@ -243,7 +246,7 @@ class EpochOrder:
 
     @cached_property
     def _runs(self) -> Ints:
-        """The shuffled whole runs, (m,); (1,) if there is no whole run."""
+        """Indices of the whole runs, shuffled, (m,). If there is no whole run, (1,)."""
         seed = derive_seed(self.deal.seed, "runs", self.epoch)
         num_runs = max(1, self.num_rows // self.deal.rows_per_run)
         return np.argsort(draw(seed, num_runs), kind="stable")
@@ -257,18 +260,18 @@ class EpochOrder:
     def _rows(self) -> Ints:
         """Rows of the two most recent blocks of each stream, (C, 2, rows of the longest block).
 
-        Only the requested streams use memory.
+        Only requested streams use physical memory, because the array is uninitialized.
         """
         longest = int((-(-self.lengths // self.num_blocks)).max())
         return np.empty((self.deal.num_streams, 2, longest), np.int64)
 
     @cached_property
     def _held(self) -> Ints:
-        """(C, 2) which blocks of each stream `_rows` has; -1 for none."""
+        """Numbers of the blocks that `_rows` contains, (C, 2). -1: none."""
         return np.full((self.deal.num_streams, 2), -1, np.int64)
 
 
 def draw(seed: int, count: int) -> NDArray[np.uint64]:
-    """Draw (count,) random words. NumPy guarantees the numbers of `random_raw` in all versions."""
+    """Draw (count,) random words. NumPy guarantees the same `random_raw` in all versions."""
     words: NDArray[np.uint64] = np.random.PCG64(seed).random_raw(count)
     return words

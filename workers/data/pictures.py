@@ -1,7 +1,7 @@
-"""Pictures: the decoded images from which samples are made, streamed or kept decoded.
+"""Pictures: the decoded images from which samples are made, either streamed or kept decoded.
 
-Both give the same pixels. Kept pictures are stored one after the other, each with its own sides, in
-a memory map that the ranks of a node share, or in plain memory without a cache.
+Both give the same pixels. Kept pictures are stored one after the other, each with its own height
+and width, in a memory-mapped file that the ranks of a node share, or in memory without a cache.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
 from workers.data.shared_blocks import make_memory_file
 
-CHUNK = 16  # samples that a thread makes at once: a job costs as much as decoding a small image
-CHUNK_BYTES = 64 << 10  # of images in a file that a thread decodes at once: fewer large ones
-MAX_THREADS = 2  # of a rank for images; more would wait for the interpreter lock
-WAIT_S = 1.0  # between two checks of the loaders
-ESTIMATE_ROWS = 32  # number of decoded rows for the estimate of the total size
+CHUNK = 16  # maximum samples per job of a thread; a job costs as much as decoding a small image
+CHUNK_BYTES = 64 << 10  # approximate limit of the bytes of image files per job of a thread
+MAX_THREADS = 2  # maximum image threads of a rank; more would wait for the interpreter lock
+WAIT_S = 1.0  # seconds between two checks whether loaders have exited
+ESTIMATE_ROWS = 32  # number of rows that are decoded to estimate the total size
 ESTIMATE_THREADS = 8
 DIGEST_BYTES = hashlib.sha256().digest_size
 KEPT_REMEDY = "lower data.resident_mb so that images are not kept decoded"
@@ -51,22 +51,23 @@ class Pictures(Protocol):
 
     @property
     def are_kept(self) -> bool:
-        """Whether they are decoded already, so that nobody waits for one."""
+        """Whether all pictures are already decoded, so that `read` does not wait."""
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """Yield the same rows; see `Reader.ahead`."""
 
     def read(self, rows: Ints, arena: Arena) -> Iterator[Picture]:
-        """Yield the picture of each of some rows (k,); neighbours of one row are decoded once.
+        """Yield the picture of each row in `rows` (k,). Consecutive equal rows are decoded once.
 
-        A picture may lie in `arena`, one of the calling thread, until the next one is asked for.
+        A picture can be a view of `arena`, which belongs to the calling thread. It is valid until
+        the next picture is requested.
         """
 
     def spec(self) -> ImageSpec:
-        """Return the spec by which loader processes make these pictures."""
+        """Return the spec for loader processes that make these pictures."""
 
     def data_bytes(self, rows: Ints) -> int:
-        """Return the bytes of image files that `start` copies to a block for some rows."""
+        """Return the number of bytes of image files that `start` copies to a block for some rows."""
 
     def start(
         self,
@@ -76,24 +77,25 @@ class Pictures(Protocol):
         rows: Ints,
         pool: ThreadPoolExecutor,
     ) -> list[Future[None]]:
-        """Let loaders make the images of a block.
+        """Request the images of a block from loaders.
 
         Args:
             loaders: The loader processes.
-            block: A block with k requests. Their location fields are set here.
-            pixels: The pixels of the block. Returned jobs keep a reference, so that the block is
-                not reused before they end.
-            rows: (k,) Row of each request.
-            pool: Runs jobs that read image files.
+            block: A block with k requests. This method sets their location fields.
+            pixels: The pixels of the block. The returned jobs keep a reference, so that the block
+                is not reused before they end.
+            rows: Row of each request, (k,).
+            pool: Runs the jobs that read image files.
 
         Returns:
-            The jobs that must end before all chunks are requested.
+            Jobs that request chunks after reading image files. All chunks are requested when the
+            jobs have ended.
         """
 
 
 @dataclass(frozen=True)
 class StreamedPictures:
-    """Pictures that are read and decoded each time."""
+    """Pictures that are read and decoded each time they are needed."""
 
     samples: SampleTable
     reader: Reader
@@ -128,7 +130,7 @@ class StreamedPictures:
         )
 
     def data_bytes(self, rows: Ints) -> int:
-        """See `Pictures.data_bytes`. Loaders read files on disks themselves."""
+        """See `Pictures.data_bytes`. The result is 0 for disks, which loaders read themselves."""
         if self.reader.reads_disks:
             return 0
         return int(self.samples.locations.sizes[np.unique(rows)].sum())
@@ -180,8 +182,9 @@ class StreamedPictures:
 class KeptPictures:
     """Pictures that are decoded once.
 
-    The file has the pixels of each row, a checksum of each, and then the sides of all: (n, 4) of
-    little-endian uint32, height and width of the pixels and of the original, and their sha256.
+    Their file contains the pixels of each row, a checksum of each row, the sides of all rows and
+    the sha256 of the sides. The sides are (n, 4) little-endian uint32: height and width of the
+    pixels, and height and width of the original image.
     """
 
     are_kept = True
@@ -193,15 +196,15 @@ class KeptPictures:
         self.cache = cache
         self._has_written = False
         self.blocks, sides = self._mapped(cache) if cache else self._in_memory()
-        # (n, 5): where each picture begins, and its sides; read as one, as it is for each
+        # (n, 5): start and sides of each picture, in one array for one look-up per picture
         self.layout = np.column_stack((self.blocks.borders[:-1], sides))
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
-        """See `Pictures.ahead`; all rows are decoded already."""
+        """See `Pictures.ahead`. Nothing is fetched, because all rows are decoded."""
         yield from steps
 
     def read(self, rows: Ints, arena: Arena) -> Iterator[Picture]:
-        """See `Pictures.read`; they are checked where they come from a disk."""
+        """See `Pictures.read`. Pictures from a disk are verified first."""
         self._verify(rows)
         data = self.blocks.data
         for start, pixel_height, pixel_width, height, width in self.layout[rows].tolist():
@@ -209,7 +212,7 @@ class KeptPictures:
             yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
     def spec(self) -> ImageSpec:
-        """See `Pictures.spec`. It refers to the open file: its path may be gone or replaced."""
+        """See `Pictures.spec`. It names the open file, which can be deleted or replaced by now."""
         kept = f"/proc/{os.getpid()}/fd/{self.blocks.file.fileno()}"
         return ImageSpec((), (), (), self.decode, kept)
 
@@ -238,7 +241,7 @@ class KeptPictures:
             self.blocks.verify(rows)
 
     def _make(self, row: int) -> Pixels:
-        """Decode one row again, from where it is stored."""
+        """Decode one row again, from its image file in storage."""
         limits = self.samples.limits(row)
         return self.decode(self.samples.read_bytes(row), limits, Arena()).pixels
 
@@ -261,7 +264,7 @@ class KeptPictures:
         contents = f"{DECODING}|{self.samples.digest()}|{self.decode.longest_side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".pictures"
         for _ in range(2):
-            # in use for as long as these pictures are
+            # open, and therefore in use, as long as this object exists
             file = cache.open_file(name, None, self._write, KEPT_REMEDY)
             sides = read_sides(file, len(self.samples))
             if sides is not None:
@@ -291,13 +294,17 @@ class KeptPictures:
 
 
 def compute_borders(sides: NDArray[np.uint32]) -> Ints:
-    """Sides (n, 4) -> (n + 1,): the byte where each picture begins, and where the last one ends."""
+    """Return the byte offset of each picture, and the end of the last one, (n + 1,).
+
+    Args:
+        sides: Height and width of the pixels and of the original image, (n, 4).
+    """
     sizes = 3 * sides[:, 0].astype(np.int64) * sides[:, 1]
     return np.append(0, np.cumsum(sizes))
 
 
 def read_sides(file: LocalFile, num_rows: int) -> NDArray[np.uint32] | None:
-    """Read the sides (n, 4) at the end of a file of pictures; None where it is damaged or cut."""
+    """Read the sides (n, 4) in a file of pictures. Return None if it is damaged or truncated."""
     num_bytes = 16 * num_rows
     start = os.fstat(file.fileno()).st_size - num_bytes - DIGEST_BYTES
     if start < 0:
@@ -312,9 +319,10 @@ def read_sides(file: LocalFile, num_rows: int) -> NDArray[np.uint32] | None:
 
 
 def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
-    """Return whether the pictures of all rows take at most about `most_bytes`.
+    """Return whether the pictures of all rows need at most about `most_bytes`.
 
-    It is estimated from ESTIMATE_ROWS evenly spaced rows, unless it is certain.
+    If the smallest and largest possible size do not decide this, the size is estimated from
+    ESTIMATE_ROWS evenly spaced rows.
     """
     num_rows = len(samples)
     if 3 * longest_side**2 * num_rows <= most_bytes:
@@ -335,9 +343,9 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
 def decoded_rows(
     samples: SampleTable, workers: int, cache: Cache | None, decode: Decode
 ) -> Iterator[Picture]:
-    """Yield every row decoded, in table order; loaders or threads decode some rows ahead.
+    """Yield the picture of every row, in table order. Loaders or threads decode rows in advance.
 
-    A picture is overwritten after the next one is asked for.
+    A picture can be overwritten when the next picture is requested.
     """
     pictures = StreamedPictures(samples, sequential_reader(samples, cache), decode)
     mean_bytes = max(1, int(samples.locations.sizes.mean()))
@@ -363,7 +371,7 @@ def decoded_rows(
         try:
             stored = spec.on(loaders)
             block = loaders.take(borders, decode.most_bytes, stored, pictures.data_bytes(rows))
-        except OSError:  # no memory or file descriptor for it
+        except OSError:  # no memory or file descriptor for a block
             return pool.submit(decode_chunk, rows, arena).result
         slots = loaders.pixels(block).view(len(rows), -1)
         block.requests["slot"] = np.arange(len(rows))
@@ -396,7 +404,7 @@ def decoded_rows(
             yield make_chunk(rows, arena)
 
     num_ahead = 2 * max(threads, workers)
-    arenas = [Arena() for _ in range(num_ahead + 1)]  # of the chunks ahead and of the one in use
+    arenas = [Arena() for _ in range(num_ahead + 1)]  # for the chunks ahead and the one in use
     pool = ThreadPoolExecutor(threads)
     try:
         for finish in prefetched(submitted(), num_ahead):
@@ -407,12 +415,12 @@ def decoded_rows(
 
 
 class SharedSpec:
-    """The spec of a feed, copied to shared memory on first use.
+    """The `ImageSpec` of a feed, which is copied to shared memory on first use.
 
     Args:
         pictures: Source of the images.
-        view: Size and crop of the images; None: the pictures themselves.
-        normalisation: Applied to the images; None keeps them uint8.
+        view: Size and crop of the images. None: the pictures themselves.
+        normalisation: Applied to the images. None: they stay uint8.
     """
 
     def __init__(
@@ -437,12 +445,12 @@ class SharedSpec:
 
 
 def abandon(pool: ThreadPoolExecutor) -> None:
-    """Start nothing more in a pool, and do not wait: an unavailable storage would delay it."""
+    """Cancel the jobs of a pool without waiting for running jobs, which storage can delay."""
     pool.shutdown(wait=False, cancel_futures=True)
 
 
 def prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
-    """Yield the same items, each taken from `items` before it is needed, `depth` items ahead."""
+    """Yield the same items, but take `depth` items in advance from the iterator."""
     waiting = deque(islice(items, depth))
     while waiting:
         waiting.extend(islice(items, 1))

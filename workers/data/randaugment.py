@@ -1,15 +1,16 @@
-"""RandAugment on a batch of uint8 images, without a loop over images or a wait for the device.
+"""RandAugment on a batch of uint8 images, without a loop over images or waiting for the device.
 
-It is timm's `rand-m<magnitude>-mstd0.5-inc1`: Cubuk et al. 2020 (arXiv 1909.13719) in the form that
-DeiT, MEAT and DyTox train with. Each of n operations is one of 15, drawn with replacement, and
-applied with probability 0.5 at a strength drawn from N(magnitude, 0.5). The host sorts the images
-by operation, so that each operation takes a slice of the batch of known length before the device
-has computed anything. Tables and blends equal Pillow's. Two deviations from timm: posterize keeps
-at least 1 bit (timm asks for 0 at high magnitude, which Pillow 13 refuses), and affine maps are
-bilinear (timm: bilinear or bicubic, by chance).
+This is timm's `rand-m<magnitude>-mstd0.5-inc1`: Cubuk et al. 2020 (arXiv 1909.13719) in the form
+that DeiT, MEAT and DyTox use. An image gets a fixed number of operations. Each is one of 15, drawn
+with replacement, and is applied with probability 0.5 at a strength drawn from N(magnitude, 0.5).
+The host sorts the images by operation. Therefore each operation gets a slice of the batch, whose
+length is known before the device has computed anything. Tables and blends equal Pillow's. There are
+two deviations from timm. Posterize keeps at least 1 bit; timm asks for 0 bits at high magnitude,
+which Pillow 13 refuses. Affine maps are bilinear; timm draws bilinear or bicubic.
 
-Shapes: b images of a rank, n of them under one operation, `size` in the global batch; levels are
-(n,), signed, in [-10, 10]; params are (n, 6), numbers of the operation for each image.
+Shapes: b images of a rank; `size` images of the global batch; in `Policy` and `plan` n operations
+per image; in the functions of operations n images that get the operation. Levels are (n,), signed,
+in [-10, 10]. Params are (n, 6), parameters of the operation for each image.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ NUM_PARAMS = 6
 
 @dataclass(frozen=True)
 class Policy:
-    """The operations on each sample of the global batch, on the CPU.
+    """The operations on each sample of the global batch.
 
-    Sorting them never waits for the device.
+    They are on the CPU, so that sorting them does not wait for the device.
 
     Attributes:
         ops: Indices into OPS, -1 for no operation, (size, n).
@@ -52,7 +53,7 @@ class Policy:
 
 
 class OperationGroup(NamedTuple):
-    """Images start to stop of a sorted batch: under one operation, or several of one form."""
+    """Images `start` to `stop` - 1 of a sorted batch, which get the same function `apply`."""
 
     apply: Apply
     start: int
@@ -61,11 +62,12 @@ class OperationGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """One operation on each image, in groups.
+    """One operation on each image, with images sorted into groups.
 
     Attributes:
         order: Previous position of each image of the sorted batch, (b,).
-        params: Numbers of the operations, sorted, (b, 6).
+        params: Parameters of the operation on each image of the sorted batch, (b, 6).
+        groups: The groups of images that get an operation.
     """
 
     order: Tensor
@@ -78,7 +80,8 @@ class Schedule:
     """A policy with images sorted by operation, once for each of the n operations.
 
     Attributes:
-        restored: Final position of each image, (b,).
+        rounds: The rounds, in the order in which they are applied.
+        restored: Position of each image in the sorted batch of the last round, (b,).
     """
 
     rounds: tuple[Round, ...]
@@ -92,7 +95,7 @@ class Schedule:
         return tensors
 
     def with_tensors(self, tensors: list[Tensor]) -> Schedule:
-        """Return the schedule with copies of `tensors()` in their place."""
+        """Return the schedule with its tensors replaced by copies, in the order of `tensors()`."""
         restored, *rest = tensors
         rounds = []
         for turn, order, params in zip(self.rounds, rest[::2], rest[1::2], strict=True):
@@ -114,7 +117,7 @@ def plan(draw: StepRng, n: int, magnitude: float) -> Policy:
 
 def schedule(policy: Policy) -> Schedule:
     """Sort the images of a policy by their operations."""
-    slots = torch.arange(len(policy.ops))  # where each image is
+    slots = torch.arange(len(policy.ops))  # current position of each image
     rounds = []
     for ops, levels in zip(policy.ops.unbind(1), policy.levels.unbind(1), strict=True):
         sorted_images = ops.argsort(stable=True)
@@ -125,7 +128,7 @@ def schedule(policy: Policy) -> Schedule:
 
 
 def _params(ops: Tensor, levels: Tensor) -> Tensor:
-    """Return the numbers (b, 6) of operations (b,) at signed levels (b,)."""
+    """Return the parameters (b, 6) of operations (b,) at signed levels (b,)."""
     params = torch.zeros((len(ops), NUM_PARAMS))
     for index, operation in enumerate(OPERATIONS.values()):
         if operation.params_of is not None:
@@ -136,9 +139,9 @@ def _params(ops: Tensor, levels: Tensor) -> Tensor:
 
 
 def _groups(ops: Tensor) -> tuple[OperationGroup, ...]:
-    """Return the groups of a sorted batch; neighbours with equal code form one group."""
+    """Return the groups of a sorted batch. Adjacent operations with the same function form one."""
     counts = (ops + 1).bincount(minlength=len(OPS) + 1).tolist()
-    start = counts[0]  # those without an operation come first
+    start = counts[0]  # images without an operation come first
     groups: list[OperationGroup] = []
     for operation, count in zip(OPERATIONS.values(), counts[1:], strict=True):
         stop = start + count
@@ -151,12 +154,12 @@ def _groups(ops: Tensor) -> tuple[OperationGroup, ...]:
 
 
 def apply(pixels: Tensor, turns: Schedule, fill: tuple[int, ...]) -> Tensor:
-    """Apply a schedule on the device of `pixels`; shape and type stay.
+    """Apply a schedule on the device of `pixels`. Return uint8 (b, 3, S, S).
 
     Args:
         pixels: uint8 (b, 3, S, S).
         turns: The schedule.
-        fill: Colour outside the image, which affine maps can bring in.
+        fill: Colour of pixels that an affine map takes from outside the image.
     """
     for turn in turns.rounds:
         pixels = pixels.index_select(0, turn.order)
@@ -169,7 +172,7 @@ def apply(pixels: Tensor, turns: Schedule, fill: tuple[int, ...]) -> Tensor:
 
 # ---- lookup tables: operations that map each value of a channel to another -----------------------
 def _looks_up(table_of: Callable[[Tensor], Tensor]) -> Apply:
-    """Return an operation that maps values by `table_of(pixels)`, (n, 3, 256)."""
+    """Return an operation that maps values with the tables `table_of(pixels)`, (n, 3, 256)."""
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
         tables = table_of(pixels)
@@ -181,16 +184,16 @@ def _looks_up(table_of: Callable[[Tensor], Tensor]) -> Apply:
 
 
 def _table(values: Tensor, pixels: Tensor) -> Tensor:
-    """Values (n or 1, 1 or 3, 256) of any type -> uint8 (n, 3, 256).
+    """Convert values to tables: (n or 1, 1 or 3, 256) of any dtype -> uint8 (n, 3, 256).
 
-    They are truncated and clipped as Pillow does.
+    Values are clipped and truncated as in Pillow.
     """
     table = values.clamp(0, 255).to(torch.uint8)
     return table.expand(len(pixels), 3, -1).contiguous()
 
 
 def _values(pixels: Tensor) -> Tensor:
-    """Return all values of a channel, (256,)."""
+    """Return all possible values of a channel, (256,)."""
     return torch.arange(256, device=pixels.device)
 
 
@@ -210,13 +213,13 @@ def _equalize(pixels: Tensor) -> Tensor:
     ones = torch.ones((), dtype=torch.int32, device=pixels.device).expand_as(flat)
     counts = torch.zeros((len(pixels), 3, 256), dtype=torch.int32, device=pixels.device)
     counts.scatter_add_(2, flat, ones)  # histograms
-    last = counts.gather(2, flat.amax(2, keepdim=True))  # of the largest value, (n, 3, 1)
+    last = counts.gather(2, flat.amax(2, keepdim=True))  # count of the largest value, (n, 3, 1)
     step = (flat.shape[2] - last) // 255
     table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
     return _table(torch.where(step > 0, table, _values(pixels)), pixels)
 
 
-# ---- arithmetic on bytes: on a CPU several times as fast as a table, or as comparisons -----------
+# ---- arithmetic on bytes: several times faster on a CPU than tables or comparisons ---------------
 def _invert(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
     return 255 - pixels
 
@@ -256,13 +259,14 @@ def _amount(level: Tensor) -> Tensor:
 def _factor(level: Tensor) -> Tensor:
     """Return the weight of the image (n, 1), 0.1 to 1.9, in timm's `increasing` form.
 
-    1 is the image itself, 0 the degenerate one; above 1 the difference is exaggerated.
+    With weight 1 the result is the image, with 0 the degenerate image. A weight above 1 increases
+    the difference from the degenerate image.
     """
     return (1 + 0.9 * level / STRONGEST).clamp(min=0.1).unsqueeze(1)
 
 
 def _make_blend(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
-    """Return an operation that blends an image with a function of the pixels."""
+    """Return an operation that blends an image with a degenerate image, `degenerate_of(image)`."""
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
         image = pixels.float()
@@ -275,12 +279,12 @@ def _make_blend(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Values (...) in [0, 256) -> uint8, truncated; by way of int16, which is five times faster."""
+    """Truncate values in [0, 256) to uint8. The conversion through int16 is five times faster."""
     return values.to(torch.int16).to(torch.uint8)
 
 
 def _grey(image: Tensor) -> Tensor:
-    """Return the luma (n, 1, S, S) in Pillow's fixed-point form; its integers are exact in fp32."""
+    """Return the luma (n, 1, S, S) by Pillow's fixed-point formula, which is exact in fp32."""
     red, green, blue = image.split(1, 1)
     weighted = (red * 19595).add_(green * 38470).add_(blue * 7471)
     luma: Tensor = weighted.add_(0x8000).mul_(2**-16)
@@ -302,7 +306,8 @@ def _black(image: Tensor) -> Tensor:
 def _smooth(image: Tensor) -> Tensor:
     """Apply Pillow's SMOOTH, exactly: a 3x3 box with weight 5 in the middle.
 
-    The outermost pixels stay. The integers are exact in fp32, and so is the floor of the division.
+    The pixels at the edge do not change. The integers and the floor of the division are exact in
+    fp32.
     """
     rows = image[:, :, :-2] + image[:, :, 1:-1] + image[:, :, 2:]
     box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
@@ -327,7 +332,7 @@ def _warp(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
     torch.add(x_x * across, x_y * down + x_0, out=grid[..., 0])
     torch.add(y_x * across, y_y * down + y_0, out=grid[..., 1])
     image = pixels.float()
-    for channel, value in enumerate(fill):  # around zero, the value outside the image
+    for channel, value in enumerate(fill):  # `grid_sample` uses zero outside the image
         image[:, channel] -= value
     moved = F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
     for channel, value in enumerate(fill):
@@ -353,12 +358,12 @@ def _rotation(level: Tensor) -> Tensor:
 
 def _shear_x(level: Tensor) -> Tensor:
     shears = (0.3 * level / STRONGEST).tolist()
-    return _maps([[1, s, s, 0, 1, 0] for s in shears])  # about the top edge
+    return _maps([[1, s, s, 0, 1, 0] for s in shears])  # the top edge stays in place
 
 
 def _shear_y(level: Tensor) -> Tensor:
     shears = (0.3 * level / STRONGEST).tolist()
-    return _maps([[1, 0, 0, s, 1, s] for s in shears])  # about the left edge
+    return _maps([[1, 0, 0, s, 1, s] for s in shears])  # the left edge stays in place
 
 
 def _translation_x(level: Tensor) -> Tensor:
@@ -371,12 +376,17 @@ def _translation_y(level: Tensor) -> Tensor:
     return _maps([[1, 0, 0, 0, 1, 2 * s] for s in shifts])
 
 
-# (pixels (n, 3, S, S), params (n, 6), fill) -> pixels
+# function of an operation: (pixels (n, 3, S, S), params (n, 6), fill) -> pixels
 Apply = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 class Operation(NamedTuple):
-    """Code of an operation, and its numbers: levels (n,) -> (n, up to 6), or None."""
+    """An operation of RandAugment.
+
+    Attributes:
+        apply: The function of the operation.
+        params_of: Function from levels (n,) to parameters (n, up to 6). None: no parameters.
+    """
 
     apply: Apply
     params_of: Callable[[Tensor], Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Files at any location that are read by ranges of bytes."""
+"""Files on disks, web servers or object stores that are read by ranges of bytes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from workers.storage.web import WebFile, is_web
 
 
 class RangeFile(Protocol):
-    """A file of `size` bytes."""
+    """A file that is read by ranges of bytes."""
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file."""
+        """Size of the file in bytes."""
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """Return `size` bytes at `offset`, fewer at the end; thread-safe."""
+        """Return `size` bytes at `offset`, or fewer at the end of the file. Thread-safe."""
 
 
 class ObjectFile:
-    """An object of a storage that threads read by offset at the same time.
+    """An object in an object store. Several threads can read it by offset at the same time.
 
-    pyarrow's own wrapper of a filesystem in Python would let them read one after the other.
+    Through pyarrow's wrapper of a Python filesystem, they would read one after the other.
     """
 
     def __init__(self, system: fs.FileSystem, path: str):
@@ -39,7 +39,7 @@ class ObjectFile:
         self.size = self.file.size()
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        """See `RangeFile.read_at`."""
         count = min(size, self.size - offset)
         if count <= 0:
             return b""
@@ -50,10 +50,10 @@ class ObjectFile:
 
 
 def open_range_file(uri: str) -> RangeFile:
-    """Open a file of a disk, of the hub or of a web server, or an object of a storage.
+    """Open a file on a disk, on the Hugging Face Hub or on a web server, or an object in a storage.
 
     Raises:
-        OSError: If it cannot be opened.
+        OSError: If the file cannot be opened.
         UserError: If the URI does not name a storage.
     """
     if is_web(uri):

@@ -27,24 +27,26 @@ DIED = 0xFFFFFFFE  # in place of a page: a loader has exited, with the status of
 
 HEADER = np.dtype(
     [
-        ("num_bytes", "<u8"),  # of the block
+        ("num_bytes", "<u8"),  # size of the block
         ("spec_page", "<u4"),  # first page of the block with the `ImageSpec`
-        ("spec_bytes", "<u4"),
+        ("spec_bytes", "<u4"),  # size of the `ImageSpec`
         ("num_requests", "<u4"),
         ("num_chunks", "<u4"),
-        ("slot_bytes", "<u8"),  # of the pixels of an image
+        ("slot_bytes", "<u8"),  # size of the pixels of an image
         ("data_start", "<u8"),  # offset of the image files that the rank has read
     ]
 )
 REQUEST = np.dtype(
     [
         ("file", "<i4"),  # index in `ImageSpec.files`
-        ("is_inline", "?"),  # whether the image file lies in this block
-        ("flip", "?"),
-        ("is_made", "?"),  # set by the loader
+        ("is_inline", "?"),  # whether the image file is in this block
+        ("flip", "?"),  # whether the crop is mirrored
+        ("is_made", "?"),  # set by the loader when the image is finished
         ("slot", "<u4"),  # index of the image in the step
-        ("offset", "<u8"),  # of the image file in its shard, or in the data of this block
-        ("size", "<u8"),
+        # Offset of the image file in its shard, or in the data of this block. For a kept picture:
+        # offset of its pixels in the file of kept pictures.
+        ("offset", "<u8"),
+        ("size", "<u8"),  # size of the image file
         ("digest", "S64"),  # hexadecimal sha256 of the image file
         # Height and width of the pixels and of the original image. The rank sets them for a kept
         # picture, the loader for a decoded one.
@@ -103,13 +105,16 @@ class Block:
 
     @property
     def borders(self) -> NDArray[np.uint32]:
-        """(m + 1,) Requests of chunk c are borders[c] to borders[c + 1]."""
+        """Borders of the m chunks, (m + 1,): requests of chunk c are borders[c] to borders[c + 1].
+
+        The end borders[c + 1] is excluded.
+        """
         count = self.get("num_chunks") + 1
         return np.frombuffer(self.memory, np.uint32, count, HEADER.itemsize)
 
     @property
     def requests(self) -> NDArray[Any]:
-        """(n,) Structured array of `REQUEST`."""
+        """The requests, a structured array (n,) of type `REQUEST`."""
         count = self.get("num_requests")
         return np.frombuffer(self.memory, REQUEST, count, _requests_start(count))
 

@@ -1,7 +1,7 @@
 """All private names of PyTorch that this project uses.
 
-PyTorch can rename or remove them in any release. tests/workers/test_torch_internals.py has one
-contract test for each, so that an upgrade fails there with the missing name.
+PyTorch can rename or remove private names in any release. tests/workers/test_torch_internals.py has
+one contract test for each name, so that after an upgrade the test of a missing name fails.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch._C._nn import _upsample_bilinear2d_aa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-BatchNormBase = _BatchNorm  # of batch norms of 1 to 3 dimensions and of synchronised ones
+BatchNormBase = _BatchNorm  # base class of BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
 
 def shapes_only() -> FakeTensorMode:
-    """Return a context in which operations have results with shapes and no values.
+    """Return a context in which operations compute only shapes, and no values.
 
-    They take neither time nor memory. Parameters from outside the context may be used.
+    Operations take almost no time and memory. Tensors from outside the context, such as parameters,
+    can be used.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -39,23 +40,24 @@ def resize_into(image: Tensor, out: Tensor, size: list[int]) -> None:
 
 
 def set_compile_options(max_variants: int) -> None:
-    """Set how often `torch.compile` compiles the code of one block; the setting is global.
+    """Set how often `torch.compile` compiles the code of one block. The setting is global.
 
     Args:
-        max_variants: Maximum number of variants for other shapes or modes. Beyond it the block runs
-            uncompiled.
+        max_variants: Maximum number of compiled variants of a block, for different shapes or modes.
+            Above the limit, the block runs uncompiled.
     """
     from torch._dynamo import config  # takes a second to import
 
-    # Otherwise the code of a block without hooks would serve blocks with hooks, and skip these.
+    # Otherwise code compiled for a block without hooks would be used for blocks with hooks, and
+    # would skip their hooks.
     config.skip_nnmodule_hook_guards = False
     config.recompile_limit = max_variants
 
 
 def limit_host_waits(seconds: float) -> None:
-    """Set the time limit of the collectives on host tensors in the default process group.
+    """Set the timeout of collectives on host tensors in the default process group.
 
-    Those on device tensors keep theirs.
+    Collectives on device tensors keep their timeout.
     """
     group = distributed.group.WORLD
     assert group is not None, "there is no process group"

@@ -1,4 +1,4 @@
-"""Copies from the host to the device that the host does not wait for."""
+"""Asynchronous copies from the host to the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from workers.data.accelerator import functions, is_accelerator
 
 T = TypeVar("T")
-ALIGNMENT = 16  # bytes; a tensor of any type can start at a multiple
+ALIGNMENT = 16  # bytes; a tensor of any dtype can start at a multiple of this
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return host tensors of any types and shapes on the device.
+    """Copy host tensors of any dtype and shape to the device, in one transfer from pinned memory.
 
-    They travel as one copy, from pinned memory. On the CPU they are returned as they are.
+    If the device is the CPU, the tensors are returned unchanged.
     """
     if not is_accelerator(device):
         return list(tensors)
@@ -77,7 +77,7 @@ class SideStream:
     def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
         """Let the caller's stream use tensors of the side stream, after `event`.
 
-        Their memory is not used again before the caller's stream is done with them.
+        The allocator does not reuse their memory before the caller's stream has used them.
         """
         if event is None:
             return

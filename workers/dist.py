@@ -1,4 +1,4 @@
-"""The ranks of one worker group and their collectives. A single rank needs no process group."""
+"""The ranks of a worker group, and their collectives. A single rank needs no process group."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 32 << 20
-WAIT_S = 600.0  # how long a rank may wait for the others in a collective
-STORE_ANSWER_S = 10.0  # how long rank 0, which holds the store, may take to answer a request
-TIMED_OUT = "Timed out waiting"  # in gloo's error when WAIT_S is over
+BUCKET_BYTES = 32 << 20  # approximate bytes of gradients in one all-reduce
+WAIT_S = 600.0  # maximum seconds that a rank waits for other ranks in a collective
+STORE_ANSWER_S = 10.0  # maximum seconds to wait for an answer of rank 0, which holds the store
+TIMED_OUT = "Timed out waiting"  # text of gloo's error after WAIT_S
 
 
 class MissingRanks(RuntimeError):
-    """Ranks did not arrive at a collective in which the others waited."""
+    """Some ranks did not arrive at a collective in which other ranks waited."""
 
 
 @dataclass(frozen=True)
 class Group:
     """One rank of `world` processes, each with one device.
 
-    With `world == 1`, torch.distributed is never called. A collective raises `MissingRanks` if a
-    rank does not arrive within the time limit of gloo, on which the host waits.
+    With `world == 1`, torch.distributed is never called. If a rank does not arrive at a collective
+    of the gloo backend within its timeout, the waiting ranks raise `MissingRanks`.
 
     Attributes:
-        cores: Cores of the node that the rank can use. None: all.
+        rank: Index of this rank, from 0.
+        world: Number of ranks.
+        device: Device of this rank.
+        cores: Number of cores of the node that the rank can use. None: all.
     """
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cores: int | None = None
-    # Numbers the collectives. All ranks call the same ones, in the same order.
+    # Numbers of the collectives. All ranks call the same collectives in the same order.
     _numbers: Iterator[int] = field(
         default_factory=partial(count, 1), init=False, repr=False, compare=False
     )
@@ -49,7 +52,8 @@ class Group:
         """Sum over ranks, in place."""
         if self.world > 1:
             if tensor.device.type != "cpu":
-                # The host reads the sum next. In NCCL it would wait without naming who is missing.
+                # The host reads the sum next. This gather waits for all ranks by gloo, so that the
+                # error names missing ranks. With NCCL it would not.
                 self.gather(None)
             with self._arriving("a sum"):
                 dist.all_reduce(tensor)
@@ -62,7 +66,7 @@ class Group:
         must not depend on the number of ranks.
 
         Returns:
-            The number of synchronised bytes per rank.
+            The number of summed bytes per rank.
         """
         for p in parameters:
             if p.grad is None:
@@ -97,7 +101,7 @@ class Group:
         return flat.numel() * flat.element_size()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value (plain Python), on every rank."""
+        """Return rank 0's value (a picklable object) on every rank."""
         if self.world == 1:
             return value
         box = [value]
@@ -106,7 +110,7 @@ class Group:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (plain Python), in rank order, on every rank."""
+        """Return every rank's value (a picklable object), in rank order, on every rank."""
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
@@ -116,12 +120,12 @@ class Group:
 
     @contextmanager
     def _arriving(self, purpose: str) -> Iterator[None]:
-        """Note in the store of torch.distributed that this rank arrives at its next collective.
+        """Context manager around a collective, which records that this rank has arrived.
 
-        The note is sent without waiting for an answer.
+        The record is written to the store of torch.distributed, without waiting for an answer.
 
         Args:
-            purpose: Purpose of the collective, for the error.
+            purpose: Purpose of the collective, for the error message.
 
         Raises:
             MissingRanks: If the collective has timed out.
@@ -139,7 +143,7 @@ class Group:
             raise MissingRanks(sentence) from None
 
     def _find_missing(self, number: int) -> list[int]:
-        """Return the ranks that have not arrived at the collective of this number."""
+        """Return the ranks that have not arrived at collective number `number`."""
         store = shared_store()
         try:
             store.wait([arrival_key(self.rank)], timedelta(seconds=STORE_ANSWER_S))
@@ -154,14 +158,14 @@ class Group:
 
 
 def shared_store() -> Any:
-    """Return the store that all ranks of this process's group read and write."""
+    """Return the key-value store that the ranks of this process group share."""
     group = dist.group.WORLD
     assert group is not None, "there is no process group"
     return group.get_group_store()
 
 
 def arrival_key(rank: int) -> str:
-    """Return the key in the store of the number of the last collective that a rank arrived at."""
+    """Return the store key under which a rank records the number of its last collective."""
     return f"arrivals/{rank}"
 
 
@@ -188,7 +192,7 @@ def describe_missing(ranks: list[int], purpose: str, waited_s: float) -> str:
 
 
 def interleave(shares: list[list[Any]]) -> list[Any]:
-    """Undo a round-robin split over ranks: item i is item i // world of rank i % world."""
+    """Undo a round-robin split over ranks: item i is item i // world of `shares[i % world]`."""
     world = len(shares)
     total = sum(len(share) for share in shares)
     return [shares[i % world][i // world] for i in range(total)]

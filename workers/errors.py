@@ -1,4 +1,4 @@
-"""Exceptions for users. A message says the value, the expected form and the remedy."""
+"""Exceptions for users. A message names the value, the expected form and the remedy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class UserError(ValueError):
 
 
 class DamagedArtifact(UserError):
-    """The digest of a stored file does not match. The stage that wrote it runs again."""
+    """A stored file is missing, damaged or invalid. The stage that wrote it runs again."""
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
         self.key = key
 
     def __reduce__(self) -> tuple[type[DamagedArtifact], tuple[str, str]]:
-        # Keeps both arguments when Ray sends the error between processes.
+        # So that both arguments are kept when Ray pickles the error.
         return type(self), (self.key, str(self))
 
 
@@ -37,7 +37,7 @@ def describe_error(error: BaseException, only_first_line: bool = False) -> str:
 
     Args:
         error: The error.
-        only_first_line: Leave out the lines after the first. Otherwise all lines are joined.
+        only_first_line: Omit the lines after the first. Otherwise all lines are joined.
     """
     lines = str(error).strip().splitlines()[: 1 if only_first_line else None]
     return " ".join(" ".join(lines).split()) or type(error).__name__
@@ -68,12 +68,12 @@ def did_you_mean(
 def require_package(name: str, required_by: str, remedy: str) -> None:
     """Raise `UserError` if a package is not installed.
 
-    A machine without ray and mlflow can still train.
+    Packages such as ray and mlflow are optional: training works without them.
 
     Args:
         name: Name of the package.
-        required_by: Setting or command that needs it, for the message.
-        remedy: How to do without it.
+        required_by: Setting or command that needs the package, for the message.
+        remedy: How the user can do without the package, for the message.
     """
     if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
         raise UserError(

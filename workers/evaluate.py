@@ -1,6 +1,7 @@
 """Evaluation after a task: counts of correct predictions, and a digest of all logits.
 
-It reads the test split, which nothing else reads. A search reads the validation split instead.
+Evaluation reads the test split, or in a search the validation split (`StageJob.split`). Training
+does not read the test split.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.protocols import InfersTask, list_candidates
 from workers.restore import finished_method
 
-EVALUATE_REVISION = 1  # raise it when evaluation gives other numbers
+EVALUATE_REVISION = 1  # part of the keys; increase it if evaluation gives different numbers
 TOP = 5  # k of the top-k accuracy `correct_top5`
 
 
@@ -33,8 +34,8 @@ class Answers(NamedTuple):
     Attributes:
         keys: Keys of the images in their split.
         labels: Positions in the class list of the task, (n,).
-        logits: Float32 (n, num_classes) over the competing outputs (see `answers`).
-        picks: Tensors (n,) by name, as returned by `with_picks`.
+        logits: Float32 (n, num_classes) of the competing outputs (see `answers`).
+        picks: Tensors (n,) by name, from `with_picks`.
     """
 
     keys: list[str]
@@ -45,10 +46,10 @@ class Answers(NamedTuple):
 
 @torch.no_grad()
 def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
-    """Return the numbers of correct answers and of images in `feed`, over all ranks.
+    """Return the number of correct predictions and the number of images in `feed`, over all ranks.
 
-    The outputs of `answers` compete. Afterwards the method is in the mode, training or not,
-    that it was in before.
+    A prediction is the largest output of `answers`. The training mode of the method is restored
+    afterwards.
     """
     was_training = method.training
     method.eval()
@@ -68,8 +69,8 @@ def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
     """Return the logits over the outputs that compete in the method's scenario.
 
-    These are all classes so far in scenario `class`, the classes that all tasks have in scenario
-    `domain`, and the classes of `task` otherwise.
+    In scenario `class` the outputs are all classes so far, in scenario `domain` the classes that
+    all tasks share, and in scenario `task` the classes of `task`.
     """
     if method.scenario == "task":
         return method.logits(images, task)
@@ -79,7 +80,7 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 def merge_domains(method: Method, logits: Tensor) -> Tensor:
     """In scenario `domain` return the largest output of each class: (b, tasks * K) -> (b, K).
 
-    Logits of other scenarios, and of one head for all tasks, are returned as they are.
+    In other scenarios, and with one head for all tasks, the logits are returned unchanged.
     """
     if method.scenario != "domain":
         return logits
@@ -107,12 +108,17 @@ def evaluate_task(
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Measure one row of the accuracy matrix.
 
-    If a method can change its outputs on earlier tasks, all tasks so far are measured. Otherwise
-    only this task is measured, and the previous task again as a canary: the digest of the logits
-    must be the same as in its own row.
+    If a later stage can change the outputs on earlier tasks, all tasks so far are measured.
+    Otherwise only this task is measured. The previous task is then measured again as a canary: its
+    logits must have the same digest as in its own row.
+
+    Args:
+        job: The stage.
+        group: The rank.
+        report: Called with the progress.
 
     Returns:
-        The predictions as a file by name, and the manifest.
+        The file of the predictions by name, and the manifest.
     """
     assert job.task is not None
     method = finished_method(job, group)
@@ -139,9 +145,9 @@ def evaluate_task(
 
 @torch.no_grad()
 def compute_logits(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
-    """Return the method's answers on this rank's share of the task's images, one entry per batch.
+    """Return the method's outputs on this rank's share of a task's images, one entry per batch.
 
-    The images are of the job's split.
+    The images are from `job.split`.
     """
     feed = Feed(job, (task,), job.split, group, training=False)
     batches: list[Answers] = []
@@ -154,12 +160,13 @@ def compute_logits(job: StageJob, method: Method, task: Task, group: dist.Group)
 
 
 def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the logits of `answers`, and the picks of a method that infers the task (else {}).
+    """Return the logits of `answers`, and further predictions for each image, by name.
 
-    The picks are `choice` (b,), an index among the candidates of the method, and `confidence` (b,).
-    In scenario `class` there is also `task_aware` (b,): the predicted class among the classes of
-    `task`, if the method is given the task. In scenario `domain` every method with a head for each
-    task has it, and only a method that infers the task has the others.
+    A method that infers the task gives `choice` (b,), an index among the candidates of the method,
+    and `confidence` (b,). In the scenarios `class` and `domain` it also gives `task_aware` (b,):
+    the predicted class among the classes of `task`, when the method is given the task. In scenario
+    `domain`, other methods with a head per task also give `task_aware`. Otherwise the dict is
+    empty.
     """
     if isinstance(method, InfersTask) and method.candidates():
         choice, confidence = method.infer(images)
@@ -176,10 +183,10 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
 
 
 def in_order(shares: list[list[Answers]]) -> Answers:
-    """Join the answers of all ranks in test order, which does not depend on the number of ranks.
+    """Join the outputs of all ranks in table order, which does not depend on the number of ranks.
 
     Args:
-        shares: Answers per rank, batch by batch. Whole batches were distributed in turn.
+        shares: Outputs per rank, batch by batch. Rank j % world has computed batch j.
     """
     batches = dist.interleave(shares)
     keys: list[str] = []
@@ -195,16 +202,16 @@ def in_order(shares: list[list[Answers]]) -> Answers:
 
 
 def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any], pa.Table]:
-    """Summarise measured answers.
+    """Summarise the outputs of a method on one task.
 
-    In scenario `class` labels and predictions are positions in the output space of all classes so
-    far. `correct_task_aware` then counts the images that are correct among the classes of their own
-    task; in scenario `domain`, with the head of their own task.
+    In scenario `class`, labels and predictions are positions in the output space of all classes so
+    far. `correct_task_aware` then counts the images whose prediction is correct among the classes
+    of their own task. In scenario `domain` it counts correct predictions of the own task's head.
 
     Args:
         method: The method.
         task: The measured task.
-        measured: Its answers.
+        measured: The outputs on the task.
 
     Returns:
         Counts with a digest of the logits, and a table with one row per image.
@@ -265,8 +272,8 @@ def count_picks(
         confidence: Confidence of each pick, (n,).
 
     Returns:
-        The names of the candidates, the number of picks of each, the number of right picks, and the
-        mean confidence of right and of wrong picks (None without picks).
+        The names of the candidates, the number of picks of each, the number of correct picks, and
+        the mean confidence of correct and of wrong picks (None if there are no such picks).
     """
     is_right_candidate = torch.tensor([task in tasks for tasks in candidates.values()])
     is_right = is_right_candidate[choices]
@@ -288,9 +295,9 @@ def _mean(values: Tensor) -> float | None:
 def canary(
     job: StageJob, method: Method, earlier_task: Task, group: dist.Group
 ) -> dict[str, Any] | None:
-    """Return the counts and digest of an earlier task, measured with the method as it is now.
+    """Return the counts and digest of an earlier task, measured with the current method.
 
-    Return None on all ranks when any rank finds the task's data deleted or damaged.
+    Return None on all ranks if any rank finds the task's data deleted or damaged.
     """
     share: list[Answers] | None = None
     try:
@@ -300,7 +307,7 @@ def canary(
     except DamagedArtifact as error:
         if error.key != earlier_task.data:
             raise
-    shares = group.gather(share)  # also without data, so that no other rank waits for this one
+    shares = group.gather(share)  # also without data, so that no other rank waits in vain
     complete_shares = [share for share in shares if share is not None]
     if len(complete_shares) < len(shares):
         return None

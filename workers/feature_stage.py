@@ -1,4 +1,4 @@
-"""The stage with the features of a task's images, which methods of class statistics share."""
+"""The `features` stage: features of a task's images, shared by methods with class statistics."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from workers.job import StageJob
 from workers.restore import load_backbone
 from workers.storage.artifact import Artifact
 
-FEATURES_REVISION = 1  # part of the key; raise it if the features change
+FEATURES_REVISION = 1  # part of the keys; increase it if the features change
 FILE = "features.parquet"
 
 
 def compute_features(
     job: StageJob, group: dist.Group, report: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Compute the features of all train images of a task with the backbone as it is.
+    """Compute the features of all train images of a task with the unchanged backbone.
 
-    Images that a method holds out for validation are among them: `load_features` leaves them out.
+    This includes images that a method holds out for validation. `load_features` omits them.
 
     Args:
-        job: The stage; its data settings hold no images out.
+        job: The stage. Its data settings hold out no images.
         group: The rank.
-        report: Not used; there is no progress within the pass.
+        report: Not used.
 
     Returns:
-        The file of the features, and the manifest.
+        The file of the features by name, and the manifest.
     """
     assert job.task is not None
     backbone = load_backbone(job).to(group.device).eval()
@@ -42,7 +42,9 @@ def compute_features(
 
 
 def load_features(job: StageJob) -> FeatureBatch:
-    """Return the features of the images that a step of a method reads, sorted by key.
+    """Return the features of the train images for a step of a method, sorted by key.
+
+    Images that the step holds out for validation are omitted.
 
     Args:
         job: The step of the method; `job.features` is the key of the stage with the features.

@@ -1,6 +1,6 @@
-"""StageJob: the complete input of a worker, plain and picklable, with absolute URIs.
+"""StageJob: the complete input of a worker, picklable and with absolute URIs.
 
-Also the schema of all settings that can change a result.
+This module also defines the settings that can change a result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALLEST = 1e-30  # smallest absolute value other than 0; a division by it does 
 class Frozen(BaseModel):
     """Base of all settings: immutable; unknown keys and extreme numbers are errors.
 
-    Larger numbers, or divisions by smaller ones, would overflow or let a loop run for ever.
+    Larger numbers, or divisions by smaller numbers, could overflow or make a loop run forever.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -49,7 +49,7 @@ class Frozen(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return pydantic's schema, with the largest numbers where a field has no limit."""
+        """Return pydantic's schema, with the general limits for numbers without their own limit."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         _limit_numbers(schema, {"integer": cls.largest_whole, "number": LARGEST})
         return schema
@@ -70,8 +70,8 @@ def _limit_numbers(schema: Any, largest: Mapping[str, float]) -> None:
     """Add limits to the numbers in a JSON schema that have none, in place.
 
     Args:
-        schema: A schema, or a part of one; the definitions it refers to are left as they are.
-        largest: JSON type -> the largest magnitude.
+        schema: A schema, or a part of a schema. Definitions that it refers to are not changed.
+        largest: JSON type -> largest absolute value.
     """
     if isinstance(schema, list):
         for part in schema:
@@ -99,8 +99,8 @@ class Neutral:
 
     Attributes:
         value: The value that gives the results of the earlier code. With this value the setting is
-            not part of a key, so older results stay valid. It never changes. The default can
-            change, and then the keys change with it.
+            not part of a key, so older results stay valid. The neutral value must never change. If
+            the default of the setting changes, the keys change.
     """
 
     value: Any
@@ -113,9 +113,10 @@ class ActiveIf:
     Example: `crop_scale: Annotated[Range, ActiveIf("crop", ("resized",))]`
 
     Attributes:
-        name: The other setting, by its name in a config; `scenario` is the stream's.
-        values: The values at which this one has an effect; () means all but those in `but`.
-        but: The values at which it has none.
+        name: Name of the other setting in a config. `scenario` is the scenario of the stream.
+        values: Values of the other setting at which the marked setting has an effect. (): all
+            values except those in `but`.
+        but: Values of the other setting at which the marked setting has no effect.
     """
 
     name: str
@@ -123,19 +124,20 @@ class ActiveIf:
     but: tuple[Any, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """Return whether the marked setting has an effect at this value of the other one."""
+        """Return whether the marked setting has an effect if the other setting has this value."""
         return value in self.values if self.values else value not in self.but
 
 
 def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, Any]]:
-    """Find the settings without an effect, by their names in a config.
+    """Find the settings that have no effect.
 
     Args:
         settings: Settings, some of which are marked with `ActiveIf`.
-        context: Values that are not a field of the settings, for example the scenario.
+        context: Values that are not fields of the settings, for example the scenario.
 
     Returns:
-        For each such setting the first unfulfilled mark, and the value of the setting in that mark.
+        Name of each such setting in a config -> its first unfulfilled mark, and the value of the
+        other setting, which the mark names.
     """
     values = settings.model_dump(by_alias=True) | context
     idle: dict[str, tuple[ActiveIf, Any]] = {}
@@ -147,9 +149,9 @@ def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, 
 
 
 def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings that enter a key: all values including defaults, by name in a config.
+    """Return the settings that are part of a key: all values with defaults, by name in a config.
 
-    Settings at their neutral value are left out, at any depth of nested settings.
+    Settings with their neutral value are omitted, also in nested settings.
 
     Args:
         settings: The settings.
@@ -169,9 +171,10 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
 
 
 def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stored file, with neutral values for those that it lacks.
+    """Return the settings of a stored file, with neutral values for missing settings.
 
-    The file was written before these settings existed; their defaults may differ.
+    The file was written before these settings existed. Their defaults can differ from the neutral
+    values.
     """
     neutral: dict[str, Any] = {}
     for name, info in model.model_fields.items():
@@ -182,7 +185,12 @@ def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, A
 
 
 def _nested_inputs(value: Any, dumped: Any) -> Any:
-    """Return a field's value as it enters a key. dumped: the value as plain data."""
+    """Return the part of a field's value that is part of a key.
+
+    Args:
+        value: Value of the field.
+        dumped: The value as plain data.
+    """
     if isinstance(value, BaseModel):
         return key_inputs(value)
     if isinstance(value, dict):
@@ -197,13 +205,13 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 # ---- options of a backbone --------------------------------------------------------------------
-# A config, a model folder or a record may come from a stranger. timm's factory takes more than a
-# model's own arguments: URLs and files to load weights from, folders to write to, classes and
-# functions to call. None of those may come from a file. This half of the check needs no timm;
-# `workers/model/signature.py` compares names and types with the model's signature.
-MAX_BLOCKS = 200  # of all stages together; the deepest models of timm have some 60
-MAX_OPTION = 65_536  # of every other option: widths, heads, sides of patches
-MAX_OPTION_VALUES = 16
+# A config, a model folder or a record can come from an untrusted source. timm's `create_model`
+# accepts more than the arguments of a model: URLs and files with weights, folders to write to,
+# classes and functions to call. A file must not set those. This part of the check does not need
+# timm; `workers/model/signature.py` compares names and types with the model's signature.
+MAX_BLOCKS = 200  # maximum number of blocks of a backbone; the deepest timm models have about 60
+MAX_OPTION = 65_536  # maximum of every other option, such as widths, heads and sides of patches
+MAX_OPTION_VALUES = 16  # maximum number of values of an option that is a list
 BLOCK_COUNTS = frozenset({"depth", "depths", "layers"})
 OPTION_NAME = re.compile(r"[a-z][A-Za-z0-9_]{0,39}")
 OPTION_WORD = re.compile(r"[A-Za-z0-9_]{0,40}")
@@ -356,7 +364,7 @@ class BackboneModel(Frozen):
     @field_validator("name")
     @classmethod
     def _registered_name(cls, name: str) -> str:
-        # timm would download `hf-hub:...` and read `local-dir:...`
+        # timm would download a name `hf-hub:...`, and read the folder of `local-dir:...`
         if name and not MODEL_NAME.fullmatch(name):
             raise ValueError(
                 "it must be a model's name alone, such as vit_tiny_patch16_224, or NAME.TAG, "
@@ -386,7 +394,7 @@ class BackboneModel(Frozen):
 
 
 class BackboneSettings(BackboneModel):
-    """The backbone that all tasks share, with every value resolved, as workers and keys have it."""
+    """The backbone that all tasks share, with all values resolved, for workers and keys."""
 
     img_size: int = Field(
         224,
@@ -422,7 +430,7 @@ AreaShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class DataSettings(Frozen):
-    """How samples reach the model."""
+    """How samples are selected, augmented and cached."""
 
     val_fraction: float = Field(
         0.1,
@@ -564,10 +572,11 @@ class TrainSettings(Frozen):
 
 @dataclass(frozen=True)
 class ShardUrls:
-    """Locations of the shards of a card that are used in place, from the person's own card.
+    """Locations of the shards of a card that are used in place, from the user's own card.
 
     Attributes:
-        train: Absolute paths and URLs with braces, `s3://bucket/train-{0000..1023}.tar`.
+        train: Absolute paths and URLs of the train split, which can have braces, for example
+            `s3://bucket/train-{0000..1023}.tar`.
         test: The same for the test split.
         val: The same for the validation split.
     """
@@ -583,32 +592,32 @@ class Task:
 
     name: str
     card: str
-    data: str  # key of the ingest stage with its shards
+    data: str  # key of the ingest stage of its data set
     classes: tuple[str, ...]
-    # also "base": the backbone was trained on it; "unlabelled": its labels have no meaning
+    # "task"; "base": the backbone was trained on this task; "unlabelled": labels have no meaning
     role: str = "task"
-    shard_urls: ShardUrls | None = None  # None: the shards lie in the ingest stage
-    # Whether the data set has validation images; otherwise some are held out of train.
+    shard_urls: ShardUrls | None = None  # None: the shards are in the ingest stage
+    # Whether the data set has validation images. Otherwise they are held out of train.
     has_val: bool = False
-    # For a slice of a stream: (class, start, stop), the part [start, stop) of the class's images in
-    # the order of their sha256. It has no images of other classes. None: all images of all classes.
+    # For a slice of a stream: (class, start, stop), the share [start, stop) of the class's images
+    # in the order of their sha256. The task has no images of other classes. None: all images.
     parts: tuple[tuple[str, float, float], ...] | None = None
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the share of the images of each class that belong to the task."""
+        """Share of the images of each class that belongs to the task."""
         if self.parts is None:
             return dict.fromkeys(self.classes, 1.0)
         return {name: stop - start for name, start, stop in self.parts}
 
     @property
     def num_classes(self) -> int:
-        """Return the number of classes."""
+        """Number of classes."""
         return len(self.classes)
 
 
 def count_classes(tasks: Iterable[Task]) -> int:
-    """Return the number of classes that share a memory; a class of several slices counts once."""
+    """Count the classes that share a memory. A class that several slices have counts once."""
     classes: set[tuple[str, str]] = set()
     for task in tasks:
         owner = task.name if task.parts is None else ""
@@ -624,10 +633,9 @@ class StageJob:
         tasks: Every task of the stream up to and including this stage's task, in order (the base
             task first, if any).
         backbone: Key of the backbone stage.
-        previous: Keys of the stages with the carried state that this stage starts from, by step
-            name.
+        previous: Keys of the stages whose carried state this stage starts from, by step name.
         states: Keys of the stages with the states of tasks, by task name in stream order. For
-            `evaluate` these are all `tasks`, for training in a chain the earlier ones.
+            `evaluate` these are all `tasks`, for training in a chain the earlier tasks.
         measured: Tasks that `evaluate` measures, on images of `split`. A search measures only
             validation images.
         parents: Keys of all stages with results that this stage can read.
@@ -660,8 +668,8 @@ class StageJob:
     # code.
     method_module: str = ""
     method_code: str = ""
-    # The result does not depend on:
-    checkpoint_s: float = 60.0
+    # The result does not depend on the following fields.
+    checkpoint_s: float = 60.0  # seconds between two checkpoints; 0: only before a preemption
     loader_workers: int | Literal["auto"] = "auto"
-    cache: str = ""  # node-local folder of shards and decoded images
-    cache_gb: float = 50.0
+    cache: str = ""  # node-local folder for shards and decoded images; "": no cache
+    cache_gb: float = 50.0  # limit of the cache in GiB

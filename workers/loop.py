@@ -55,18 +55,18 @@ from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
-# Contents of files by name, and the manifest as JSON.
+# Contents of files by name, and the manifest.
 StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
 LossFunction = Callable[[Batch, Progress], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-# Part of the keys of trained results. Raise it if a change to this loop, the optimizer, the feed,
-# the augmentation, stochastic depth or the heads changes the result of training.
+# Part of the keys of trained results. Increase it if a change to this loop, the optimizer, the
+# feed, the augmentation, stochastic depth or the heads changes the result of training.
 TRAIN_REVISION = 6
-REPORT_S = 1.0  # shortest time between two progress reports of a stage
-CHECKPOINT_REPORT_S = 30.0  # the same for its checkpoints
+REPORT_S = 1.0  # minimum seconds between two progress reports of a stage
+CHECKPOINT_REPORT_S = 30.0  # minimum seconds between two reports of a stage's checkpoints
 # Report of a stage that another process computes, for example another driver of the same run.
 WAITING = {"waiting_for": "another process, which computes this stage"}
-# With several ranks a broadcast tells whether a checkpoint is due, once in so many optimizer steps.
+# With several ranks, rank 0 broadcasts whether a checkpoint is due, once per this many steps.
 AGREE_STEPS = 8
 
 
@@ -90,7 +90,7 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 
 def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
-    """Return the stored manifest of the stage's result, marked `reused`, or None without a result.
+    """Return the stored manifest of the stage's result with `reused`, or None without a result.
 
     Call it on all ranks: rank 0 reads the manifest and broadcasts it.
     """
@@ -135,9 +135,9 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
 
 
 def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write a result to the store and return the manifest that the store then has.
+    """Write a result to the store, and return the manifest that is in the store afterwards.
 
-    If another process has published a result first, that result stays and its manifest is returned.
+    If another process has published a result first, its result is kept and its manifest returned.
     """
     attempt = Attempt(job.root, job.key)
     for name, data in files.items():
@@ -155,9 +155,11 @@ def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) ->
 def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     """Run one step of one task with the job's method, on a fresh copy of the backbone.
 
-    The method starts from the carried state that the previous stage passed on. Return as files the
-    task's state, the carried state for the next stage and the metrics of each epoch; and the
-    manifest.
+    The method starts from the carried state of the previous stage.
+
+    Returns:
+        Files with the task's state, the carried state for the next stage and the metrics of each
+        epoch; and the manifest.
     """
     assert job.task is not None
     method = new_method(job).to(group.device)
@@ -191,10 +193,10 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
 
 
 def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageResult:
-    """Make the backbone that all tasks use. Train it if the stream starts with a base task.
+    """Create the backbone that all tasks use. Train it if the stream starts with a base task.
 
-    Its weights come from timm's hub, from a file, or from a random initialisation that depends on
-    the seed. Training on the base task is plain fine-tuning of all weights.
+    The initial weights are pretrained weights of timm or of the Hugging Face Hub, weights from a
+    file, or random and dependent on the seed. Training on the base task fine-tunes all weights.
     """
     torch.manual_seed(derive_seed(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
@@ -236,8 +238,9 @@ class Training(NamedTuple):
 
     Attributes:
         history: Metrics of each epoch, one row per epoch.
-        length: Length of the training as returned by `optim.describe_length`, and `replayed`, the
-            images that its replay batches read. Empty for a step without training.
+        length: Length of the training from `optim.describe_length`. With replay, it also has
+            `replayed`, the number of images in all replay batches. Empty for a step without
+            training.
     """
 
     history: list[dict[str, Any]]
@@ -264,7 +267,7 @@ def fit(
     # None for the training of the backbone, which is not a step of a method.
     step = next((step for step in method.steps if step.name == job.step), None)
     trains = step is None or step.trains
-    if not trains:  # its key does not contain `train`
+    if not trains:  # the key does not contain `train`, so `train.precision` must have no effect
         accelerator.use_fp32()
     method.to(group.device)
     job, context, feed = step_inputs(job, method, carried, group, trains)
@@ -323,7 +326,8 @@ def step_inputs(
 
     A preliminary context is passed to `Method.memory`, which names the exemplars. The final context
     adds the values that depend on them: the training data and the number of optimizer steps. The
-    exemplars are mixed into the feed, or replayed beside it (`ReplaysSamples`).
+    exemplars are part of the training feed, or are replayed in batches of their own
+    (`ReplaysSamples`).
 
     Args:
         job: The stage.
@@ -333,7 +337,7 @@ def step_inputs(
         trains: Whether the step trains.
     """
     assert job.task is not None
-    # Tasks of which every sample is trained on; `job.tasks` are the tasks up to this one.
+    # Tasks whose samples are all used for training; `job.tasks` are the tasks up to this task.
     full_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
     train = job.train
     validated_tasks = tuple(
@@ -391,9 +395,9 @@ def step_inputs(
 
 
 def exemplar_keys(method: Method, context: StepContext) -> dict[str, list[str]]:
-    """Return the sample keys of the exemplars of each task that the step also trains on.
+    """Return the keys of the exemplars, on which the step also trains, by task.
 
-    Tasks without exemplars are left out.
+    Tasks without exemplars are omitted.
     """
     if not isinstance(method, RemembersSamples):
         return {}
@@ -449,7 +453,7 @@ def train_epochs(
                 checkpoints.save(epoch, step + 1, history, losses.total())
         row = {
             "epoch": epoch,
-            "lr": optimizer.param_groups[0]["lr"],  # of the first group in the last step
+            "lr": optimizer.param_groups[0]["lr"],  # rate of the first group in the last step
             **losses.means(job, method),
             **method.metrics(),
             **validation_counts(method, val, group),
@@ -467,7 +471,7 @@ def train_epochs(
 def validation_counts(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
     """Return `val_correct`, the number of correctly classified validation images, and `val_total`.
 
-    The result is {} if no validation split is held out of train.
+    The result is {} if there are no validation images.
     """
     if val is None:
         return {}
@@ -483,10 +487,10 @@ def train_step(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Take one optimizer step over the global batch; `batches` are this rank's micro-batches.
+    """Take one optimizer step over the global batch. `batches` are this rank's micro-batches.
 
-    Return the loss and its terms by name. The sum of a value over all ranks is its mean over the
-    global batch.
+    Return this rank's parts of the loss and of its terms, by name. The sum of a value over all
+    ranks is its mean over the global batch.
     """
     lr_factor = optim.compute_lr_factor(
         progress.global_step, progress.total, progress.steps_per_epoch, job.train
@@ -494,7 +498,8 @@ def train_step(
     optim.scale_rates(optimizer, lr_factor)
     parameters = list_parameters(optimizer)
     terms = compute_gradients(method, optimizer, batches, progress, job, group)
-    # Sharpness-aware minimisation: a second gradient, at weights moved by rho; they are moved back.
+    # Sharpness-aware minimisation: compute the gradients again at perturbed weights. Then the
+    # weights are restored.
     rho = method.sam_radius() if isinstance(method, UsesSharpness) else 0.0
     if rho:
         with optim.ascend(parameters, rho):
@@ -517,10 +522,10 @@ def compute_gradients(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Set each parameter's gradient of the mean loss over the global batch.
+    """Set the gradient of each parameter to the gradient of the mean loss over the global batch.
 
-    `Batch.weight` is the part of the global batch that a micro-batch is: its gradients are summed
-    over micro-batches and ranks. A replay batch has a weight of its own. Return the loss and its
+    A micro-batch has the share `Batch.weight` of the global batch. The weighted gradients are
+    summed over micro-batches and ranks. A replay batch has its own weight. Return the loss and its
     terms, as `train_step` does.
     """
     optimizer.zero_grad(set_to_none=True)
@@ -545,7 +550,7 @@ def add_gradients(
     job: StageJob,
     group: dist.Group,
 ) -> None:
-    """Add the gradients of a loss, and the loss and its terms to `terms`.
+    """Add the gradients of a loss to the parameters, and the loss and its terms to `terms`.
 
     Args:
         method: The method.
@@ -573,10 +578,11 @@ def combine_gradients(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Set each parameter's gradient to the one that the method makes of several.
+    """Replace each parameter's gradient by the method's combination of several gradients.
 
-    Return the terms of `replay_loss`, as means over the parts of the replay batch. The loss itself
-    is not part of the reported loss.
+    These are the current gradient, and the gradient of `replay_loss` on each part of the replay
+    batch. Return the other terms of `replay_loss`, as means over the parts. Its loss is not part of
+    the reported loss.
     """
     assert isinstance(method, Method)
     gradient = flatten_gradients(parameters)
@@ -603,7 +609,7 @@ def combine_gradients(
 
 
 def flatten_gradients(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Return the gradients of parameters that all have one, as one vector."""
+    """Concatenate the gradients of parameters, which must all have a gradient, to one vector."""
     return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
 
 
@@ -626,9 +632,9 @@ class BestEpoch:
     """The weights of the epoch with the most correct validation images (`train.keep: best`).
 
     Attributes:
-        record: `epoch` and `val_correct` of that epoch, as stored in checkpoints. Empty before the
-            first update, and always with `train.keep: last`.
-        tensors: Copies of the tensors of `checkpoint.trained_state` after that epoch, by name.
+        record: `epoch` and `val_correct` of the best epoch, as stored in checkpoints. Empty before
+            the first update, and always with `train.keep: last`.
+        tensors: Copies of the tensors of `checkpoint.trained_state` after the best epoch, by name.
     """
 
     def __init__(self, record: dict[str, Any], tensors: dict[str, torch.Tensor]):
@@ -636,9 +642,9 @@ class BestEpoch:
         self.tensors = tensors
 
     def update(self, method: Method, row: dict[str, Any]) -> None:
-        """Remember the epoch of `row` if it is the best so far; in a tie the earlier one is kept.
+        """Store the epoch of `row` if it is the best so far. In a tie, the earlier epoch is kept.
 
-        Without a validation split no epoch is remembered, and so the last one stays.
+        Without validation images no epoch is stored, so the result is the last epoch.
         """
         val_correct = row.get("val_correct", -1)
         if val_correct <= self.record.get("val_correct", -1):
@@ -649,7 +655,7 @@ class BestEpoch:
 
     @torch.no_grad()
     def restore(self, method: Method) -> None:
-        """Copy the best epoch's tensors into the method, if an epoch was remembered."""
+        """Copy the best epoch's tensors into the method, if an epoch was stored."""
         if not self.tensors:
             return
         live = checkpoint.trained_state(method)
@@ -680,11 +686,15 @@ class CheckpointSaver:
         self.saved_at = time.monotonic()
 
     def is_due(self, step: int | None = None) -> bool:
-        """Return whether to save now, the same on all ranks: rank 0 decides and broadcasts it.
+        """Return whether to save now. All ranks return the same: rank 0 decides and broadcasts.
 
-        A checkpoint is due when the period is over or rank 0 has a preemption notice. step: the
-        optimizer step of the epoch that has just ended, or None at the end of an epoch. Inside an
-        epoch, several ranks ask rank 0 only every `AGREE_STEPS` steps and return False between.
+        A checkpoint is due if the period is over, or if rank 0 has a preemption notice. With
+        several ranks, rank 0 decides inside an epoch only every `AGREE_STEPS` steps; after other
+        steps the result is False.
+
+        Args:
+            step: Index in the epoch of the optimizer step that has just ended. None at the end of
+                an epoch.
         """
         if step is not None and self.group.world > 1 and (step + 1) % AGREE_STEPS:
             return False
@@ -717,7 +727,7 @@ class CheckpointSaver:
             raise preemption.Preempted(f"{job.id} is saved")
 
     def _report_saved(self, epoch: int, step: int) -> None:
-        """Report a checkpoint, unless another one was reported a short time ago."""
+        """Report a checkpoint, at most once per CHECKPOINT_REPORT_S seconds."""
         now = time.monotonic()
         if now - self.reported_at >= CHECKPOINT_REPORT_S:
             self.reported_at = now
@@ -727,14 +737,15 @@ class CheckpointSaver:
 class LossMeter:
     """This rank's sums of loss terms over the images of an epoch.
 
-    The sums stay on the device, so that no step synchronises with it.
+    The sums stay on the device, so that the host does not wait for the device in each step.
 
     Attributes:
-        images: Number of images of all ranks.
+        images: Number of images so far, over all ranks.
 
     Args:
         start: Sums over all ranks from a checkpoint; {} without a checkpoint. Only rank 0 starts
             from them, so that they count once in the sum over ranks.
+        group: The rank.
     """
 
     def __init__(self, start: dict[str, float], group: dist.Group):
@@ -765,9 +776,12 @@ class LossMeter:
         return {"images": self.images, **sums}
 
     def means(self, job: StageJob, method: Method) -> dict[str, float]:
-        """Return the epoch's mean loss and terms, its images, and its seconds since a resume.
+        """Return the epoch's mean loss and terms, its images, and the seconds since its start.
 
-        Call it on all ranks. Raise `UserError` if the mean loss is not finite.
+        In a resumed epoch, the seconds count from the resume. Call it on all ranks.
+
+        Raises:
+            UserError: If the mean loss is not finite.
         """
         total = self.total()
         del total["images"]
@@ -777,9 +791,9 @@ class LossMeter:
         return {**means, "images": self.images, "seconds": seconds}
 
     def estimate(self) -> float:
-        """Return the mean loss of the epoch so far, as rank 0 knows it.
+        """Return the mean loss of the epoch so far. Call it on rank 0.
 
-        With several ranks it is estimated from the images of rank 0, without a collective.
+        With several ranks, the mean is estimated from the images of rank 0, without a collective.
         """
         own_sum = float(self.values["loss"]) - self.start_loss
         return (self.start_loss + own_sum * self.group.world) / self.images
@@ -810,11 +824,11 @@ class ProgressMeter:
         self.reported_at = self.started
         self.images = 0
         self.steps = 0
-        self.waited_s = 0.0  # for batches, since the last report
-        self.accuracy: float | None = None
+        self.waited_s = 0.0  # seconds of waiting for batches since the last report
+        self.accuracy: float | None = None  # validation accuracy of the last epoch
 
     def timed(self, batches: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yield the batches of each step, and measure how long they are waited for."""
+        """Yield the batches of each step, and measure the time of waiting for them."""
         iterator = iter(batches)
         while True:
             started = time.monotonic()
@@ -826,9 +840,16 @@ class ProgressMeter:
             yield step_batches
 
     def add_step(self, progress: Progress, images: int, losses: LossMeter) -> None:
-        """Count a step, and report if it is time. images: size of the step's global batch.
+        """Count a step, and report the progress if a report is due.
 
-        With one rank only: raise `UserError` when the mean loss of the epoch so far is not finite.
+        Args:
+            progress: The position in the training.
+            images: Size of the step's global batch.
+            losses: The losses of the epoch.
+
+        Raises:
+            UserError: If a report is due, there is one rank, and the mean loss of the epoch so far
+                is not finite.
         """
         self.images += images
         self.steps += 1
@@ -857,13 +878,13 @@ class ProgressMeter:
         )
 
     def add_epoch(self, row: dict[str, Any]) -> None:
-        """Remember the validation accuracy of an epoch for the reports of the next one."""
+        """Store the validation accuracy of an epoch for the reports of the next epoch."""
         if row.get("val_total"):
             self.accuracy = row["val_correct"] / row["val_total"]
 
 
 def to_parquet(rows: list[dict[str, Any]]) -> bytes:
-    """Return a Parquet file with the columns of all rows; a cell is null where a row lacks one."""
+    """Return a Parquet file with the columns of all rows. Missing values are null."""
     blank_row: dict[str, Any] = {}  # all columns in the order of their first appearance
     for row in rows:
         blank_row |= dict.fromkeys(row)

@@ -8,18 +8,20 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-requested = threading.Event()  # of this process; rank 0 tells the other ranks of a group
+requested = threading.Event()  # set if this process must stop; rank 0 tells its group
 
 
 class Preempted(Exception):
-    """Work stops because of a preemption; its state is saved."""
+    """Work stops because of a preemption. Its state is saved."""
 
 
 def listen() -> Callable[[], None]:
-    """Set `requested` on SIGTERM; a second SIGTERM ends the process at once.
+    """Install a handler that sets `requested` on SIGTERM. A second SIGTERM ends the process.
 
-    Return a function that restores the former handler. Only the main thread can handle signals; in
-    other threads nothing changes.
+    Only the main thread can install signal handlers. In other threads this function does nothing.
+
+    Returns:
+        A function that restores the former handler and clears `requested`.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None

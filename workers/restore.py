@@ -26,10 +26,12 @@ def load_settings(job: StageJob) -> MethodSettings:
 
 
 def load_backbone(job: StageJob) -> torch.nn.Module:
-    """Return a new copy of the backbone stage's result. A process reads and verifies it once.
+    """Return a new copy of the backbone stage's result.
+
+    A process keeps the last backbone, so that it is read and verified only once.
 
     Raises:
-        UserError: If its weights do not have the digest in the stage's manifest.
+        UserError: If the weights do not have the digest in the stage's manifest.
     """
     assert job.backbone is not None
     manifest = json.dumps(Artifact.need(job.root, job.backbone).manifest)
@@ -39,8 +41,8 @@ def load_backbone(job: StageJob) -> torch.nn.Module:
 
 @functools.lru_cache(maxsize=1)
 def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
-    # This takes more than a second of CPU for a ViT-B, half of it for random weights that are then
-    # replaced. A warm worker does it once.
+    # This takes more than a second of CPU time for a ViT-B, half of it for random weights that are
+    # then replaced. A worker process that runs several stages does it once.
     artifact = Artifact(root, key, json.loads(manifest))
     backbone = vit.build(BackboneSettings.model_validate_json(settings))
     vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")
@@ -57,10 +59,11 @@ def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> tor
 def new_method(job: StageJob) -> Method:
     """Create the stage's method on a new copy of the backbone.
 
-    Random numbers that the method draws from the process's generator, in its constructor and in
-    `begin`, are equal on every rank and in every retry.
+    The constructor and `begin` of the method can draw from torch's default generator. It is seeded
+    here, so that the numbers are equal on every rank and in every retry.
     """
-    backbone = load_backbone(job)  # draws too, where this process has not read it yet
+    # before the seed, because this also draws if the process has not read the backbone yet
+    backbone = load_backbone(job)
     task_name = job.task.name if job.task else ""
     torch.manual_seed(derive_seed(job.seed, "begin", task_name, job.step))
     method: Method = load_method(job)(backbone, load_settings(job), job.seed)
@@ -76,7 +79,7 @@ def load_states(job: StageJob, method: Method) -> None:
 
 
 def load_carried(job: StageJob) -> Carried | None:
-    """Return the merged carried state of the previous stages, or None without previous stages."""
+    """Return the merged carried states of the previous stages, or None without previous stages."""
     if not job.previous:
         return None
     parts = {}
@@ -113,7 +116,7 @@ def merge_carried(where: str, method: str, parts: Mapping[str, Carried]) -> Carr
 
 
 def finished_method(job: StageJob, group: dist.Group) -> Method:
-    """Return the method after the job's stage, with all its finished tasks loaded."""
+    """Restore the method in evaluation mode, with its carried state and all finished tasks."""
     method = new_method(job).to(group.device)
     load_states(job, method)
     carried = load_carried(job)

@@ -1,8 +1,8 @@
 """Random numbers per sample: a pure function of (seed, epoch, step, position in the global batch).
 
-Every rank draws for the whole global batch and takes the rows of the samples. Therefore a sample
-gets the same augmentation and the same Gumbel noise for any number of ranks. A resumed run draws
-the same numbers as an uninterrupted one, without saved state.
+Every rank draws for the whole global batch, and uses the rows of its own samples. Therefore a
+sample gets the same augmentation and the same Gumbel noise for any number of ranks. A resumed run
+draws the same numbers as an uninterrupted run, without saved generator state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts; equal on every machine and in every process."""
+    """Return a 63-bit seed from any printable parts, the same on every machine and process."""
     text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -26,14 +26,15 @@ class StepRng:
     """The random numbers of one optimizer step.
 
     Attributes:
-        seed: Seed of the run.
+        seed: Seed of the feed.
         epoch: The epoch.
         step: The step within the epoch.
         positions: Positions in the global batch of the samples of this rank (and micro-batch),
             (b,).
         size: Number of samples in the global batch.
+        device: Device of the rank.
         batch_size: Size of a full global batch. None if this batch is full; the last batch of an
-            epoch may be smaller.
+            epoch can be smaller.
     """
 
     seed: int
@@ -57,14 +58,14 @@ class StepRng:
         self.__dict__["positions_on_device"] = positions_on_device
 
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
-        """A generator for one use, `tag`; equal on all ranks and micro-batches of the step."""
+        """Return a generator for one purpose `tag`, the same on all ranks and micro-batches."""
         device = device or self.device
         return torch.Generator(device).manual_seed(
             derive_seed(self.seed, self.epoch, self.step, tag)
         )
 
     def per_sample(self, tag: str, *shape: int, device: torch.device | None = None) -> Tensor:
-        """Uniform [0, 1) numbers (b, *shape); a sample's numbers do not depend on its rank."""
+        """Draw uniform [0, 1) numbers (b, *shape). A sample's numbers do not depend on its rank."""
         device = device or self.device
         full = torch.rand((self.size, *shape), generator=self.generator(tag, device), device=device)
         if device == self.device:
@@ -72,9 +73,9 @@ class StepRng:
         return full[self.positions.to(device)]
 
     def every_sample(self, tag: str, *shape: int) -> Tensor:
-        """Uniform [0, 1) numbers (size, *shape): the rows of `per_sample` of all ranks together."""
+        """Draw uniform [0, 1) numbers (size, *shape): the rows of `per_sample` of all ranks."""
         return torch.rand((self.size, *shape), generator=self.generator(tag), device=self.device)
 
     def shared(self, tag: str, *shape: int) -> Tensor:
-        """Uniform [0, 1) numbers of `shape`, equal on all ranks and micro-batches of the step."""
+        """Draw uniform [0, 1) numbers of `shape`, the same on all ranks and micro-batches."""
         return torch.rand(shape, generator=self.generator(tag), device=self.device)

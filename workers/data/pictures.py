@@ -67,7 +67,7 @@ class Pictures(Protocol):
         """Return the spec for loader processes that make these pictures."""
 
     def data_bytes(self, rows: Ints) -> int:
-        """Return the number of bytes of image files that `start` copies to a block for some rows."""
+        """Return the bytes that `start` copies from image files to a block for some rows."""
 
     def start(
         self,

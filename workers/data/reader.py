@@ -1,7 +1,7 @@
-"""Readers: the verified bytes of records by offset, from a disk or from a bucket.
+"""Readers: read records (image files in shards) from a disk or a bucket, and verify their bytes.
 
-A disk is read record by record. Of a bucket, longer ranges of bytes are fetched ahead of their use,
-by a few threads, into the node's cache or into memory.
+From a disk, records are read one by one. From a bucket, a few threads fetch longer ranges of bytes
+before they are needed, into the cache of the node or into memory.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from workers.data.rows import Locations, SampleTable
 from workers.storage import filesystem
 from workers.storage.filesystem import StorageUnavailable
 
-GAP_BYTES = 256 << 10  # so many bytes between two rows that nobody asked for end a range
-PIECE_BYTES = 8 << 20  # part of a shard in one request
-PIECES_AHEAD = 4
-SPARSE = 4  # pieces with more than so many times the bytes of the runs are not read as a whole
-RECORDS_AHEAD_BYTES = 32 << 20
-MEMORY_BYTES = 256 << 20  # fetched ranges in memory, per rank, without a cache
+GAP_BYTES = 256 << 10  # a larger gap of unneeded bytes between two rows ends a range
+PIECE_BYTES = 8 << 20  # approximate bytes of a piece: a part of a shard that one request fetches
+PIECES_AHEAD = 4  # number of pieces to fetch before they are needed
+SPARSE = 4  # runs are fetched if the pieces would have more than this many times their bytes
+RECORDS_AHEAD_BYTES = 32 << 20  # approximate bytes of records to fetch before they are needed
+MEMORY_BYTES = 256 << 20  # limit of fetched ranges in memory, per rank, without a cache
 FETCH_THREADS = 8
 
 
 class Reader(Protocol):
     """The verified bytes of a table's rows."""
 
-    reads_disks: bool  # records that any process of this node reads as well
+    reads_disks: bool  # whether other processes of this node can read the records from a disk, too
 
     def read(self, row: int) -> bytes:
         """Return the bytes of a row's image; thread-safe.
 
         Raises:
-            DamagedArtifact: If they differ from the ingested bytes.
+            DamagedArtifact: If the bytes differ from the ingested bytes.
         """
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
-        """Yield the same rows, and fetch those of later steps in the meantime.
+        """Yield the rows of each step, and fetch the rows of later steps in the background.
 
-        After the generator is closed, only running fetches are finished. A reader fetches ahead
-        only for the latest call.
+        If the generator is closed, running fetches end, and no further fetch starts. Only the
+        latest call fetches in advance.
         """
 
     def close(self) -> None:
@@ -69,11 +69,11 @@ class DiskReader:
         return self.samples.read_bytes(row)
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
-        """See `Reader.ahead`; nothing is fetched ahead."""
+        """See `Reader.ahead`. This reader does not fetch in advance."""
         yield from steps
 
     def close(self) -> None:
-        """See `Reader.close`; this reader has no threads."""
+        """See `Reader.close`. This reader has no threads."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Ranges:
 
         Args:
             samples: n rows.
-            rows_per_run: See `Deal`. Default: a run has RUN_BYTES and the rest of the last row.
+            rows_per_run: See `Deal`. Default: a run has the rows that start within the same
+                RUN_BYTES of a shard.
         """
         locations = samples.locations
         borders = cut_ranges(locations, rows_per_run)
@@ -109,10 +110,10 @@ class Ranges:
 
     @classmethod
     def of_pieces(cls, samples: SampleTable) -> Ranges:
-        """Cut shards into pieces of PIECE_BYTES and the rest of their last record.
+        """Cut shards into pieces: the records that start within the same PIECE_BYTES of a shard.
 
-        They are cut by the whole index. Therefore other rows of the same shards, for example of
-        another split or task, use the same files of a cache.
+        The pieces depend on the whole index, and not on the rows of the table. Therefore other rows
+        of the same shards, for example of another split or task, use the same files of a cache.
         """
         data = samples.table["data"].to_numpy()
         positions = samples.table["position"].to_numpy()
@@ -134,7 +135,7 @@ class Ranges:
 
     @classmethod
     def of_records(cls, samples: SampleTable) -> Ranges:
-        """Each record by itself."""
+        """Make each record a range of its own."""
         locations = samples.locations
         ends = locations.offsets + locations.sizes
         return cls(np.arange(len(samples)), locations.shards, locations.offsets, ends)
@@ -145,9 +146,10 @@ class Ranges:
         return int((self.ends - self.starts).sum())
 
     def estimate_bytes(self, count: int) -> int:
-        """Estimate the bytes of `count` ranges drawn at random: their mean, and one longest range.
+        """Estimate the bytes of `count` random ranges: `count` times the mean, plus the longest.
 
-        One range can have the length of a record, a hundred times the others, and is drawn once.
+        The longest range is added because a single long record can make one range a hundred times
+        longer than the others.
         """
         longest = int((self.ends - self.starts).max(initial=0))
         return count * self.total_bytes // max(1, len(self.starts)) + longest
@@ -156,11 +158,11 @@ class Ranges:
 def cut_ranges(locations: Locations, rows_per_run: int | None = None) -> Ints:
     """Return the borders of ranges of n rows, (m + 1,): range j is rows [borders[j], borders[j+1]).
 
-    A range is of one shard and of one run, in the order of offsets. It ends before a gap of more
-    than GAP_BYTES.
+    The rows of a range are in one shard and one run, in ascending order of their offsets, without a
+    gap of more than GAP_BYTES.
 
     Args:
-        locations: Where the bytes of the rows lie.
+        locations: Locations of the bytes of the rows.
         rows_per_run: See `Ranges.of_runs`.
     """
     _, shards, offsets, sizes = locations
@@ -213,17 +215,19 @@ class IndexPieces(NamedTuple):
 
 
 class BucketReader:
-    """Fetches ranges of shards on an object store before their records are read.
+    """Fetches ranges of shards from an object store before their records are read.
 
-    If a storage does not answer, every fetch that has not started fails with the same error, until
+    If a storage does not answer, every fetch that has not started fails with the same error until
     `ahead` is called again. Otherwise each fetch would wait for the storage as long as the first
-    one. Running fetches are then repeated.
+    one. After that call, ranges whose fetch was still running are fetched again.
 
     Args:
-        cache: Keeps fetched ranges. Without it at most MEMORY_BYTES are kept in memory. Unread
-            ranges are never dropped: ranges are fetched ahead only while there is room.
+        samples: The rows.
+        ranges: The ranges that contain the rows.
+        cache: Keeps fetched ranges. Without a cache, about MEMORY_BYTES are kept in memory. Unread
+            ranges are never dropped: ranges are fetched in advance only while there is room.
         num_ahead: Number of ranges to fetch before they are needed.
-        repeats: Whether steps of one call of `ahead` need the same ranges again, as replay does.
+        repeats: Whether steps of one call of `ahead` need the same ranges again, as in replay.
     """
 
     reads_disks = False
@@ -245,27 +249,28 @@ class BucketReader:
         # Ranges to fetch next. The threads get a few at a time, because a thread pool would fetch
         # all submitted ranges even at the end of the process.
         self._planned: deque[int] = deque()
-        self._latest_call: object = None  # of `ahead`, which the plans are of
+        self._latest_call: object = None  # call of `ahead` that made the plans
         self._num_running = 0
-        # Running and finished fetches, the latest last: bytes, or None for a file of the cache.
+        # Running and finished fetches by range, the latest last. The result is the bytes, or None
+        # if they are in a file of the cache.
         self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
         self._bytes_in_memory = 0
-        # Rows of each range that `ahead` has seen and `read` has not, and the ranges without any,
-        # of which the one read longest ago is forgotten first.
+        # Number of rows of each range that `ahead` has seen and `read` has not; and the fetched
+        # ranges without such rows, least recently read first, which can be dropped.
         self._num_unread: Counter[int] = Counter()
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._lock = Lock()
         self._mending = Lock()
-        self._unavailable = ""  # how a storage failed to answer: why fetches fail at once
-        self._num_failures = 0  # calls of `ahead` after a storage gave no answer
+        self._unavailable = ""  # error of a storage that did not answer; then fetches fail at once
+        self._num_failures = 0  # number of such errors that `ahead` has cleared
         self._is_closed = False
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Reader.ahead`."""
         call = object()
         waiting: deque[tuple[Ints, int]] = deque()
-        num_unread = 0  # ranges that no step has needed before those that wait
-        is_planned = np.zeros(len(self.ranges.starts), bool)  # a set of 13 M numbers is 1.4 GB
+        num_unread = 0  # number of ranges that the waiting steps are the first to need
+        is_planned = np.zeros(len(self.ranges.starts), bool)  # a set of 13 M numbers needs 1.4 GB
         with self._lock:
             self._forget_failure()
             self._latest_call = call
@@ -293,7 +298,10 @@ class BucketReader:
             raise
 
     def _forget_failure(self) -> None:
-        """Ask a storage again after a failure. Running fetches can fail too."""
+        """Clear the error of a storage, so that it is tried again.
+
+        Running fetches are forgotten, because they can fail, too.
+        """
         if not self._unavailable:
             return
         self._unavailable = ""
@@ -329,7 +337,7 @@ class BucketReader:
             self._note_read(int(self.ranges.of_row[row]))
 
     def _record(self, row: int) -> bytes:
-        """The bytes of a row as they were fetched; they are not verified."""
+        """Return the fetched bytes of a row, without verification."""
         locations = self.samples.locations
         number = int(self.ranges.of_row[row])
         offset = int(locations.offsets[row] - self.ranges.starts[number])
@@ -342,7 +350,7 @@ class BucketReader:
         if data is not None:
             return data
         self._raise_failure()
-        with self._open_cached(number, self.cache) as file:  # for all records of the range
+        with self._open_cached(number, self.cache) as file:  # fetches the whole range again
             try:
                 return file.read_at(size, offset)
             except OSError as error:
@@ -365,7 +373,7 @@ class BucketReader:
             raise StorageUnavailable(self._unavailable)
 
     def _note_read(self, number: int) -> None:
-        """Count a row of a range as read: a range without unread rows may be forgotten."""
+        """Count a row of a range as read. A range without unread rows can be dropped."""
         with self._lock:
             self._num_unread[number] -= 1
             if self._num_unread[number] <= 0:
@@ -376,7 +384,12 @@ class BucketReader:
                 self._start_planned()
 
     def _plan(self, numbers: list[int], ranges_of_rows: list[int]) -> None:
-        """Fetch ranges soon. ranges_of_rows: (b,) the ranges of a step's rows, as they come."""
+        """Plan to fetch ranges.
+
+        Args:
+            numbers: The ranges to fetch.
+            ranges_of_rows: Range of each distinct row of a step.
+        """
         with self._lock:
             for number in ranges_of_rows:
                 self._num_unread[number] += 1
@@ -396,7 +409,7 @@ class BucketReader:
                 return
 
     def _start(self, number: int) -> Future[bytes | None]:
-        """Start to fetch a range, which may pass the limit where it is needed now."""
+        """Start to fetch a range, even if it exceeds the limit, because it can be needed now."""
         self._has_room(number)
         future = self._threads.submit(self._run, number, self._num_failures)
         self._futures[number] = future
@@ -420,7 +433,10 @@ class BucketReader:
             self._bytes_in_memory -= self._size(number)
 
     def _is_full(self, size: int) -> bool:
-        """Whether `size` bytes more pass two blocks of ranges, or the limit of the memory."""
+        """Return whether another range of `size` bytes would exceed the limit.
+
+        With a cache the limit is a number of ranges, without a cache MEMORY_BYTES.
+        """
         if self.cache is not None:
             return len(self._futures) >= 2 * self.num_ahead + FETCH_THREADS
         return bool(self._futures) and self._bytes_in_memory + size > MEMORY_BYTES
@@ -428,13 +444,13 @@ class BucketReader:
     def _run(self, number: int, num_failures: int) -> bytes | None:
         """Fetch a range in a thread, and start the next planned one.
 
-        A callback of the future could do this too, but would be a reference cycle: the threads of a
-        dropped reader would stay until the garbage collector runs.
+        This is not done in a callback of the future, because that would be a reference cycle: the
+        threads of a deleted reader would remain until the garbage collector runs.
 
         Args:
             number: The range.
-            num_failures: Number of failures at the start of the fetch. After a later failure nobody
-                waits for this fetch.
+            num_failures: `_num_failures` at the start of the fetch. If it has changed, the fetch
+                was forgotten, and its error is ignored.
         """
         try:
             self._raise_failure()
@@ -485,7 +501,7 @@ class BucketReader:
     def _mended(self, row: int, cache: Cache) -> bytes:
         """Return the bytes of a row with a damaged cached copy, after fetching its range again.
 
-        One thread does this for all; the others find the new copy.
+        One thread fetches the range. Other threads wait for it, and find the new copy.
 
         Raises:
             DamagedArtifact: If the row is damaged in storage.
@@ -511,7 +527,7 @@ class BucketReader:
         return int(self.ranges.ends[number] - self.ranges.starts[number])
 
     def _name(self, number: int) -> str:
-        """Name of a range's file in the cache."""
+        """Return the name of a range's file in the cache."""
         shards, shard = self.samples.locations.files[self.ranges.shards[number]]
         return (
             f"shards/{shards.digest(shard)}-{self.ranges.starts[number]}-{self.ranges.ends[number]}"
@@ -528,7 +544,7 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
         cache is not None
         and min(ranges.estimate_bytes(num_in_use), ranges.total_bytes) > cache.limit
     ):
-        cache = None  # a piece would make room for the next one before it is read
+        cache = None  # a piece would be evicted for another one before it is read
     return BucketReader(samples, ranges, cache, PIECES_AHEAD)
 
 
@@ -550,8 +566,8 @@ def _record_reader(samples: SampleTable, repeats: bool = False) -> Reader:
 def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:
     """Create a reader for the epochs of a deal, on one of `world` ranks.
 
-    Ranges of runs are fetched if the cache has room for the current and the next block of all
-    streams. Otherwise records are fetched one by one.
+    Ranges of runs are fetched if the cache, or without a cache the memory, has room for the current
+    and the next block of all streams. Otherwise records are fetched one by one.
 
     Args:
         samples: The rows.
@@ -573,7 +589,7 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
     window_bytes = ranges.estimate_bytes(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
         return _record_reader(samples)
-    if world == 1:  # this rank reads everything: in fewer requests, where that fits
+    if world == 1:  # the only rank reads all rows, and pieces need fewer requests
         pieces = pieces_or(samples, ranges)
         if pieces.total_bytes <= limit:
             ranges = pieces
@@ -581,7 +597,10 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
 
 
 def ranks_of_node(world: int) -> int:
-    """Return how many ranks share the cache of this node; all, where the launcher does not say."""
+    """Return the number of ranks on this node, which share its cache.
+
+    If the launcher does not set LOCAL_WORLD_SIZE, all ranks are assumed to be on this node.
+    """
     local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local_world.isdigit():
         return world
@@ -589,7 +608,7 @@ def ranks_of_node(world: int) -> int:
 
 
 def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:
-    """Return the pieces of the shards; the runs where those are much less."""
+    """Return the pieces of the shards, or `runs` if they have far fewer bytes."""
     pieces = Ranges.of_pieces(samples)
     if pieces.total_bytes > SPARSE * max(runs.total_bytes, PIECE_BYTES):
         return runs
@@ -597,5 +616,5 @@ def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:
 
 
 def is_remote(samples: SampleTable) -> bool:
-    """Whether shards are on an object store, or on another machine."""
+    """Return whether any shard is on an object store, or on another machine."""
     return any(shards.is_remote for shards in samples.shards)

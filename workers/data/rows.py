@@ -1,4 +1,4 @@
-"""Which images a feed gives, and their labels."""
+"""Sample tables: the images of a feed, their labels and their locations."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from workers.data.shards import Shards
 from workers.errors import UserError
 from workers.job import Task
 
-HEX_DIGITS = 64  # of a sha256
+HEX_DIGITS = 64  # number of hexadecimal digits of a sha256
 
 
 class Locations(NamedTuple):
     """Locations of the bytes of n rows.
 
     Attributes:
-        files: Shards, each as its data set and its name.
+        files: Shards, as pairs of a data set and the name of a shard.
         shards: Indices into `files`, (n,).
         offsets: Byte offsets, (n,).
         sizes: Sizes in bytes, (n,).
@@ -44,7 +44,7 @@ class Locations(NamedTuple):
 class SampleTable:
     """The n images of some tasks in a fixed order: by task and class, then by sha256 of the image.
 
-    For shards that are used in place it is the order in the shards.
+    The images of shards that are used in place are in the order of the shards.
 
     Attributes:
         shards: One object per data set.
@@ -63,17 +63,17 @@ class SampleTable:
         return int(self.table.num_rows)
 
     def keys(self, rows: np.ndarray) -> list[str]:
-        """Keys of some rows."""
+        """Return the keys of some rows."""
         keys: list[str] = self.table["key"].take(pa.array(rows)).to_pylist()
         return keys
 
     @cached_property
     def locations(self) -> Locations:
-        """Locations of the bytes of each row, as arrays that are made once."""
+        """Locations of the bytes of all rows."""
         shard_names = _column(self.table, "shard").dictionary_encode()
         names = shard_names.dictionary.to_pylist()
         data = _column(self.table, "data").to_numpy()
-        pairs = data * len(names) + shard_names.indices.to_numpy()  # of a data set and a name
+        pairs = data * len(names) + shard_names.indices.to_numpy()  # (data set, name)
         occurs = np.zeros(len(self.shards) * len(names), bool)
         occurs[pairs] = True
         codes = np.cumsum(occurs, dtype=np.int32) - 1
@@ -89,7 +89,7 @@ class SampleTable:
         )
 
     def read_bytes(self, row: int) -> bytes:
-        """Read the bytes of one image where they are stored, and verify them; thread-safe."""
+        """Read the bytes of one image from storage, and verify them. Thread-safe."""
         locations = self.locations
         shards, shard = locations.files[locations.shards[row]]
         data: bytes = shards.read(shard, int(locations.offsets[row]), int(locations.sizes[row]))
@@ -98,7 +98,7 @@ class SampleTable:
         return data
 
     def is_intact(self, row: int, data: bytes) -> bool:
-        """Whether `data` are the bytes of a row as ingest wrote them."""
+        """Return whether `data` are the bytes of a row that ingest wrote."""
         return is_intact(data, self.digests[row].tobytes())
 
     def limits(self, row: int) -> ImageLimits:
@@ -108,32 +108,33 @@ class SampleTable:
 
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
-        """Column sha256 as (n, HEX_DIGITS), as a view if all have the same number of digits."""
+        """Hexadecimal digits of the sha256 of all rows, (n, HEX_DIGITS). Usually a view."""
         column = _column(self.table, "sha256")
         _, starts_buffer, text = column.buffers()
         starts = np.frombuffer(starts_buffer, np.int32)[column.offset :][: len(column) + 1]
         if (np.diff(starts) == HEX_DIGITS).all() and len(column):
             digits = np.frombuffer(text, np.uint8)[starts[0] : starts[-1]]
             return digits.reshape(len(column), HEX_DIGITS)
-        digits = np.zeros((len(column), HEX_DIGITS), np.uint8)  # the digest of nothing: damage
+        # a damaged digest becomes zeros, which match no image
+        digits = np.zeros((len(column), HEX_DIGITS), np.uint8)
         for row, digest in enumerate(column.to_pylist()):
             if len(digest.encode()) == HEX_DIGITS:
                 digits[row] = np.frombuffer(digest.encode(), np.uint8)
         return digits
 
     def digest(self) -> str:
-        """Hash of which images these are, and of their order."""
+        """Return a digest of the images and their order."""
         body = hashlib.sha256()
         for name in ("key", "sha256"):
             body.update("\n".join(self.table[name].to_pylist()).encode() + b"\0")
         ranges = [shards.limits.value_range for shards in self.shards]
-        if any(ranges):  # the same bytes are other pixels
+        if any(ranges):  # a value range changes the pixels of the same bytes
             body.update(repr(ranges).encode())
         return body.hexdigest()
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
-    """Return a column as one array; it is copied only where it is in several parts."""
+    """Return a column as one array. It is copied only if it has several chunks."""
     column = table[name]
     if column.num_chunks == 1:
         return column.chunk(0)
@@ -153,8 +154,9 @@ def select(
         root: Folder or URI of the stages.
         tasks: The tasks.
         split: `train`, `val` or `test`.
-        val_fraction: Held-out share for validation.
-        memory: Keys by task: of these tasks only the samples with these keys, which may be none.
+        val_fraction: Share of the train images that is held out for validation.
+        memory: Keys of samples by task. For these tasks, only the samples with these keys are
+            selected; an empty collection selects none.
 
     Raises:
         UserError: If a split is empty, a class has no train image, or a remembered key is missing.
@@ -190,14 +192,14 @@ def select(
 
 
 def _sorted(part: pa.Table, is_in_place: bool) -> pa.Table:
-    """Sort the rows of a task as described in `SampleTable`; ingest mostly wrote them sorted."""
+    """Sort the rows of a task as described in `SampleTable`. Usually ingest wrote them sorted."""
     if is_in_place or _is_sorted(part):
         return part
     return part.sort_by([(name, "ascending") for name in ("label", "sha256", "key")])
 
 
 def _is_sorted(part: pa.Table) -> bool:
-    """Whether rows are sorted by label and image, and no image comes twice in a class."""
+    """Return whether rows are sorted by label and sha256, and no image is twice in a class."""
     before, after = part.slice(0, len(part) - 1), part.slice(1)
     is_next_label = pc.less(before["label"], after["label"])
     is_next_image = pc.and_(
@@ -210,8 +212,8 @@ def _is_sorted(part: pa.Table) -> bool:
 def _find_rows(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.Table:
     """Return the rows of a task in a split.
 
-    Validation images are those that the data set has of the task's classes. If it has none, they
-    are a part of the training images.
+    Validation images are those in the data set's own validation split that have a class of the
+    task. If there are none, they are held out of the training images.
     """
     if split == "test":
         return _select_own(shards, task, split)
@@ -221,16 +223,17 @@ def _find_rows(shards: Shards, task: Task, split: str, val_fraction: float) -> p
             return own_val if split == "val" else _select_own(shards, task, split)
     train, val = hold_out(shards.select("train", task.classes), val_fraction, shards.hold_out)
     if task.parts is not None:
-        # held out of whole classes, because a part of a class may have two images
+        # held out of complete classes, because a part of a class can have as few as two images
         own = _select_own(shards, task, "train")["key"]
         train, val = (rows.filter(pc.is_in(rows["key"], own)) for rows in (train, val))
     return val if split == "val" else train
 
 
 def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
-    """Return the rows of a split of the data that belong to a task.
+    """Return the rows of a data set's split that belong to a task.
 
-    Of a slice these are parts of its classes (`Task.parts`); copies of an image stay together.
+    If the task is a slice of a stream, these are parts of its classes (`Task.parts`). Copies of an
+    image stay together.
 
     Raises:
         UserError: If a class of a slice has no train image in the data.
@@ -254,12 +257,12 @@ def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
 
 
 def _join(rows: pa.Table) -> Any:
-    """Return the class and the sha256 of each row as one text."""
+    """Return the class and the sha256 of each row, joined to one string."""
     return pc.binary_join_element_wise(rows["class"], rows["sha256"], "/")
 
 
 def has_validation(root: str, task: Task, val_fraction: float) -> bool:
-    """Whether a task has validation images: of the data, or held out of train."""
+    """Return whether a task has validation images, from its data set or held out of train."""
     if val_fraction:
         return True
     urls = task.shard_urls

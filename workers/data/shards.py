@@ -33,7 +33,7 @@ from workers.storage.parquet import read_table
 from workers.storage.regular_file import regular_descriptor
 
 INDEX = "index.parquet"
-OPEN_SHARE = 4  # at most this part of the files that a process may open are shards
+OPEN_SHARE = 4  # shards use at most 1 / OPEN_SHARE of the file descriptors of a process
 SCHEMA = pa.schema(
     [
         (name, pa.int64() if name in ("offset", "bytes") else pa.string())
@@ -43,9 +43,9 @@ SCHEMA = pa.schema(
 
 
 class OpenFiles:
-    """The shards on disks that this process has open; those used longest ago are closed.
+    """Open shards on disks, of this process. Above a limit, the least recently used are closed.
 
-    A file that a thread still reads is closed when the thread has read.
+    A file that a thread is reading is closed after the read.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,12 @@ class OpenFiles:
         self._lock = RLock()
 
     def get(self, owner: int, shard: str) -> LocalFile | None:
-        """Return an open shard, or None. owner: id of the `Shards`."""
+        """Return a shard if it is open, else None.
+
+        Args:
+            owner: `id` of the `Shards` object.
+            shard: Name of the shard.
+        """
         with self._lock:
             file = self._files.get((owner, shard))
             if file is not None:
@@ -93,8 +98,8 @@ class Shards:
         index: One row per image, in the order of the shards: split, key, class, shard (name),
             offset and bytes of the image in the shard, sha256, ext.
         files: Size and digest of each shard, by name.
-        urls: Location of each shard that is used in place, by name. They come from the person's own
-            card.
+        urls: Location of each shard that is used in place, by name. The locations come from the
+            user's own card.
     """
 
     def __init__(
@@ -114,9 +119,10 @@ class Shards:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.limits = get_limits(artifact)
         self.hold_out = read_hold_out(artifact)
-        # Objects need no file descriptor, and opening one is a request, so they are all kept.
+        # Open objects are all kept: they need no file descriptor, and opening one is a request.
         self._objects: dict[str, RangeFile] = {}
-        # A shuffled epoch opens a shard many times, which costs less than finding its path.
+        # Paths are kept, because a shuffled epoch opens a shard many times, and resolving its path
+        # takes longer than opening it.
         self._locations: dict[str, tuple[fs.FileSystem, str]] = {}
         weakref.finalize(self, _open_files.close_all, id(self))
 
@@ -127,7 +133,7 @@ class Shards:
         Args:
             root: Folder or URI of the stages.
             key: Key of the stage.
-            urls: Locations of shards that are used in place, which are needed to read them.
+            urls: Locations of the shards, needed to read shards that are used in place.
 
         Raises:
             DamagedArtifact: If the result is missing or its index is damaged.
@@ -160,7 +166,7 @@ class Shards:
         """Return the URI of a file of the stage, or of the folder for an empty name.
 
         Raises:
-            UserError: If the shard is used in place and no card gives its location.
+            SourceChanged: If the shard is used in place and no card gives its location.
         """
         if not self.is_in_place or not shard:
             return self.artifact.uri(shard)
@@ -174,13 +180,13 @@ class Shards:
         return url
 
     def digest(self, shard: str) -> str:
-        """Sha256 of a shard, 64 hexadecimal digits."""
+        """Return the sha256 of a shard, 64 hexadecimal digits."""
         return self.files[shard]["sha256"]
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
-        """Read bytes of a stored shard; thread-safe.
+        """Read bytes of a shard. Thread-safe.
 
-        The result is shorter if the shard is truncated, which digests detect.
+        The result is shorter if the shard is truncated; the caller detects this by the digest.
 
         Args:
             shard: Name of the shard.
@@ -204,14 +210,15 @@ class Shards:
             raise self._reading_error(shard, error) from None
 
     def local_path(self, shard: str) -> str:
-        """Return the path of a shard on a disk; nothing where it is elsewhere."""
+        """Return the path of a shard on a disk, or an empty string for another location."""
         uri = self.uri(shard)
         return resolve(uri)[1] if is_local(uri) else ""
 
     def damaged_record(self, record: str, shard: str) -> UserError:
         """Return the error for a record with other bytes than at ingest."""
         if self.is_in_place:
-            # size and time of the shard may be as they were: only the next ingest can tell
+            # Withdraw the index: size and time of the shard can be unchanged, so that only another
+            # ingest finds the change.
             with suppress(OSError, UserError):
                 withdraw(self.artifact.root, self.key)
             return self._changed(shard, f"image {record!r} has other bytes")
@@ -222,7 +229,7 @@ class Shards:
         )
 
     def cut_short(self, shard: str) -> UserError:
-        """The error for a shard that ends before bytes of the index."""
+        """Return the error for a shard that ends before bytes that its index names."""
         if self.is_in_place:
             return self._changed(shard, "it is cut short")
         return DamagedArtifact(
@@ -261,12 +268,12 @@ class Shards:
         return LocalFile(regular_descriptor(path))
 
     def _close(self, shard: str) -> None:
-        """Open a shard again at the next read."""
+        """Close a shard, so that the next read opens it again."""
         self._objects.pop(shard, None)
         _open_files.close(id(self), shard)
 
     def _reading_error(self, shard: str, error: OSError) -> UserError:
-        """The error for a shard that cannot be opened or read."""
+        """Return the error for a shard that cannot be opened or read."""
         uri = self.uri(shard)
         again = "run the same command again"
         reason = " ".join(str(error.strerror or error).split())[:300]
@@ -298,7 +305,7 @@ def get_limits(artifact: Artifact) -> ImageLimits:
     """Return the limits for all images of an ingest stage.
 
     Raises:
-        DamagedArtifact: If its manifest has invalid limits.
+        DamagedArtifact: If the stage's manifest has an invalid range of values.
     """
     manifest = artifact.manifest
     limits = ImageLimits(int(manifest.get("max_pixels", MAX_PIXELS)))
@@ -325,7 +332,7 @@ def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
         files: Its shards, by name.
 
     Raises:
-        DamagedArtifact: If it is not an index, or refers to bytes outside of its shards.
+        DamagedArtifact: If the file is not an index, or refers to bytes outside of the shards.
     """
     try:
         table = read_table(artifact.read(INDEX))
@@ -349,7 +356,7 @@ def _check_index(table: pa.Table, files: Mapping[str, FileInfo]) -> None:
     if any(column.null_count for column in table.columns) or not set(names) <= files.keys():
         raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
     sizes = pa.array([files[name]["bytes"] for name in names], pa.int64())
-    end = pc.add_checked(table["offset"], table["bytes"])  # of the image in its shard
+    end = pc.add_checked(table["offset"], table["bytes"])  # end of the image in its shard
     remainder = pc.subtract(sizes.take(shards.indices), end)
     for column in (table["offset"], table["bytes"], remainder):
         least = pc.min(column).as_py()

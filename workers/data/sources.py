@@ -1,8 +1,8 @@
 """Sources of pixels.
 
-`Resident` has squares that are decoded once. `PictureSource` makes images from pictures in each
-step; the pictures are kept decoded or decoded again (`workers/data/pictures.py`). All sources give
-the same pixels, and do not know the order of the samples.
+`Resident` keeps square images that are decoded once. `PictureSource` makes images from pictures in
+each step; the pictures are kept decoded, or decoded again (`workers/data/pictures.py`). All sources
+give the same pixels, and are independent of the order of the samples.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from workers.data.pictures import (
 from workers.data.rows import SampleTable
 from workers.data.upload import to_device
 
-AHEAD = 2  # number of steps with images made in advance
-MAX_LOADED_CHUNK = 32  # images per request; the rank processes one reply per request
-MAX_CHUNKS = 512  # of a step; the messages of several steps must fit into a pipe
-QUICK_SIDE = 64  # side of images that are made faster than a thread wakes up
-DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
+AHEAD = 2  # number of steps whose images are made in advance
+MAX_LOADED_CHUNK = 32  # maximum images per request; the rank processes one reply per request
+MAX_CHUNKS = 512  # maximum chunks of a step; messages of several steps must fit into a pipe
+QUICK_SIDE = 64  # images up to this side, in pixels, are made faster than a thread wakes up
+DROPPED_S = 0.1  # seconds between two checks whether a wait for images was cancelled
 
-# positions in the global batch (b,) -> uint8 (b, 3, side, side), or float32 where the source
-# normalises, of any memory format, on the CPU or where the source keeps them
+# Function from positions in the global batch (b,) to pixels (b, 3, side, side): uint8, or float32
+# if the source normalises, in any memory format, on the CPU or on the device of the source.
 Pixels = Callable[[Ints], Tensor]
 
 
@@ -77,12 +77,12 @@ class PixelSource(Protocol):
     """Source of pixels for a feed."""
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
-        """Yield, for each step, a function that returns the pixels of the positions.
+        """Yield, for each step, a function that returns the pixels at given positions.
 
         When the generator ends or is closed, waiting threads get a `CancelledError`.
 
         Args:
-            steps: The samples of each step; they are read ahead.
+            steps: The samples of each step. The iterator is advanced before they are needed.
         """
 
 
@@ -107,7 +107,7 @@ class Resident:
         self.cache = cache
         self.device = device
         self.shape = (len(samples), view.side, view.side, 3)
-        self.blocks = self._mapped(cache) if cache else None  # checked when it is read
+        self.blocks = self._mapped(cache) if cache else None  # `_read` verifies its rows
         if self.blocks is None:
             self.pixels = self._in_memory()
         else:
@@ -120,7 +120,7 @@ class Resident:
             del self.pixels
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
-        """See `Source.steps`; all rows are decoded already."""
+        """See `PixelSource.steps`. All rows are already decoded."""
         for samples in steps:
             yield partial(self._gather, samples)
 
@@ -133,7 +133,7 @@ class Resident:
         return torch.from_numpy(pixels).permute(0, 3, 1, 2)
 
     def _read(self, rows: Ints) -> NDArray[np.uint8]:
-        """A copy of some rows, checked where they come from a disk."""
+        """Return a copy of some rows. Rows from a disk are verified first."""
         if self.blocks is not None:
             self.blocks.verify(rows)
         return self.pixels[rows]
@@ -143,7 +143,7 @@ class Resident:
         return (picture.pixels for picture in pictures)
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
-        """Decode one row again, from where it is stored."""
+        """Decode one row again, from its image file in storage."""
         limits = self.samples.limits(row)
         return ReadSquare(self.view)(self.samples.read_bytes(row), limits, Arena()).pixels
 
@@ -154,7 +154,7 @@ class Resident:
         return pixels
 
     def _mapped(self, cache: Cache) -> Blocks:
-        """The file `<cache>/<hash of samples and side>.npy`, which is written first if missing."""
+        """Open the file `<cache>/<hash of samples and view>.npy`, and write it if it is missing."""
         form = f"{self.view.side}|{self.view.interpolation}|crc32"
         contents = f"{DECODING}|{self.samples.digest()}|{form}"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".npy"
@@ -167,7 +167,7 @@ class Resident:
             stream.write(header.getvalue())
             Blocks.write(stream, self._decoded())
 
-        # in use for as long as this source is
+        # open, and therefore in use, as long as this object exists
         size = header.tell() + Blocks.size(self.shape)
         file = cache.open_file(name, size, write, KEPT_REMEDY)
         row_bytes = math.prod(self.shape[1:])
@@ -178,14 +178,14 @@ class Resident:
 class PictureSource:
     """Makes the images of each step ahead of time, from pictures.
 
-    Loader processes do the work when they are ready, threads of this process before that. Without
-    loaders, small images of kept pictures are made by the calling thread.
+    Loader processes make the images as soon as they are ready, and threads of this process before.
+    Without loaders, the calling thread makes small images from kept pictures.
 
     Args:
         pictures: Source of the images.
         view: Size and crop of the images.
         workers: Number of loader processes.
-        normalisation: Applied to the images; None keeps them uint8.
+        normalisation: Applied to the images. None: they stay uint8.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class PictureSource:
         self.normalisation = normalisation
         self.workers = workers
         self.threads = max(1, min(workers, MAX_THREADS))
-        self.free: deque[ImageMaker] = deque()  # it outlives threads, which end with an epoch
-        self._turn = threading.Lock()  # held by the thread that makes small images
+        self.free: deque[ImageMaker] = deque()  # unused makers; threads end with each epoch
+        self._turn = threading.Lock()  # held while a calling thread makes small images
         self.pool = TensorPool()
         self.spec = SharedSpec(pictures, view, normalisation)
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
-        """See `Source.steps`; other samples than those are not made."""
+        """See `PixelSource.steps`. Only the pixels of a step's samples are available."""
         waiting: deque[StepSamples] = deque()
 
         def rows_of_steps() -> Iterator[Ints]:
@@ -218,11 +218,11 @@ class PictureSource:
         is_quick = self.pictures.are_kept and self.view.side <= QUICK_SIDE
 
         def begin(samples: StepSamples) -> Pixels:
-            if not len(samples.rows):  # features are cached
+            if not len(samples.rows):  # the feed uses cached features
                 return partial(self._make_now, samples)
             loaders = get_loaders(self.workers)
             if loaders is not None:
-                with suppress(OSError):  # no memory or file descriptor for it
+                with suppress(OSError):  # no memory or file descriptor for a block
                     return self._request(loaders, pool, samples, is_dropped).at
             if is_quick:
                 return partial(self._make_now, samples)
@@ -252,7 +252,7 @@ class PictureSource:
         return torch.uint8 if self.normalisation is None else torch.float32
 
     def _empty(self, samples: StepSamples) -> Tensor:
-        """(k, 3, side, side) of any values."""
+        """Return uninitialized images (k, 3, side, side)."""
         shape = (len(samples.rows), 3, self.view.side, self.view.side)
         return self.pool.empty(shape, self._dtype)
 
@@ -273,12 +273,16 @@ class PictureSource:
         samples: StepSamples,
         is_dropped: threading.Event,
     ) -> LoadedPixels:
-        """Request the images of a step from loaders. Raise `OSError` without memory for them."""
+        """Request the images of a step from loaders.
+
+        Raises:
+            OSError: If there is no memory or file descriptor for them.
+        """
         order = np.arange(len(samples.rows))
         if len(np.unique(samples.rows)) < len(order):
             order = np.argsort(samples.rows, kind="stable")  # copies are neighbours
         rows = samples.rows[order]
-        # small enough for the steps in progress to keep all loaders busy
+        # small enough that the steps in progress keep all loaders busy
         size = min(MAX_LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
         borders = cut_chunks(rows, size)
         shape = (len(rows), 3, self.view.side, self.view.side)
@@ -298,7 +302,7 @@ class PictureSource:
 
     @torch.inference_mode()  # resizing a crop skips the dispatch of autograd
     def _make(self, samples: StepSamples, images: Tensor, indices: Ints) -> None:
-        """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
+        """Write some images of a step. Copies of an image must be neighbours: one is decoded."""
         try:
             maker = self.free.pop()
         except IndexError:  # other threads have taken all of them
@@ -314,10 +318,10 @@ class StepPixels:
     """The images of a step, which threads make.
 
     Attributes:
-        positions: (k,) In the global batch, ascending.
-        images: (k, 3, side, side), complete when all jobs are done.
-        jobs: Each makes some of the images.
-        is_dropped: Set when the epoch ends early.
+        positions: Positions in the global batch, ascending, (k,).
+        images: Images (k, 3, side, side), complete when all jobs are done.
+        jobs: Jobs that make some of the images each.
+        is_dropped: Set when the generator of the epoch's pixels ends or is closed.
     """
 
     positions: Ints
@@ -340,13 +344,13 @@ class StepPixels:
 
 @dataclass(frozen=True)
 class LoadedPixels(StepPixels):
-    """The images of a step, which loader processes make in a block. The jobs start the chunks.
+    """The images of a step, which loader processes make in a block. The jobs request the chunks.
 
     Attributes:
         loaders: The loader processes.
         block: The block of the images.
-        make: Makes the images at some indices (k,) in this process. It is called for the images
-            that loaders failed to make, and raises the error for the user.
+        make: Function that makes the images at some indices (m,) in this process. It is called for
+            images that loaders failed to make, and raises the error for the user.
     """
 
     loaders: Loaders
@@ -379,7 +383,11 @@ def pick_images(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor
 
 
 def split_chunks(rows: Ints, threads: int) -> list[Ints]:
-    """Deal the samples of a step to jobs: indices into `rows`, copies of a row in the same job."""
+    """Split the samples of a step into jobs, with copies of a row in the same job.
+
+    Returns:
+        The indices into `rows` for each job.
+    """
     if not len(rows):
         return []
     by_row = np.argsort(rows, kind="stable")
@@ -394,6 +402,6 @@ def cut_chunks(rows: Ints, size: int) -> Ints:
     Chunks are larger if there would be more than MAX_CHUNKS.
     """
     size = max(1, size, -(-len(rows) // MAX_CHUNKS))
-    firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 1))  # of each row's copies
+    firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 1))  # first copy of each row
     starts = firsts[np.searchsorted(firsts, np.arange(0, len(rows), size), "right") - 1]
     return np.append(np.unique(starts), len(rows))

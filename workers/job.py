@@ -588,7 +588,7 @@ class ShardUrls:
 
 @dataclass(frozen=True)
 class Task:
-    """One task as workers see it. Labels are positions in `classes`."""
+    """A task in the form that workers use. Labels are positions in `classes`."""
 
     name: str
     card: str

@@ -212,7 +212,7 @@ class KeptPictures:
             yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
     def spec(self) -> ImageSpec:
-        """See `Pictures.spec`. It names the open file, which can be deleted or replaced by now."""
+        """See `Pictures.spec`. It names the open file, not its path, which can be replaced."""
         kept = f"/proc/{os.getpid()}/fd/{self.blocks.file.fileno()}"
         return ImageSpec((), (), (), self.decode, kept)
 

@@ -302,7 +302,7 @@ class PictureSource:
 
     @torch.inference_mode()  # resizing a crop skips the dispatch of autograd
     def _make(self, samples: StepSamples, images: Tensor, indices: Ints) -> None:
-        """Write some images of a step. Copies of an image must be neighbours: one is decoded."""
+        """Write some images of a step. Adjacent copies of an image are decoded once."""
         try:
             maker = self.free.pop()
         except IndexError:  # other threads have taken all of them

@@ -26,13 +26,13 @@ from workers.errors import UserError
 
 ACCOUNT = "account.json"
 MAX_NAMED_PLACES = 5  # folders or files listed in one line
-MAX_LINES = 12  # lines per group of reasons
-MAX_PLACE_LENGTH = 40  # characters of a folder or file in a line
+MAX_LINES = 12  # reasons listed for each of used, rejected and not read
+MAX_PLACE_LENGTH = 40  # characters of a folder or file name in a line
 
 
 @dataclass(frozen=True)
 class Account:
-    """The outcome of every file below a source.
+    """The outcome for every file below a source.
 
     Attributes:
         files: Number of files; 0 if a library downloads the data.
@@ -137,7 +137,7 @@ def build_account(
         card: Card of the source.
         entries: All files below the source; empty if a library downloads the data.
         images: Image file -> the reason to reject it, or None if it is used. Archives of images
-            are not in it.
+            have no entry.
         notes: Sentences for the user.
         rows: `used` or a reason -> number of images in tables and archives.
     """
@@ -184,7 +184,7 @@ def build_account(
 
 
 def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
-    """Return the archives of images and the tables of image paths."""
+    """Return the names of the archives of images and of the tables of image paths."""
     source_format = get_format(card)
     if card.source.format == "csv":
         return {table.name for table in csv.list_tables(card)[1]}
@@ -236,7 +236,11 @@ def _shorten(names: list[str]) -> list[str]:
 
 
 def collect_problems(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Collect file -> problem from rows; a file with at least one good row has no problem."""
+    """Map each file to its problem. The problem is None if at least one row of the file has none.
+
+    Args:
+        items: A pair (file, problem) per row.
+    """
     files: dict[str, str | None] = {}
     for name, problem in items:
         if problem is None or name not in files:

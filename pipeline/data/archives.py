@@ -1,4 +1,4 @@
-"""Official files of a card that a person downloads by hand."""
+"""Official files of a data set that the user downloads by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OfficialLayout = Literal[
 
 
 class Archive(Frozen):
-    """The official files of a data set that a person fetches by hand."""
+    """The official files of a data set that the user downloads by hand."""
 
     address: str = Field(min_length=1, description="where a person fetches them, and what they are")
     layout: OfficialLayout | None = Field(

@@ -1,19 +1,21 @@
-"""Shards that follow each other as one pattern with braces, as WebDataset takes it."""
+"""Write consecutive shards as one pattern in WebDataset's brace notation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last one of a path
+NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last number in a path
 
 
 def with_braces(urls: Iterable[str]) -> list[str]:
-    """Return URLs with braces for those that follow each other by their last number.
+    """Merge consecutive URLs into brace patterns, for example `train-{000000..000007}.tar`.
 
-    Braces in a URL are escaped, as bash and WebDataset have it.
+    URLs are consecutive if they differ only in their last number, and this number increases by 1.
+    Braces and backslashes in a URL are escaped as in bash and WebDataset.
     """
-    runs: list[tuple[str, str, list[str]]] = []  # before the number, after it, the numbers
+    # a run of URLs: text before the number, text after the number, numbers
+    runs: list[tuple[str, str, list[str]]] = []
     for url in urls:
         escaped = re.sub(r"([{}\\])", r"\\\1", url)
         match = NUMBER.search(escaped)

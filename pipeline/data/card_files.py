@@ -37,7 +37,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
             longer exists or is unchanged.
 
     Raises:
-        UserError: If there is no such card (the message has the nearest name), or it is invalid.
+        UserError: If the card does not exist (the message suggests a similar name) or is invalid.
     """
     path = card_path(name)
     body = read_yaml(path, "a card")
@@ -72,7 +72,7 @@ def list_cards() -> list[str]:
 
 
 def load_without_source(name: str) -> Card:
-    """Load a card by name or path without a look at its source.
+    """Load a card by name or path without reading its source.
 
     If the classes come from the source, `classes` is `(FROM_SOURCE,)`.
 
@@ -101,7 +101,7 @@ def read_image_lines(path: str | Path) -> list[str]:
 
 
 def _resolve_files(card: Card, file: Path) -> Card:
-    """Return a card with resolved source paths, and with the listed images to leave out."""
+    """Return a card with resolved source paths, and with the content of its list of images."""
     if card.without_images:
         listed = without_images_path(file, card.without_images)
         if not listed.exists():
@@ -121,9 +121,9 @@ def _resolve_files(card: Card, file: Path) -> Card:
 
 
 def _source_path(card_file: Path, path: str) -> str:
-    """Return the path of a source; a relative one is relative to the folder of the card's file.
+    """Return the path of a source. A relative path starts at the folder of the card's file.
 
-    Paths of cards in `datasets` are returned as they are. `listing.absolute_uri` resolves them.
+    For cards in `datasets`, relative paths stay relative; `listing.absolute_uri` resolves them.
     """
     source_path = expand(path)
     if "://" in source_path or CARDS in card_file.resolve().parents:

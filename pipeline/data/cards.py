@@ -18,16 +18,16 @@ from workers.job import Frozen, Neutral, key_inputs
 SourceFormat = Literal["folder", "csv", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
 Numbers = Literal["places", "names"]
 MAX_CLASS_CHARACTERS = 200
-# 8-bit PNG reaches 1032, JPEG 512; above that, the image is almost one colour
+# 8-bit PNG reaches 1032 pixels per byte and JPEG 512, for images of almost one colour
 MAX_PIXELS_PER_BYTE = 2000
-# between the parts of a list of shards, as WebDataset writes it in one text; written so, it is not
-# taken for the address that means every interface
+# Separator of a list in one text, as in WebDataset's lists of shards. The product avoids a literal
+# that security checkers take for the IPv6 address of all interfaces.
 LIST_MARK = 2 * ":"
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
 def _join(parts: Any) -> Any:
-    """Return a list of texts as one text."""
+    """Join a list of texts and integers to one text, and convert a single integer to text."""
     if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
         return LIST_MARK.join(map(str, parts))
     return str(parts) if type(parts) is int else parts
@@ -48,7 +48,7 @@ class MoreFolder(Frozen):
 
 
 class Source(Frozen):
-    """Where the raw data lies and how it is laid out."""
+    """The location and the layout of the raw data."""
 
     format: SourceFormat = Field(description="how the raw data is laid out")
     path: str = Field(
@@ -131,7 +131,7 @@ class Source(Frozen):
         return self
 
     def file_patterns(self) -> tuple[str, ...]:
-        """Return where images of tables may lie, as the card lists them."""
+        """Return the patterns of `files`, in the order of the card."""
         return tuple(part.strip() for part in self.files.split(LIST_MARK))
 
     def split_columns(self) -> tuple[str, ...]:
@@ -139,17 +139,20 @@ class Source(Frozen):
         return tuple(self.split.split(LIST_MARK)) if self.split else ()
 
     def list_parts(self, split: Part) -> tuple[str, ...]:
-        """Return the folders, files, globs or values of a split as the card lists them."""
+        """Return the folders, files, globs or values of a split, in the order of the card."""
         text = self.splits.get(split)
         return () if text is None else tuple(part.strip() for part in text.split(LIST_MARK))
 
     def named_splits(self) -> tuple[Split, ...]:
-        """Return the splits that the card names, beginning with train."""
+        """Return the splits for which the card names at least one part, train first."""
         return tuple(split for split in SPLITS if "".join(self.list_parts(split)))
 
 
 def check_shard_patterns(patterns: str) -> None:
-    """Raise ValueError for shards that cannot be read by offset, or that a program would make."""
+    """Raise ValueError if shards are compressed or are the output of a program (`pipe:`).
+
+    Images in compressed shards cannot be read by offset.
+    """
     for pattern in patterns.split(LIST_MARK):
         if pattern.strip().startswith("pipe:"):
             raise ValueError(
@@ -180,7 +183,10 @@ class Counts(Frozen):
 
 
 class Card(Frozen):
-    """One data set. `classes` is the class order; without a seed it is used unchanged."""
+    """The description of one data set.
+
+    The order of `classes` is the class order. `class_order_seed` permutes it.
+    """
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the data set in configs"
@@ -255,7 +261,7 @@ class Card(Frozen):
     def order(self) -> tuple[str, ...]:
         """Return the classes in stream order: `order()[i]` is the name of class i.
 
-        Those that the card leaves out are not among them.
+        The classes in `without_classes` are left out.
         """
         classes = self.classes
         if self.class_order_seed is not None:
@@ -266,34 +272,35 @@ class Card(Frozen):
     def images_left_out(self) -> frozenset[str]:
         """Return the names and digests of the images that the card excludes.
 
-        `card_files` replaces the name of the file by its lines, so that they are part of the card's
-        identity.
+        `without_images` must hold the lines of the list, not its file name. `card_files` replaces
+        the name by the lines, so that the lines are part of the card's identity.
         """
         return frozenset(filter(None, self.without_images.split("\n")))
 
     def identity(self) -> str:
         """Return the hash of everything on the card that can change the result of ingest.
 
-        The path of the source is not included: data can move, and their fingerprint identifies
-        them.
+        The path of the source is not part of the hash, because data can move. A fingerprint
+        identifies the data.
         """
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified", "leaks"))
         source = key_inputs(self.source, ("path",))
+        # The default was `places` before. If `numbers` is unset now, labels that it changes are an
+        # error.
         if self.source.numbers != "names":
-            source.pop(
-                "numbers", None
-            )  # `places` was the default, and unset is refused if it differs
+            source.pop("numbers", None)
         for folder in source.get("more", ()):
             folder.pop("path")
         if self.source.split is not None:
-            source["splits"].pop(IGNORE, None)  # such rows were left out before they were named
+            # rows with other values are left out anyway, so `ignore` changes no result
+            source["splits"].pop(IGNORE, None)
         body |= {"source": source}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def permuted(classes: tuple[str, ...], seed: int) -> tuple[str, ...]:
-    """Return classes in the order that numpy's RandomState of a seed gives them."""
-    import numpy  # start-up time: classes without a seed need none
+    """Return classes permuted by numpy's `RandomState(seed)`."""
+    import numpy  # lazy import: only a seed needs numpy
 
     generator = numpy.random.RandomState(seed)
     return tuple(classes[index] for index in generator.permutation(len(classes)))

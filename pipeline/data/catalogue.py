@@ -1,4 +1,4 @@
-"""The cards of `datasets` as people choose among them: sizes, terms, and how each is obtained."""
+"""The catalogue of the cards in `datasets`: sizes, licences, and how to get the data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipeline.data.listing import absolute_uri
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-UNKNOWN = "-"  # a number that a card does not state
+UNKNOWN = "-"  # shown for a value that a card does not state
 HEADING = ["card", "classes", "train", "test", "how it is obtained", "verified", "licence"]
 PREPARED = "by hand, then prepared"
 LEFT = ("card", "how it is obtained", "verified", "licence")
 
 
 class CatalogueEntry(NamedTuple):
-    """A card of `datasets`. None: a number that it does not state."""
+    """A row of the catalogue. `train` and `test` are None if the card does not state them."""
 
     card: str
     classes: int
@@ -31,7 +31,7 @@ class CatalogueEntry(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        """The texts below HEADING."""
+        """The texts of the columns in HEADING."""
         verified = "no"
         if self.verified:
             verified = "yes"
@@ -40,14 +40,14 @@ class CatalogueEntry(NamedTuple):
 
 
 class Catalogue(NamedTuple):
-    """The cards that can be read, and a sentence for each that cannot."""
+    """The rows of the readable cards, and an error message for each unreadable card."""
 
     entries: list[CatalogueEntry]
     problems: list[str]
 
 
 def read_catalogue() -> Catalogue:
-    """Return the cards of `datasets`, sorted by name. No source is looked at."""
+    """Return the catalogue of the cards in `datasets`, sorted by name. Sources are not read."""
     catalogue = Catalogue([], [])
     for name in card_files.list_cards():
         try:
@@ -58,7 +58,7 @@ def read_catalogue() -> Catalogue:
 
 
 def note(program: str) -> str:
-    """Return the lines below the list. program: how a person starts Accrete."""
+    """Return the explanation below the list of cards. `program` is the command for Accrete."""
     return (
         "verified no: the card was written without the data, from what its authors state.\n"
         f"by hand: {program} data list cub200 tells where the files of cub200 are to be fetched.\n"
@@ -81,12 +81,15 @@ def make_entry(card: Card) -> CatalogueEntry:
 
 
 def num_classes(card: Card) -> int:
-    """Return how many classes a card has, also where their names come from its source."""
+    """Return the number of classes of a card whose source is not read.
+
+    If the classes come from the source, this is the card's `num_classes`.
+    """
     return card.num_classes or len(card.classes)
 
 
 def how(card: Card) -> str:
-    """Return in a few words how the data of a card is obtained."""
+    """Describe in a few words how to get the data of a card."""
     if card.source.format == "sklearn":
         return "with scikit-learn"
     if card.source.format == "torchvision":
@@ -131,7 +134,7 @@ def describe(name: str, program: str) -> str:
 
 
 def _state(card: Card) -> str:
-    """Return whether the source of a card is on this machine, in brackets; empty elsewhere."""
+    """Return ` (there)` or ` (missing)` for a source on this machine, and "" for other sources."""
     path = absolute_uri(card.source.path)
     if not is_local(path):
         return ""

@@ -1,4 +1,4 @@
-"""Read columns of Parquet files and of the Arrow files that `datasets.save_to_disk` writes."""
+"""Read columns of Parquet files, and of Arrow files as written by `datasets.save_to_disk`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import get_suffix, printable
 from workers.errors import UserError, describe_error
 
+# Files that decompress to an implausible size are refused. The larger limit of a pair applies.
 MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group or batch
-MAX_UNFOLDING = 100  # or this multiple of the file size, if that is more
+MAX_UNFOLDING = 100  # the same as a multiple of the file size
 MAX_ROWS = 1_000_000  # rows of a file
-MAX_ROWS_PER_BYTE = 2  # or this number of rows per byte of the file, if that is more
+MAX_ROWS_PER_BYTE = 2  # the same per byte of the file
 PREFIX = 8  # bytes before an Arrow message: a marker and the length of the header
-CONTINUES = 0xFFFFFFFF  # the marker
-DICTIONARY_BATCH = 2  # message kinds
-RECORD_BATCH = 3
+CONTINUES = 0xFFFFFFFF  # the marker before an Arrow message
+DICTIONARY_BATCH = 2  # type of an Arrow message
+RECORD_BATCH = 3  # type of an Arrow message
 MAX_COLUMNS = 1000
-MAX_METADATA_BYTES = 16 << 20  # the hub's description of the columns
+MAX_METADATA_BYTES = 16 << 20  # Hugging Face metadata, or the header of an Arrow message
 BATCH_ROWS = 4096
 ARROW_SUFFIX = ".arrow"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream
@@ -48,7 +49,7 @@ class Schema(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Rows of a file, read together.
+    """Rows of a file that are read together.
 
     Attributes:
         rows: Number of rows.
@@ -107,7 +108,7 @@ def _parse_hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, 
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Whether a column type can hold encoded images."""
+    """Return whether a column type can hold encoded images."""
     if pa.types.is_dictionary(kind):
         return holds_bytes(kind.value_type)
     if pa.types.is_struct(kind):
@@ -173,7 +174,10 @@ def read_batches(
 
 
 def _find_text_columns(schema: pa.Schema, names: Sequence[str]) -> list[str]:
-    """Return the columns of text or bytes, to store repeated values in memory once."""
+    """Return the columns to read as dictionaries: text, bytes, and fields of structs.
+
+    A dictionary stores repeated values in memory only once.
+    """
     kinds = (pa.string(), pa.binary())
     return [name for name in names if "." in name or schema.field(name).type in kinds]
 
@@ -298,7 +302,7 @@ def _open_arrow(stream: pa.NativeFile) -> Iterator[Any]:
 
 
 def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow file after validation, because offsets may be out of bounds."""
+    """Validate and yield the batches of an Arrow file; offsets may be out of bounds."""
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
@@ -309,7 +313,7 @@ def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
 
 
 def to_python_list(column: pa.Array) -> list[Any]:
-    """Convert a column to Python values; equal values of a dictionary share one object."""
+    """Convert a column to Python values; equal values of a dictionary column share one object."""
     if not pa.types.is_dictionary(column.type):
         try:
             return list(column.to_pylist())
@@ -332,7 +336,7 @@ def to_python_value(scalar: pa.Scalar) -> Any:
 
 @contextmanager
 def translate_read_errors(uri: str) -> Iterator[None]:
-    """Context manager that translates errors of pyarrow into one UserError."""
+    """Context manager that translates errors of pyarrow into a UserError."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Digests of keys, and of many rows in any order."""
+"""Digests of keys, and of the rows of an index."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 BATCH_ROWS = 1 << 16  # rows converted to Python objects at once
 DIGEST_WORDS = 4  # 64-bit words in a sha256
-DIGITS = 32  # of the digest of a class
-ClassDigests = dict[str, dict[str, str]]  # digest of the images by split and class
+DIGITS = 32  # hexadecimal digits of the digest of a class
+ClassDigests = dict[str, dict[str, str]]  # split -> class -> digest of the images
 
 
 def compute_key_digests(keys: pa.ChunkedArray) -> NDArray[np.uint64]:
@@ -35,9 +35,9 @@ def sort_by_digest(
 
 
 def digest_rows(rows: pa.ChunkedArray) -> str:
-    """Compute the sha256 of a column of bytes, as sorted lines. The order of rows is irrelevant.
+    """Compute the sha256 of the sorted rows of a column of bytes, joined by newlines.
 
-    Lines are sorted as text. Invalid UTF-8 becomes lone surrogates, which sort after most other
+    The rows are sorted as text. Invalid UTF-8 becomes lone surrogates, which sort after most other
     characters.
     """
     rows = rows.cast(pa.large_binary())
@@ -56,14 +56,15 @@ def digest_rows(rows: pa.ChunkedArray) -> str:
 
 
 def digest_classes(index: pa.Table, is_in_place: bool, salt: str = "") -> ClassDigests:
-    """Compute a digest of the images of each class in each split: key, sha256 and order.
+    """Compute a digest of the images of each class in each split.
 
-    The digest of a class depends neither on other classes nor on how shards are cut. Of shards that
-    are used in place it covers the place of each image as well, since they are read in that order.
+    The digest covers the keys and the sha256 of the images. It depends neither on other classes nor
+    on the division into shards. For shards that are used in place, the digest also covers the shard
+    and the offset of each image, because images are read in this order.
 
     Args:
-        index: Of an ingest stage, see `workers.data.shards.Shards`.
-        is_in_place: Whether the shards are used where they lie.
+        index: Index of an ingest stage, see `workers.data.shards.Shards`.
+        is_in_place: Whether the shards are used in place, without a copy.
         salt: Settings that affect which images are used, and how they are decoded.
 
     Returns:
@@ -90,7 +91,7 @@ def digest_classes(index: pa.Table, is_in_place: bool, salt: str = "") -> ClassD
 
 
 def digest_index(index: pa.Table) -> str:
-    """Compute the sha256 of the sorted rows (split, key, class, sha256) in any shards."""
+    """Compute the sha256 of the sorted rows (split, key, class, sha256), without the shards."""
     names = ("split", "key", "class", "sha256")
     columns = [index[name].cast(pa.large_string()) for name in names]
     rows = pc.binary_join_element_wise(*columns, pa.scalar("\t", pa.large_string()))

@@ -1,7 +1,8 @@
 """Detect data sets in Parquet and Arrow files.
 
-`assign_files` assigns the files of a source to splits, also for tars (`shards`). The role of a word
-is the split that it names; a weak word may well mean something else (`pipeline.data.splits`).
+`assign_files` assigns the files of a source to splits; `shards` uses it for tar files, too. The
+role of a word is the split that the word names. A weak word often has another meaning
+(`pipeline.data.splits`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Files:
 
     @property
     def where(self) -> str:
-        """The source, as errors name it."""
+        """The path of the source in errors."""
         return printable(self.path)
 
     def uris(self, names: Sequence[str]) -> list[str]:
@@ -86,7 +87,7 @@ class Files:
         return [join(self.base, name) for name in names]
 
     def with_splits(self, splits: Mapping[str, Sequence[str]]) -> Files:
-        """Return a copy with `splits` in its request, or an equal one if it sets no splits."""
+        """Return a copy whose request has these splits; equal if the request sets no splits."""
         settings = dict(self.request.given)
         if "splits" in settings:
             settings["splits"] = splits
@@ -179,7 +180,7 @@ def _assign_given_files(
 
 
 def _check_variants(files: Files) -> None:
-    """Raise SplitUnclear if several folders contain files of the same names, and these name splits.
+    """Raise SplitUnclear if several folders contain files with equal names that name splits.
 
     For example, `full/train.parquet` and `small/train.parquet` are two variants of a data set.
     """
@@ -282,7 +283,7 @@ def read_columns(files: Files) -> DataSet:
     first = join(files.base, splits["train"][0])
     schema = read_schema(first)
     columns = _sample_columns(files, first, schema)
-    for name in schema.names:  # refuse duplicate names
+    for name in schema.names:  # raises an error for duplicate names
         columns.check(name)
     image = _choose_image_column(files, schema, columns)
     split: tuple[str, ...] = ()
@@ -299,7 +300,7 @@ def read_columns(files: Files) -> DataSet:
     source |= {"image": image, "label": label}
     notes = note_unused([*unused, *(name for name in all_names if name not in files.names)])
     is_one_split = words is not None and set(words.splits) == {"train"} and len(files.names) > 1
-    if is_one_split and "split" not in request.given:  # the names of the files decide instead
+    if is_one_split and "split" not in request.given:  # the file names decide instead
         split = ()
     if split and words:
         if len(splits) > 1:

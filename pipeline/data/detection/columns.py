@@ -135,7 +135,7 @@ def find_label_column(
     taken = {*taken}
     others = [name for name in columns.sample if name not in taken]
     named = [name for name in others if normalize_word(name) in LABEL_COLUMNS]
-    if "x" in map(str.lower, columns.names):  # next to x, y is a position in the image
+    if "x" in map(str.lower, columns.names):  # beside a column x, y is a coordinate in the image
         named = [name for name in named if name.lower() != "y"]
     exact = [name for name in named if normalize_word(name) == LABEL]
     if declared and not exact:
@@ -161,11 +161,12 @@ def find_label_column(
 
 
 def sort_labels(sample: Values, names: Iterable[str]) -> list[str]:
-    """Sort columns by how likely their names and values make them the label, likeliest first."""
+    """Sort columns by the likelihood that they are the label, likeliest first."""
 
     def priority(name: str) -> tuple[bool | int, ...]:
         word = normalize_word(name)
-        num_distinct = len(set(sample[name])) if word in RANKS else 0  # species before family
+        # the finest taxonomic rank first, for example species before family
+        num_distinct = len(set(sample[name])) if word in RANKS else 0
         return (
             word in NO_LABEL_COLUMNS,
             word != LABEL,
@@ -208,7 +209,7 @@ def tokenize_lower(name: str) -> list[str]:
 
 
 def _looks_like_labels(texts: Sequence[str | None], name: str) -> bool:
-    """Whether values repeat as labels do, and the name of the column does not exclude a label."""
+    """Return whether values repeat like labels, and the column is not named like another thing."""
     labels = [label for label in map(normalize_label, texts) if label is not None]
     distinct = set(labels)
     is_repeated = 2 <= len(distinct) <= max(len(labels) // 2, 2)
@@ -225,7 +226,7 @@ def _are_numbers(texts: Sequence[str | None]) -> bool:
 
 
 def _drop_equivalent(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Keep one column of each group of equivalent columns, preferring names to numbers."""
+    """Keep one column of each group of equivalent columns; names are preferred to numbers."""
     kept: list[str] = []
     for name in names:
         twin = next((other for other in kept if _are_equivalent(columns.sample, name, other)), None)
@@ -237,7 +238,7 @@ def _drop_equivalent(columns: Columns, names: Iterable[str]) -> list[str]:
 
 
 def _are_equivalent(sample: Values, first: str, second: str) -> bool:
-    """Whether the values of two columns map one to one, for example class ids and class names."""
+    """Return whether the values of two columns map one to one, such as class ids and names."""
     pairs = {*zip(sample[first], sample[second], strict=True)}
     return len({a for a, _ in pairs}) == len(pairs) == len({b for _, b in pairs})
 
@@ -330,7 +331,7 @@ def classify_split_column(column: str) -> str:
 
 
 def _look_like_splits(texts: Iterable[str]) -> bool:
-    """Whether some values clearly name splits, for example `train` and `test`."""
+    """Return whether some values clearly name splits, for example `train` and `test`."""
     short = [text for text in texts if len(text) <= MAX_VALUE_LENGTH]
     roles = {find_role(text) for text in short if not is_weak(text)} - {None}
     return len(roles) > 1 or any(find_role(text) and is_generic_split_name(text) for text in short)
@@ -339,8 +340,13 @@ def _look_like_splits(texts: Iterable[str]) -> bool:
 def _parse_split_column(columns: Columns, column: str, values: Iterable[str] | None) -> SplitWords:
     """Map the values of a split column to splits.
 
+    Args:
+        columns: Columns of the table.
+        column: The split column.
+        values: Its distinct values, or None if there are too many.
+
     Raises:
-        SplitUnclear: If a value names no split, or no value is train.
+        SplitUnclear: If a value names no split, no value is train, or there are too many values.
     """
     known = sorted(values) if values is not None else []
     short = [value for value in known if len(value) <= MAX_VALUE_LENGTH]

@@ -1,7 +1,7 @@
 """Build a data set from a possible `source` of a card.
 
-Detection proposes sources. They are read with the code that ingest runs, so that `init` and
-`ingest` cannot differ.
+Detection proposes sources. This module reads a proposed source with the code of ingest, so that
+`init` and `ingest` agree.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from workers.errors import UserError
 
 TEST_FRACTION = 0.2  # held out by hash if a source has no test images
 MAX_FILES = 1_000_000  # files that `init` lists below one path
-MAX_SIZED = 16  # number of images with a measured size
+MAX_SIZED = 16  # images whose size is read
 MAX_PREVIEWED = 4000  # images read from archives for a preview
-MAX_PREVIEW_BYTES = 64 << 20  # read from one archive for a preview
+MAX_PREVIEW_BYTES = 64 << 20  # bytes read from one archive for a preview
 FROM_SOURCE = "from_source"  # value of `classes` on a card: take them from the source
 
 
@@ -51,7 +51,7 @@ class Request:
         program: The command that starts Accrete, for messages.
         given: Settings of the card's source in the request, for example `label`.
         classes: Classes in the request.
-        min_classes: Fewest classes of a data set.
+        min_classes: Minimum number of classes of a data set.
     """
 
     path: str
@@ -121,7 +121,7 @@ class DataSet:
         return dump_source(self.card.source)
 
     def preview_sheet(self) -> PreviewSheet:
-        """Return the data set for the page of a preview, with images of each split and class."""
+        """Return the preview of the data set, with a few images of each split and class."""
         pictures = self._pictures()
         return PreviewSheet(self.card, self.layout, self.account, self.images, pictures, self.notes)
 
@@ -150,7 +150,7 @@ def format_splits(splits: Mapping[str, Sequence[str]]) -> str:
 
 
 def dump_source(source: Source) -> dict[str, Any]:
-    """Dump a source as a card contains it, without default settings."""
+    """Return a source in the form of a card, without default settings."""
     body = source.model_dump(exclude_defaults=True)
     body["splits"] = {
         split: parts[0] if len(parts) == 1 else list(parts)
@@ -174,7 +174,7 @@ def build_data_set(
     notes: Sequence[str] = (),
     classes: Sequence[str] = (),
 ) -> DataSet:
-    """Build the data set that a source of a card gives.
+    """Build the data set of a card's source.
 
     Args:
         request: The user's request; its settings override `source`.
@@ -251,7 +251,10 @@ def read_card(card: Card) -> DataSet:
 def _no_train_error(
     request: Request, card: Card, where: str, splits: Sequence[str]
 ) -> SplitUnclear:
-    """Return the error for a data set without train images, with the cause if it is a name."""
+    """Return the error for a data set without train images.
+
+    If a name with wildcard characters or outer spaces may be the cause, the error names it.
+    """
     others = f", only {' and '.join(splits)} images" if splits else ""
     parts = [part for text in card.source.splits.values() for part in text.split(LIST_MARK)]
     odd = [part for part in parts if re.search(r"[\[?*]|^\s|\s$", part.replace(LABEL, ""))]

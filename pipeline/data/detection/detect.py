@@ -1,8 +1,9 @@
 """Detect the data sets at a path or URI.
 
 A folder can be read in three ways: its subfolders are classes, a table names its images, or it
-contains archives of images (Parquet files or tars). Each is tried. If exactly one way gives a
-consistent data set, it is used. If several do and they differ, an error asks the user to choose.
+contains archives of images (Parquet files or tars). Each way is tried. If exactly one way gives a
+consistent data set, this way is used. If several ways give different data sets, an error asks the
+user to choose.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class SourceFolder:
         return data_sets
 
     def _find_given_tables(self) -> dict[str, str]:
-        """Return table -> split for the tables in the setting `splits`."""
+        """Map the tables in the setting `splits` to their split."""
         names = {entry.name for entry in self.entries}
         tables: dict[str, str] = {}
         for split, parts in dict(self.request.given.get("splits") or {}).items():
@@ -300,7 +301,7 @@ class SourceFolder:
         ]
         stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
         bases = {stem.rpartition("/")[2] for stem in stems}
-        # one file per image contains annotations, for example boxes
+        # If there are many files with the names of images, they hold annotations such as boxes.
         has_annotations = 2 * sum(_get_stem(name) in bases for name in names) > len(stems)
         names = [
             name
@@ -377,7 +378,10 @@ class SourceFolder:
         )
 
     def _may_be_table(self, name: str) -> bool:
-        """Whether a file may be a table of images: by its name, and without image bytes."""
+        """Return whether a file may be a table of images, judged by its name and its columns.
+
+        A Parquet or Arrow file with image bytes is not a table.
+        """
         if says_no_labels(name):
             return False
         if get_suffix(name) not in COLUMN_FILES:
@@ -432,7 +436,7 @@ class SourceFolder:
         )
 
     def _read_folder_labels(self, folders: Sequence[DataSet]) -> dict[str, str]:
-        """Return path -> class of each image below this folder, as the class folders give it."""
+        """Map the path of each image below this folder to the class of its class folder."""
         labels: dict[str, str] = {}
         for data_set in folders:
             prefix = posixpath.relpath(data_set.card.source.path, self.uri)
@@ -494,7 +498,10 @@ class SourceFolder:
         archive: UserError | None,
         folders: UserError | None,
     ) -> UserError:
-        """Choose the most helpful error; that of a table precedes that of folders."""
+        """Choose the most helpful error: of a table, else of archives, else of folders.
+
+        `NoTable` is a weak error of a table. It is used if there is no better one.
+        """
         if table is not None and (not isinstance(table, NoTable) or folders is None):
             return table
         if archive is not None:
@@ -521,7 +528,7 @@ class SourceFolder:
         top = [entry for entry in self.entries if "/" not in entry.name]
         packed = [join(self.uri, entry.name) for entry in top if is_packed(entry.name)]
         if packed and not any(map(_is_image, self.entries)) and is_local(self.uri):
-            # several archives are parts of one data set
+            # several archives are parts of one data set, and are unpacked together
             command = build_unpack_command(packed, self.uri if len(packed) > 1 else "", program)
             if command is not None:
                 return f"unpack it: `{command}`"

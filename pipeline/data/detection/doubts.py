@@ -1,8 +1,8 @@
-"""Checks of a detected data set: file and folder names that contradict the detected layout.
+"""Check that file and folder names do not contradict the layout of a detected data set.
 
 A possible layout may still be wrong: for example, `test_images` can be a class or the test images.
-Each check looks at the images as they were read and raises an error that names the setting to
-decide with. A check is skipped if the user has given that setting.
+Each check examines the images of the data set. Its error names the setting with which the user can
+decide. A check is skipped if the user has given this setting.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from pipeline.data.splits import (
     tokenize_name,
 )
 
-MAX_IMAGES = 200_000  # images checked
-MIN_NAMES = 2  # file names with a suspicious word, before an error is raised
-MIN_SHARE = 0.01  # this as a share of all images
-SHARE_PAIRED = 0.9  # share of the images of two classes that have equal names
-MIN_PAIRED = 4  # images of a class, before its names are compared
+MAX_IMAGES = 200_000  # maximum number of images to check
+# An error needs this number of suspicious file names, and this share of all images.
+MIN_NAMES = 2
+MIN_SHARE = 0.01
+SHARE_PAIRED = 0.9  # minimum share of equal image names of two classes, for an error
+MIN_PAIRED = 4  # image names of a class from which on they are compared
 MAX_PATHS = 20  # paths in a suggested command
-MAX_COMPARED = 300  # largest number of classes for comparing image names
+MAX_COMPARED = 300  # with more classes, image names are not compared
 LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".npy", ".pkl"))
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
 SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")
@@ -57,7 +58,7 @@ STRANGE = ("_", "@", "~", "#recycle", "#snapshot")  # unusual prefixes of class 
 
 
 class ReadImage(NamedTuple):
-    """An image as it was read.
+    """An image of the data set.
 
     Attributes:
         path: Path of the image below the source.
@@ -160,18 +161,18 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
 
 
 def check_siblings(request: Request, where: str, folders: Sequence[Folder]) -> None:
-    """Check that sibling folders, each taken for a data set, are not parts of one data set.
+    """Check that sibling folders are separate data sets, not parts of one data set.
 
-    They may be parts of one if their subfolders have equal names, if they are named like splits, or
-    if a subfolder looks like a part, for example `batch_1`.
+    Folders may be parts of one data set if their subfolders have equal names, if the folders are
+    named like splits, or if a subfolder looks like a part, for example `batch_1`.
 
     Args:
         request: The user's request.
-        where: Name of their parent folder in errors.
+        where: Name of the parent folder in errors.
         folders: Folders that contain folders of images.
 
     Raises:
-        SplitUnclear: If they may be parts of one data set.
+        SplitUnclear: If the folders may be parts of one data set.
     """
     below = {folder: {child.base_name for child in folder.with_images} for folder in folders}
     named = [folder.base_name for folder in folders]
@@ -253,21 +254,21 @@ class Checks:
         return find_role(part) if not is_label or is_generic_split_name(part) else None
 
     def _find_conflicting_roles(self, image: ReadImage) -> set[Role]:
-        """Return the splits in the first or last word of the name, without its own split."""
+        """Return the roles of the first and last word of its name that contradict its split."""
         tokens = [token for token in tokenize_name(image.stem) if not token.isdecimal()]
         ends = [token for token in {*tokens[:1], *tokens[-1:]} if not is_weak(token)]
         roles = {role for token in ends if (role := parse_role(token)) is not None}
         return {role for role in roles if not self._agrees(role, image.split)}
 
     def _agrees(self, role: Role, split: str) -> bool:
-        """Whether a folder of a role may contain images of a split."""
+        """Return whether a folder of a role may contain images of a split."""
         if role == "held out":
             return split != "train"
         serves_as_test = role == "val" and "val" not in self.splits_read
         return role == split or (serves_as_test and split == "test")
 
     def _has_splits_outside_folders(self) -> bool:
-        """Whether the splits come from a column or from several tables, not from folders."""
+        """Return whether the splits come from a column or from several tables, not from folders."""
         source = self.source
         by_column = source.split is not None and source.split != source.image
         return not self.is_folder and (by_column or len(source.named_splits()) > 1)
@@ -303,7 +304,7 @@ class Checks:
         )
 
     def check_unread(self, files: Sequence[Entry]) -> None:
-        """Raise SplitUnclear if an image without a row lies in a folder like `test`."""
+        """Raise SplitUnclear if an image without a row is in a folder like `test`."""
         if self.splits_read & {"val", "test"}:
             return
         read = {image.path.rpartition("/")[2] for image in self.images}
@@ -326,7 +327,7 @@ class Checks:
 
     # ---- masks, thumbnails and other derived images ----------------------------------------------
     def check_folders(self) -> None:
-        """Raise SplitUnclear if some images lie in a folder like `masks` or `thumbs`."""
+        """Raise SplitUnclear if some images are in a folder like `masks` or `thumbs`."""
         inside: Counter[str] = Counter()
         for image in self.images:
             below = image.folders
@@ -382,7 +383,10 @@ class Checks:
         raise self._no_class_error(sorted(strange))
 
     def check_pairs(self) -> None:
-        """Raise SplitUnclear if the images of two classes have equal names, beyond numbers."""
+        """Raise SplitUnclear if the images of two classes have equal names.
+
+        Classes whose images are only numbered are not compared.
+        """
         stems: dict[str, set[str]] = {}
         for image in self.images:
             stems.setdefault(image.label, set()).add(image.stem)
@@ -415,7 +419,7 @@ def _is_not_photo(name: str) -> bool:
 
 
 def _is_not_class(name: str) -> bool:
-    """Whether a folder name suggests masks, thumbnails, or images without labels."""
+    """Return whether a folder name suggests masks, thumbnails, or images without labels."""
     tokens = {token.lower() for token in tokenize_name(name)}
     return (
         name.startswith(STRANGE)
@@ -425,7 +429,10 @@ def _is_not_class(name: str) -> bool:
 
 
 def _find_extra_word(stem: str) -> str:
-    """Return the size, or the first or last word, that marks a derived image: `1_mask` -> mask."""
+    """Return the size or word that marks a derived image, for example `mask` for `1_mask`.
+
+    The word must be the first or the last word of the name.
+    """
     size = SIZE.search(stem)
     if size is not None:
         return size[0]
@@ -439,7 +446,10 @@ def _remove_word(stem: str, word: str) -> str:
 
 
 def _are_counted(stems: Iterable[str]) -> bool:
-    """Whether nearly all names end in nearly consecutive numbers, which restart in every class."""
+    """Return whether nearly all names end in nearly consecutive numbers.
+
+    Such numbers restart in every class, so equal names do not mean related images.
+    """
     stems = [*stems]
     numbers = sorted(int(match[0]) for stem in stems if (match := re.search(r"[0-9]+$", stem)))
     if not numbers or len(numbers) < SHARE_PAIRED * len(stems):

@@ -37,8 +37,8 @@ from pipeline.data.splits import (
 )
 from workers.errors import UserError
 
-MAX_PAIRED = 20_000  # largest number of images for comparing names
-SHARE_PAIRED = 0.9  # share of the images of a folder that have a namesake in another folder
+MAX_PAIRED = 20_000  # image names compared per folder
+SHARE_PAIRED = 0.9  # minimum share of the image names of a folder that occur in other folders
 
 
 class Layout(NamedTuple):
@@ -60,7 +60,7 @@ class NoClasses(UserError):
 
 
 def has_subfolders(folder: Folder) -> bool:
-    """Whether a folder has subfolders with images."""
+    """Return whether a folder has subfolders with images."""
     return bool(folder.with_images)
 
 
@@ -72,7 +72,7 @@ def find_layout(folder: Folder) -> Layout | list[Folder]:
 
     Raises:
         SplitUnclear: If the folder can be read in several ways.
-        NoClasses: If the images do not lie in class folders.
+        NoClasses: If the images are not in class folders.
     """
     all_children = folder.with_images
     children, notes = _drop_other_folders(folder, all_children)
@@ -96,7 +96,7 @@ def find_layout(folder: Folder) -> Layout | list[Folder]:
 
 
 def _is_wrapped(children: Sequence[Folder]) -> bool:
-    """Whether the only folder is a wrapper (`images`) without class folders in it."""
+    """Return whether the only folder is a wrapper (`images`) without class folders in it."""
     return (
         len(children) == 1
         and is_called(children[0].base_name, WRAPPERS)
@@ -120,7 +120,7 @@ def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Fo
     """Drop folders like `annotations` or `thumbnails`.
 
     Returns:
-        The folders that may be classes or splits, and notes on the others.
+        The folders that may be classes or splits, and notes on the dropped folders.
 
     Raises:
         SplitUnclear: If it is ambiguous whether a folder is a class, for example `masks`.
@@ -148,13 +148,16 @@ def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Fo
 
 
 def _is_only_flat(child: Folder, others: Sequence[Folder]) -> bool:
-    """Whether a folder has only images while all others have only folders of images."""
+    """Return whether a folder has only images, and all others have only folders of images."""
     are_nested = all(has_subfolders(other) and not other.images for other in others)
     return are_nested and not has_subfolders(child)
 
 
 def _matches_names(child: Folder, others: Sequence[Folder]) -> bool:
-    """Whether the images of a folder have namesakes in other folders, each with unique names."""
+    """Return whether most image names of a folder also occur in the other folders.
+
+    The result is False if two of the other folders share names.
+    """
     stems = set(_iterate_stems(child))
     known: set[str] = set()
     for other in others:
@@ -190,7 +193,7 @@ def format_option(**splits: str) -> str:
 
 # ---- splits above the classes --------------------------------------------------------------------
 def _find_split_folders(children: Sequence[Folder]) -> list[Folder]:
-    """Return the folders with the name of a split that may be one."""
+    """Return the folders that are named like a split and may be one."""
     return [
         child
         for child in children
@@ -200,7 +203,7 @@ def _find_split_folders(children: Sequence[Folder]) -> list[Folder]:
 
 
 def _read_split_folders(children: Sequence[Folder], splits: Sequence[Folder]) -> Layout | None:
-    """Find the layout of folders named like splits, or None if they are classes."""
+    """Find the layout of folders named like splits, or return None if the folders are classes."""
     others = [child for child in children if child not in splits]
     roles = {parse_role(child.base_name) for child in splits}
     train = [child for child in splits if parse_role(child.base_name) == "train"]
@@ -246,7 +249,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 
     Args:
         folders: The folders.
-        notes: Notes on other folders; more are added in place.
+        notes: Notes on other folders. Notes on these folders are added in place.
         exact: Whether the whole name must be a split word: `train`, not `seg_train`.
 
     Raises:
@@ -282,7 +285,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 
 
 def _has_labels(child: Folder, train: Folder) -> bool:
-    """Whether a split folder has class folders, not just one folder like `unknown`."""
+    """Return whether a split folder has class folders, not just one folder like `unknown`."""
     classes = {below.base_name for below in _find_class_root(train).with_images}
     below = [one.base_name for one in _find_class_root(child).with_images]
     return len(below) > 1 or any(
@@ -329,10 +332,10 @@ def _read_test_beside_classes(classes: Sequence[Folder], splits: Sequence[Folder
 
 
 def _read_splits_in_names(children: Sequence[Folder]) -> Layout | None:
-    """Find the layout of folders with a split word in their names, or None.
+    """Find the layout of folders with a split word in their names, or return None.
 
-    For example, `seg_train` and `seg_test` contain classes, and `cat_train` and `cat_test` are one
-    class each.
+    For example, `seg_train` and `seg_test` contain class folders, or `cat_train` and `cat_test`
+    contain the images of one class.
     """
     called = [child for child in children if find_role(child.base_name)]
     roles_called = [find_role(child.base_name) for child in called]
@@ -364,13 +367,13 @@ def _read_splits_in_names(children: Sequence[Folder]) -> Layout | None:
 
 
 def _shares_classes(folder: Folder, classes: set[str]) -> bool:
-    """Whether a folder has some of these class folders, or is a split without labels."""
+    """Return whether a folder has some of these class folders, or is a split without labels."""
     below = {child.base_name for child in _find_class_root(folder).with_images}
     return bool(below & classes) or (not below and is_generic_split_name(folder.base_name))
 
 
 def _read_label_and_split(children: Sequence[Folder]) -> Layout:
-    """Find the layout of folders with class and split: `cat_train`, `cat_test`."""
+    """Find the layout of folders named after a class and a split: `cat_train`, `cat_test`."""
     deep = [child for child in children if has_subfolders(child)]
     if deep:
         by_split: dict[str, list[str]] = {}
@@ -413,7 +416,7 @@ def _find_separators(text: str) -> str:
 
 # ---- classes -------------------------------------------------------------------------------------
 def _read_class_folders(folder: Folder, children: Sequence[Folder]) -> Layout | list[Folder]:
-    """Find the layout of class folders, or return the folders that each contain a data set."""
+    """Find the layout of class folders, or return the folders if each one contains a data set."""
     top = folder.name or "."
     inner = _read_inner_splits(top, children)
     if inner is not None:
@@ -433,7 +436,7 @@ def _read_class_folders(folder: Folder, children: Sequence[Folder]) -> Layout | 
 
 
 def _read_inner_splits(top: str, children: Sequence[Folder]) -> Layout | None:
-    """Find the layout of class folders with folders of splits in them, or None."""
+    """Find the layout of class folders with split folders in them, or return None."""
     words: set[str] = set()
     for child in children:
         below = child.with_images
@@ -473,7 +476,7 @@ def _read_inner_splits(top: str, children: Sequence[Folder]) -> Layout | None:
 
 
 def _read_splits_in_file_names(top: str, children: Sequence[Folder]) -> Layout | None:
-    """Find the layout of images named like `train_1.png` and `test_1.png`, or None."""
+    """Find the layout of images named like `train_1.png` and `test_1.png`, or return None."""
     words: dict[str, int] = {}
     total = 0
     for child in children:

@@ -15,9 +15,9 @@ HUB = "hf://"
 TORCHVISION = "torchvision:"
 HUB_NAME = re.compile(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)(@[\w.~/-]+)?(/.*)?/?")
 CONVERTED = "@~parquet"  # revision with the hub's conversion of a data set to Parquet
-# download folder of torchvision, relative to the folder of the card
+# download folder of torchvision; a relative path starts at the current folder
 TORCHVISION_PATH = "${ACCRETE_TORCHVISION:-torchvision}"
-# torchvision's names of splits other than train and test
+# data sets that have no splits `train` and `test` in torchvision, and the splits used instead
 TORCHVISION_SPLITS = {
     "OxfordIIITPet": {"train": "trainval", "test": "test"},
     "Places365": {"train": "train-standard", "test": "val"},
@@ -46,8 +46,11 @@ def resolve_hub_address(path: str) -> str:
 
 
 def _has_files(address: str) -> bool:
-    """Whether a data set on the hub has readable files in its first three levels of folders."""
-    from pyarrow import fs  # imported here: slow, and only the hub needs it
+    """Return whether a data set on the hub has readable files.
+
+    At most 20 folders of each of the first three levels are searched.
+    """
+    from pyarrow import fs  # lazy import: slow, and only needed for the hub
 
     system, path = open_source(address)
     waiting = [path]

@@ -67,7 +67,7 @@ def _find_suffix(path: str) -> str:
 
 
 def _format_unpack(path: str, target: str) -> str | None:
-    """Format the command that unpacks an archive into a new folder, or None."""
+    """Format the command that unpacks an archive into a new folder; None for other formats."""
     suffix = _find_suffix(path)
     if suffix in ZIP_SUFFIXES:
         if shutil.which("unzip"):

@@ -130,7 +130,7 @@ def _is_label(source: str) -> bool:
 
 
 def _is_split(source: str, text: Any) -> bool:
-    """Whether a member or a JSON field gives a split, by its name or by its text."""
+    """Return whether a member or a JSON field looks like a split, by its name or its value."""
     name = source.removeprefix(JSON_PREFIX)
     if normalize_word(name) in SPLIT_COLUMNS and not isinstance(text, str):
         return classify_split_column(name) == "column"
@@ -197,7 +197,7 @@ def _check_images(files: Files, surveys: Mapping[str, Survey]) -> None:
 
 # ---- splits --------------------------------------------------------------------------------------
 def _check_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
-    """Raise SplitUnclear if samples name another split than the names of their shards."""
+    """Raise SplitUnclear if samples name a different split than their shards."""
     request = files.request
     if {"split", "splits"} & request.given.keys():
         return
@@ -245,8 +245,8 @@ def _choose_label_member(
     """Choose the member that holds the label.
 
     Returns:
-        The member, its classes and the setting `source.numbers`. The classes are empty if they
-        follow from the labels.
+        The member, its classes, and the setting `source.numbers` or None. The classes are empty if
+        they follow from the labels.
 
     Raises:
         UserError: If no member holds a label, or if two members disagree.
@@ -288,7 +288,10 @@ def _choose_label_member(
 
 
 def _find_candidates(survey: Survey) -> list[str]:
-    """Return the members that may be the label: those with few, but more than one, values."""
+    """Return the members that may be the label: members with few distinct values.
+
+    Members with a single value are returned only if there are no others.
+    """
     num_images = sum(survey.images.values())
     candidates = [
         source
@@ -303,7 +306,7 @@ def _find_candidates(survey: Survey) -> list[str]:
 def _iterate_pairs(
     rows: Sequence[Mapping[str, Label]], first: str, second: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the distinct pairs of labels that two members give to samples."""
+    """Yield the distinct pairs of labels that samples have in two members."""
     pairs = dict.fromkeys((row.get(first), row.get(second)) for row in rows)
     yield from ((str(a), str(b)) for a, b in pairs if a is not None and b is not None)
 
@@ -336,7 +339,7 @@ def _check_agree(
 
 
 def _check_folders(files: Files, rows: Sequence[Mapping[str, Label]], source: str) -> None:
-    """Raise LabelUnclear if samples lie in a folder with the name of another class."""
+    """Raise LabelUnclear if samples are in a folder with the name of another class."""
     pairs = [*_iterate_pairs(rows, FOLDER, source)]
     labels = {label for _, label in pairs}
     differ = [(folder, label) for folder, label in pairs if folder in labels and folder != label]
@@ -350,7 +353,10 @@ def _check_folders(files: Files, rows: Sequence[Mapping[str, Label]], source: st
 
 
 def _find_numbered_names(train: Survey, pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the class names by the numbers in `.cls`, or () if numbers are missing."""
+    """Return the class names in the order of the numbers in `.cls`.
+
+    The result is () if the numbers are not 0, 1, 2, ..., or a number of train has no name.
+    """
     names = dict(pairs)
     numbers = sort_labels(names)
     in_train = {str(number) for number in train.labels[LABEL_SUFFIX]}
@@ -419,7 +425,7 @@ def _parse_fields(data: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(body, dict):
         return {}
-    has_position = "x" in body  # next to x, y is a position and no label
+    has_position = "x" in body  # beside a field x, y is a coordinate and not a label
     return {
         f"{JSON_PREFIX}{name}": value
         for name, value in body.items()

@@ -1,4 +1,7 @@
-"""Detect a data set in tables of paths and labels: the roles of columns and the image files."""
+"""Detect a data set in tables of paths and labels.
+
+The module finds the roles of the columns and the image files of the rows.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,11 @@ from pipeline.data.tables import column_names, read_rows
 from workers.errors import UserError
 from workers.storage.artifact import join
 
-MAX_SAMPLED_ROWS = 2000  # rows that distinguish columns
-MAX_PLACED_ROWS = 20_000  # largest number of rows for searching image files
-MAX_ROWS_PER_ID = 20  # rows per distinct value of an id column, on average; labels repeat more
-MAX_IMAGES_PER_ID = 20  # images per distinct id, on average; fewer ids name other things
-MAX_SAMPLED_VALUES = 40  # number of values of a column for searching files
+MAX_SAMPLED_ROWS = 2000  # rows sampled to find the roles of columns
+MAX_PLACED_ROWS = 20_000  # rows sampled to find the patterns of image files
+MAX_ROWS_PER_ID = 20  # average number of rows per distinct id; labels repeat more often
+MAX_IMAGES_PER_ID = 20  # average number of images per distinct id; fewer values are not image ids
+MAX_SAMPLED_VALUES = 40  # values of a column for which a file is searched
 
 
 class NoTable(UserError):
@@ -91,7 +94,7 @@ class Tables:
 
     @property
     def first(self) -> str:
-        """The train table."""
+        """The first table, usually the train table."""
         return next(iter(self.names))
 
     def uri(self, name: str) -> str:
@@ -104,7 +107,8 @@ class TableReading(NamedTuple):
 
     Attributes:
         data_set: The data set.
-        is_strong: Whether the label column has a usual name, for example `label`.
+        is_strong: Whether the label column has a usual name, for example `label`, or the folders of
+            the paths are the labels.
         is_weak: Whether the label column is named like something else (`photographer`).
         files: Path of each row's file below the requested path -> its label.
         splits: Path of each row's file -> its split.
@@ -190,7 +194,7 @@ def read_tables(tables: Tables) -> TableReading:
 
 
 def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
-    """Make the patterns of a table in a subfolder reach all files below the requested path."""
+    """Extend the patterns of a table in a subfolder to all files below the requested path."""
     folder = posixpath.dirname(tables.first)
     if source["path"] == tables.base or not folder or tables.is_whole:
         return
@@ -200,9 +204,12 @@ def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]
 
 
 def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list[str]]:
-    """Drop tables without the columns of the first one. Return the others and notes."""
+    """Drop tables without the image or the label column. Return the other tables and notes.
+
+    The train table is always kept.
+    """
     notes: list[str] = []
-    # val first, which takes the place of a dropped test
+    # val before test, because val replaces a dropped test
     for name, split in sorted(tables.names.items(), key=itemgetter(1), reverse=True):
         if name not in tables.names:
             continue
@@ -215,7 +222,10 @@ def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list
 
 
 def _drop_split(tables: Tables, split: str, reason: str) -> tuple[Tables, list[str]]:
-    """Drop the tables of a split. Return the others and a note; val replaces a dropped test."""
+    """Drop the tables of a split. Return the other tables and a note.
+
+    If test is dropped, val becomes test.
+    """
     kept = {name: of for name, of in tables.names.items() if of != split}
     if split == "test":
         kept = {name: "test" if of == "val" else of for name, of in kept.items()}
@@ -224,7 +234,7 @@ def _drop_split(tables: Tables, split: str, reason: str) -> tuple[Tables, list[s
 
 
 def _suggest_other_label(tables: Tables, roles: ColumnRoles, error: UserError) -> UserError:
-    """Return the error for a column of too many labels, with another column to try."""
+    """Return the error for a label column with too many values; it suggests another column."""
     scan = TableScan(tables, roles.has_header)
     taken = (roles.image, roles.label, *roles.split)
     try:
@@ -296,7 +306,7 @@ class TableScan:
 
 
 def _find_roles(tables: Tables) -> ColumnRoles:
-    """Find the roles of columns by their names, their values and the existing files."""
+    """Find the roles of columns from their names, their values and the existing files."""
     uri = tables.uri(tables.first)
     where = printable(uri)
     has_header: bool | None = None
@@ -306,7 +316,8 @@ def _find_roles(tables: Tables) -> ColumnRoles:
         is_taken_for_header = scan.names == first
         has_header = False
         scan = TableScan(tables, has_header)
-        if is_taken_for_header and {*scan.names} & {*first}:  # a card cannot tell these apart
+        # the names on a card would fit both readings
+        if is_taken_for_header and {*scan.names} & {*first}:
             raise LabelUnclear(
                 f"{where}: its first row ({format_columns(first)}) can be a header or an image; "
                 "add a header, such as image,label"
@@ -339,7 +350,7 @@ def _find_roles(tables: Tables) -> ColumnRoles:
 
 
 def _is_first_row(tables: Tables, scan: TableScan) -> bool:
-    """Whether the first row, taken for the header, is an ordinary row of an image."""
+    """Return whether the first row, which was read as the header, is the row of an image."""
     names = scan.names
     are_numbers = bool(names) and all(WHOLE.fullmatch(name) for name in names)
     if are_numbers and names != [*map(str, range(len(names)))]:
@@ -352,14 +363,17 @@ def _is_first_row(tables: Tables, scan: TableScan) -> bool:
 
 
 def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
-    """Whether most values of a column name files."""
+    """Return whether most values of a column name files.
+
+    Values without an extension are not ids of images if there are only a few distinct values.
+    """
     present = [text for text in texts if text]
     some = present
     if len(present) > MAX_SAMPLED_VALUES:
         some = random.Random(0).sample(present, MAX_SAMPLED_VALUES)
     num_found = sum(_has_file(tables, text) for text in some)
     are_ids = not any(get_suffix(text) in IMAGE_SUFFIXES for text in some)
-    are_few = len(set(present)) * MAX_ROWS_PER_ID < len(present)  # as labels are
+    are_few = len(set(present)) * MAX_ROWS_PER_ID < len(present)  # they repeat like labels
     are_few = are_few or len(set(present)) * MAX_IMAGES_PER_ID < len(tables.index)
     return num_found * 2 > len(some) and not (are_ids and are_few)
 
@@ -374,7 +388,7 @@ def _has_file(tables: Tables, text: str) -> bool:
 
 
 def _find_image_columns(tables: Tables, sample: Values) -> list[str]:
-    """Return the columns that name files: by file names, otherwise by ids without extension."""
+    """Return the columns of file names, or if there are none, of ids without an extension."""
     resolved = [name for name, texts in sample.items() if _resolves(tables, texts)]
     return [name for name in _find_path_columns(sample) if name in resolved] or resolved
 
@@ -426,7 +440,7 @@ def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> st
 
 
 def _is_mask(column: str) -> bool:
-    """Whether a column is named like files that belong to images, for example `mask`."""
+    """Return whether a column is named like files that belong to images, for example `mask`."""
     return bool(set(tokenize_lower(column)) & NO_IMAGE_TOKENS)
 
 
@@ -503,7 +517,7 @@ def _build_split_settings(
 
 
 def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | None:
-    """Find the splits named by the folders or file names of images, for example `test/1.png`.
+    """Find the splits in the folders or file names of images, for example `test/1.png`.
 
     Returns:
         The words of each split, or None if paths name no splits.
@@ -571,13 +585,13 @@ def _read_sample(tables: Tables, roles: ColumnRoles) -> list[NamedRow]:
 
 
 def _find_shared_folder(tables: Tables) -> str:
-    """Return the folder of all tables, or "" (the source) if they lie in several folders."""
+    """Return the folder of all tables, or "" (the source) if they are in several folders."""
     folders = {posixpath.dirname(name) for name in tables.names}
     return folders.pop() if len(folders) == 1 else ""
 
 
 def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRoles) -> Placement:
-    """Choose the patterns that lead from rows to image files.
+    """Choose the patterns that map rows to image files.
 
     Raises:
         NoTable: If most of the images do not exist.
@@ -616,7 +630,10 @@ def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRol
 
 
 def _check_labels(tables: Tables, rows: Sequence[NamedRow]) -> None:
-    """Raise LabelUnclear if rows give one file two labels, in any folder."""
+    """Raise LabelUnclear if rows with the same file name have two labels.
+
+    It is not an error if no file with such a name exists in any folder.
+    """
     labels: dict[str, str] = {}
     twice: dict[str, tuple[str, str]] = {}
     for row in rows:
@@ -635,13 +652,13 @@ def _check_labels(tables: Tables, rows: Sequence[NamedRow]) -> None:
 
 
 def group_tables(names: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Group tables that belong together: first one per split, then each remaining table alone.
+    """Group the tables of one data set, for example `train.csv` and `test.csv`.
 
-    Tables belong together if their paths differ only in a split word. For example, `train.csv` and
-    `test.csv`, or `train/metadata.csv` and `test/metadata.csv`.
+    The paths of such tables differ only in a split word. Another example is `train/metadata.csv`
+    and `test/metadata.csv`. Each remaining table is a group of its own.
 
     Yields:
-        Table -> its split; "" for a table alone.
+        A dict from table to split. The split is "" if the table is a group of its own.
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name in names:

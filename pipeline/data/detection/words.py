@@ -1,4 +1,4 @@
-"""Common names of folders, tables and columns, used to tell classes and labels from the rest."""
+"""Common names of folders, tables and columns that help to recognise classes and labels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NO_CLASSES = words(
     groundtruths thumbs thumbnail thumbnails unlabeled unlabelled unsorted
     unclassified unannotated uncategorized tosort depthmaps heatmaps"""
 )
-# the only folder in a test folder without labels; loaders of class folders need one
+# names of the single folder in a test split without labels; loaders of class folders require one
 WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testing", "unknown"])
-# folders that may be classes or not: the user is asked
+# folders that may or may not be classes: an error asks the user
 PERHAPS_NO_CLASSES = words(
     """mask masks seg segs gt label labels preview previews depth overlay overlays bbox bboxes
     tmp temp backup backups bak rejected discarded duplicates incoming inbox todo pending
     misc extra extras small lowres resized cropped crops augmented thumb trash deleted predict
     infer inference demo samples unknown input inputs target targets output outputs"""
 )
-# parts of folder names with this meaning
+# words in names of folders that contain masks, thumbnails or images without labels
 NO_CLASS_TOKENS = words(
     """annotation annotations segmentation segmentations groundtruth thumbnail thumbnails thumbs
     unlabeled unlabelled unsorted unclassified unannotated uncategorized mask masks seg gt label
@@ -35,6 +35,7 @@ NO_CLASS_TOKENS = words(
 NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap mask""")
 # words in the names of files that list splits
 SPLIT_LISTS = words("""split splits fold folds partition partitions setid""")
+# words in the names of tables without labels of images
 NO_LABEL_TABLES = words(
     """prediction predictions predicted preds pred submission submissions result results output
     outputs score scores logits attribute attributes attrs classes names categories vocab
@@ -73,9 +74,9 @@ NO_LABEL_COLUMNS = words(
     score prob probability index row imageid fold rotation roix1 roiy1
     roix2 roiy2 orientation dpi format mode caption description comment notes"""
 )
-# columns of a biological taxonomy; `class` is another one
+# columns of a biological taxonomy; the rank `class` is in LABEL_COLUMNS
 RANKS = words("""kingdom phylum order family genus species subspecies""")
-# prefixes of folders that divide images into parts, for example `part_1` and `images_002`
+# words in the names of folders that divide images into parts, such as `part_1` and `images_002`
 PARTS = words(
     """part parts batch batches chunk folder dir group volume archive shard patient subject case
     session fold video clip seq sequence scene person user slide new old more extra misc"""
@@ -83,18 +84,18 @@ PARTS = words(
 
 
 def is_part(name: str) -> bool:
-    """Whether a folder is named like one of several parts of the images, not like a class."""
+    """Return whether a folder is named like a part of the images, for example `part_1`."""
     letters = [word.lower() for word in tokenize_name(name) if not word.isdigit()]
     are_parts = [word in PARTS for word in letters]
     return any(are_parts) and all(len(w) == 1 or w in PARTS for w in letters)
 
 
 def says_no_labels(table: str) -> bool:
-    """Whether the name of a table excludes labels, as `predictions.csv` does."""
+    """Return whether the name of a table suggests other content, for example `predictions.csv`."""
     stem = table.rpartition("/")[2].rpartition(".")[0]
     return any(word.lower() in NO_LABEL_TABLES for word in tokenize_name(stem))
 
 
 def is_called(name: str, known: frozenset[str]) -> bool:
-    """Whether the name of a folder is one of some words."""
+    """Return whether the normalized name of a folder is among the known words."""
     return normalize_word(name) in known

@@ -285,14 +285,14 @@ class Card(Frozen):
         """
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified", "leaks"))
         source = key_inputs(self.source, ("path",))
-        # The default was `places` before. If `numbers` is unset now, labels that it changes are an
-        # error.
+        # Earlier versions had the default `places`. If `numbers` is unset, labels with another
+        # meaning as `places` are refused, so the result is the same.
         if self.source.numbers != "names":
             source.pop("numbers", None)
         for folder in source.get("more", ()):
             folder.pop("path")
         if self.source.split is not None:
-            # rows with other values are left out anyway, so `ignore` changes no result
+            # Earlier versions left out the rows that a card now names under `ignore`.
             source["splits"].pop(IGNORE, None)
         body |= {"source": source}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,9 @@
 """Find the file that a row of a table names.
 
 Paths are relative to the folder of the table, or follow the patterns in `source.files`. Names are
-compared in Unicode form NFC; case is ignored if no file matches exactly. If no row leads to a file,
-the paths are probably those of another machine, for example `/home/ann/zoo/cat/1.png`. Then their
-leading folders are replaced by one folder of the source for all rows.
+compared in Unicode form NFC. If no file matches exactly, case is ignored. If no row leads to a
+file, the paths are probably from another machine, for example `/home/ann/zoo/cat/1.png`. In this
+case, the leading folders of all paths are replaced by one folder of the source.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ NO_FILE = "corrupt: there is no such file"
 NO_PATH = "corrupt: its row names no file"
 ANYWHERE = "**/"  # start of a pattern that matches in any folder below the source
 DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")
-MAX_PATTERNS = 8  # literal patterns on a card
-MAX_CANDIDATES = 50  # files with equal names to consider
+MAX_PATTERNS = 8  # patterns with literal folders on a card
+MAX_CANDIDATES = 50  # candidate files of a row
 
 
 class NamedRow(NamedTuple):
     """A row of a table.
 
     Attributes:
-        text: Path or id of the image, as the table has it.
-        label: Its label, or "".
-        split: Its split word, from the row or from the name of the table, or "".
+        text: Path or id of the image, as written in the table.
+        label: Label of the image, or "".
+        split: Split word of the image, from the row or from the name of the table, or "".
     """
 
     text: str
@@ -110,7 +110,7 @@ def parse_path(text: str, base: str) -> RowPath | None:
 
     Args:
         text: Text in the table, for example `img/1.png` or `C:\zoo\1.png`.
-        base: Path or URI of the source; a path below it becomes relative to it.
+        base: Path or URI of the source. It is removed from the start of a path.
 
     Returns:
         The path, or None for a URL.
@@ -147,10 +147,11 @@ class FileFinder:
         self.folder = folder
         self.base = base
         self.patterns = tuple(patterns)
-        self.moved: tuple[str, str] | None = None  # leading folders in the table, in the source
+        # (leading folders in the table, folder of the source that replaces them)
+        self.moved: tuple[str, str] | None = None
 
     def find(self, row: NamedRow) -> tuple[list[str], str | None]:
-        """Return the files that a row may name, and a problem without files."""
+        """Return the files that a row may name, and the problem if there are none."""
         if not row.text or "\0" in row.text:
             return [], NO_PATH
         path = parse_path(row.text, self.base)
@@ -186,7 +187,7 @@ class FileFinder:
                 yield from self.index.find_path(name)
 
     def _is_plain(self, pattern: str) -> bool:
-        """Whether a pattern leaves the path in the table unchanged."""
+        """Return whether a pattern leaves the path in the table unchanged."""
         return pattern == "{}" or (
             pattern.endswith("/{}")
             and join_inside(self.folder, pattern) == join_inside(self.folder, "{}")
@@ -286,7 +287,7 @@ def find_placements(
 
 
 def _build_placement(rows: Sequence[NamedRow], finder: FileFinder) -> Placement | None:
-    """Build the placement that a finder gives, or return None if it is not consistent."""
+    """Build the placement with the files of a finder, or return None if it is not consistent."""
     files: list[str | None] = []
     for row in rows:
         names, _ = finder.find(row)
@@ -297,7 +298,7 @@ def _build_placement(rows: Sequence[NamedRow], finder: FileFinder) -> Placement 
 
 
 def _is_consistent(rows: Sequence[NamedRow], files: Sequence[str | None]) -> bool:
-    """Whether there is a file, and no file has two labels or two splits."""
+    """Return whether at least one row has a file, and no file has two labels or two splits."""
     first: dict[str, tuple[str, str]] = {}
     for row, file in zip(rows, files, strict=True):
         if file is None:
@@ -330,7 +331,7 @@ def _find_shared_patterns(
 
 
 def _iterate_patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
-    """Yield the patterns that lead from a row to a file, those with few placeholders first."""
+    """Yield the patterns that map a row to a file, patterns with few placeholders first."""
     prefix, suffix = _split_around(row.text, name)
     choices: list[list[str]] = []
     for part in prefix:
@@ -374,7 +375,7 @@ def _build_literal_placement(
 ) -> Placement | None:
     """Build the placement in which each row leads to the only file that ends with its path.
 
-    If a row has several such files, it leads to the one in a folder that other rows use.
+    If a row has several such files, the file in a folder that other rows use is chosen.
 
     Returns:
         The placement, or None if a row stays ambiguous or there are too many patterns.

@@ -1,4 +1,4 @@
-"""Kinds of files in people's data, by name and by their first bytes."""
+"""Kinds of files in a source, recognised by their names and their first bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pipeline.data.names import get_suffix, words
 IMAGE_SUFFIXES = words(
     """.jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .heic .heif .avif"""
 )
-# of listed files: a file without an extension is listed with a problem unless it begins as an image
+# suffixes of image files in a listing; there, a file without an extension has a problem unless its
+# first bytes are those of an image
 IMAGE_FILES = IMAGE_SUFFIXES | {""}
 TEXT_TABLES = frozenset((".csv", ".tsv", ".txt"))
 JSON_TABLES = frozenset((".jsonl", ".ndjson"))
@@ -18,7 +19,7 @@ TABLE_SUFFIXES = TEXT_TABLES | JSON_TABLES | COLUMN_FILES
 OTHER_TABLES = frozenset((".json", ".xls", ".xlsx", ".ods", ".xml", ".yaml", ".db", ".sqlite"))
 TAR_SUFFIX = ".tar"
 PACKED_SUFFIXES = (".zip", ".tgz", ".tbz2", ".txz", ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
-# of programs, not of people; in lower case
+# files and folders that operating systems create, in lower case
 LITTER = frozenset(
     [
         "__macosx",
@@ -35,11 +36,11 @@ IMAGE_START = re.compile(
     rb"|....ftyp(heic|heix|hevc|mif1|msf1|avif|avis)",
     re.DOTALL,
 )
-START_BYTES = 16  # of a file; enough for IMAGE_START
+START_BYTES = 16  # bytes from the start of a file that IMAGE_START needs
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a path below a source is hidden, or left behind by a program (`__MACOSX`)."""
+    """Return whether a path below a source is hidden or in LITTER, for example `__MACOSX`."""
     return any(
         (part.startswith(".") and part not in (".", "..")) or part.lower() in LITTER
         for part in path.split("/")
@@ -47,7 +48,7 @@ def is_hidden(path: str) -> bool:
 
 
 def is_packed(name: str) -> bool:
-    """Whether a file is a compressed archive by its name."""
+    """Return whether the name of a file is the name of a compressed archive."""
     return name.lower().endswith(PACKED_SUFFIXES)
 
 

@@ -29,7 +29,7 @@ from workers.data.decoding import (
 # Pillow format -> extension in the shard, for files stored unchanged
 STORED_FORMATS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 MODERN_FORMATS = ("AVIF", "HEIF")  # read only by ingest, which stores them as PNG
-SMALL_PIXELS = 1_000_000  # above that, max_pixels_per_byte limits the compression
+SMALL_PIXELS = 1_000_000  # images with more pixels must satisfy max_pixels_per_byte
 # passes of an interlaced PNG: first column, first row, column step, row step
 ADAM7 = (
     (0, 0, 8, 8),
@@ -48,10 +48,10 @@ class CheckedImage(NamedTuple):
     """The result of decoding an image.
 
     Attributes:
-        problem: The reason that it cannot be used, or None.
+        problem: The reason why the image cannot be used, or None.
         is_blank: Whether all pixels have one colour.
-        became_blank: Whether it is blank only after conversion to 8 bits: it is transparent, or its
-            values are a small part of their range.
+        became_blank: Whether the image is blank only after conversion to 8 bits: it is transparent,
+            or its values are a small part of their range.
         top: The largest value of an image with 16-bit integers.
     """
 
@@ -136,7 +136,7 @@ def open_any(data: bytes, max_pixels: int) -> Image.Image:
 
 @lru_cache(maxsize=1)
 def can_read_heic() -> bool:
-    """Whether the optional package pillow-heif is installed."""
+    """Return whether the optional package pillow-heif is installed, and register it in Pillow."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -153,7 +153,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def has_all_rows(data: bytes) -> bool:
-    """Whether the compressed data of a valid PNG has all rows that its header declares.
+    """Return whether the compressed data of a valid PNG has all rows that its header declares.
 
     Pillow silently leaves missing rows black. Source: PNG specification (ISO/IEC 15948), sections
     7 to 10.
@@ -177,7 +177,7 @@ def has_all_rows(data: bytes) -> bool:
 
 
 def _count_raw_bytes(data: bytes) -> int:
-    """Count the bytes of all rows of a PNG by its header; a row has a filter byte and pixels."""
+    """Compute the bytes of all rows of a PNG from its header; a row has a filter byte and pixels."""
     width, height, bits, color, _, _, interlaced = struct.unpack(">IIBBBBB", data[16:29])
     passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
     total = 0
@@ -193,8 +193,9 @@ def encode_for_storage(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
     """Encode an image for the shard.
 
     Returns:
-        The original bytes and their extension. PNG instead if few programs read the original
-        format, or if the card sets the range of deep images.
+        The original bytes and their extension. The image is encoded as PNG instead if few programs
+        read the original format, or if the card sets the value range of an image with more than
+        8 bits.
     """
     image = open_any(data, limits.max_pixels)
     extension = STORED_FORMATS.get(image.format or "")

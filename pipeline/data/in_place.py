@@ -1,7 +1,7 @@
-"""Index shards that are used in place: each is read once and hashed; nothing is copied.
+"""Index shards that are used in place: each shard is read once and hashed, and nothing is copied.
 
-The table of a shard is written when the shard was read, so a killed run continues with the next
-one. Shards of an earlier ingest with the same URL, size and time are not read again.
+The table of a shard is written after the shard was read, so a killed run continues with the next
+shard. Shards of an earlier ingest with the same URL, size and time are not read again.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ from workers.storage.artifact import (
 )
 from workers.storage.parquet import read_table
 
-INFO = b"shard"  # in the metadata of a shard's table: its size and digest
-PICTURES = b"pictures"  # the same: small images for the preview, as a shard is read once
-PLACES = ("more", "path", "splits")  # settings of a source that say where its shards lie
-MAX_PICTURES = 40  # of a shard
-SHOWN_SHARDS = 200  # about so many have pictures
+# Keys in the metadata of a shard's table.
+INFO = b"shard"  # size and digest of the shard
+PICTURES = b"pictures"  # small images for the preview, because a shard is read only once
+PLACES = ("more", "path", "splits")  # settings of a source with the location of its shards
+MAX_PICTURES = 40  # preview images per shard
+SHOWN_SHARDS = 200  # approximate number of shards with preview images
 TABLE_READERS = 8  # tables of shards that are read in parallel
 
 
@@ -79,7 +80,7 @@ class IndexJob(NamedTuple):
         card: Card of the source.
         name: Name of the shard in the index.
         target: Path of the table.
-        is_shown: Whether some of the images are for the preview.
+        is_shown: Whether some images of the shard are in the preview.
         stamp: Stamp of the samples. Empty if the time of the shard is unknown.
     """
 
@@ -92,7 +93,10 @@ class IndexJob(NamedTuple):
 
 
 class IndexedShard(NamedTuple):
-    """A shard that was read; `rows` are its samples, as `packs.ROWS` with its name as `pack`."""
+    """A shard that was read.
+
+    `rows` are its samples, with the columns of `packs.ROWS`. `pack` is the name of the shard.
+    """
 
     rows: pa.Table
     info: FileInfo
@@ -100,7 +104,7 @@ class IndexedShard(NamedTuple):
 
 
 def get_shard_urls(card: Card) -> ShardUrls | None:
-    """Return the locations of a card's shards, or None if ingest writes shards."""
+    """Return the URLs of the shards that a card uses in place, or None if ingest writes shards."""
     if get_format(card).list_shards is None:
         return None
     return webdataset.shard_urls(card)
@@ -115,22 +119,22 @@ def index_shards(
     progress: ingest.Report | None = None,
     previous: str = "",
 ) -> Manifest:
-    """Write the artifact `key` below `root` and return its manifest: the index of a card's shards.
+    """Write the index of a card's shards as the artifact `key` and return its manifest.
 
     Args:
-        card: Of the source.
-        root: Storage.
-        key: Of the ingest stage.
-        map_fn: `map_fn(function, items)` returns results in order. The index is the same whatever
-            it does in parallel.
-        extra: More fields of the manifest.
+        card: Card of the source.
+        root: Folder or URI of the storage.
+        key: Key of the ingest stage.
+        map_fn: `map_fn(function, items)` returns the results in order. It may run in parallel; the
+            index does not depend on this.
+        extra: Further fields of the manifest.
         progress: Called with a report of the progress, or None.
-        previous: Key of an earlier ingest of this card, or "". Its shards are not read again if
-            they did not change.
+        previous: Key of an earlier ingest of this card, or "". Its unchanged shards are not read
+            again.
 
     Raises:
-        UserError: If a shard is missing or damaged, too much is bad, or the images are not those
-            that the card promises. Then nothing is published.
+        UserError: If a shard is missing or damaged, too many images are bad, or the images do not
+            match the counts or the digest on the card. In this case, nothing is published.
     """
     started = time.monotonic()
     entries = require_entries(card)
@@ -165,7 +169,7 @@ def index_shards(
 
 
 def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
-    """Return the shards of a card, and on a disk also all other files."""
+    """Return all files in the folder of a local source, otherwise the shards of the card."""
     path = source_uri(card)
     if not card.source.path or not is_local(path) or not os.path.isdir(path):
         return entries
@@ -175,7 +179,7 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
 def _pictures(
     selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
 ) -> list[PreviewImage]:
-    """Return the pictures of used images with their split, up to the number in the preview."""
+    """Return the pictures of used images with their split, up to the limit of the preview."""
     of_shards = dict(zip(names, (shard.pictures for shard in shards), strict=True))
     known = {picture.name for pictures in of_shards.values() for picture in pictures}
     rows = selected.filter(pc.is_in(selected["name"], pa.array(known, pa.large_string())))
@@ -197,7 +201,7 @@ def _write_source(
 ) -> bytes:
     """Return the bytes of the file SOURCE, with the pictures of kept images.
 
-    `kept` and `rows` are those of `write_source`.
+    For `kept` and `rows`, see `known_images.write_source`.
     """
     names = {picture.name for shard in shards for picture in shard.pictures}
     pictured = kept.filter(pc.is_in(kept["name"], pa.array(names, pa.large_string())))
@@ -214,11 +218,11 @@ class KnownShards(NamedTuple):
     """The shards of an earlier ingest stage.
 
     Attributes:
-        rows: Of all its samples, as `packs.ROWS`.
-        runs: Stamp of a shard -> first row, and row behind the last.
+        rows: Rows of all samples, with the columns of `packs.ROWS`.
+        runs: Stamp of a shard -> index of its first row, and index after its last row.
         num_rows: Number of rows by stamp, see `known_images.read_num_rows`.
-        pictures: Stamp -> encoded pictures.
-        infos: Name of a shard then -> its size and digest.
+        pictures: Stamp of a shard -> encoded pictures.
+        infos: Name of a shard in the earlier ingest -> its size and digest.
     """
 
     rows: pa.Table
@@ -232,7 +236,8 @@ class KnownShards(NamedTuple):
         """Load the shards of the stage `key`.
 
         Returns:
-            None if the stage is missing or damaged, or if its card read samples in another way.
+            The shards, or None if the stage is missing or damaged, or if its card had other
+            settings for reading samples.
         """
         artifact = Artifact.open(root, key) if key else None
         if artifact is None or artifact.manifest.get("reading") != digest_reading(card, PLACES):
@@ -250,7 +255,7 @@ class KnownShards(NamedTuple):
         return cls(rows, find_runs(rows["stamp"]), num_rows, pictures, infos)
 
     def find(self, job: IndexJob, checker: ImageChecker) -> IndexedShard | None:
-        """Return a shard as it was read; None if it must be read again."""
+        """Return the earlier result for a shard, or None if the shard must be read again."""
         start, stop = self.runs.get(job.stamp, (0, 0))
         rows = self.rows.slice(start, stop - start)
         if not len(rows) or self.num_rows.get(job.stamp, 1) != len(rows):
@@ -282,7 +287,7 @@ def _build_jobs(
     entries: Sequence[Entry],
     folder: str,
 ) -> list[IndexJob]:
-    """Return the jobs that read all shards, in order. folder: where their tables are put."""
+    """Return the jobs that read all shards, in order. Their tables are written to `folder`."""
     urls = urls_by_name(webdataset.shard_urls(card))
     versions = {entry.name: entry for entry in entries}
     step = -(-len(names) // SHOWN_SHARDS)
@@ -293,7 +298,7 @@ def _build_jobs(
         entry = versions[name]
         stamp = ""
         if entry.modified:
-            # The store does not say where a person's data lie.
+            # The URL is hashed, so that the storage does not reveal the location of the data.
             digest = hashlib.sha256(urls[name].encode("utf-8", "backslashreplace")).hexdigest()
             split = name.rpartition("-")[0]
             stamp = f"{split}-{digest[:24]}\t{entry.size}\t{entry.modified}"
@@ -309,7 +314,7 @@ def _read_all(
     map_fn: MapFn,
     progress: ingest.Report | None,
 ) -> list[IndexedShard]:
-    """Index the shards that have no table yet and are not known, and return all in order."""
+    """Index the shards without a table that are not in `before`; return all shards in order."""
     shards: dict[str, IndexedShard] = {}
     if before is not None and jobs:
         checker = ImageChecker(jobs[0].card)
@@ -337,7 +342,7 @@ def _read_all(
 
 
 def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
-    """Return a shard that an earlier run has read, or None if it must be read."""
+    """Return a shard that an interrupted run has read, or None if it must be read."""
     if job.target.partition("?")[0].rpartition("/")[2] not in sizes:
         return None
     try:
@@ -353,7 +358,7 @@ def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
 
 
 def _encode_pictures(pictures: Sequence[PreviewImage]) -> list[list[str]]:
-    """Return pictures as JSON can have them."""
+    """Convert pictures to values that JSON can contain."""
     return [[*texts, base64.b64encode(data).decode()] for *texts, data in pictures]
 
 
@@ -401,7 +406,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
 
 
 def index_table(names: list[str], selected: pa.Table) -> pa.Table:
-    """Return the index: the rows of a shard follow each other, in the order of their offsets."""
+    """Return the index. The rows of a shard are consecutive, in the order of their offsets."""
     numbers = pc.index_in(selected["pack"], pa.array(names, pa.large_string()))
     order = np.lexsort((selected["offset"].to_numpy(), numbers.to_numpy()))
     ordered = selected.take(pa.array(order))

@@ -1,6 +1,6 @@
-"""Ingest: raw data of any format become WebDataset tars and a Parquet index.
+"""Ingest: convert raw data of any format to WebDataset tars and a Parquet index.
 
-Every unit of the source is read once and becomes a pack; shards are written from packs. Both steps
+Each unit of the source is read once and written to packs. Shards are written from packs. Both steps
 run in parallel tasks, and finished work is not repeated after a kill. An image that cannot be used
 is listed in rejected.csv with the reason.
 """
@@ -91,9 +91,9 @@ from workers.storage.artifact import (
     write_bytes,
 )
 
-REVISION = 2  # raise it when the same source gives other images or keys
+REVISION = 2  # increase it if a change of the code gives other images or keys for the same source
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
-SMALL_BYTES = 8 << 20  # a source up to this size, with few images, is packed by this machine
+SMALL_BYTES = 8 << 20  # a source up to this size with few images is packed by this process
 TABLE_READERS = 8  # tables of finished units that are read in parallel
 
 Report = Callable[[dict[str, Any]], None]
@@ -101,9 +101,11 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass
 class IngestProgress:
-    """Number of finished images, and remaining time, of one of the two passes.
+    """Reports the number of finished images and the remaining time of one pass of ingest.
 
     Args:
+        report: Called with each report.
+        doing: Name of the pass.
         total: Number of images.
         num_before: Number of images that were finished before this process started.
     """
@@ -116,7 +118,7 @@ class IngestProgress:
     started: float = field(default_factory=time.monotonic)
 
     def add(self, images: int) -> None:
-        """Report that so many more images are done."""
+        """Add the number of newly finished images, and report the progress."""
         self.num_done += images
         elapsed_s = max(time.monotonic() - self.started, 1e-9)
         images_per_s = self.num_done / elapsed_s
@@ -149,15 +151,15 @@ def ingest(
         card: Card of the data.
         root: Folder or URI of the stages.
         key: Key of the stage.
-        map_fn: map_fn(function, items) returns the results in order.
+        map_fn: `map_fn(function, items)` returns the results in order. It may run in parallel.
         extra: Further fields of the manifest.
-        progress: Called with the progress.
+        progress: Called with a report of the progress, or None.
         previous: Key of an earlier ingest of the same data. Its images are not read again, see
             `KnownImages`.
 
     Raises:
-        UserError: If the source is missing, too much is corrupt, or it does not match its
-            card. Then nothing is published.
+        UserError: If the source is missing, too many images are bad, or the source does not match
+            its card. In this case, nothing is published.
     """
     report = progress or (lambda event: None)
     started = time.monotonic()
@@ -173,7 +175,8 @@ def ingest(
     fields = {**extra, "fingerprint": get_fingerprint(state), "started": started}
     fields["reading"] = digest_reading(card)
     if not is_local(root) and is_small(source_units, file_bytes):
-        # A kill costs as much as one unit, and on a disk packs take no requests.
+        # Packs in a local folder need no requests to the bucket. After a kill, at most the work of
+        # one unit is repeated.
         with TemporaryDirectory(prefix="accrete-packs-") as packs:
             rows = read_source(source_units, card, packs, map, report, file_bytes, known)
             _write_artifact(
@@ -194,15 +197,15 @@ def ingest(
         if Artifact.open(root, key) is None:
             if known is None:
                 raise
-            # a shard of the earlier ingest may be damaged: all images are read from the source
+            # A shard of the earlier ingest may be damaged, so read all images from the source.
             return ingest(card, root, key, map_fn, extra, progress)
-        # another driver on a bucket, where nothing is locked, was faster and deleted the packs
+        # A bucket has no locks: another process has published the artifact and deleted the packs.
     delete_dir(packs)
     return Artifact.need(root, key).manifest
 
 
 def is_small(units: list[Unit], file_bytes: int) -> bool:
-    """Whether a source has few images and bytes, no more than a unit, which this process packs."""
+    """Return whether a source is so small that this process packs it: at most one unit."""
     num_items = sum(unit.num_items for unit in units)
     return num_items <= UNIT_ITEMS and file_bytes <= SMALL_BYTES
 
@@ -218,7 +221,10 @@ def _write_artifact(
     fields: dict[str, Any],
     known: KnownImages | None,
 ) -> None:
-    """Select of the rows of a source, write the shards and publish. fields: of the manifest."""
+    """Select rows of a source, write the shards, and publish the artifact.
+
+    `fields` are further fields of the manifest.
+    """
     try:
         before = known.rows if known is not None else None
         contents = select_contents(card, rows, entries, before)
@@ -266,16 +272,17 @@ class Contents(NamedTuple):
 def select_contents(
     card: Card, rows: pa.Table, entries: list[Entry], before: pa.Table | None = None
 ) -> Contents:
-    """Select the rows to write of all rows of a source (`packs.ROWS`).
+    """Select the rows of a source to write.
 
     Args:
-        card: Of the source.
-        rows: As in `packs.ROWS`.
+        card: Card of the source.
+        rows: All rows of the source, with the columns of `packs.ROWS`.
         entries: All files below the source.
         before: The rows of an earlier ingest of the same data.
 
     Raises:
-        UserError: If too much is bad, or the images are not those that the card promises.
+        UserError: If too many images are bad, or the images do not match the counts or the digest
+            on the card.
     """
     rows, left_out = divide_left_out(card, rows)
     raw_content_digest = digest_rows(rows["raw"].drop_null())
@@ -338,7 +345,7 @@ def publish(
     pictures: list[PreviewImage],
     extra: dict[str, Any],
 ) -> None:
-    """Write the index and the files for people, and commit the attempt.
+    """Write the index, the reports and the preview, and commit the attempt.
 
     Args:
         attempt: The attempt with its shards.
@@ -368,14 +375,15 @@ def get_fingerprint(state: SourceState | None) -> str | None:
 def _attempt_name(root: str, key: str, packs: str, plan: str) -> str:
     """Return the name of the attempt that writes the shards of a plan.
 
-    It is the attempt that created the folder of packs, so that its shards are reused. If that
-    attempt was published and found damaged, it is a new one.
+    The name depends on the plan and on a random number in the folder of packs, so that a repeated
+    ingest reuses the shards of an interrupted one. If the attempt with this name was published and
+    found damaged, a new random number is chosen.
 
     Args:
         root: Folder or URI of the stages.
         key: Key of the stage.
         packs: Folder of packs.
-        plan: Digest of the inputs of the shards.
+        plan: Text that identifies the inputs of the shards.
     """
     uri = join(packs, NONCE)
     nonce = ""
@@ -394,7 +402,7 @@ def _parse_attempt(plan: str, nonce: str) -> str:
 
 
 def _count_images(rows: pa.Table) -> dict[str, int]:
-    """Return how many rows each split has; without validation images, train and test alone."""
+    """Return the number of rows of each split; `val` is left out if it has none."""
     counts: dict[str, int] = {}
     for split in SPLITS:
         counts[split] = pc.sum(pc.equal(rows["split"], split)).as_py() or 0
@@ -427,9 +435,10 @@ def read_source(
     file_bytes: int,
     known: KnownImages | None = None,
 ) -> pa.Table:
-    """Check and pack all images, and return the rows of all units in order (`packs.ROWS`).
+    """Check and pack all images, and return the rows of all units in order.
 
-    Units with a table in the folder of packs are not read again.
+    The rows have the columns of `packs.ROWS`. Units with a table in the folder of packs are not
+    read again.
 
     Args:
         units: Units of the source.
@@ -437,7 +446,7 @@ def read_source(
         packs: Folder of packs.
         map_fn: See `ingest`.
         report: Called with the progress.
-        file_bytes: Size of all files of the source, 0 if a library downloads it.
+        file_bytes: Size of all files of the source, 0 if a library downloads the data.
         known: Images of an earlier ingest.
 
     Raises:
@@ -481,7 +490,7 @@ def read_source(
 
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
-    """Return the digest of all images of a source as they are now; they are not decoded."""
+    """Compute the digest of the current raw images of a source, without decoding them."""
     all_units = mark_left_out(units(card, map_fn), card)
     parts = map_fn(raw_rows, [RawJob(unit, card) for unit in all_units])
     return digest_rows(pa.chunked_array(parts, pa.large_binary()))
@@ -542,7 +551,7 @@ def _written_before(names: Iterable[str], attempt: Attempt, packs: str) -> dict[
 
 # ---- checks of the result ------------------------------------------------------------------------
 def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
-    """Raise UserError where the card names other counts, or another digest of the content."""
+    """Raise UserError if the counts or the digest of the content differ from the card."""
     promised = card.counts.by_split() if card.counts else {}
     if any(counts.get(split, 0) != number for split, number in promised.items()):
         named = " and ".join(f"{number} {split}" for split, number in promised.items())

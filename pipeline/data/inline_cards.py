@@ -1,4 +1,4 @@
-"""Cards inside a config given as a mapping: each is written to a file, which the config names."""
+"""Write cards inside a config to files. In the config, the path of the file replaces the card."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from workers.storage.secrets import refuse_secrets
 HEADER = (
     "# Written from a mapping by `pipeline.load`, and written again when the mapping changes.\n"
 )
-LONGEST_CARD = 16 << 20  # bytes
+LONGEST_CARD = 16 << 20  # maximum bytes of an existing card file
 
 
 def write_inline_cards(body: dict[str, Any]) -> None:
     """Write the cards of a stream that are mappings to the current folder, as `NAME-card.yaml`.
 
     Args:
-        body: Plain values of a config; the path of the file replaces the mapping.
+        body: Plain values of a config. In it, the path of the file replaces each mapping.
 
     Raises:
-        UserError: If a card is invalid, or a file with that name exists that was not written in
-            this way.
+        UserError: If a card is invalid, or a file with this name exists that this function did not
+            write.
     """
     stream = body.get("stream")
     tasks = stream.get("tasks") if isinstance(stream, dict) else None
@@ -56,7 +56,7 @@ def _write_card(card: dict[str, Any], where: str) -> str:
 
 
 def _check_is_inline(file: str, where: str) -> None:
-    """Raise `UserError` if a file was not written from a mapping, so it must not be replaced."""
+    """Raise `UserError` if a file was not written from a mapping and must not be replaced."""
     try:
         text = read_regular(Path(file), LONGEST_CARD).decode()
     except (OSError, UnicodeDecodeError):

@@ -62,6 +62,7 @@ IMAGE_COLUMNS = (
     "picture",
     "id",
 )
+# names of label columns after `normalize_word`
 LABEL_COLUMNS = words(
     """label labels class classname target category labelname y labelid classid categoryid
     categoryname targetname"""

@@ -1,7 +1,7 @@
-"""Raw data of a card as items, whatever its format.
+"""Read the raw data of a card in any format.
 
-A format is one module of this folder and one line: its name among `SourceFormat` in cards.py. The
-module is imported when a card asks for it, and defines `FORMAT`.
+To add a format, add a module to this folder and its name to `SourceFormat` in cards.py. The module
+defines `FORMAT`. It is imported when a card uses the format.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def get_format(card: Card) -> Format:
 
 
 def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
-    """List all files below a card's source, sorted; shards in place alone are those that it names.
+    """List all files below a card's source, sorted.
+
+    For shards that are used in place, only the shards that the card names are listed.
 
     Args:
-        card: Of the source.
-        most: Stop after so many files.
+        card: Card of the source.
+        most: Stop after this number of files; only for local folders.
 
     Returns:
-        None if the source does not exist. An empty list if a library fetches the data.
+        The files, or None if the source does not exist. The list is empty if a library downloads
+        the data.
 
     Raises:
         UserError: If the source cannot be listed.
@@ -67,9 +70,10 @@ def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list
 
 
 def require_entries(card: Card) -> list[Entry]:
-    """Return the files of a card's source; none where a library fetches the data.
+    """Return the files of a card's source. The list is empty if a library downloads the data.
 
-    Raise UserError where the source is missing, empty or unreadable.
+    Raises:
+        UserError: If the source is missing, empty or unreadable.
     """
     if not get_format(card).suffixes:
         return []
@@ -89,7 +93,7 @@ def require_entries(card: Card) -> list[Entry]:
 
 
 def is_local_source(card: Card) -> bool:
-    """Whether all files of a card's source lie on a disk of this machine, or a mounted one."""
+    """Return whether all files of a card's source are on local or mounted disks."""
     paths = [card.source.path, *(folder.path for folder in card.source.more)]
     if get_format(card).list_shards:
         for split in SPLITS:
@@ -98,11 +102,11 @@ def is_local_source(card: Card) -> bool:
 
 
 class SourceState(NamedTuple):
-    """State of a source from outside.
+    """State of a source, determined without reading its files.
 
     Attributes:
         fingerprint: Changes if the paths or sizes of the files change.
-        modified: Digest of their modification times, which hints at files edited in place.
+        modified: Digest of the modification times. It also changes if a file is edited in place.
     """
 
     fingerprint: str
@@ -110,7 +114,7 @@ class SourceState(NamedTuple):
 
 
 def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState | None:
-    """Return the state of the files that the card's splits use, or None without files.
+    """Return the state of the files that the card's splits use, or None if there are none.
 
     Args:
         card: The card.
@@ -138,18 +142,18 @@ def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState 
 
 
 def fingerprint(card: Card) -> str | None:
-    """Return the fingerprint of a card's source (see `SourceState`); None without any files."""
+    """Return the fingerprint of a card's source (see `SourceState`), or None without files."""
     state = source_state(card)
     return state.fingerprint if state else None
 
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
-    """Return the files that a split takes images from."""
+    """Return the files that a split uses."""
     return get_format(card).entries_of_split(card, split, entries)
 
 
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
-    """Return the number of images of a source by split and label; no pixels are read.
+    """Return the number of images of a source by split and label, without decoding images.
 
     Raises:
         UserError: If labels or splits cannot be read, or a row names several files.

@@ -1,4 +1,4 @@
-"""Common parts of all formats: items, the units that read them, and the files of a split."""
+"""Common parts of all formats: items, units that read items, and the files of a split."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from pipeline.data.splits import IGNORE, PARTS, Split, SplitUnclear, is_yes
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
 
-LIBRARIES = ("sklearn", "torchvision")  # formats of data that a package brings
-UNIT_ITEMS = 4096  # at most so many files, members or rows are one unit
+LIBRARIES = ("sklearn", "torchvision")  # formats whose data a Python package contains or downloads
+UNIT_ITEMS = 4096  # maximum number of files, members or rows of a unit
 MIN_UNIT_BYTES = 8 << 20
 MAX_UNIT_BYTES = 256 << 20
 UNITS = 64  # approximate number of units of a source of medium size
 RUN_GAP = 64 << 10  # unneeded bytes that are read to avoid a second read
-RUN_BYTES = 8 << 20  # of one read of several images
+RUN_BYTES = 8 << 20  # maximum bytes of one read of several images
 AHEAD_BYTES = 64 << 20  # bytes read ahead from a bucket
-READERS = 8  # reads from a bucket at the same time
-# of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
+READERS = 8  # concurrent reads from a bucket
+# Bytes of one encoded image. An uncompressed image with the default `max_pixels` and 16 bits per
+# channel has up to 400 MB.
 MAX_IMAGE_BYTES = 512 << 20
-# A table can store one value once and repeat it in a million rows: the images of a source can have
-# this multiple of the bytes of the files, and always this number of bytes.
+# A table can store a value once and repeat it in a million rows. Therefore the bytes of all images
+# are limited to a multiple of the bytes of the files; this number of bytes is always allowed.
 MAX_UNFOLDING = 100
 MAX_UNFOLDED_BYTES = 4 << 30
 
@@ -55,15 +56,16 @@ class Item:
 
     Attributes:
         split: Split, or IGNORE if the card excludes it.
-        name: Name for people (path or row).
+        name: Name in messages and lists (path or row).
         stem: The name without folder and extension.
-        label: Label in the words of the source, or None.
-        problem: Reason why it cannot be used, if that is known without its pixels.
-        uri: File from which its bytes can be read again. Empty if that is impossible.
+        label: Label as written in the source, or None.
+        problem: Reason why the image cannot be used, if it is known without decoding the image.
+        uri: File from which the bytes can be read again. Empty if this is impossible.
         offset: Offset of the bytes in the file.
-        size: Number of the bytes. None: the whole file.
-        stamp: Name, size and time of the file, and the position in it, of the image or of the rows
-            that are read with it. Equal stamps mean equal bytes. Empty if the time is unknown.
+        size: Number of bytes. None: the whole file.
+        stamp: Identifies the bytes: name, size and modification time of the file, and the position
+            of the image in the file. For rows of a table, this is the position of all rows that
+            are read together. Equal stamps mean equal bytes. Empty if the time is unknown.
     """
 
     split: str
@@ -77,7 +79,7 @@ class Item:
     stamp: str = ""
 
 
-ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of the image, None with a problem
+ItemBytes = tuple[Item, bytes | None]  # an item and its bytes; None if there is a problem
 LabelCounts = Counter[tuple[str, Label]]  # number of images by split and label
 
 
@@ -87,9 +89,9 @@ class Unit(NamedTuple):
     Attributes:
         read: `read(*args)` yields items with their bytes.
         args: Arguments of `read`.
-        num_items: Number of items, as far as the source tells.
+        num_items: Number of items, or 0 if it is not known before reading.
         file: URI of the file, if the items are rows of one file.
-        first_row: Number of the first of these rows in the file.
+        first_row: Index of the first of these rows in the file.
         stamp: Stamp of all items without their own stamp, see `Item`.
     """
 
@@ -102,24 +104,25 @@ class Unit(NamedTuple):
 
 
 def row_name(file: str, row: int | str) -> str:
-    """Return the name of a row of a file. file: path or URI."""
+    """Return the name of a row, for example `data.parquet:7`. `file` is a path or URI."""
     return f"{file.rsplit('/', 1)[-1]}:{row}"
 
 
 @dataclass(frozen=True)
 class Format:
-    """One layout of raw data; each module of this folder defines one as `FORMAT`.
+    """One format of raw data. Each module of this folder defines a format as `FORMAT`.
 
     Attributes:
         units: Divides a source into units, from its card, its entries and a map function.
-        count_labels: Counts images by split and label, without reading their pixels.
+        count_labels: Counts images by split and label, without decoding images.
         suffixes: Suffixes of the files with images. Empty if a library downloads the data.
-        first_folders: Folders of a source to list before the others.
-        list_shards: Lists shards that are used in place, which are named one by one.
-        list_files: Lists the files of a source, if they are not in the folder at its path.
-        entries_of_split: Files that a split uses.
-        list_items: Lists all images with their labels, if their bytes are not needed.
-        check: Raises `UserError` for a source that `units` would refuse, if that is quick.
+        first_folders: Returns the folders of a source to list before the others.
+        list_shards: Lists the shards that the card names. Only for shards that are used in place.
+        list_files: Lists the files of a source, if they are not only in the folder at its path.
+        entries_of_split: Returns the files that a split uses.
+        list_items: Lists all images with their labels. Only for formats that can do this without
+            reading images.
+        check: Quick check that raises `UserError` for a source that `units` would refuse.
     """
 
     units: Callable[[Card, list[Entry], MapFn], list[Unit]]
@@ -142,21 +145,22 @@ def source_uri(card: Card) -> str:
 
 
 def base_uri(card: Card) -> str:
-    """Return the prefix of file names of a source: a path on a disk, a URI elsewhere."""
+    """Return the prefix of file names of a source: a path for a local disk, otherwise a URI."""
     system, path = open_source(source_uri(card))
     return path if isinstance(system, fs.LocalFileSystem) else source_uri(card).rstrip("/")
 
 
 def is_single_file(card: Card, entries: Sequence[Entry]) -> bool:
-    """Whether the source of a card is one file and no folder."""
+    """Return whether the source of a card is a single file, not a folder."""
     _, path = open_source(source_uri(card))
     return len(entries) == 1 and entries[0].name == posixpath.basename(path)
 
 
 def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries of a split that is a folder, a file, a glob or a prefix of file names.
+    """Return the files of a split.
 
-    With a split column, every split can use rows of all files.
+    The card names them by folders, files, globs or prefixes of file names. With a split column,
+    every split can use rows of all files.
     """
     if card.source.split is not None:
         return visible(entries) if split in card.source.named_splits() else []
@@ -193,10 +197,10 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
 def archives_of_split(
     card: Card, split: Split, entries: Sequence[Entry], suffixes: frozenset[str]
 ) -> tuple[list[str], list[Item]]:
-    """Return the URIs of the files that hold many images, and items for all other files.
+    """Return the URIs of the files that contain many images, and items for all other files.
 
     Raises:
-        UserError: If one of those files cannot be opened.
+        UserError: If a file has a problem, because it may contain many images.
     """
     uris: list[str] = []
     other_items: list[Item] = []
@@ -217,7 +221,7 @@ def archives_of_split(
 
 
 class SplitValues:
-    """Finds the split of a row by the values of the split column or columns.
+    """Finds the split of a row from the values of the split column or columns.
 
     Args:
         card: Card with `source.split`.
@@ -233,7 +237,10 @@ class SplitValues:
                 self.splits[value] = split
 
     def value(self, values: Sequence[str | None]) -> str:
-        """Return the value of the split column, or the name of the flag column that is 1."""
+        """Return the value of the split column, or the name of the only flag column that is 1.
+
+        The result is "" if the value is missing, or not exactly one flag column is 1.
+        """
         if len(self.columns) == 1:
             return values[0] or ""
         pairs = zip(self.columns, values, strict=True)
@@ -244,7 +251,7 @@ class SplitValues:
         """Return the split that a value names, or IGNORE.
 
         Args:
-            value: As `value` returns it.
+            value: Result of the method `value`.
             row: Number of the row, for errors.
 
         Raises:
@@ -266,7 +273,11 @@ class SplitValues:
         return split
 
     def find_in_path(self, path: str, row: int) -> str:
-        """Return the split of an image by a folder of the path, or the beginning of the name."""
+        """Return the split named by a folder of the path, or by the beginning of the file name.
+
+        Raises:
+            SplitUnclear: If the card names neither a folder nor the beginning.
+        """
         *folders, name = path.split("/")
         for folder in folders:
             if folder in self.splits:
@@ -282,7 +293,7 @@ class SplitValues:
 
 
 def class_names(card: Card) -> ClassNames:
-    """Return the class finder of a card; numbers of a library are positions in its list."""
+    """Return the `ClassNames` of a card. Numbers from a library are positions in `classes`."""
     numbers = card.source.numbers
     if numbers is None and card.source.format in LIBRARIES:
         numbers = "places"
@@ -296,14 +307,14 @@ def other_file(name: str) -> str:
 
 
 def size_problem(size: int) -> str | None:
-    """Return why an image of so many bytes is not read; None where it is."""
+    """Return the problem of an image with more than MAX_IMAGE_BYTES, or None."""
     if size > MAX_IMAGE_BYTES:
         return f"corrupt: {size} bytes are more than {MAX_IMAGE_BYTES}"
     return None
 
 
 def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of consecutive parts of a source that form units.
+    """Yield slices of consecutive parts of a source; each slice is a unit.
 
     The result depends only on the sizes, so a run that is resumed on another cluster has the same
     units.
@@ -326,7 +337,7 @@ def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def units_of_items(items: list[Item]) -> list[Unit]:
-    """Divide items with randomly accessible bytes into units."""
+    """Divide items into units. The bytes of each item must be readable on their own."""
     units: list[Unit] = []
     for part in unit_slices([_bytes_to_read(item) for item in items]):
         unit_items = items[part]
@@ -339,7 +350,10 @@ def _bytes_to_read(item: Item) -> int:
 
 
 class Run(NamedTuple):
-    """Items of one read: bytes `start` to `stop` of a file, or the whole file without `stop`."""
+    """Items whose bytes are read together: bytes `start` to `stop` of a file.
+
+    If `stop` is None, the whole file is read.
+    """
 
     items: list[Item]
     uri: str
@@ -348,10 +362,9 @@ class Run(NamedTuple):
 
 
 def read_items(items: list[Item]) -> Iterator[ItemBytes]:
-    """Yield items with their bytes, read from where the items say.
+    """Yield items with their bytes, which are read from the `uri` of the items.
 
-    Members of an archive that follow each other are read together; from a bucket, several reads
-    are made ahead.
+    Neighbouring members of an archive are read together. Several reads from a bucket run ahead.
     """
     for run, data in _read_ahead(_runs(items)):
         for item in run.items:
@@ -384,7 +397,7 @@ def _runs(items: list[Item]) -> Iterator[Run]:
 
 
 def _continues(run: Run, item: Item, stop: int | None) -> bool:
-    """Whether an item is read together with the run before it."""
+    """Return whether an item is read together with the run before it."""
     if run.uri != item.uri or run.stop is None or stop is None:
         return False
     gap = item.offset - run.stop
@@ -392,7 +405,10 @@ def _continues(run: Run, item: Item, stop: int | None) -> bool:
 
 
 def _read_ahead(runs: Iterator[Run]) -> Iterator[tuple[Run, bytes]]:
-    """Yield runs with their bytes, in order; in this thread where they lie on a disk."""
+    """Yield runs with their bytes, in order.
+
+    Local files are read in this thread. Files in a bucket are read ahead by other threads.
+    """
     waiting: deque[tuple[Run, Future[bytes]]] = deque()
     num_bytes = 0
     with ThreadPoolExecutor(READERS, "source") as pool:
@@ -432,7 +448,7 @@ def read_at(uri: str, offset: int, size: int | None) -> bytes:
         size: Number of bytes. None: to the end.
 
     Raises:
-        UserError: If it cannot be read.
+        UserError: If the file cannot be read.
     """
     try:
         with open_file(uri) as stream:
@@ -449,7 +465,7 @@ def read_at(uri: str, offset: int, size: int | None) -> bytes:
 
 
 def check_unfolding(source: str, image_bytes: int, file_bytes: int) -> None:
-    """Raise UserError where images have far more bytes than the files that they come from."""
+    """Raise UserError if images have far more bytes than the files that contain them."""
     if image_bytes > max(MAX_UNFOLDED_BYTES, MAX_UNFOLDING * file_bytes):
         raise UserError(
             f"{printable(source)} unfolds: its images have {image_bytes} bytes and more, over "
@@ -459,7 +475,7 @@ def check_unfolding(source: str, image_bytes: int, file_bytes: int) -> None:
 
 
 def png(image: Image.Image) -> bytes:
-    """Encode an image as PNG; the same image gives the same bytes."""
+    """Encode an image as PNG. Equal images give equal bytes."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=6)
     return buffer.getvalue()

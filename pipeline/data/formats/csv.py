@@ -1,7 +1,7 @@
 """Format `csv`: tables of image paths and labels, as CSV, JSON lines or Parquet.
 
-A path starts at the folder of the table and must stay inside the source: a table may come from a
-stranger, and the named files are copied into shards.
+A path is relative to the folder of the table and must stay inside the source, because a table may
+come from an untrusted source and the named files are copied into shards.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ class TableImage(NamedTuple):
 def list_tables(card: Card) -> tuple[str, list[Table]]:
     """Return the folder of a source as a path or URI, and its tables.
 
-    If the source is a single table, `source.split` names its column of splits; without it all rows
-    are train. The folder is then the parent of the table, or as many levels higher as the patterns
-    of `source.files` start with `../`.
+    If the source is a single table, `source.split` names its split column. Without a split column,
+    all rows are train. The folder is the parent of the table, plus one level for each `../` in the
+    patterns of `source.files`.
+
+    Raises:
+        UserError: If `source.split` is a column, but the source is not a single table.
     """
     uri = source_uri(card)
     source = card.source
@@ -116,7 +119,7 @@ class TableRow(NamedTuple):
 
 
 def read_table_rows(card: Card, base: str, table: Table) -> Iterator[TableRow]:
-    """Yield the rows of a table, without those of an ignored split."""
+    """Yield the rows of a table, without the rows of ignored splits."""
     source = card.source
     values = SplitValues(card, printable(join(base, table.name)))
     by_path = source.split == source.image
@@ -135,9 +138,9 @@ def read_table_rows(card: Card, base: str, table: Table) -> Iterator[TableRow]:
 
 
 class _LastImages:
-    """Arguments and result of the last call of `list_images`.
+    """Cache of the last call of `list_images`.
 
-    Detection, counting and ingest call it in sequence with the same arguments.
+    Detection, counting and ingest call `list_images` in sequence with the same arguments.
     """
 
     card: Card | None = None
@@ -189,7 +192,13 @@ def _images_of_table(
 ) -> Iterator[TableImage]:
     """Yield the images of a table.
 
-    `links`: last name of each linked folder that is not read -> the reason.
+    Args:
+        card: Card of the source.
+        base: Folder of the source.
+        table: The table.
+        index: Index of the image files.
+        links: Name of a linked folder that is not read -> the reason. It becomes the problem of
+            missing files in this folder.
     """
     source = card.source
     where = printable(join(base, table.name))
@@ -208,7 +217,7 @@ def _images_of_table(
         name = names[0] if names else ""
         split = row.split
         if split is None:
-            # a missing file has no path that names a split: it is reported under train
+            # a missing file has no path that names a split, so it is reported under train
             split = values.find_in_path(name, row.number) if name else SPLITS[0]
         label = normalize_label(row.label)
         if label_is_folder:
@@ -219,8 +228,8 @@ def _images_of_table(
 def _make_named_row(row: TableRow) -> NamedRow:
     """Return the text, label and split that the patterns of `source.files` can use.
 
-    The split is the value of its column if that is a known word for a split, else the split that
-    the card gives to the value.
+    If the value of the split column is a known split word, this value is returned. Otherwise the
+    split that the card assigns to the value is returned.
     """
     label = normalize_label(row.label)
     has_known_word = parse_role(row.split_value) is not None
@@ -281,7 +290,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
-    """Yield the items of all rows, beginning with train."""
+    """Yield the images of all rows as items, train first."""
     base, _ = list_tables(card)
     _, path = open_source(base)
     root = path if is_local(base) else base

@@ -36,11 +36,12 @@ LABEL = "{label}"
 
 
 class SplitFolder(NamedTuple):
-    """A folder of a split, by parts of the path.
+    """The path of a split's folder, which may contain patterns.
 
     Attributes:
         split: Split, or IGNORE.
-        parts: A regular expression for each part; that of the class has a group `label`.
+        parts: A regular expression for each part of the path. The expression of a part with the
+            class has a group `label`.
         names: Names of the folders before the first pattern.
     """
 
@@ -50,7 +51,7 @@ class SplitFolder(NamedTuple):
 
     @classmethod
     def of(cls, split: str, text: str) -> SplitFolder:
-        """Return the folder that a card names: a path, with globs, or `{label}` for a class."""
+        """Parse a path on a card, which may contain globs and `{label}` for a class."""
         texts = [part for part in text.split("/") if part not in ("", ".")]
         names: list[str] = []
         for part in texts:
@@ -60,7 +61,7 @@ class SplitFolder(NamedTuple):
         return cls(split, tuple(map(_part_pattern, texts)), tuple(names))
 
     def match(self, path: Sequence[str]) -> tuple[bool, str | None]:
-        """Return whether a path lies in this folder, and the label that its folders say."""
+        """Return whether a path is in this folder, and the label from its folders or None."""
         if len(path) < len(self.parts):
             return False, None
         label = None
@@ -90,7 +91,7 @@ def _glob(text: str) -> str:
 
 
 class LabelledEntry(NamedTuple):
-    """A file below the folder of a split, with its label; None for a file outside of a class."""
+    """A file below the folder of a split. `label` is None outside of a class folder."""
 
     split: str
     label: str | None
@@ -99,16 +100,16 @@ class LabelledEntry(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _split_folders(splits: tuple[tuple[str, str], ...]) -> tuple[SplitFolder, ...]:
-    """Return the folders of all splits, those with more parts first."""
+    """Return the folders of all splits, paths with more parts first."""
     folders = [SplitFolder.of(split, part) for split, part in splits]
     return tuple(sorted(folders, key=lambda folder: -len(folder.parts)))
 
 
 class Root(NamedTuple):
-    """A folder that a card reads: its source, or a further one.
+    """A folder that a card reads: its source, or a folder in `source.more`.
 
     Attributes:
-        prefix: Prefix of the names of the files: `../more/`. Empty for the source.
+        prefix: Prefix of the names of its files, for example `../more/`. Empty for the source.
         card: The card with this folder as its source.
     """
 
@@ -117,7 +118,7 @@ class Root(NamedTuple):
 
 
 def find_roots(card: Card) -> list[Root]:
-    """Return the folders that a card reads, the further ones first."""
+    """Return the folders that a card reads: the folders in `source.more`, then the source."""
     source = card.source
     roots: list[Root] = []
     for folder in source.more:
@@ -131,7 +132,11 @@ def find_roots(card: Card) -> list[Root]:
 
 
 def list_files(card: Card, most: int | None) -> list[Entry] | None:
-    """List the files of all folders that a card reads; None if its source does not exist."""
+    """List the files of all folders that a card reads; None if its source does not exist.
+
+    Raises:
+        UserError: If a folder in `source.more` does not exist.
+    """
     entries: list[Entry] = []
     for prefix, only in find_roots(card):
         names = first_folders(only)
@@ -150,7 +155,7 @@ def list_files(card: Card, most: int | None) -> list[Entry] | None:
 
 
 def split_folders(card: Card) -> tuple[SplitFolder, ...]:
-    """Return the folders of a card's splits; a file belongs to the first one that it lies in."""
+    """Return the folders of a card's splits. A file belongs to the first folder that matches."""
     pairs = [
         (split, part)
         for split in PARTS
@@ -161,9 +166,10 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
 
 
 def labelled_entries(card: Card, entries: Sequence[Entry]) -> Iterator[LabelledEntry]:
-    """Yield the files that lie in the folder of a split, in the order of the entries."""
+    """Yield the files in the folders of splits, in the order of the entries."""
     roots = [(prefix, split_folders(only)) for prefix, only in find_roots(card)]
-    by_parent: dict[str, tuple[str, str | None] | None] = {}  # split and label of all its files
+    # folder -> split and label of all files in it
+    by_parent: dict[str, tuple[str, str | None] | None] = {}
     for entry in visible(entries):
         parent = entry.name.rpartition("/")[0]
         if parent in by_parent:
@@ -182,11 +188,11 @@ def _find_split(
     """Find the split and the label of a file.
 
     Args:
-        name: Of the file.
+        name: Name of the file.
         roots: Prefix and split folders of each root.
 
     Returns:
-        Split and label, or None if the file lies in no split, and whether this holds for all files
+        Split and label, or None if the file is in no split, and whether this holds for all files
         in the same folder.
     """
     prefix, folders = next(root for root in roots if name.startswith(root[0]))
@@ -205,7 +211,7 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 
 
 def first_folders(card: Card) -> list[str]:
-    """Return the folders of the splits, down to the first one with a pattern."""
+    """Return the folders of the splits, cut before the first part with a pattern."""
     folders = [folder for folder in split_folders(card) if folder.split != IGNORE]
     return ["/".join(folder.names) for folder in folders]
 
@@ -213,7 +219,7 @@ def first_folders(card: Card) -> list[str]:
 def class_folders(card: Card, split: Split) -> list[str]:
     """Return the sorted names of the classes that have a folder in a split.
 
-    No file is looked at, so that a class may have no image.
+    Files are not listed, so a class may have no images.
     """
     names: set[str] = set()
     for _, only in find_roots(card):
@@ -249,7 +255,7 @@ def _class_folders(card: Card, split: Split) -> set[str]:
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all files, beginning with train."""
+    """Return the units of all files, train first."""
     items = _sorted_items(card, entries)
     units: list[Unit] = []
     for split in SPLITS:
@@ -258,7 +264,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
-    """Yield all files of a source as items, beginning with train.
+    """Yield all files of a source as items, train first.
 
     Raises:
         UserError: If two names differ only in their Unicode form.
@@ -289,10 +295,10 @@ def _item(base: str, found: LabelledEntry) -> Item:
 
 
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
-    """Return the number of images by split and folder of a class.
+    """Return the number of images by split and class folder.
 
     Raises:
-        UserError: If two folders differ in their Unicode form alone.
+        UserError: If the names of two folders differ only in their Unicode form.
     """
     counts: LabelCounts = Counter()
     all_found = list(labelled_entries(card, entries))

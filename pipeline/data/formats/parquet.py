@@ -1,4 +1,4 @@
-"""Parquet and Arrow files with a column of images (bytes, or a struct) and one of labels."""
+"""Parquet and Arrow files with a column of images (bytes or structs) and a column of labels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from pipeline.data.names import nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SPLITS
 from workers.errors import UserError
 
-MAX_VALUES = 100_000  # counted different labels
+MAX_VALUES = 100_000  # distinct pairs of split and label
 
 
 class ParquetFile(NamedTuple):
@@ -74,7 +74,7 @@ def list_parquet_files(card: Card, entries: list[Entry]) -> tuple[list[ParquetFi
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return units of consecutive row groups; every file is looked into once, by `map_fn`."""
+    """Return units of consecutive row groups. The groups of each file are listed by `map_fn`."""
     files, other_items = list_parquet_files(card, entries)
     units = units_of_items(other_items)
     for file, groups in zip(files, map_fn(list_row_groups, files), strict=True):
@@ -100,7 +100,7 @@ def list_row_groups(file: ParquetFile) -> list[RowGroup]:
     """Return the row groups of a file.
 
     Raises:
-        UserError: If it cannot be read, or lacks a column.
+        UserError: If the file cannot be read, or lacks a column.
     """
     _check_columns(file, read_schema(file.uri))
     return read_row_groups(file.uri)
@@ -136,17 +136,17 @@ def _units_of_file(file: ParquetFile, groups: list[RowGroup]) -> list[Unit]:
 def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterator[ItemBytes]:
     """Yield the items of some row groups.
 
-    Rows are read one after the other, so a group of any size needs little memory. The same holds
-    for rows with the same huge value, which a file stores once.
+    Rows are read one at a time, so a row group of any size needs little memory, even if many rows
+    repeat a huge value that the file stores once.
 
     Args:
         file: The file.
-        start: Number of the first row group.
-        stop: Number after the last row group.
-        first: Number of the first row in the file.
+        start: Index of the first row group.
+        stop: Index after the last row group.
+        first: Index of the first row in the file.
 
     Raises:
-        UserError: If the groups cannot be read completely.
+        UserError: If the row groups cannot be read completely.
     """
     source = file.card.source
     columns = _list_columns(file.card)
@@ -174,14 +174,14 @@ def _split_value(values: SplitValues, cells: Sequence[Any]) -> str:
 
 
 class DeclaredLabels:
-    """Reads the labels of a file by the names that it declares for its numbers (ClassLabel).
+    """Maps the numbers in a file to the class names that the file declares (ClassLabel).
 
-    Files can list their classes in different orders: a number means the name at its position in the
-    list of its own file.
+    Files can list their classes in different orders. A number means the class at this position in
+    the list of its own file.
 
     Raises:
-        UserError: If on the card numbers are positions in its own list, and a declared name has
-            another position there.
+        UserError: If `source.numbers` of the card is not `names`, and a declared class has another
+            position on the card.
     """
 
     def __init__(self, card: Card, uri: str):
@@ -203,7 +203,7 @@ class DeclaredLabels:
                 )
 
     def find(self, value: Any, row: int) -> Label:
-        """Return the label of a row; raise `UserError` if it is too long to be a class."""
+        """Return the label of a row; raise `UserError` if the value cannot be a class."""
         if isinstance(value, (str, bytes)) and len(value) > MAX_LABEL_BYTES:
             raise UserError(
                 f"{printable(self.uri)}: the label of row {row} has {len(value)} characters, "
@@ -278,7 +278,7 @@ def _check_declared(
     """Raise `UserError` if some files declare names for their numbers and others do not.
 
     Args:
-        declared: A file with such numbers for each case; it is updated.
+        declared: Whether names are declared -> first such file. It is updated.
         uri: The file.
         column: The label column.
         labels: Its declared labels.
@@ -297,13 +297,13 @@ def _check_declared(
 def batch_counts(
     batch: pa.RecordBatch, columns: Sequence[str]
 ) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the different values of some columns in a batch, with their number of rows."""
+    """Yield the distinct values of some columns in a batch, with their number of rows."""
     cells = [to_python_list(batch[column]) for column in columns]
     yield from Counter(zip(*cells, strict=True)).items()
 
 
 def no_classes(uri: str, label: str) -> UserError:
-    """Return the error of a label column that has another value in most rows, or no names."""
+    """Return the error for a column whose values are not classes."""
     return UserError(
         f"{printable(uri)}: the values of column {quoted(label)} are not classes (too many, or "
         "neither names nor whole numbers); give a table with a class for each image, or name "

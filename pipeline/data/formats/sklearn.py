@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, which come with the package; also rotated or permuted."""
+"""scikit-learn's handwritten digits, which the package contains; also rotated or permuted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = re.compile(r"digits(-(?P<change>rotated|permuted)-(?P<number>[0-9]{1,3}))
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return one unit with all digits. Raise UserError for other data sets."""
+    """Return one unit with all digits; raise UserError for other data sets."""
     check(card, entries)
     return [Unit(read_digits, (card.source.name,), NUM_DIGITS)]
 
@@ -58,7 +58,7 @@ def make_change(name: str) -> Callable[[Image.Image], Image.Image]:
 
 def read_digits(name: str) -> Iterator[ItemBytes]:
     """Yield the digits of a variant as PNG."""
-    from sklearn.datasets import load_digits  # seconds
+    from sklearn.datasets import load_digits  # lazy import: takes seconds
 
     change = make_change(name)
     digits = load_digits()  # images: (n, 8, 8), 0 to 16

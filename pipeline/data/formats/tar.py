@@ -39,22 +39,22 @@ LABEL_SUFFIX = "cls"
 NAME_SUFFIX = "txt"  # suffix of the member with the name of the class
 JSON_PREFIX = "json:"
 LABEL_MEMBERS = ("cls", "txt", "json", "class", "label")
-MAX_HEADER_BYTES = 1 << 20  # of one header in a tar
-MAX_JSON_BYTES = 1 << 20  # of a member with the label in a field
-BLOCK_BYTES = 1 << 20  # of one request to a bucket
-PEEKED_MEMBERS = 16  # by which keys with dots are recognised
-METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset passes over
+MAX_HEADER_BYTES = 1 << 20  # bytes of the headers of one member
+MAX_JSON_BYTES = 1 << 20  # bytes of a JSON member that contains the label
+BLOCK_BYTES = 1 << 20  # bytes of one request to a bucket
+PEEKED_MEMBERS = 16  # first members of a tar, used to recognise keys with dots
+METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset skips
 HIDDEN_SAMPLE = "hidden: its name begins with a dot"
 TWO_IMAGES = "corrupt: two images for one key"
 NO_SAMPLE = "other file: neither an image nor a label"
 IMAGE_ENDINGS = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
 MORE_DATA = "data behind its end mark, as of several archives in one file"
-# Errors of reading a damaged tar; the last two come from malicious headers.
+# errors when a damaged tar is read; the last two come from malicious headers
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
 
 def damaged_tar(uri: str, error: Exception) -> UserError:
-    """Return the error of a tar that `tarfile` cannot read. error: one of DAMAGE."""
+    """Return the error for a tar that `tarfile` cannot read. `error` is one of DAMAGE."""
     return UserError(
         f"{printable(uri)} is cut short or no uncompressed tar "
         f"({printable(str(error))[:200]}); fetch it again, or unpack its compression"
@@ -68,11 +68,11 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     Args:
         uri: URI of the tar, for errors.
         member: The member.
-        has_dots: Whether keys have dots: then the extension begins at the last dot of the file
-            name, otherwise at the first one, as in WebDataset.
+        has_dots: Whether keys contain dots. If so, the extension begins at the last dot of the file
+            name, otherwise at the first dot, as in WebDataset.
 
     Raises:
-        UserError: If it is not a plain file inside the archive.
+        UserError: If the member is not a plain file inside the archive.
     """
     is_outside = member.name.startswith("/") or ".." in member.name.split("/")
     if is_outside or not member.isreg() or member.issparse():
@@ -83,24 +83,25 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.rpartition(".") if has_dots else name.partition(".")
     first, _, rest = suffix.partition(".")
-    while rest and first.isdecimal():  # img.0001.jpg after members with keys without dots
+    while rest and first.isdecimal():  # img.0001.jpg, although the first keys have no dots
         stem, suffix = f"{stem}.{first}", rest
         first, _, rest = suffix.partition(".")
     return f"{folder}/{stem}" if folder else stem, suffix.lower()
 
 
 def is_passed_over(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a folder, or left behind by a program (`._x.jpg` of macOS)."""
+    """Return whether to skip a member: a folder, or a file of an operating system (`._x.jpg`)."""
     name = member.name.removeprefix("./")
     is_litter = any(part.lower() in LITTER or part.startswith("._") for part in name.split("/"))
     return member.isdir() or is_litter
 
 
 def keys_have_dots(names: Sequence[str]) -> bool:
-    """Return whether the keys of a tar have dots, from the names of the first members.
+    """Return whether the keys of a tar contain dots, judged by the names of the first members.
 
-    They have if an image and a label differ only in their last extension, and the part before it
-    has a dot: `img.0001.jpg` and `img.0001.cls`, but not `0001.image.jpg` and `0001.cls`.
+    Keys contain dots if an image and a label differ only in their last extension, and the part
+    before this extension has a dot. An example is `img.0001.jpg` and `img.0001.cls`, but not
+    `0001.image.jpg` and `0001.cls`.
     """
     endings: dict[str, set[str]] = {}
     for name in names:
@@ -121,7 +122,10 @@ def is_image_ending(suffix: str, endings: frozenset[str] | tuple[str, ...]) -> b
 
 
 def image_suffixes(suffixes: Iterable[str], endings: frozenset[str] | tuple[str, ...]) -> list[str]:
-    """Return the extensions of a sample that can be its image: plain ones before `seg.png`."""
+    """Return the extensions in a sample that can be its image.
+
+    Extensions such as `seg.png` are returned only if there is no plain one such as `png`.
+    """
     suffixes = [suffix for suffix in suffixes if is_image_ending(suffix, endings)]
     return [suffix for suffix in suffixes if suffix in endings] or suffixes
 
@@ -136,7 +140,7 @@ def image_endings(card: Card) -> frozenset[str]:
 
 def label_suffix(card: Card) -> str | None:
     """Return the extension of the member that holds the label, or `json:FIELD`."""
-    # `label` is the default of a column's name in Parquet; the extension is written `.label`
+    # `label` is the default of the setting, for columns; a card writes `.label` for the extension
     label = card.source.label
     return LABEL_SUFFIX if label == "label" else label and label.removeprefix(".")
 
@@ -189,22 +193,22 @@ def check_header_size(header_bytes: int) -> None:
 def iterate_members(
     tar: tarfile.TarFile, stream: HeaderStream, size: int
 ) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar, without those that `is_passed_over`, in bounded memory.
+    """Yield the members of a tar in bounded memory, except skipped ones (`is_passed_over`).
 
     Args:
-        tar: The open tar. It forgets each member and all global headers.
+        tar: The open tar. Its lists of members and of global headers are emptied.
         stream: The file that `tar` reads from.
         size: Bytes of the file.
 
     Raises:
-        tarfile.ReadError: If a member is cut short.
+        tarfile.ReadError: If a member is truncated.
     """
     state = vars(tar)
     for member in tar:
         stream.header_bytes = 0
         member.pax_headers = {}
-        state["members"] = []  # a shard may have millions
-        state["pax_headers"] = {}  # of all later members; a hostile file can have gigabytes of them
+        state["members"] = []  # a shard may have millions of members
+        state["pax_headers"] = {}  # global headers; a malicious file can have gigabytes of them
         if not 0 <= member.size <= size - member.offset_data:
             raise tarfile.ReadError(
                 f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
@@ -214,9 +218,10 @@ def iterate_members(
 
 
 class HeaderReader:
-    """A file that `tarfile` reads headers from; a header that claims to be huge is refused.
+    """A file that `tarfile` reads headers from. A header with a huge declared size is refused.
 
-    From a bucket, BLOCK_BYTES are read at a time, as a request for each header takes far longer.
+    BLOCK_BYTES are read at a time from a bucket, because a request for each header takes far
+    longer.
     """
 
     def __init__(self, file: pa.NativeFile, is_in_bucket: bool):
@@ -256,23 +261,23 @@ class HeaderReader:
 
 def open_tar(stream: HeaderReader) -> tarfile.TarFile:
     """Open a tar for reading its headers."""
-    file: Any = stream  # tarfile uses no more of a file
+    file: Any = stream  # tarfile needs only these methods of a file
     return tarfile.open(fileobj=file, mode="r:")
 
 
 class Headers(NamedTuple):
-    """An open tar: its members with their keys and extensions, and its bytes."""
+    """An open tar: its bytes, and whether its keys contain dots."""
 
     stream: HeaderReader
     has_dots: bool
 
     def text(self, member: tarfile.TarInfo, most: int) -> bytes:
-        """Return the first bytes of a member."""
+        """Return at most the first `most` bytes of a member."""
         return self.stream.read_at(min(member.size, most), member.offset_data)
 
 
 def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
-    """Whether the keys of a tar have dots, by its first members."""
+    """Return whether the keys of a tar contain dots, judged by its first members."""
     names: list[str] = []
     for member in islice(open_tar(HeaderReader(file, is_in_bucket)), PEEKED_MEMBERS):
         if not is_passed_over(member):
@@ -282,19 +287,22 @@ def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
     return keys_have_dots(names)
 
 
-Members = dict[str, tarfile.TarInfo]  # of a sample, by their extension
+Members = dict[str, tarfile.TarInfo]  # extension -> member of a sample
 
 
 def _is_whole(members: Members) -> bool:
-    """Whether a sample has an image and a label."""
+    """Return whether a sample has an image and a label."""
     return bool(members.keys() & set(LABEL_MEMBERS) and image_suffixes(members, IMAGE_ENDINGS))
 
 
 def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
-    """Yield the key and the members of each sample of a tar; they follow each other.
+    """Yield the key, the members and the open tar for each sample of a tar.
+
+    Consecutive members with the same key are a sample. If the extensions of a complete sample start
+    again, the next sample with this key begins.
 
     Raises:
-        UserError: If the tar is cut short, hostile or cannot be read.
+        UserError: If the tar is truncated, malicious or unreadable.
     """
     try:
         with open_file(uri) as file:
@@ -331,7 +339,7 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
 
 # ---- the format ----------------------------------------------------------------------------------
 class TarJob(NamedTuple):
-    """One tar to list; `split` is None if a field of the samples' JSON gives it."""
+    """One tar to list. `split` is None if a JSON field of the samples gives the split."""
 
     card: Card
     split: str | None
@@ -352,7 +360,7 @@ def list_jobs(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all samples; every tar is listed once, by `map_fn`."""
+    """Return the units of all samples. The samples of each tar are listed by `map_fn`."""
     jobs, items = list_jobs(card, entries)
     for samples in map_fn(list_tar, jobs):
         check_unicode_forms(f"source of card {card.name!r}", [item.name for item in samples])
@@ -361,14 +369,14 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def list_tar(job: TarJob) -> list[Item]:
-    """List the samples of one tar. Raise UserError if it is cut short or hostile."""
+    """List the samples of one tar; raise UserError if the tar is truncated or malicious."""
     source = label_suffix(job.card)
     names = class_names(job.card)
     values = SplitValues(job.card, printable(job.uri))
     archive = posixpath.basename(open_source(job.uri)[1])
     endings = image_endings(job.card)
     samples: list[tuple[str, Members, dict[str, Any]]] = []
-    last: dict[str, int] = {}  # place of the last sample of a key
+    last: dict[str, int] = {}  # key -> index of its last sample
     wanted = [source] if source is not None else []
     for key, members, headers in read_samples(job.uri):
         texts: dict[str, Any] = {}

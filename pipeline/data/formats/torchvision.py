@@ -25,7 +25,7 @@ from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 
 IMAGES_PER_UNIT = 1024  # many, because the images of these data sets are small
-LABEL_LISTS = ("targets", "labels", "_labels")  # attributes of the data sets
+LABEL_LISTS = ("targets", "labels", "_labels")  # attributes of data sets with the list of labels
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -57,7 +57,7 @@ def check(card: Card, entries: list[Entry]) -> None:
 
 @lru_cache(maxsize=2)
 def load_data_set(path: str, name: str, split_names: str, download: bool) -> Any:
-    """Return a data set of torchvision. Several splits are concatenated.
+    """Return a data set of torchvision. Several official splits are concatenated.
 
     Args:
         path: Folder of the data.
@@ -148,7 +148,7 @@ def read_torchvision(
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of images by split and label. Downloads the data set if it is missing.
 
-    No image is decoded: if a data set has no list of labels, the label of its images is None.
+    No image is decoded. If a data set has no list of labels, the label of all its images is None.
     """
     counts: LabelCounts = Counter()
     for split in filter(card.source.splits.get, SPLITS):

@@ -1,7 +1,7 @@
-"""WebDataset shards that are used in place: each is read once, in sequence, and not copied.
+"""WebDataset shards that are used in place: each shard is read once, in sequence, and not copied.
 
 A sample is `key.jpg` with `key.cls`, `key.txt` or `key.json`; its members are consecutive. Offsets
-come from the headers, which are read while a shard is hashed, so an `.idx` file would save nothing.
+come from the headers, which are read while a shard is hashed, so an `.idx` file would save no time.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ from workers.storage.artifact import is_local, join, parent
 from workers.storage.hub_files import list_hub_folder
 from workers.storage.web import FileVersion, WebFile, is_web
 
-CHUNK_BYTES = 8 << 20  # of one request; the next one is read meanwhile
-LOOKUPS = 16  # questions to a web server at the same time
-MAX_SAMPLES = 1_000_000  # of a shard: each takes a kilobyte until the index is written
-# how the formats begin that every reader of shards decodes
+CHUNK_BYTES = 8 << 20  # bytes of one request; the next chunk is read in the background
+LOOKUPS = 16  # concurrent requests to a web server
+MAX_SAMPLES = 1_000_000  # samples of a shard; each needs about 1 KB until the index is written
+# first bytes of the formats that every reader of shards can decode: JPEG, PNG and WebP
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
 
 
 # ---- URLs of the shards --------------------------------------------------------------------------
 def shard_urls(card: Card) -> ShardUrls:
-    """Return where a card's shards lie, with braces."""
+    """Return the URLs of a card's shards, in brace notation."""
     return ShardUrls(*(tuple(_absolute(card, split)) for split in ("train", "test", "val")))
 
 
@@ -90,15 +90,19 @@ def _absolute(card: Card, split: Split) -> Iterator[str]:
         if "://" in pattern or os.path.isabs(pattern):
             yield pattern
         else:
-            # only the pattern is expanded
+            # escape the folder, because braces are expanded only in the pattern
             base = re.sub(r"([{}\\,])", r"\\\1", absolute_uri(card.source.path))
             yield join(base.rstrip("/"), pattern)
 
 
 def list_shards(card: Card) -> list[Entry] | None:
-    """List the shards of a card under their names in the index; None where all are away.
+    """List the shards of a card under their names in the index.
 
-    Raise UserError where some are missing, or cannot be asked for.
+    Returns:
+        The shards, or None if all of them are missing.
+
+    Raises:
+        UserError: If some shards are missing, or a server or storage does not answer.
     """
     urls = urls_by_name(shard_urls(card))
     versions = _look_up(list(urls.values()))
@@ -121,7 +125,7 @@ def list_shards(card: Card) -> list[Entry] | None:
 def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
     """Return size and version of files, or None for a missing file.
 
-    A folder of a storage or of the hub is listed once; web servers are asked for each file.
+    A folder in a bucket or on the hub is listed once. A web server gets one request per file.
     """
     by_folder: dict[str, list[str]] = {}
     for url in urls:
@@ -183,9 +187,9 @@ class ReadJob(NamedTuple):
     """A shard to read.
 
     Attributes:
-        card: With the classes.
-        split: Of the shard.
-        url: Where it lies.
+        card: Card with the classes.
+        split: Split of the shard.
+        url: Path or URL of the shard.
         endings: Extensions of images, without dots.
         label: Extension of the label member, `json:FIELD`, or None.
     """
@@ -226,8 +230,10 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 def read_shard(job: ReadJob, summary: ShardSummary | None = None) -> Iterator[ItemBytes]:
     """Yield the samples of a shard, and fill in the summary at its end.
 
-    A key that comes again later is another sample, as for WebDataset. Raise UserError where the
-    shard is cut short, hostile or cannot be read.
+    If a key occurs again later, it is another sample, as in WebDataset.
+
+    Raises:
+        UserError: If the shard is truncated, malicious or unreadable.
     """
     archive = printable(_base_name(job.url))
     names = class_names(job.card)
@@ -273,23 +279,23 @@ def read_shard(job: ReadJob, summary: ShardSummary | None = None) -> Iterator[It
 
 
 def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
-    """Yield the complete members of a tar, and forget them afterwards."""
-    source: Any = stream  # tarfile uses no more of a file
+    """Yield the complete members of a tar in bounded memory, and check its end mark."""
+    source: Any = stream  # tarfile needs only these methods of a file
     with tarfile.open(fileobj=source, mode="r:") as tar:
         yield from iterate_members(tar, stream, stream.size)
-        # tarfile treats an invalid header as the end
+        # tarfile treats an invalid header as the end of the tar
         if stream.last_header != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
 
 
 def _peek(url: str) -> bool:
-    """Whether the keys of a shard have dots, by its first members."""
+    """Return whether the keys of a shard contain dots, judged by its first members."""
     file: Any = _Bytes(open_range_file(url))
     return peek_dots(file, is_in_bucket=True)
 
 
 class _Bytes:
-    """A range file as pyarrow's files are read: the end may come earlier than asked for."""
+    """A range file with the behaviour of pyarrow's files: a read at the end returns fewer bytes."""
 
     def __init__(self, file: RangeFile):
         self.file = file
@@ -305,7 +311,7 @@ class Sample:
     Attributes:
         key: Key of the sample.
         data: Bytes of the image.
-        problem: Reason why it cannot be used.
+        problem: Reason why the sample cannot be used.
         label: Label from its member.
         text: Text of the member with the name of the class.
         offset: Offset of the image in the shard.
@@ -325,7 +331,10 @@ class Sample:
     suffixes: dict[str, None] = field(default_factory=dict)
 
     def precedes(self, suffix: str) -> bool:
-        """Whether the next member begins another sample of the same key: this one is whole."""
+        """Return whether a member with this extension begins the next sample of the same key.
+
+        This is the case if the sample has an image and a label and began with this extension.
+        """
         has_image = bool(self.found - {"label"})
         return suffix == next(iter(self.suffixes), "") and "label" in self.found and has_image
 
@@ -346,7 +355,7 @@ class Sample:
     def _add_image(
         self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ReadJob
     ) -> None:
-        """Take an image; `jpg` counts before `seg.jpg`, and two of one kind are a problem."""
+        """Add an image. `jpg` is preferred to `seg.jpg`; two images of one kind are a problem."""
         known = self.found - {"label"}
         is_plain = suffix in job.endings
         has_plain = any(one in job.endings for one in known)
@@ -414,7 +423,7 @@ class ShardStream:
 
     Attributes:
         header_bytes: Bytes read by `tarfile` since the last member.
-        last_header: The last read bytes.
+        last_header: Bytes of the last `read`.
     """
 
     def __init__(self, file: RangeFile):
@@ -436,7 +445,7 @@ class ShardStream:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes of a header, fewer at the end."""
+        """Return the next `size` bytes of a header, or fewer at the end of the file."""
         self.header_bytes += size
         if size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
@@ -445,7 +454,7 @@ class ShardStream:
         return self.last_header
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes. Raise `tarfile.ReadError` where they do not follow."""
+        """Return the next `size` bytes; raise `tarfile.ReadError` if the file ends before."""
         if size <= len(self._chunk):
             return bytes(self._advance(size))
         parts = bytearray()
@@ -455,7 +464,7 @@ class ShardStream:
         return bytes(parts)
 
     def seek(self, position: int) -> int:
-        """Pass over all bytes before a later position."""
+        """Skip to a later position."""
         if not self._position <= position:
             raise tarfile.ReadError("its members do not follow each other")
         while self._position < min(position, self.size):
@@ -482,7 +491,7 @@ class ShardStream:
         return part
 
     def _fill(self) -> None:
-        """Have bytes at the current position."""
+        """Load the next chunk if the current one is used up."""
         if len(self._chunk):
             return
         data = self._next_chunk.result()

@@ -177,7 +177,7 @@ def has_all_rows(data: bytes) -> bool:
 
 
 def _count_raw_bytes(data: bytes) -> int:
-    """Compute the bytes of all rows of a PNG from its header; a row has a filter byte and pixels."""
+    """Compute the size of all rows of a PNG from its header; a row has a filter byte and pixels."""
     width, height, bits, color, _, _, interlaced = struct.unpack(">IIBBBBB", data[16:29])
     passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
     total = 0

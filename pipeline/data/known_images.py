@@ -1,10 +1,10 @@
-"""Images that an earlier ingest has read, and their location in the store.
+"""Images that an earlier ingest has read, and their location in the storage.
 
 An image is identified by its stamp: the name, size and modification time of the file, and the
-position of the bytes in the file. Rows of a table have one stamp for all rows that are read
-together. Known images are neither read nor decoded again; their bytes are copied from the earlier
-shards. Unchanged shards are linked. Images with the bytes of an earlier one, for example in a
-renamed file, are read but not decoded.
+position of the bytes in the file. Rows of a table that are read together have the same stamp. Known
+images are neither read nor decoded again; their bytes are copied from the earlier shards. Unchanged
+shards are linked. If another image has the bytes of an earlier image, for example in a renamed
+file, it is read but not decoded.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from workers.job import key_inputs
 from workers.storage.artifact import Artifact, Attempt, FileInfo, join, link_file
 from workers.storage.parquet import read_table
 
-SOURCE = "source.parquet"  # a row for each image of the source of an ingest stage that has a stamp
-NUM_ROWS = b"rows"  # in the metadata of SOURCE: stamp -> number of rows, where it is not 1
-STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"  # groups: size of the file; place in it
+SOURCE = "source.parquet"  # file of an ingest stage with a row for each image that has a stamp
+NUM_ROWS = b"rows"  # metadata key of SOURCE: stamp -> number of rows, if it is not 1
+STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"  # groups: size of the file; position in the file
 # Settings of a card that do not affect how a single image is read.
 NOT_OF_IMAGES = (
     "title", "licence", "cite", "archive", "verified", "leaks", "classes", "num_classes",
@@ -70,9 +70,9 @@ def digest_reading(card: Card, not_of_source: tuple[str, ...] = ("more",)) -> st
 
 
 def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> list[Unit]:
-    """Return units with stamps, as far as the times of their files are known.
+    """Return units with stamps, if the modification times of their files are known.
 
-    Items that can be read one by one get stamps of their own, in place.
+    Items that can be read one by one get their own stamps. These items are changed in place.
     """
     base = base_uri(card) if card.source.path else ""
     states = {entry.name: entry for entry in entries if entry.modified}
@@ -88,7 +88,7 @@ def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> 
                 unit = unit._replace(stamp=_build_stamp(entry, unit.first_row, unit.num_items))
         elif unit.read is read_items:
             for item in unit.args[0]:
-                # a further folder on another machine is named by its whole address
+                # files of a remote folder in `source.more` are listed under their full URI
                 entry = states.get(item.uri[start:]) or states.get(item.uri)
                 if entry is not None and entry.modified and not item.problem:
                     item.stamp = _build_stamp(entry, item.offset, item.size)
@@ -97,7 +97,7 @@ def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> 
 
 
 def _build_stamp(entry: Entry, first: int, size: int | None) -> str:
-    """Return the stamp of a part of a file, or of the whole file (size None)."""
+    """Return the stamp of a part of a file, or of the whole file if `size` is None."""
     name = entry.name
     if not name.isascii():
         name = name.encode("utf-8", "backslashreplace").decode()
@@ -109,9 +109,9 @@ class DividedUnit(NamedTuple):
 
     Attributes:
         rest: The images that must be read.
-        earlier: Rows of earlier images that may have the same bytes.
-        known: Rows of the known images, as `packs.ROWS`.
-        is_known: Whether each item of the whole unit is known. Unused if no image is known.
+        earlier: Rows of earlier images that may have the same bytes as the images in `rest`.
+        known: Rows of the known images, with the columns of `packs.ROWS`.
+        is_known: Whether each item of the whole unit is known, (n,). Unused if no image is known.
     """
 
     rest: Unit
@@ -120,7 +120,7 @@ class DividedUnit(NamedTuple):
     is_known: NDArray[np.bool_]
 
     def merge(self, read: pa.Table) -> pa.Table:
-        """Return the rows of the whole unit in the order of the items; `read`: those of `rest`."""
+        """Return the rows of the whole unit in the order of the items. `read`: rows of `rest`."""
         if not len(self.known):
             return read
         if self.is_known.all():
@@ -137,7 +137,7 @@ class KnownImages:
 
     Attributes:
         artifact: Result of the stage.
-        rows: Rows of the source, as `packs.ROWS`; `pack` is the URI of a shard.
+        rows: Rows of the source, with the columns of `packs.ROWS`. `pack` is the URI of a shard.
         index: Index of the shards.
         num_rows: Number of rows by stamp, see `read_num_rows`.
     """
@@ -152,7 +152,8 @@ class KnownImages:
         """Load the images of the stage `key`.
 
         Returns:
-            None if the stage is missing or damaged, or if its card read images in another way.
+            The images, or None if the stage is missing or damaged, or if its card had other
+            settings for reading images.
         """
         artifact = Artifact.open(root, key) if key else None
         if artifact is None or artifact.manifest.get("reading") != digest_reading(card):
@@ -166,7 +167,7 @@ class KnownImages:
         if rows.schema != ROWS:
             return None
         rows = rows.replace_schema_metadata(None)
-        # The storage may belong to a stranger, and its rows must not lead to other files.
+        # The storage may be untrusted, so its rows must not refer to other files.
         files = pa.array(artifact.manifest["files"], pa.large_string())
         rows = rows.filter(pc.or_(pc.is_null(rows["pack"]), pc.is_in(rows["pack"], files)))
         folder = pa.scalar(artifact.uri("").rstrip("/"), pa.large_string())
@@ -176,11 +177,14 @@ class KnownImages:
         return cls(artifact, rows.set_column(place, "pack", shards), index, num_rows)
 
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
-        """Divide units into known and unknown images; None for a unit without known images.
+        """Divide units into known and unknown images.
 
-        An image is known if its file has the same name, size and time. An image with the name of an
-        earlier image, or with the size of a deleted one, is read, and not decoded if its bytes are
-        equal.
+        An image is known if its file has the same name, size and time. Other images are read. If an
+        image has the name of an earlier image, or the size of a removed image, its bytes are
+        compared with the earlier image, and it is not decoded if they are equal.
+
+        Returns:
+            A divided unit per unit, or None if the earlier ingest does not help for this unit.
         """
         checker = ImageChecker(card)
         parts = [unit.args[0] if unit.read is read_items else [] for unit in units]
@@ -214,9 +218,9 @@ class KnownImages:
     def _divide_rows(
         self, unit: Unit, runs: dict[str, tuple[int, int]], checker: ImageChecker
     ) -> DividedUnit | None:
-        """Divide a unit of rows of one file, which are all known or all read.
+        """Divide a unit of rows of one file. Its rows are either all known or all read.
 
-        Of a file that changed, rows near the old place may have the same bytes.
+        If the file changed, rows near the earlier position may have the same bytes.
         """
         start, stop = runs.get(unit.stamp, (0, 0))
         rows = self.rows.slice(start, stop - start)
@@ -244,8 +248,8 @@ class KnownImages:
     ) -> tuple[NDArray[np.bool_], pa.Table]:
         """Return a mask (n,) of the known items, and the rows of the known items.
 
-        If the class of an image was not on the card before, the image is read, because it was not
-        decoded then.
+        If the class of an image was not on the earlier card, the image is read, because the earlier
+        ingest did not decode it.
         """
         if not len(self.rows):
             return np.zeros(len(items), bool), self.rows
@@ -268,7 +272,7 @@ class KnownImages:
         return is_known, self.rows.take(places.filter(pa.array(is_known)))
 
     def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
-        """Return the earlier shards that equal some of these, by name."""
+        """Return the shards of the earlier ingest that equal the new shard of the same name."""
         runs = find_runs(self.index["shard"])
         same: dict[str, WrittenShard] = {}
         for shard in shards:
@@ -285,14 +289,14 @@ class KnownImages:
         return same
 
     def take_over(self, attempt: Attempt, shard: WrittenShard) -> None:
-        """Put a shard into an attempt: as a link on a disk, as a copy in a bucket."""
+        """Add an earlier shard to an attempt: as a link on a disk, as a copy in a bucket."""
         link_file(
             self.artifact.uri(shard.name), join(attempt.root, attempt.key, attempt.name, shard.name)
         )
 
 
 def find_runs(column: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
-    """Return each value of a column and where its last run of equal values starts and stops."""
+    """Map each value of a column to the start and stop of its last run of equal values."""
     values = column.combine_chunks().dictionary_encode()
     codes = pc.fill_null(values.indices, -1).to_numpy()
     is_first = np.ones(len(codes), bool)
@@ -308,10 +312,10 @@ def find_runs(column: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
 
 
 def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
-    """Whether the card of now gives the same rows as an earlier ingest.
+    """Return whether the current card gives the same rows as the earlier ingest.
 
-    It does not if `per_class` left out an image then, so that its bytes were not kept, or if a
-    class came onto the card or left it.
+    This is not the case if `per_class` left out an image in the earlier ingest, because its bytes
+    were not stored, or if the class of an image was added to the card or removed from it.
     """
     columns = (rows[name].to_pylist() for name in ("label", "problem", "pack"))
     for label, problem, pack in zip(*columns, strict=True):
@@ -324,7 +328,7 @@ def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
 
 
 def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
-    """Return the rows with the name of an item, or with the size of the file and its position."""
+    """Return the rows with the name of an item, or with its file size and its position."""
     if not items or not len(rows):
         return rows.slice(0, 0)
     names = pa.array([printable(item.name) for item in items], pa.large_string())
@@ -339,14 +343,14 @@ def _parse_size(stamp: str) -> str:
 
 
 def source_rows(kept: pa.Table, rows: pa.Table, index: pa.Table) -> bytes:
-    """Return the bytes of the file SOURCE, with the places of the images in the shards.
+    """Return the bytes of the file SOURCE, with the locations of the images in the shards.
 
-    An image that `per_class` of the card left out is in no shard, and has no `pack`.
+    An image that `per_class` of the card left out is in no shard and has no `pack`.
 
     Args:
-        kept: The rows that the card does not leave out.
+        kept: Rows that the card does not exclude.
         rows: All rows of the source.
-        index: Of the shards.
+        index: Index of the shards.
     """
     positions = pc.index_in(
         kept["sha256"], index["sha256"].cast(pa.large_string()), skip_nulls=True
@@ -362,7 +366,7 @@ def source_rows(kept: pa.Table, rows: pa.Table, index: pa.Table) -> bytes:
 
 
 def write_source(kept: pa.Table, rows: pa.Table, metadata: Mapping[bytes, str]) -> bytes:
-    """Return the bytes of a file SOURCE: the rows with a stamp, and the number of rows by stamp.
+    """Return the bytes of the file SOURCE: the rows with a stamp, and the number of rows by stamp.
 
     Args:
         kept: Rows that the card does not exclude.
@@ -382,12 +386,12 @@ def write_source(kept: pa.Table, rows: pa.Table, metadata: Mapping[bytes, str]) 
 
 
 def read_num_rows(table: pa.Table) -> dict[str, int]:
-    """Read from a file SOURCE how many rows had a stamp when they were read, if it was not one.
+    """Read the number of rows by stamp from the metadata of SOURCE; a missing stamp means 1.
 
-    The file has fewer rows of a stamp if the card left some out.
+    The numbers include rows that the card excluded. The table does not contain these rows.
 
     Raises:
-        ValueError: If the metadata of the table are damaged.
+        ValueError: If the metadata is damaged.
     """
     num_rows = json.loads((table.schema.metadata or {}).get(NUM_ROWS, b"{}"))
     if not isinstance(num_rows, dict):
@@ -396,7 +400,7 @@ def read_num_rows(table: pa.Table) -> dict[str, int]:
 
 
 class Changes(NamedTuple):
-    """How many images of a source are new, have other bytes, are gone or moved to another place."""
+    """Numbers of images of a source that were added, changed, removed or moved."""
 
     added: int
     changed: int
@@ -405,10 +409,10 @@ class Changes(NamedTuple):
 
     @classmethod
     def between(cls, before: pa.Table, now: pa.Table) -> Changes:
-        """Compare the rows of two ingests by the names of images, and by their bytes.
+        """Compare the rows of two ingests by the names and the bytes of the images.
 
-        Rows without a stamp are not images, and do not count. Rows with the same stamp are the same
-        image. Images of two files that have one name are told apart by the paths of these.
+        Rows without a stamp are ignored. Rows with the same stamp are the same image. Images with
+        the same name are distinguished by the paths of their files.
         """
         columns = ["name", "raw", "stamp"]
         before = before.select(columns)
@@ -426,7 +430,7 @@ class Changes(NamedTuple):
         return cls(len(added) - moved, changed, len(removed) - moved, moved)
 
     def text(self) -> str:
-        """Return the sentence of the account."""
+        """Return the sentence for the account."""
         return (
             f"since the last ingest: {self.added} images added, {self.changed} changed, "
             f"{self.removed} removed, {self.moved} moved"
@@ -440,5 +444,5 @@ def _paths(rows: pa.Table) -> list[str]:
 
 
 def _bytes_digests(rows: pa.Table) -> list[str]:
-    """Return the digest of the bytes of each image as the source has them; empty for none."""
+    """Return the digest of the source bytes of each image, or "" for a row without bytes."""
     return [read_raw_digest(raw) for raw in rows["raw"].to_pylist()]

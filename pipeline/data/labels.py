@@ -1,4 +1,4 @@
-"""Labels: the normal form of values in tables, tars and Parquet files, and the class they name.
+"""Labels: the normal form of values in tables, tars and Parquet files, and their classes.
 
 The rules:
 
@@ -33,7 +33,7 @@ NUMBERS_HINT = (
 
 
 def normalize_label(value: Any) -> Label:
-    """Convert a value to the normal form of a label: a text, an integer, or None without a label.
+    """Convert a value to the normal form of a label: a text or an integer; None if it is missing.
 
     Args:
         value: Value of a cell, a JSON field, a Parquet column or a member of a tar. Invalid UTF-8
@@ -136,7 +136,7 @@ class ClassNames:
         """Find the class of a label.
 
         Returns:
-            The class, the label itself if it names no class, or None without a label.
+            The class, the text of a label without a class, or None if the label is missing.
 
         Raises:
             UserError: If the label is a number that can be the name of one class and the position

@@ -1,6 +1,6 @@
 """List and open the files of a source.
 
-Cards and formats are built on this module, so it knows neither.
+Cards and formats use this module, so it must not depend on them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTSIDE_LINK = (
 )
 HIDDEN = "hidden"  # the problem of a hidden file
 NO_EXTENSION = "other file: no extension"
-READ_ANYWAY = "read anyway"  # end of the problem of a link to a folder that is read under its name
+READ_ANYWAY = "read anyway"  # end of the problem of a link to a folder that is read without it
 
 
 class Entry(NamedTuple):
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 def find_unread_links(entries: Iterable[Entry]) -> dict[str, str]:
-    """Return the names of the links to folders that are not followed, with the reasons."""
+    """Map the names of links to folders that are not followed to the reasons."""
     return {
         entry.name: entry.problem
         for entry in entries
@@ -72,7 +72,7 @@ def describe_left_out(problems: Iterable[tuple[str, str | None]]) -> str:
         problems: Name and reason of each file; files without a reason are ignored.
 
     Returns:
-        An empty text if no file has a reason.
+        The text, or "" if no file has a reason.
     """
     names: dict[str, list[str]] = {}
     for name, problem in problems:
@@ -87,14 +87,14 @@ def describe_left_out(problems: Iterable[tuple[str, str | None]]) -> str:
 
 # ---- opening -------------------------------------------------------------------------------------
 def absolute_uri(path: str) -> str:
-    """Return a URI as it is, and a path from the folder that holds `datasets/`."""
+    """Return a URI unchanged, and a path relative to the folder that contains `datasets/`."""
     return path if "://" in path else os.path.normpath(os.path.join(CARDS.parent, path))
 
 
 def open_source(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the filesystem of a URI and the path inside it.
 
-    Addresses that pyarrow does not know (`hf://`) are opened through fsspec.
+    `hf://`, which pyarrow does not support, is opened through fsspec.
 
     Raises:
         StorageUnavailable: If the hub cannot be reached.
@@ -106,7 +106,10 @@ def open_source(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def open_file(uri: str) -> pa.NativeFile:
-    """Open a file of a source for reading. pyarrow takes names in UTF-8 only; a disk has others."""
+    """Open a file of a source for reading.
+
+    pyarrow accepts only names in UTF-8. Local files with other names are opened by Python.
+    """
     system, path = open_source(uri)
     if isinstance(system, fs.LocalFileSystem) and not is_utf8(path):
         return pa.PythonFile(open(path, "rb"), "r")
@@ -114,7 +117,7 @@ def open_file(uri: str) -> pa.NativeFile:
 
 
 def is_folder(uri: str) -> bool:
-    """Whether a path or URI is a folder."""
+    """Return whether a path or URI is a folder."""
     system, path = open_source(uri)
     if isinstance(system, fs.LocalFileSystem):
         return os.path.isdir(path)
@@ -148,10 +151,10 @@ def list_entries(
 
     Args:
         uri: URI of a folder, or of a single file, which is listed under its base name.
-        folders: Folders below the source to visit first. A link in them to a folder of the source
-            is followed, unless that folder is in one of them too. "": the source.
-        suffixes: Suffixes of the files to read.
-        most: Stop after this number of names.
+        folders: Folders below the source to visit first; "" is the source. A link in these folders
+            to a folder of the source is followed, unless the target is also in one of them.
+        suffixes: Suffixes of the files to read. They only affect the problem of a broken link.
+        most: Stop after this number of files; only for local folders.
 
     Returns:
         The entries, or None if the source does not exist.
@@ -210,10 +213,10 @@ def _list_remote(system: fs.FileSystem, path: str) -> list[Entry] | None:
 class FolderWalk:
     """Lists the files below a source on a disk.
 
-    A link to a file stands for the file. A link to a folder is followed if it leads to a folder of
-    the source that is not read otherwise, and each folder is read once. Without this rule, images
-    would be read twice, the second time with the label of the folder with the link. Hidden folders
-    come last, because links can lead into them.
+    A link to a file is treated as the file. A link to a folder is followed if it leads to a folder
+    of the source that is not read otherwise. Each folder is read once. Otherwise, images would be
+    read twice, the second time with the label of the folder that contains the link. Hidden folders
+    are read last, because links can lead into them.
     """
 
     def __init__(self, root: str, suffixes: frozenset[str], most: int | None = None):
@@ -222,11 +225,11 @@ class FolderWalk:
         self.suffixes = suffixes
         self.most = most
         self.visited: dict[str, str] = {}  # real path of each folder -> its name below the source
-        self.ancestors: set[str] = set()  # real paths of the folders above those
+        self.ancestors: set[str] = set()  # real paths of the parents of visited folders
         self.entries: list[Entry] = []
-        self.links: list[str] = []  # to folders; read after the folders
+        self.links: list[str] = []  # links to folders, which are followed after the folders
         self.followed: set[str] = set()  # links that were read, or skipped with a reason
-        self.hidden: list[str] = []  # folders
+        self.hidden: list[str] = []  # hidden folders
 
     def list_entries(self, folders: Sequence[str]) -> list[Entry]:
         """Return all sorted entries; the given folders are read first."""
@@ -240,7 +243,7 @@ class FolderWalk:
                 else:
                     self.links.append(name)
             self.links = sorted(set(self.links) - self.followed)
-            for name in self.links:  # it grows while links are followed
+            for name in self.links:  # the list grows while links are followed
                 self.followed.add(name)
                 self._follow(name)
             self.links = []
@@ -301,7 +304,7 @@ class FolderWalk:
 
 
 def _file_entry(name: str, child: os.DirEntry[str], suffixes: frozenset[str]) -> Entry:
-    """Return the entry of a file, or of whatever else is not a folder."""
+    """Return the entry of a file, a special file such as a pipe, or a broken link."""
     try:
         info = child.stat()
     except OSError as error:
@@ -352,12 +355,12 @@ class Folder:
 
     @property
     def base_name(self) -> str:
-        """The name without the folders above."""
+        """The last part of the path."""
         return self.name.rpartition("/")[2]
 
     @cached_property
     def images(self) -> list[str]:
-        """Names of the images directly in it."""
+        """Names of the images directly in this folder."""
         return [
             entry.name.rpartition("/")[2]
             for entry in self.entries
@@ -366,19 +369,19 @@ class Folder:
 
     @cached_property
     def with_images(self) -> list[Folder]:
-        """The folders in it that have images, directly or below."""
+        """The subfolders that have images, directly or in their own subfolders."""
         return [child for child in self.folders.values() if child.images or child.with_images]
 
     def walk(self) -> Iterator[Folder]:
-        """Yield this folder and all below it, those above first."""
+        """Yield this folder and all folders below it, parents first."""
         waiting = [self]
-        for folder in waiting:  # it grows
+        for folder in waiting:  # the list grows in the loop
             yield folder
             waiting.extend(folder.folders.values())
 
 
 def folder_tree(entries: Iterable[Entry]) -> Folder:
-    """Return the visible folders of listed files."""
+    """Build the tree of folders from listed files, without hidden files."""
     root = Folder("")
     known = {"": root}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Names from people's data: Unicode forms, printable text, extensions, keys."""
+"""Handle names from user data: Unicode forms, printable text, extensions, keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from workers.errors import UserError
 
-MAX_KEY_PART = 255  # characters of a part of a key, as many as a file system gives a name
+MAX_KEY_PART = 255  # characters of a part of a key; the usual limit of file systems for a name
 MAX_NAME = 60  # characters of the name of a data set
 MAX_NAMED = 3  # names that a sentence lists
 MAX_QUOTED = 60  # characters of a name in a sentence
@@ -20,12 +20,12 @@ def words(text: str) -> frozenset[str]:
 
 
 def nfc(name: str) -> str:
-    """Return a name in Unicode form NFC: some disks store names in NFD, which looks the same."""
+    """Return a name in Unicode form NFC. Some disks store names in NFD, which looks the same."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a file name is UTF-8; Python keeps other bytes as lone surrogates."""
+    """Return whether a file name is UTF-8. Python represents other bytes as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -50,7 +50,7 @@ def quoted(name: str) -> str:
 
 
 def listed(names: Iterable[str], most: int = MAX_NAMED) -> str:
-    """Return the first of some names for a sentence."""
+    """Format the first names of a list for a sentence."""
     all_names = [*names]
     text = ", ".join(map(quoted, all_names[:most]))
     more = len(all_names) - most
@@ -65,7 +65,7 @@ def get_suffix(name: str) -> str:
 
 
 def get_file_name(text: str, default: str = "data") -> str:
-    """Return a name that cards, tasks and files can have, made of any text."""
+    """Convert any text to a name that is valid for cards, tasks and files."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", plain)
     name = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", name)[:MAX_NAME]
@@ -73,9 +73,9 @@ def get_file_name(text: str, default: str = "data") -> str:
 
 
 def key_part(text: str) -> str:
-    """Return a name without dots, slashes and blanks, bounded, and of one Unicode form.
+    """Convert a text to a part of a key: NFC, limited length, no dots, slashes or spaces.
 
-    WebDataset ends a key at the first dot.
+    Dots are replaced because a WebDataset key ends at the first dot.
     """
     return re.sub(r"[^\w\-]+", "_", nfc(text))[:MAX_KEY_PART] or "_"
 
@@ -85,7 +85,7 @@ def check_unicode_forms(where: str, names: Iterable[str]) -> None:
     names = [*names]
     if all(map(str.isascii, names)):
         return
-    first: dict[str, str] = {}  # path in NFC -> the path as it was met first
+    first: dict[str, str] = {}  # path in NFC -> first path with this form
     for name in names:
         for path in _path_prefixes(name):
             known = first.setdefault(nfc(path), path)

@@ -1,8 +1,8 @@
-"""Packs: the images of a source between its own files and the shards.
+"""Packs: intermediate files with the checked images of a source, from which shards are written.
 
-Each unit of a source is read once. Its images lie one after another in a pack, in the order in
-which the shards will most likely hold them, so that a shard needs one range of every pack. The
-table of the unit's rows is written last: a unit that has one is done, and is not read again.
+Each unit of a source is read once. Its images are stored one after another in packs, in the likely
+order of the shards, so that a shard usually needs only one range of each pack. The table of the
+unit's rows is written last. A unit with a table is finished and is not read again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ PACK_BYTES = 256 << 20
 PACK_ROWS = 1 << 16
 TABLE_SUFFIX = ".parquet"
 RANGE_GAP = 64 << 10  # unneeded bytes that are read to avoid a second request
-RANGE_BYTES = 8 << 20  # of one request, where no image is larger
-LEFT_OUT = "left out by the card"  # the problem of images that `without_...` of the card names
-READERS = 8  # requests to a bucket at the same time
+RANGE_BYTES = 8 << 20  # bytes of one request, unless a single image is larger
+LEFT_OUT = "left out by the card"  # problem of images in `without_classes` or `without_images`
+READERS = 8  # concurrent requests to a bucket
 _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
 # One row per image, in the order of the source. split, name, label, problem: as in `Item`, but the
-# label is a class of the card. key: without its split. sha256, ext: of the stored bytes. pack,
-# offset, bytes: their location; null for an image with a problem. raw: see `raw_row`. blank: "yes"
-# for an image with one colour, "became" if its original values differ. top: largest value of an
-# image with more than 8 bits. stamp: see `Item`.
+# label is a class of the card if there is one. key: the key without the split. sha256, ext: digest
+# and extension of the stored bytes. pack, offset, bytes: location of the stored bytes; null for an
+# image with a problem. raw: see `raw_row`. blank: "yes" for an image with one colour, "became" if
+# its original values differ. top: largest value of a 16-bit image. stamp: see `Item`.
 ROWS = pa.schema(
     [
         *((name, pa.large_string()) for name in _TEXT),
@@ -95,7 +95,7 @@ class StoredImage(NamedTuple):
 
 
 class PackedRange(NamedTuple):
-    """The bytes of an image: so many `bytes` from `offset` of a pack."""
+    """The location of an image in a pack: `bytes` is the number of bytes from `offset`."""
 
     pack: str
     offset: int
@@ -113,7 +113,7 @@ def hash_unit(unit: Unit) -> str:
 def write_unit(job: UnitJob) -> pa.Table:
     """Open and decode every image of a unit, write its packs and its table, and return the table.
 
-    It takes the memory of a pack and of one image.
+    The memory needed is that of one pack and one image.
     """
     writer = _PackWriter(job)
     for item, data in job.unit.read(*job.unit.args):
@@ -126,7 +126,7 @@ def write_unit(job: UnitJob) -> pa.Table:
 
 
 class ImageChecker:
-    """Makes the rows of a card's images, and checks the images."""
+    """Creates the rows of a card's images, and checks the images."""
 
     def __init__(self, card: Card):
         self.card = card
@@ -137,7 +137,7 @@ class ImageChecker:
         self.limits = ImageLimits(card.max_pixels, card.source.range)
 
     def is_left_out(self, item: Item) -> bool:
-        """Whether the card leaves out an image, by its class or by its name."""
+        """Return whether the card leaves out an image, by its class or by its name."""
         if not self.classes_left_out and not self.images_left_out:
             return False
         if item.problem is not None and item.problem.startswith("other file"):
@@ -147,7 +147,7 @@ class ImageChecker:
         return nfc(printable(item.name)) in self.images_left_out
 
     def label(self, item: Item) -> str | None:
-        """Return the class of an image, or its label if that is not a class of the card."""
+        """Return the class of an image, or its label if the card has no such class."""
         if self.card.source.label is None:  # images without labels, all of one class
             return self.card.classes[0]
         return self.names.find(item.label)
@@ -180,7 +180,7 @@ class ImageChecker:
         }
 
     def mark_left_out(self, rows: pa.Table) -> pa.Table:
-        """Set the problem of the rows that the card leaves out. rows: as ROWS."""
+        """Set the problem of the rows that the card leaves out. `rows` has the columns of ROWS."""
         if not self.classes_left_out and not self.images_left_out:
             return rows
         columns = (rows[name].to_pylist() for name in ("label", "name", "problem"))
@@ -203,7 +203,7 @@ class ImageChecker:
         return f"unlabelled: class {text!r:.80} is not on the card{hint}"
 
     def check(self, data: bytes) -> CheckedImage:
-        """Decode an image; its problem begins with `corrupt`."""
+        """Decode and check an image. A problem begins with `corrupt`."""
         checked = check_image(data, self.limits, self.card.max_pixels_per_byte)
         if checked.problem is None:
             return checked
@@ -212,9 +212,9 @@ class ImageChecker:
 
 
 def mark_left_out(units: Sequence[Unit], card: Card) -> list[Unit]:
-    """Give the images that a card excludes a problem, so that they are not read.
+    """Set the problem of images that a card excludes, so that they are not read.
 
-    Units with images without own positions are not changed: `ImageChecker` handles them.
+    Units whose images cannot be read one by one are not changed; `ImageChecker` handles them.
     """
     if not card.without_classes and not card.without_images:
         return [*units]
@@ -250,13 +250,13 @@ class _PackWriter:
 
     def _clear(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.checked: dict[str, StoredImage] = {}  # by the digest of the bytes in the source
-        # sha256 -> likely rank, stored bytes
+        self.checked: dict[str, StoredImage] = {}  # sha256 of the source bytes -> result
+        # sha256 of the stored bytes -> likely rank, stored bytes
         self.images: dict[str, tuple[tuple[str, str, str], bytes]] = {}
         self.num_bytes = 0
 
     def add(self, item: Item, data: Any) -> None:
-        """Add one image of the source; `data` are its bytes, or any value in a hostile table."""
+        """Add one image of the source. `data` is bytes, or any value from a malformed table."""
         row = self.checker.row(item)
         row["stamp"] = row["stamp"] or self.job.unit.stamp or None
         if isinstance(data, bytes):
@@ -269,11 +269,11 @@ class _PackWriter:
             self._flush()
 
     def _add_image(self, row: dict[str, Any], data: bytes, raw_digest: str) -> None:
-        """Check an image and store it; a copy of another image in this pack costs nothing.
+        """Check an image and store it, unless this pack already contains the same bytes.
 
-        Therefore a table with one value a million times does not create a pack with a million
-        images. An image that was ingested before is not decoded: a file can have another time and
-        the same bytes.
+        Therefore a table that repeats one value a million times does not create a pack with a
+        million images. An image that was ingested before is not decoded: a file can have a new
+        modification time and the same bytes.
         """
         earlier = self.earlier.get(raw_digest)
         if earlier is not None:
@@ -299,7 +299,8 @@ class _PackWriter:
     def _likely_rank(self, row: Mapping[str, Any], digest: str) -> tuple[str, str, str]:
         """Return a sort key that approximates the order in the shards.
 
-        The key can still get a suffix, and the held-out images depend on all images.
+        The exact order is not known yet: a key can still get a suffix, and the choice of held-out
+        images depends on all images.
         """
         split = row["split"]
         share = int.from_bytes(hashlib.sha256(row["key"].encode()).digest()[:4]) / 2**32
@@ -318,10 +319,10 @@ class _PackWriter:
         self._clear()
 
     def _write_pack(self) -> dict[str, PackedRange]:
-        """Write the pack and return where each image lies in it, by its digest.
+        """Write the pack and return the range of each image in it, by its digest.
 
-        The name has the digest of the pack: another process that packs the same unit at the same
-        time writes the same file, or another one.
+        The name contains the digest of the pack. If another process packs the same unit at the same
+        time, it writes the same bytes or uses another name.
         """
         images = sorted(self.images.items(), key=lambda entry: entry[1][0])
         self.images = {}
@@ -345,13 +346,13 @@ class _PackWriter:
 
 
 def raw_row(item: Item, label: str | None, digest: str) -> bytes:
-    """Return an image as in the source: split, name, label and digest of the bytes."""
+    """Return the line of an image for the raw content: split, name, label, digest of the bytes."""
     row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(label))}\t{digest}"
     return row.encode("utf-8", "surrogateescape")
 
 
 def read_raw_digest(raw: bytes | None) -> str:
-    """Return the digest of the bytes of an image from its `raw_row`; empty without one."""
+    """Return the digest of the bytes of an image from its `raw_row`, or "" for None."""
     return (raw or b"").rpartition(b"\t")[2].decode()
 
 
@@ -408,10 +409,10 @@ class Range(NamedTuple):
 
 
 class PackedImages:
-    """Some images of packs in memory, by their range. A pack is a name, or the URI of a file."""
+    """Images of packs in memory. A pack is a name in the folder of packs, or the URI of a file."""
 
     def __init__(self, packs: str, rows: pa.Table):
-        """Read the images of `rows`, in as few requests as they allow."""
+        """Read the images of `rows` with few requests."""
         self.packs = packs
         self.ranges: dict[str, tuple[NDArray[np.int64], list[bytes]]] = {}
         ranges = list(merged_ranges(rows))
@@ -429,7 +430,7 @@ class PackedImages:
             self.ranges[pack] = (np.array(starts[pack], np.int64), pack_data)
 
     def image(self, pack: str, offset: int, size: int) -> bytes:
-        """Return the bytes of one image; fewer where the pack ends before."""
+        """Return the bytes of one image, or fewer bytes if the pack is truncated."""
         starts, parts = self.ranges[pack]
         index = int(np.searchsorted(starts, offset, "right")) - 1
         first = offset - int(starts[index])
@@ -452,7 +453,7 @@ class PackedImages:
 
 
 def is_uri(pack: str) -> bool:
-    """Return whether a pack is a separate file outside of the folder of packs."""
+    """Return whether a pack is a file outside of the folder of packs."""
     return "/" in pack
 
 
@@ -468,16 +469,16 @@ def read_object(uri: str, size: int, offset: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def open_pack(uri: str) -> ObjectFile:
-    """Open a pack in a bucket, once per process: its name identifies its content."""
+    """Open a pack in a bucket. It is cached, because the name of a pack identifies its content."""
     system, path = resolve(uri)
     assert isinstance(system, fs.PyFileSystem)
     return ObjectFile(system, path)
 
 
 def merged_ranges(rows: pa.Table) -> Iterator[Range]:
-    """Yield the ranges of packs that hold the images of `rows`, by pack and offset.
+    """Yield the ranges of packs that contain the images of `rows`, sorted by pack and offset.
 
-    Images with less than RANGE_GAP bytes between them are read together, up to RANGE_BYTES.
+    Images with at most RANGE_GAP bytes between them are read together, up to RANGE_BYTES.
     """
     columns = rows.select(["pack", "offset", "bytes"]).sort_by(
         [("pack", "ascending"), ("offset", "ascending")]

@@ -1,6 +1,6 @@
 """The preview of a data set: a page with images of each class and split and the account of files.
 
-It lets the user check at a glance that splits and labels were detected correctly.
+On this page, the user can check that splits and labels were detected correctly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PreviewImage(NamedTuple):
 
     @classmethod
     def from_image(cls, card: Card, split: str, label: str, name: str, data: bytes) -> PreviewImage:
-        """Make a picture of an image.
+        """Create the preview of an image.
 
         Args:
             card: Card of the data set.
@@ -165,7 +165,7 @@ def _figure_values(picture: PreviewImage) -> dict[str, str]:
 
 
 def _make_thumbnail(data: bytes, value_range: tuple[float, float] | None) -> bytes:
-    """Make a small JPEG of an image, or b"" if it cannot be decoded."""
+    """Create a small JPEG of an image, or return b"" if it cannot be decoded."""
     try:
         image = open_any(data, MAX_PIXELS)
         image.draft("RGB", (SIDE, SIDE))  # decodes a JPEG at a smaller size

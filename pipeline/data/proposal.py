@@ -1,6 +1,6 @@
-"""Propose a card and a config for data sets, as YAML that a person can read and edit.
+"""Propose a card and a config for data sets, as YAML for the user to read and edit.
 
-The YAML dumper writes names from the data; in comments they are escaped.
+Names from the data are written by the YAML dumper, and escaped in comments.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.detection.data_set import TEST_FRACTION, DataSet
 from pipeline.data.names import printable
 
-MAX_BAD = 0.05  # tolerated share of corrupt images; they are listed
-MAX_TASKS = 5  # that one data set is divided into
-MIN_CLASSES = 2  # of a task
-BASE_SHARE = 0.4  # of the classes of one data set
-MIN_PER_CLASS = 30  # images, for a fifth by threshold to be a few in (nearly) every case
+MAX_BAD = 0.05  # tolerated share of corrupt images, in addition to those known to be bad
+MAX_TASKS = 5  # tasks into which one data set is divided
+MIN_CLASSES = 2  # classes of a task
+BASE_SHARE = 0.4  # share of the classes of one data set that are in the base task
+# Train images per class for `hold_out: threshold`. With fewer images, a share of 1/5 could by
+# chance select almost no image.
+MIN_PER_CLASS = 30
 MAX_THREADS = 4
 LINE_WIDTH = 96
 COMMENT_COLUMN = 30
 
 
 class TaskPlan(NamedTuple):
-    """A task of the proposed stream, with the file of the card, and its classes (None: all)."""
+    """A task of the proposed stream. `card` is the file of the card; `classes` None means all."""
 
     name: str
     card: str
@@ -38,7 +40,7 @@ class TaskPlan(NamedTuple):
 
 
 class ProposedBackbone(NamedTuple):
-    """A small vision transformer. img_size, patch_size: in pixels."""
+    """A small vision transformer; sizes are in pixels."""
 
     img_size: int
     patch_size: int
@@ -127,7 +129,7 @@ def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) ->
 def are_domains(data_sets: Sequence[DataSet]) -> bool:
     """Return whether there are several data sets, and all have the same classes.
 
-    Classes named by numbers can mean other things in each data set.
+    Classes that are numbers do not count, because they can mean other things in each data set.
     """
     names = {frozenset(data_set.classes) for data_set in data_sets}
     has_words = not all(name.isdigit() for name in data_sets[0].classes)
@@ -135,9 +137,10 @@ def are_domains(data_sets: Sequence[DataSet]) -> bool:
 
 
 def task_sizes(num_classes: int) -> list[int]:
-    """Return how many classes each task of one data set has; no task has more than the first.
+    """Divide the classes of one data set into tasks and return the number of classes per task.
 
-    So 10 classes become tasks of 4, 2, 2 and 2, and 3 are one task.
+    No task has more classes than the first one. For example, 10 classes become tasks of 4, 2, 2 and
+    2 classes, and 3 classes become one task.
     """
     first = max(math.ceil(num_classes * BASE_SHARE), MIN_CLASSES)
     rest = num_classes - first
@@ -149,7 +152,7 @@ def task_sizes(num_classes: int) -> list[int]:
 
 
 def choose_backbone(data_sets: Sequence[DataSet]) -> ProposedBackbone:
-    """Return a backbone that suits the size of the images: as small as they are, at most 64 px."""
+    """Choose a backbone with an input of 16, 32 or 64 pixels, from the median size of images."""
     sides = [min(size) for data_set in data_sets for size in data_set.sizes]
     side = statistics.median(sides) if sides else 64
     if side <= 20:
@@ -282,7 +285,7 @@ def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> str:
         comment: Comment after the value.
         indent: Spaces before the key.
     """
-    if isinstance(value, str):  # a text is written whole, without an end mark
+    if isinstance(value, str):  # a text is written on one line, without YAML's end mark
         text = dump_yaml([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
     else:
         text = dump_yaml(value, default_flow_style=True, width=LINE_WIDTH - indent)
@@ -295,12 +298,17 @@ def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return a text that cannot end the comment around it."""
+    """Escape a text for a comment, so that it cannot end the comment."""
     return printable(text)
 
 
 def relative_to_here(path: str, given: str) -> str:
-    """Return a path as a file in the current folder names it: relative where the person's was."""
+    """Return a path for a file in the current folder.
+
+    Args:
+        path: The path.
+        given: The user's path. If it is relative, the result is relative to the current folder.
+    """
     if "://" in path or "${" in path or os.path.isabs(given):
         return path
     return Path(os.path.relpath(path)).as_posix()

@@ -27,12 +27,12 @@ from workers.data.held_out import find_held_out
 from workers.errors import UserError
 
 NAMED_IMAGES = 3  # images that an error lists
-DARK_TOP = 16383  # of 65535: images of 16 bits without a larger value are too dark
+DARK_TOP = 16383  # 16-bit images without a value above this (of 65535) are too dark
 MAX_LEAKS = 0.01  # share of the test images that may be copies of train images
 SLASH = pa.scalar("/", pa.large_string())
 LIMIT_REASON = "left out: its class has per_class images"
 _NAMES = ("key", "split", "class", "reason", "kept", "source")
-REJECTED_CSV = "rejected.csv"  # of an ingest stage
+REJECTED_CSV = "rejected.csv"  # file of an ingest stage
 # The rows of rejected.csv. kept: "yes" for an image that is listed but also written.
 REJECTED = pa.schema([(name, pa.large_string()) for name in _NAMES])
 
@@ -44,8 +44,8 @@ class Selection(NamedTuple):
 
     Attributes:
         rows: Rows of the images to write, sorted by split, class, sha256 and key.
-        rejected: Rows as in REJECTED.
-        notes: Notes about the images for a person.
+        rejected: Rows of rejected.csv, with the columns of REJECTED.
+        notes: Notes about the images for the user.
     """
 
     rows: pa.Table
@@ -54,11 +54,13 @@ class Selection(NamedTuple):
 
 
 def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Divide the rows of a source into those that its card includes and those that it excludes.
+    """Divide the rows of a source into rows that its card includes and rows that it excludes.
+
+    Images that the card excludes by their digest are found only here, after they were read.
 
     Args:
         card: Card of the source.
-        rows: Rows as `packs.ROWS`. The bytes of images named by digest are known here.
+        rows: Rows with the columns of `packs.ROWS`.
     """
     if not card.without_classes and not card.without_images:
         return rows, rows.slice(0, 0)
@@ -70,14 +72,15 @@ def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def select_rows(card: Card, rows: pa.Table) -> Selection:
-    """Return the rows to write with their whole key, and the rows of rejected.csv.
+    """Return the rows to write with their complete keys, and the rows of rejected.csv.
 
     Args:
         card: Card of the source.
-        rows: Rows as `packs.ROWS`.
+        rows: Rows with the columns of `packs.ROWS`, except `raw` and `stamp`.
 
     Raises:
-        UserError: If too many images are corrupt, or a class has none.
+        UserError: If there are no images, too many images are corrupt, a class has no train images,
+            or `check_pixels` or `check_leaks` fails.
     """
     _require_rows(card, len(rows))
     has_problem = pc.is_valid(rows["problem"])
@@ -109,7 +112,7 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
 def check_listed(
     card: Card, counts: Mapping[tuple[str, str], int], problems: pa.Table
 ) -> dict[str, int]:
-    """Return the maximum number of images in each split, before reading any.
+    """Check a listing before images are read. Return the maximum number of images in each split.
 
     Args:
         card: Card of the source.
@@ -117,7 +120,7 @@ def check_listed(
         problems: Split, name and problem of all other files.
 
     Raises:
-        UserError: If `select_rows` would raise it for any images.
+        UserError: If `select_rows` would raise it regardless of the content of the images.
     """
     _require_rows(card, sum(counts.values()) + len(problems))
     check_bad_fraction(card, sum(counts.values()), problems)
@@ -127,7 +130,7 @@ def check_listed(
         num_test = num_train = 0
         if card.test_fraction and not has_test and split == "train":
             num_test = num_train = num_held_out(size, card.test_fraction)
-            if card.hold_out == "threshold":  # which they are is not known before they are read
+            if card.hold_out == "threshold":  # the held-out images are only known after reading
                 num_test, num_train = size, 0
         selected[split, name] += size - num_train
         selected["test", name] += num_test
@@ -153,10 +156,10 @@ def _require_rows(card: Card, num_rows: int) -> None:
 
 # ---- keys and order ------------------------------------------------------------------------------
 def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
-    """Return the rows with their keys `split/class/stem`, by split and the digest of the key.
+    """Return the rows with their keys `split/class/stem`, sorted by split and digest of the key.
 
-    Keys are unique, and independent of the other classes. Test images are held out of train where
-    the source has none and the card asks for it.
+    Keys are unique and do not depend on other classes. If the source has no test images and the
+    card has a `test_fraction`, test images are held out of train.
     """
     rows = _with_unique_keys(rows)
     if card.test_fraction and not pc.any(pc.equal(rows["split"], "test")).as_py():
@@ -177,7 +180,7 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
 
 
 def _in_order(rows: pa.Table) -> pa.Table:
-    """Sort rows as shards have them, so that an epoch reads a class in few long ranges."""
+    """Sort rows in the order of shards, so that an epoch reads a class in few long ranges."""
     names = ("label", "sha256", "key")
     rows = rows.append_column("number", pa.array(_split_numbers(rows)))
     ordered = rows.sort_by([(name, "ascending") for name in ("number", *names)])
@@ -185,10 +188,10 @@ def _in_order(rows: pa.Table) -> pa.Table:
 
 
 def _with_unique_keys(rows: pa.Table) -> pa.Table:
-    """Return the rows with a hash behind every key that occurs more than once in a split.
+    """Append a hash to each key that occurs more than once in a split.
 
-    The hash is of the source's name. Where names are the same too (two archives may have one name,
-    in two folders), the number of the image follows.
+    The hash is that of the image's name. If names are equal, too (two archives in different folders
+    may have the same name), the second and later images also get a number.
     """
     codes = _codes(pc.binary_join_element_wise(rows["split"], rows["key"], SLASH))
     is_repeated = _counts(codes)[codes] > 1
@@ -212,10 +215,11 @@ def _with_unique_keys(rows: pa.Table) -> pa.Table:
 
 
 def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
-    """Return a mask of the held-out rows: of each class the keys with the lowest sha256.
+    """Return a mask of the held-out rows: in each class, the keys with the lowest sha256.
 
-    It follows `workers.data.held_out.hold_out`: of n images round(fraction * n), at least one if n
-    >= 2, and never all; exact copies stay together with the key of the lowest sha256.
+    The rule is that of `workers.data.held_out.hold_out`: of n images, round(fraction * n) are held
+    out, at least one if n >= 2, and never all. Exact copies count as one image with the key of the
+    lowest sha256, and stay together.
     """
     contents = _codes(rows["sha256"])
     is_first = np.zeros(len(rows), bool)
@@ -228,7 +232,7 @@ def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
 
 
 def _lowest(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
-    """Return which rows of each class have the keys with the lowest sha256."""
+    """Return a mask of the given share of rows in each class, with the lowest sha256 of keys."""
     classes = _codes(rows["label"])
     sizes = _counts(classes)
     order = sort_by_digest(compute_key_digests(rows["key"]), classes)
@@ -240,12 +244,12 @@ def _lowest(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
 
 
 def num_held_out(size: int, fraction: float) -> int:
-    """Return how many images of a class of `size` are held out."""
+    """Return the number of held-out images of a class with `size` images."""
     least = 1 if fraction > 0 else 0
     return min(max(round(fraction * size), least), size - 1)
 
 
-# ---- copies, and images that are too many --------------------------------------------------------
+# ---- copies and surplus images -------------------------------------------------------------------
 def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.Table]:
     """Return a mask of exact copies within their split, and rows that list all exact copies.
 
@@ -267,7 +271,8 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
     ordered = rows.take(pa.array(candidates))
     splits = ordered["split"].to_pylist()
     keys = ordered["key"].to_pylist()
-    first_keys: dict[str, dict[int, str]] = {split: {} for split in SPLITS}  # -> content -> key
+    # split -> content -> key of the first image
+    first_keys: dict[str, dict[int, str]] = {split: {} for split in SPLITS}
     duplicates = np.zeros(len(rows), bool)
     listed: list[int] = []
     reasons: list[str] = []
@@ -280,7 +285,7 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
             reasons.append(f"duplicate: of {first_key}")
             kept.append("no" if card.duplicates == "drop" else "yes")
             duplicates[candidates[index]] = True
-        elif others:  # the rows of train come first, then those of validation
+        elif others:  # rows are in the order of SPLITS, so these splits come before
             listed.append(index)
             reasons.append(f"in {others[0]} too: {first_keys[others[0]][content]}")
             kept.append("yes")
@@ -293,7 +298,7 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
 
 
 def find_surplus(limits: Mapping[Split, int], rows: pa.Table) -> NDArray[np.bool_]:
-    """Return which rows are too many: all but the first `limits[split]` of each class."""
+    """Return a mask of surplus rows: all but the first `limits[split]` rows of each class."""
     splits = _split_numbers(rows)
     groups = len(SPLITS) * _codes(rows["label"]) + splits
     order = np.argsort(groups, kind="stable")
@@ -305,7 +310,7 @@ def find_surplus(limits: Mapping[Split, int], rows: pa.Table) -> NDArray[np.bool
 
 
 def check_pixels(card: Card, rows: pa.Table) -> list[str]:
-    """Return notes about the pixels: images with one colour.
+    """Check the pixel values of images. Return a note about images with one colour.
 
     Args:
         card: Card of the source.
@@ -313,7 +318,7 @@ def check_pixels(card: Card, rows: pa.Table) -> list[str]:
 
     Raises:
         UserError: If most images of a class became one colour although their values differ, or if
-            all images of 16 bits use a small part of their range, so that they would be black.
+            all 16-bit images use only a small part of their range, so that they would be dark.
     """
     top = pc.max(rows["top"]).as_py()
     if top is not None and card.source.range is None and top <= DARK_TOP:
@@ -368,7 +373,7 @@ def check_leaks(card: Card, rows: pa.Table) -> None:
 
     Args:
         card: The card; `leaks: allow` allows them.
-        rows: Written rows.
+        rows: Rows of the written images.
     """
     if card.leaks == "allow":
         return
@@ -393,7 +398,7 @@ def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.
 
 # ---- listing -------------------------------------------------------------------------------------
 def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
-    """Return rows of rejected.csv that are not kept; `reason` is the problem by default."""
+    """Build rows of rejected.csv for images that are not kept. `reason`: default is the problem."""
     reasons = rows["problem"]
     if reason is not None:
         reasons = _repeated(reason, len(rows))
@@ -409,7 +414,7 @@ def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
 
 
 def _sorted_rejected(rejected: pa.Table) -> pa.Table:
-    """Return rows of rejected.csv by split, source and reason; equal ones stay as they were."""
+    """Sort rows of rejected.csv by split, source and reason. The order is stable."""
     keys = {
         "split": pa.array(_split_numbers(rejected)),
         "source": rejected["source"],
@@ -426,7 +431,7 @@ def rejected_rows(rejected: pa.Table) -> Iterator[tuple[Any, ...]]:
 
 
 def reason_counts(rejected: pa.Table) -> dict[str, int]:
-    """Return how many images have each reason; the words up to the first colon count."""
+    """Count images by reason. Reasons are equal if their texts before the first colon are equal."""
     counts: Counter[str] = Counter()
     for entry in rejected["reason"].value_counts().to_pylist():
         counts[entry["values"].split(":")[0]] += entry["counts"]
@@ -470,7 +475,7 @@ def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
         labels = selected["label"].filter(pc.equal(selected["split"], split))
         missing = sorted(set(card.order()) - set(labels.unique().to_pylist()))
         if split == "train":
-            # a card without train is there to be tested on
+            # a card without a train split is only for testing
             is_complete = not missing or "train" not in card.source.splits
         else:
             is_complete = card.source.label is None or len(missing) < len(card.order())
@@ -510,14 +515,14 @@ def _repeated(text: str, count: int) -> pa.Array:
 
 
 def _split_numbers(rows: pa.Table) -> NDArray[np.int8]:
-    """Return the place of each row's split in SPLITS."""
+    """Return the index of each row's split in SPLITS."""
     numbers = pc.index_in(rows["split"], pa.array(SPLITS, pa.large_string()))
     places: NDArray[np.int8] = numbers.to_numpy().astype(np.int8)
     return places
 
 
 def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return a number for each value of a column without nulls, equal for equal ones."""
+    """Return an integer for each value of a column without nulls; equal values have equal ones."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     codes: NDArray[np.int64] = column.dictionary_encode().indices.to_numpy().astype(np.int64)
@@ -530,7 +535,7 @@ def _counts(codes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _ranks_in_groups(groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of each row in its group; rows of a group follow each other."""
+    """Return the position of each row in its group. The rows of a group must be consecutive."""
     rows = np.arange(len(groups))
     is_first = np.ones(len(groups), bool)
     is_first[1:] = groups[1:] != groups[:-1]

@@ -1,4 +1,4 @@
-"""Shards from packs: which shards there are, and how one is written."""
+"""Divide the selected images into shards, and write the shards from packs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from workers.storage.artifact import Attempt, FileInfo, join, read_bytes, write_
 from workers.storage.parquet import read_table
 
 MIN_GROUP_BYTES = 32 << 20
-MAX_GROUP_BYTES = 512 << 20  # of images that one task reads before it writes them
+MAX_GROUP_BYTES = 512 << 20  # bytes of images that one task reads before it writes them
 GROUPS = 32  # approximate number of groups for a data set of medium size
 CLASS_DIGITS = 16  # digits of the sha256 of a class's name in the names of the shards
-MARK_SUFFIX = ".written"
+MARK_SUFFIX = ".written"  # suffix of the file that marks a finished shard
 
 
 class Shard(NamedTuple):
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """Shards that one task writes below an attempt at the artifact `key`, from packs."""
+    """Shards that one task writes from packs into an attempt of the artifact `key`."""
 
     root: str
     key: str
@@ -44,7 +44,7 @@ class ShardJob(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A written shard; `index` has its rows of the index."""
+    """A written shard. `index` contains the rows of the index for this shard."""
 
     name: str
     info: FileInfo
@@ -54,8 +54,8 @@ class WrittenShard(NamedTuple):
 def divide_into_shards(rows: pa.Table, shard_images: int) -> Iterator[Shard]:
     """Yield the shards of the selected rows, which are sorted by split and class.
 
-    A shard holds images of one class of one split, and its name depends on no other class: data
-    grow by new shards, and a class is removed with its shards.
+    A shard contains images of one class and one split. Its name does not depend on other classes.
+    Therefore a new class only adds shards, and a removed class only removes its own shards.
     """
     is_first = np.zeros(len(rows) + 1, bool)
     is_first[[0, -1]] = True
@@ -71,9 +71,9 @@ def divide_into_shards(rows: pa.Table, shard_images: int) -> Iterator[Shard]:
 
 
 def group_shards(shards: list[Shard]) -> Iterator[list[Shard]]:
-    """Yield consecutive shards that one task writes; it holds their images in memory.
+    """Yield groups of consecutive shards. One task writes a group and holds its images in memory.
 
-    Every group reads a range of every pack, so that larger groups make fewer requests.
+    Each group reads a range of each pack, so larger groups need fewer requests.
     """
     sizes = [pc.sum(shard.rows["bytes"]).as_py() for shard in shards]
     most = min(max(sum(sizes) // GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
@@ -91,9 +91,9 @@ def group_shards(shards: list[Shard]) -> Iterator[list[Shard]]:
 
 
 def write_shards(job: ShardJob) -> list[WrittenShard]:
-    """Write shards, each followed by a mark, and return them.
+    """Write shards, and a mark after each shard. Return the written shards.
 
-    A shard with a mark is not written again after a kill.
+    After a kill, a shard with a mark is not written again.
 
     Raises:
         DamagedPack: If the content of a pack has changed.
@@ -109,7 +109,7 @@ def write_shards(job: ShardJob) -> list[WrittenShard]:
 
 
 def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenShard:
-    """Write one tar with `key.ext` and `key.txt` of each image; the text is the name of the class.
+    """Write one tar with `key.ext` and `key.txt` for each image. The text is the class name.
 
     The number of a class (`.cls`) is not written, because it would depend on the other classes.
     """
@@ -147,9 +147,9 @@ def _build_index(shard: Shard, offsets: list[int]) -> pa.Table:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a member without time or owner, and return the offset of the data.
+    """Add a member and return the offset of its data.
 
-    Therefore equal images give equal bytes.
+    The member has no time and no owner, so that equal images give equal bytes.
     """
     member = tarfile.TarInfo(name)
     member.size = len(data)
@@ -160,7 +160,7 @@ def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
     return tar.offset - blocks * tarfile.BLOCKSIZE
 
 
-# ---- shards that an earlier try has written ------------------------------------------------------
+# ---- shards that an interrupted run has written --------------------------------------------------
 def mark_name(attempt: str, shard: str) -> str:
     """Return the name of a shard's mark in the folder of packs."""
     return f"{attempt}-{shard}{MARK_SUFFIX}"

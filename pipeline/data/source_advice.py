@@ -23,7 +23,7 @@ def describe_source(card: Card, program: str) -> str:
         program: Command that starts Accrete.
 
     Returns:
-        The text. Empty for a source on another machine or of a library, which is not inspected.
+        The text. It is empty for a remote source or a source of a library, which is not inspected.
     """
     uri = source_uri(card)
     if not card.source.path or not is_local(uri) or card.source.format == "torchvision":
@@ -55,6 +55,6 @@ def _nearest(path: str) -> str:
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the current folder where it lies in it."""
+    """Return a path relative to the current folder if it is inside this folder."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

@@ -1,6 +1,6 @@
-"""Check a source by its listing, before any image is read, with the checks of ingest.
+"""Apply the checks of ingest to the listing of a source, before any image is read.
 
-`plan` then prints the message of `ingest` in the time of a listing.
+Therefore `plan` prints the same errors as `ingest`, but only needs the time of a listing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBLEMS = pa.schema([(name, pa.large_string()) for name in ("split", "name", "
 
 
 def check_source(card: Card, entries: list[Entry]) -> None:
-    """Raise `UserError` if ingest would refuse a source with any images.
+    """Raise `UserError` if ingest would refuse a source regardless of the content of its images.
 
     Args:
         card: The card.
@@ -44,7 +44,7 @@ def check_source(card: Card, entries: list[Entry]) -> None:
 def _check_items(card: Card, items: Iterable[Item]) -> None:
     """Check images with known labels."""
     checker = ImageChecker(card)
-    rows: dict[Label, dict[str, Any]] = {}  # of one image of each label
+    rows: dict[Label, dict[str, Any]] = {}  # label -> row of one image with this label
     counts: Counter[tuple[str, str]] = Counter()
     problems: list[dict[str, Any]] = []
     for item in items:

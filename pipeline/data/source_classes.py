@@ -1,4 +1,4 @@
-"""The classes of a source, for cards that take them from there."""
+"""Find the classes of a source, for detection and for cards with `classes: from_source`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, pati
 MAX_CLASSES = 20_000  # a column or a folder with more values is not a set of classes
 MIN_CLASSES = 2  # classes of a new data set
 MIN_IMAGES = 2  # average images per class, if there are many labels
-FEW_CLASSES = 50  # that no number of images makes too many
+FEW_CLASSES = 50  # up to this number of classes, MIN_IMAGES does not apply
 
 
 class Memory(Protocol):
-    """Remembered values by name; the store keeps them."""
+    """Stores values by name. The storage of a run implements it."""
 
     def remember(self, identity: str, value: Any) -> None: ...
     def remembered(self, identity: str) -> Any: ...
@@ -43,13 +43,12 @@ class Labels(NamedTuple):
 
 
 def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
-    """Return the classes of the train split of a card's source, or of test without train.
+    """Return the classes of the train split of a source, or of test if the card has no train.
 
     Args:
         card: The card.
         where: File of the card, for errors.
-        memory: Returns remembered classes if the source no longer exists, and saves reading labels
-            again.
+        memory: Remembers the classes for a source that no longer exists or is unchanged.
 
     Raises:
         UserError: If there are no classes, and none are remembered.
@@ -62,7 +61,8 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
     if card.source.format == "folder":
         return Labels(_classes_of_folders(card, where, memory), card.source.numbers)
     source = card.source.model_dump(mode="json", exclude={"path", "range"})
-    body = [card.name, source | {"numbers": card.source.numbers or "places"}]  # as older versions
+    # the same digest as in earlier versions
+    body = [card.name, source | {"numbers": card.source.numbers or "places"}]
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
     stored = memory.remembered(identity) if memory is not None else None
@@ -98,7 +98,7 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
 
 
 def _recalled(stored: Any) -> tuple[list[str], Labels | None]:
-    """Return a state of the source and its labels, as the storage has them."""
+    """Parse a remembered value: the state of the source, and its labels or None."""
     if not isinstance(stored, dict):
         return [], None
     state = stored.get("state")
@@ -112,7 +112,7 @@ def _recalled(stored: Any) -> tuple[list[str], Labels | None]:
 
 
 def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[str, ...]:
-    """Return the sorted names of the folders in a split."""
+    """Return the sorted names of the class folders in a split, or the remembered names."""
     digest = hashlib.sha256(f"{card.name}\n{card.num_classes}".encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
     remembered = memory.remembered(identity) if memory is not None else None
@@ -152,14 +152,14 @@ def labels_of_counts(
     split: Split,
     min_classes: int = MIN_CLASSES,
 ) -> Labels:
-    """Return the classes that the labels of a split stand for.
+    """Return the classes that the labels of a split name.
 
     Args:
-        card: Card with numbers that are names.
+        card: Card whose `source.numbers` is `names`.
         entries: Files of the source.
         counts: Number of images by split and label.
         split: Split that defines the classes.
-        min_classes: Smallest accepted number.
+        min_classes: Minimum number of classes.
 
     Raises:
         UserError: If the labels are not classes.
@@ -192,7 +192,7 @@ class TooManyLabels(UserError):
 
 
 def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers | None:
-    """Return `names` if a label is a number that could be the place of another class."""
+    """Return `names` if a label is a number that could be the position of another class."""
     numbers = [label for label in labels if isinstance(label, int)]
     if any(names[label : label + 1] != [str(label)] for label in numbers):
         return "names"
@@ -200,9 +200,10 @@ def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers 
 
 
 def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
-    """Return the classes declared by the files or the library, and the meaning of numbers, or None.
+    """Return the classes that the files or the library declare, or None if there are none.
 
-    Numbers are positions in the list, unless files list the classes in different orders.
+    The meaning of numbers is `places` if all files list the classes in the same order, `names` if
+    the orders differ, and None for a library.
     """
     source = card.source
     if source.format == "sklearn":
@@ -232,7 +233,7 @@ def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
 def check_classes(
     where: str, names: Sequence[str], min_classes: int = MIN_CLASSES
 ) -> tuple[str, ...]:
-    """Return the classes of a source. Raise `UserError` if a card cannot have them."""
+    """Return the classes of a source; raise `UserError` if they are not valid on a card."""
     if len(names) > MAX_CLASSES:
         raise UserError(
             f"{where} has {len(names)} classes, and more than {MAX_CLASSES} are not proposed; "

@@ -32,12 +32,12 @@ ROLES: dict[Role, frozenset[str]] = {
     "test": words("""test testing tst te ts tests prueba pruebas teste testes prova 测试"""),
     "held out": frozenset(["eval", "evaluation", "holdout", "heldout"]),
 }
-# words that may as well name a class or a language
+# words that often name a class or a language instead
 WEAK_WORDS = words("""tr te ts fit learn learning tune tuning dev devel development prova""")
 SPLIT_COLUMNS = words("""split splits set subset fold folds partition phase usage dataset group""")
-UNSURE_COLUMNS = frozenset(("group", "dataset"))  # splits only if their values say so
+UNSURE_COLUMNS = frozenset(("group", "dataset"))  # split columns only if their values name splits
 SPLIT_NAMES = words("split splits set subset fold folds partition")  # as a part of a column name
-# neutral words next to the word of a split: train_images, my_train_set, test-public
+# neutral words next to a split word: train_images, train_set, test-public
 GENERIC = words("""set sets data dataset image images img imgs pic pics photo photos picture
     pictures file files folder dir list lists split part full small large public private final all
     new old original raw input version v only 集""")
@@ -47,7 +47,7 @@ TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[\u4e00-\u9fff]{2}|集"
 
 
 _GENERIC_ENDINGS = sorted(GENERIC, key=len, reverse=True)
-MAX_WEAK_LETTERS = 2  # `trset` is not `tr` + `set`: words this short take no generic ending
+MAX_WEAK_LETTERS = 2  # words up to this length take no generic ending: `trset` is not `tr` + `set`
 
 
 class SplitUnclear(UserError):
@@ -85,7 +85,7 @@ def parse_role(word: str) -> Role | None:
 
 
 def is_weak(word: str) -> bool:
-    """Whether a word for a split is as likely to mean something else."""
+    """Return whether a split word often means something else."""
     return normalize_word(word) in WEAK_WORDS
 
 
@@ -110,7 +110,10 @@ def tokenize_name(name: str) -> list[str]:
 
 
 def is_generic_split_name(name: str) -> bool:
-    """Whether a name consists of a split word, generic words and numbers: `train_images_2`."""
+    """Return whether a name consists of a split word, generic words and numbers.
+
+    An example is `train_images_2`.
+    """
     if parse_role(name):
         return True
     rest = [token.lower() for token in tokenize_name(name) if parse_role(token) is None]
@@ -130,12 +133,12 @@ def parse_flag_column(column: str) -> Role | None:
 
 
 def is_yes(value: str | None) -> bool:
-    """Whether a flag value means yes: 1, 1.0, true, ..."""
+    """Return whether a flag value means yes: 1, 1.0, true, ..."""
     return str(normalize_label(value)).lower() in TRUE_WORDS
 
 
 def is_no(value: str | None) -> bool:
-    """Whether a flag value means no: 0, 0.0, false, ...; a blank is neither yes nor no."""
+    """Return whether a flag value means no: 0, 0.0, false, ... A blank is neither yes nor no."""
     return str(normalize_label(value)).lower() in FALSE_WORDS
 
 

@@ -1,6 +1,6 @@
 """Create a card and a config for unprepared data.
 
-It is used by `init`, and by `run`, `plan` and `ingest` with a path of data.
+This is used by `init`, and by `run`, `plan` and `ingest` if they get a path of data.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from workers.storage.secrets import refuse_secrets
 SCRIPT = "accrete"
 CONFIG_SUFFIXES = (".yaml", ".yml")
 DATA_SUFFIXES = TABLE_SUFFIXES | IMAGE_SUFFIXES | {TAR_SUFFIX}
-# settings of a source that a person can give to `init`
+# settings of a source that `init` accepts
 GIVEN = ("format", "image", "label", "split", "splits", "files", "numbers", "range")
-SHOWN_CLASSES = 8  # printed classes
-LONGEST_FILE = 16 << 20  # bytes
+SHOWN_CLASSES = 8  # classes or tasks in a printed line
+LONGEST_FILE = 16 << 20  # maximum bytes of an existing card or config
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Starter:
-    """The files to write for some data: text by name in the current folder.
+    """The files to write for some data.
 
     Attributes:
-        config: Name of the config among them.
+        config: Name of the config in `files`.
+        files: Name of a file in the current folder -> its text.
         stream: A line about the tasks.
         run_command: Command that runs the config.
-        init_command: Command that creates it.
+        init_command: Command that creates the config.
     """
 
     config: str
@@ -66,14 +67,14 @@ class Starter:
 
 
 class GivenSource(NamedTuple):
-    """A data set, and the path that the person gave."""
+    """A data set, and the path that the user gave."""
 
     data_set: DataSet
     path: str
 
 
 def is_config(path: str) -> bool:
-    """Whether an argument of a command is a config, and no data."""
+    """Return whether an argument of a command is a config, not data."""
     if path.lower().endswith(CONFIG_SUFFIXES):
         return True
     return os.path.isfile(path) and get_suffix(path) not in DATA_SUFFIXES and not is_packed(path)
@@ -83,7 +84,7 @@ def find_config(paths: Sequence[str], program: str, say: Say) -> str:
     """Return the path of the config for a command.
 
     Args:
-        paths: A config, or data. For data a card and a config are written to the current folder
+        paths: A config, or data. For data, a card and a config are written to the current folder,
             unless they exist.
         program: Command that starts Accrete.
         say: Called with lines about the detected layout and written files.
@@ -113,7 +114,7 @@ def start(
         paths: Paths of data.
         program: Command that starts Accrete.
         say: Called with lines about the detected layout and written files.
-        name: Name of the run. Empty: that of the data.
+        name: Name of the run. Empty: the name of the data.
         keep: Use existing files for the same data unchanged.
         settings: Settings of the cards for ambiguous data, for example `source.label=breed`.
 
@@ -121,7 +122,8 @@ def start(
         The path of the config.
 
     Raises:
-        UserError: If the data do not fit or a file with another content exists. Nothing is written.
+        UserError: If the data cannot be used, or a file with other content exists. In this case,
+            nothing is written.
     """
     given = given_settings(settings)
     sources: list[GivenSource] = []
@@ -143,13 +145,13 @@ def start(
 
 
 def column_settings(image: str | None, label: str | None) -> list[str]:
-    """Return columns that a person named as settings of a card."""
+    """Convert the names of columns to settings of a card."""
     named = {"source.image": image, "source.label": label}
     return [format_override(key, column) for key, column in named.items() if column is not None]
 
 
 def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Parse the settings of a source, and the classes, that a person gave.
+    """Parse the user's settings of a source, and the user's classes.
 
     Args:
         settings: For example `source.label=breed` or `classes=[cat, dog]`.
@@ -183,10 +185,10 @@ def write_preview(starter: Starter, sources: Sequence[GivenSource]) -> str:
 
 
 def preview_path(config: str) -> str:
-    """Return where the preview of a config is written.
+    """Return the path of the preview of a config.
 
     Raises:
-        UserError: If something else is there.
+        UserError: If another file exists there.
     """
     path = f"{config.removesuffix('.yaml')}-{PREVIEW}"
     is_ours = os.path.isfile(path) and Path(path).read_bytes().startswith(PAGE_START.encode())
@@ -219,10 +221,10 @@ def propose(
 
     Args:
         sources: The data sets.
-        name: Name of the run. Empty: that of the data.
-        paths: Paths as the person gave them.
+        name: Name of the run. Empty: the name of the data.
+        paths: Paths from the user.
         program: Command that starts Accrete.
-        settings: Settings as the person gave them.
+        settings: Settings from the user.
 
     Raises:
         UserError: If the files cannot be written to the current folder.
@@ -233,7 +235,7 @@ def propose(
         if len(sources) > 1 and len(paths) == 1:
             name = get_file_name(os.path.basename(os.path.abspath(paths[0])))
     config = f"{name}.yaml"
-    # in a file it is the same however Accrete was started
+    # the command in a file does not depend on how Accrete was started
     words = ["init", *paths]
     for setting in settings:
         words += ["--set", setting]
@@ -265,7 +267,7 @@ def propose(
 
 
 def _with_own_names(sources: Sequence[GivenSource]) -> list[GivenSource]:
-    """Return the sources with unique names, by appending numbers."""
+    """Make the names of sources unique by appending numbers."""
     taken: set[str] = set()
     renamed: list[GivenSource] = []
     for source in sources:
@@ -280,7 +282,7 @@ def _with_own_names(sources: Sequence[GivenSource]) -> list[GivenSource]:
 
 
 def _check_count(data_set: DataSet) -> None:
-    """Raise `UserError` where no image could be held out as test."""
+    """Raise `UserError` if no image could be held out as test."""
     num_images = data_set.counts["train"]
     if not data_set.has_test and data_set.is_exact and num_images <= len(data_set.classes):
         raise UserError(
@@ -317,7 +319,7 @@ def _train_parts(card: Card) -> list[str]:
 
 
 def _check_texts(files: dict[str, str], config: str) -> None:
-    """Raise `UserError` where a text is not valid: a name in it cannot be written down."""
+    """Raise `UserError` if a text is not valid, for example because of a name in the data."""
     for file, text in files.items():
         body = parse_yaml(text, file)
         refuse_secrets(body, f"{file}: ")
@@ -330,10 +332,10 @@ def _check_texts(files: dict[str, str], config: str) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU of this machine."""
+    """Return whether torch can use a GPU of this machine."""
     if not os.path.exists("/dev/nvidia0"):
         return False
-    from workers.data import accelerator  # torch takes seconds, and only where there is a GPU
+    from workers.data import accelerator  # lazy import: torch takes seconds
 
     return accelerator.is_available()
 
@@ -342,7 +344,7 @@ def write(starter: Starter) -> str:
     """Write the files to the current folder, and return a message.
 
     Raises:
-        UserError: If a file with another content exists. Nothing is written.
+        UserError: If a file with other content exists. In this case, nothing is written.
     """
     missing: list[str] = []
     for file, text in starter.files.items():
@@ -351,14 +353,15 @@ def write(starter: Starter) -> str:
         elif _read(file) != text:
             raise _other_content(file, starter)
     for file in missing:
-        with open(file, "x", encoding="utf-8") as stream:  # never over a file that has come since
+        # "x" fails if the file was created in the meantime
+        with open(file, "x", encoding="utf-8") as stream:
             stream.write(starter.files[file])
     names = listed_files(starter.files)
     return f"{'wrote' if missing else 'unchanged:'} {names}"
 
 
 def listed_files(files: dict[str, str]) -> str:
-    """Return the names of files for a sentence."""
+    """Format the names of files for a sentence."""
     names = list(files)
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -382,7 +385,7 @@ def with_free_name(starter: Starter) -> str:
 
 
 def _is_free(file: str, text: str) -> bool:
-    """Whether a file can be written, or is there with this text."""
+    """Return whether a file does not exist, or exists with this text."""
     return not os.path.lexists(file) or _read(file) == text
 
 
@@ -409,7 +412,7 @@ def _read(file: str) -> str | None:
 
 
 def _are_there(starter: Starter) -> bool:
-    """Return whether the config exists, with cards of the same data."""
+    """Return whether the config exists, with cards for the same data."""
     if not os.path.isfile(starter.config):
         return False
     for file, text in starter.files.items():

@@ -1,4 +1,4 @@
-"""Tables of paths and labels, read row by row in bounds: CSV, JSON lines, Parquet and Arrow."""
+"""Read tables of paths and labels row by row, with size limits: CSV, JSON lines, Parquet, Arrow."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipeline.data.names import get_suffix, printable
 from workers.errors import UserError
 
 DELIMITERS = (",", ";", "\t", "|")
-MAX_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
+MAX_LINE = 1 << 20  # characters of a line
 MAX_COLUMNS = 1000
 MAX_TEXT = 1 << 16  # characters of a cell that are inspected
-MAX_COMMENTS = 100  # lines before the header
+MAX_COMMENTS = 100  # comment lines before the header
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-END = "\x03\x04\x03"  # a line after the last one; an unclosed quote swallows it
-SEPARATOR_LINE = "sep="  # how Excel notes the delimiter before the header
+END = "\x03\x04\x03"  # line added after the last one; it becomes part of a cell with an open quote
+SEPARATOR_LINE = "sep="  # start of Excel's line with the delimiter, before the header
 
 
 class Row(NamedTuple):
@@ -43,9 +43,9 @@ def column_names(uri: str, has_header: bool | None = None) -> list[str]:
     """Return the names of a table's columns; `0`, `1`, ... for a CSV without a header.
 
     Args:
-        uri: Of the table.
-        has_header: Whether the first row of a CSV holds names; None: if no cell is called like an
-            image.
+        uri: URI of the table.
+        has_header: Whether the first row of a CSV is a header. None: true if no cell looks like
+            the name of an image.
 
     Raises:
         UserError: If the file cannot be read as a table.
@@ -97,7 +97,7 @@ def check_columns(uri: str, names: Sequence[str], columns: Sequence[str]) -> Non
 
 # ---- CSV -----------------------------------------------------------------------------------------
 class Cells(NamedTuple):
-    """A row of a CSV. line: number of the line that it begins in, from 1."""
+    """A row of a CSV. `line` is the number of its first line, from 1."""
 
     line: int
     texts: list[str]
@@ -150,7 +150,7 @@ def _select_values(cells: Sequence[str], indices: Sequence[int]) -> tuple[str | 
 
 
 def _is_header(cells: Sequence[str]) -> bool:
-    """Whether a first row holds names: one that names an image is a row like the others."""
+    """Return whether the first row is a header: no cell looks like the name of an image."""
     return not any(get_suffix(cell.strip()) in IMAGE_SUFFIXES for cell in cells)
 
 
@@ -194,7 +194,7 @@ class _Start(NamedTuple):
 
     @classmethod
     def of(cls, uri: str, lines: Iterator[str]) -> _Start:
-        """Return how many lines are comments (`# ...`) or Excel's `sep=;`."""
+        """Count the lines before the header (`# ...` and Excel's `sep=;`); find the delimiter."""
         delimiter = ""
         for number, line in enumerate(lines):
             first = line.strip()
@@ -275,7 +275,7 @@ def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _format_text(value: Any) -> str | None:
-    if isinstance(value, dict):  # an image of the hub with its bytes in a file
+    if isinstance(value, dict):  # an image of the Hugging Face hub with its bytes in a file
         value = value.get("path")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -285,7 +285,7 @@ def _format_text(value: Any) -> str | None:
 
 
 class _reading:
-    """Turns errors of reading a table into one sentence."""
+    """Context manager that converts errors when reading a table to a UserError."""
 
     def __init__(self, uri: str):
         self.uri = uri

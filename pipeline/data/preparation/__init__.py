@@ -1,8 +1,8 @@
-"""From the official files of a data set, fetched by hand, to the folders that its card reads.
+"""Convert the official files of a data set to the folders that its card reads.
 
-A layout is one module of this package and one line: its name among `OfficialLayout` in archives.py.
-The module is imported when a card asks for it, and defines `LAYOUTS`: the forms in which the files
-are about.
+The user downloads the official files by hand. To add a layout, add a module to this package and its
+name to `OfficialLayout` in archives.py. The module defines `LAYOUTS`, the variants in which the
+files are distributed. It is imported when a card uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 MAX_NAMED = 8  # names that a sentence lists
-MAX_FOLDERS = 2000  # largest number of folders to search for the official files
+MAX_FOLDERS = 2000  # folders per level to search for the official files
 ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf", ".gz": "tar -xf"}
 
 
@@ -44,11 +44,11 @@ def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared
     Args:
         card: The card.
         source: Folder of the unpacked files.
-        folder: Folder to fill. None: that of the card.
+        folder: Folder to fill. None: the folder of the card's source.
         copy: Write copies instead of links.
 
     Raises:
-        UserError: If files are missing or do not match the card. Nothing is written.
+        UserError: If files are missing or do not match the card. In this case, nothing is written.
     """
     archive = require_layout(card)
     folder = target_folder(card, folder)
@@ -64,7 +64,7 @@ def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared
 
 
 def require_layout(card: Card) -> Archive:
-    """Return the official files of a card. Raise UserError where nothing is to be prepared."""
+    """Return the official files of a card; raise UserError if the card needs no preparation."""
     if card.archive is not None and card.archive.layout is not None:
         return card.archive
     state = "is not fetched by hand"
@@ -75,7 +75,7 @@ def require_layout(card: Card) -> Archive:
 
 
 def split_folders(card: Card) -> dict[Split, str]:
-    """Return the sub-folder of each split. Raise UserError where a card has other splits."""
+    """Return the sub-folder of each split; raise UserError if a split is not one sub-folder."""
     folders: dict[Split, str] = {}
     official: tuple[Split, ...] = ("train", "test")
     for split in official:
@@ -91,7 +91,7 @@ def split_folders(card: Card) -> dict[Split, str]:
 
 
 def target_folder(card: Card, folder: str | None) -> str:
-    """Return the folder to fill; raise `UserError` if it is not on a disk."""
+    """Return the folder to fill; raise `UserError` if it is not on a local disk."""
     path = folder or absolute_uri(card.source.path)
     if not is_local(path):
         raise UserError(
@@ -143,7 +143,7 @@ def _no_folder(source: str, archive: Archive) -> UserError:
 
 
 def _folders(source: str) -> Iterator[str]:
-    """Yield a folder, then those in it, then those in these."""
+    """Yield a folder, then its subfolders, then their subfolders."""
     level = [source]
     for depth in range(3):
         yield from level
@@ -170,7 +170,7 @@ def wanted_images(card: Card, images: Iterator[LabelledImage]) -> Iterator[Label
 
 
 def check_counts(card: Card, files: OfficialFolder, images: list[LabelledImage]) -> None:
-    """Raise UserError where the lists have other numbers than the card."""
+    """Raise UserError if the lists have other numbers of images or classes than the card."""
     counts = Counter(image.split for image in images)
     num_classes = len({image.label for image in images})
     named = f"{counts['train']} train and {counts['test']} test images of {num_classes} classes"
@@ -188,7 +188,7 @@ def check_counts(card: Card, files: OfficialFolder, images: list[LabelledImage])
 
 
 def check_images(files: OfficialFolder, images: list[LabelledImage]) -> None:
-    """Raise UserError where images of the lists are missing, or lie outside of the folder."""
+    """Raise UserError if images in the lists are missing or are outside of the folder."""
     problems: list[str] = []
     for image in images:
         problem = files.find_problem(image.path)

@@ -14,7 +14,7 @@ from workers.errors import UserError
 
 
 class ImageBox(NamedTuple):
-    """A part of an image in pixels from its upper left corner; right and bottom are beyond it."""
+    """A box in pixels from the upper left corner of an image; right and bottom are exclusive."""
 
     left: float
     top: float
@@ -23,7 +23,14 @@ class ImageBox(NamedTuple):
 
 
 class LabelledImage(NamedTuple):
-    """An image of the official files. path: below their folder. box: None where they have none."""
+    """An image of the official files.
+
+    Attributes:
+        split: Split of the image.
+        label: Class of the image.
+        path: Path below the folder of the official files.
+        box: Bounding box, or None if there is none.
+    """
 
     split: Split
     label: str
@@ -36,7 +43,7 @@ class OfficialLayout:
     """One layout of official files.
 
     Attributes:
-        needs: Files and folders that identify it, each a tuple of alternative names.
+        needs: Files and folders that identify the layout, each a tuple of alternative names.
         read: Yields all labelled images, and raises `UserError` if a list is damaged.
     """
 
@@ -44,7 +51,7 @@ class OfficialLayout:
     read: Callable[[OfficialFolder], Iterator[LabelledImage]]
 
     def missing(self, files: OfficialFolder) -> list[str]:
-        """Return the missing names of a folder; of alternatives, the first one."""
+        """Return the required names that a folder lacks; of alternative names, the first."""
         return [names[0] for names in self.needs if files.first(names) is None]
 
 
@@ -69,7 +76,7 @@ def class_name(text: str, where: str) -> str:
 
 
 def class_names(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
-    """Return the folder of each class by its number in the lists.
+    """Map the number of each class in the lists to the name of its folder.
 
     Args:
         names: Pairs of number and name.
@@ -112,7 +119,7 @@ def parse_box(numbers: Sequence[str], where: str) -> ImageBox:
     """Parse a box from four numbers: left, top, width, height.
 
     Raises:
-        UserError: If they are not numbers.
+        UserError: If the values are not four finite numbers.
     """
     try:
         left, top, width, height = map(float, numbers)
@@ -124,7 +131,7 @@ def parse_box(numbers: Sequence[str], where: str) -> ImageBox:
 
 
 def finite(box: ImageBox, where: str) -> ImageBox:
-    """Return a box; raise `UserError` if one of the sides is not a finite number of pixels."""
+    """Return a box; raise `UserError` if one of its sides is not a finite number."""
     if not all(map(math.isfinite, box)):
         raise UserError(f"{where}: {tuple(box)} is not a box; fetch the official files again")
     return box

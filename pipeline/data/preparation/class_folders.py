@@ -1,4 +1,4 @@
-"""Class folders in a folder per split, the form in which Piggyback's authors publish data sets.
+"""Class folders in a folder per split, the layout of data sets published by Piggyback's authors.
 
 It is used for WikiArt and Sketches.
 """
@@ -18,7 +18,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
 
 
 def read_with_val(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield the images of train and val, where test is the official validation set."""
+    """Yield the images of train and val; the official validation set is test."""
     return read_folders(files, {"train": "train", "test": "val"})
 
 

@@ -1,4 +1,4 @@
-"""CUB-200-2011: `CUB_200_2011/images/CLASS/*.jpg` and lists by the number of an image."""
+"""CUB-200-2011: `CUB_200_2011/images/CLASS/*.jpg` and lists that identify images by number."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NEEDS = ((IMAGES,), (LABELS,), (SPLIT,), (CLASSES,), ("images",))
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images; a class is called as its folder, `001.Black_footed_Albatross`."""
+    """Yield all images. A class has the name of its folder, e.g. `001.Black_footed_Albatross`."""
     names = files.table(CLASSES)
     return read_lists(files, class_names(names.items(), files.where(CLASSES)))
 
 
 def read_lists(files: OfficialFolder, classes: dict[str, str]) -> Iterator[LabelledImage]:
-    """Yield all images of the lists. classes: the folder of each class by its number."""
+    """Yield all images of the lists. `classes` maps the number of a class to its folder."""
     labels = files.table(LABELS)
     splits = files.table(SPLIT)
     boxes = read_boxes(files)
@@ -46,7 +46,7 @@ def read_lists(files: OfficialFolder, classes: dict[str, str]) -> Iterator[Label
 
 
 def read_boxes(files: OfficialFolder) -> dict[str, ImageBox]:
-    """Return the box of each image by its number; none where the list is missing."""
+    """Map the number of each image to its box; the result is empty if the list is missing."""
     if files.first((BOXES,)) is None:
         return {}
     where = files.where(BOXES)

@@ -1,6 +1,6 @@
 """FGVC-Aircraft: `data/images/*.jpg` and a list of names and variants for each split.
 
-The official images end in a banner of 20 pixels with their owner, which is left as it is.
+At the bottom of the official images, a banner of 20 pixels names their owner. It is not removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LISTS: dict[Split, str] = {
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images; train includes validation. `F/A-18` is called F-A-18."""
+    """Yield all images; train includes validation. The variant `F/A-18` becomes class `F-A-18`."""
     where = files.where(VARIANTS)
     classes = class_names(((name, name) for (name,) in files.rows(VARIANTS, 1)), where)
     for split, name in LISTS.items():

@@ -1,6 +1,6 @@
 """Oxford Flowers-102: `jpg/image_NNNNN.jpg`, and labels and splits in .mat files.
 
-The split of the papers on several tasks: train has the images of train and validation.
+The split is that of papers with several tasks: train includes the official validation images.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLES: dict[str, Split] = {"trnid": "train", "valid": "train", "tstid": "tes
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images; a class is called by its number of three digits, since no list names it."""
+    """Yield all images. A class is named by its number in three digits; no list has names."""
     labels = matlab.whole_numbers(files.matlab(LABELS, ["labels"])["labels"], files.where(LABELS))
     numbers = files.matlab(SPLITS, list(VARIABLES))
     where = files.where(SPLITS)

@@ -1,7 +1,8 @@
 """ImageNet-1k: train in folders by WordNet id, and all validation images in one folder.
 
-The labels of these come from the development kit (`ILSVRC2012_devkit_t12`), where image N is of the
-class of line N, or from LOC_val_solution.csv of the Kaggle edition. Test is the validation set.
+The labels of the validation images come from the development kit (`ILSVRC2012_devkit_t12`), in
+which line N is the class of image N, or from LOC_val_solution.csv of the Kaggle edition. Test is
+the validation set.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def read_train(files: OfficialFolder, folder: str) -> Iterator[LabelledImage]:
 
 
 def wordnet_ids(files: OfficialFolder) -> dict[str, str]:
-    """Return the WordNet id of each class by the number that the development kit gives it."""
+    """Map the number of each class in the development kit to its WordNet id."""
     name = files.need(META)
     where = files.where(name)
     rows = matlab.require_structs(files.matlab(name, ["synsets"])["synsets"], where, SYNSET_FIELDS)
@@ -84,7 +85,7 @@ def _wordnet_id(text: str, where: str) -> str:
     return text
 
 
-# where the validation images are sorted already; every part of ImageNet has this class
+# present if the validation images are already in class folders; n01440764 is the first class
 SORTED = (("train/n01440764",), ("val/n01440764",))
 LAYOUTS = (
     OfficialLayout(SORTED, read_with_val),

@@ -1,10 +1,10 @@
 """Read variables of MATLAB's .mat files, version 5: numbers, texts, cells and structs.
 
-The files may come from a stranger, and other readers crash on damaged files. Here every size is
-checked and limited, and no code is run.
+The files may come from an untrusted source, and other readers crash on damaged files. This reader
+checks and limits every size, and runs no code.
 
-Source: MAT-File Format, MathWorks: a header of 128 bytes, then elements of a type and a size. A
-matrix is an element that consists of elements: flags, sides, name, and the data of the class.
+Source: MAT-File Format, MathWorks: a header of 128 bytes, then elements with a type and a size. A
+matrix is an element that consists of elements: flags, dimensions (`sides`), name, and data.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from numpy.typing import NDArray
 from workers.errors import UserError
 
 MAX_FILE_BYTES = 64 << 20
-MAX_BYTES = 64 << 20  # of one variable, unpacked
-MAX_VALUES = 4_000_000  # of one file: numbers of structs, cells and their fields
-MAX_LEVELS = 8  # of cells and structs in each other
+MAX_BYTES = 64 << 20  # decompressed bytes of one variable
+MAX_VALUES = 4_000_000  # structs, cells and their fields in one file
+MAX_LEVELS = 8  # nesting depth of cells and structs
 HEADER_BYTES = 128
 TAG_BYTES = 8
-SHORT_BYTES = 4  # an element of no more has its data in its tag
-MATRIX = 14  # types of elements
+SHORT_BYTES = 4  # an element with at most this number of bytes has its data in its tag
+# Types of elements.
+MATRIX = 14
 COMPRESSED = 15
-CELL = 1  # classes of matrices
+# Classes of matrices.
+CELL = 1
 STRUCT = 2
 CHAR = 4
 NUMERIC = range(6, 16)
-# numpy's code by type of an element, without the byte order
+# type of an element -> numpy's code, without the byte order
 NUMBERS = {
     1: "i1",
     2: "u1",
@@ -57,7 +59,7 @@ class MatError(ValueError):
 
 
 class Element(NamedTuple):
-    """One element of a file. kind: its type."""
+    """One element of a file. `kind` is its type."""
 
     kind: int
     body: bytes
@@ -66,8 +68,8 @@ class Element(NamedTuple):
 def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, Value]:
     """Return variables of a .mat file.
 
-    A variable is a vector of numbers (columns first), a text, a list of cells, or a list of structs
-    by the names of their fields.
+    A variable is a vector of numbers (in column order), a text, a list of cells, or a list of
+    structs. A struct is a dict from field to value.
 
     Args:
         data: Bytes of the file.
@@ -98,7 +100,7 @@ def read_variables(data: bytes, where: str, names: Sequence[str]) -> dict[str, V
 
 
 class MatReader:
-    """Reads the variables of a file. Methods raise MatError where it is damaged."""
+    """Reads the variables of a file. Methods raise MatError if the file is damaged."""
 
     def __init__(self, data: bytes):
         if len(data) < HEADER_BYTES or data[126:128] not in (b"IM", b"MI"):
@@ -121,7 +123,7 @@ class MatReader:
         return values
 
     def _elements(self, data: bytes, is_padded: bool = True) -> Iterator[Element]:
-        """Yield elements that follow each other. is_padded: each ends at a multiple of 8."""
+        """Yield consecutive elements. `is_padded`: each element is padded to a multiple of 8."""
         position = 0
         while position < len(data):
             if position + TAG_BYTES > len(data):
@@ -142,7 +144,7 @@ class MatReader:
                 position += -position % TAG_BYTES
 
     def _head(self, parts: Iterator[Element]) -> tuple[int, list[int], str]:
-        """Return class, sides and name of a matrix, its first three parts."""
+        """Return class, dimensions and name of a matrix from its first three parts."""
         flags = self._numbers(_next(parts))
         sides = [int(side) for side in self._numbers(_next(parts))]
         name = _next(parts).body.decode("latin-1")
@@ -151,7 +153,7 @@ class MatReader:
         return int(flags[0]) & 0xFF, sides, name
 
     def _value(self, code: int, sides: list[int], parts: Iterator[Element], level: int) -> Value:
-        """Return the value of a matrix of a class, from the parts behind its name."""
+        """Return the value of a matrix from the parts after its name. `code` is its class."""
         count = math.prod(sides)
         self._spend(max(count, 1) if code in (CELL, STRUCT) else 1)
         if code in NUMERIC:
@@ -226,7 +228,7 @@ def _next(parts: Iterator[Element]) -> Element:
 
 
 def unpacked(body: bytes) -> bytes:
-    """Decompress a body; raise `MatError` beyond MAX_BYTES, or for a truncated body."""
+    """Decompress a body; raise `MatError` if it is truncated or exceeds MAX_BYTES."""
     inflate = zlib.decompressobj()
     data = inflate.decompress(body, MAX_BYTES)
     if inflate.unconsumed_tail:
@@ -238,7 +240,7 @@ def unpacked(body: bytes) -> bytes:
 
 # ---- expected values -----------------------------------------------------------------------------
 def whole_numbers(value: Value, where: str) -> list[int]:
-    """Return numbers as whole ones. Raise UserError where the value is something else."""
+    """Return a value as a list of integers; raise `UserError` for another value."""
     if not isinstance(value, np.ndarray):
         raise _other_kind(where, "whole numbers")
     numbers = value.tolist()
@@ -252,7 +254,7 @@ def _other_kind(where: str, kind: str) -> UserError:
 
 
 def whole_number(value: Value, where: str) -> int:
-    """Return the one number of a value. Raise UserError where it is something else."""
+    """Return a value as a single integer; raise `UserError` for another value."""
     numbers = whole_numbers(value, where)
     if len(numbers) != 1:
         raise UserError(
@@ -276,7 +278,7 @@ def require_texts(value: Value, where: str) -> list[str]:
 
 
 def require_structs(value: Value, where: str, fields: Sequence[str]) -> list[dict[str, Value]]:
-    """Return a list of structs. Raise UserError where it is something else, or lacks a field."""
+    """Return a list of structs; raise `UserError` for another type or a missing field."""
     rows: list[dict[str, Value]] = []
     for row in value if isinstance(value, list) else [None]:
         if not isinstance(row, dict):

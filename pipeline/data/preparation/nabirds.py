@@ -1,6 +1,6 @@
-"""NABirds: lists as CUB-200-2011 has them, with an identifier in place of an image's number.
+"""NABirds: the lists of CUB-200-2011, with identifiers instead of image numbers.
 
-classes.txt has the whole hierarchy, in which a name may occur again; only the leaves have images.
+classes.txt contains the whole hierarchy, in which names may repeat; only the leaves have images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from workers.errors import UserError
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images; a class is called by its number and name, `0817.Oak_Titmouse`."""
+    """Yield all images. A class is named by its number and name, e.g. `0817.Oak_Titmouse`."""
     names = files.table(cub.CLASSES)
     where = files.where(cub.CLASSES)
     numbered: list[tuple[str, str]] = []

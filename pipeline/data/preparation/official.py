@@ -1,7 +1,7 @@
 """The unpacked official files of a data set: lists and images.
 
-They may come from a stranger. A list is read up to a size. The files that it names must be in the
-folder, also after links are followed; others are refused.
+The files may come from an untrusted source. Therefore the size of a list is limited, and the files
+that it names must be inside the folder, also after links are resolved.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from pipeline.data.preparation import matlab
 from workers.errors import UserError
 from workers.storage.regular_file import open_regular, read_regular
 
-MAX_LIST_BYTES = 512 << 20  # Places365's list of train images has 60 MB
-LONGEST_LINE = 4096  # bytes of a line
+MAX_LIST_BYTES = 512 << 20  # bytes of a list; Places365's list of train images has 60 MB
+LONGEST_LINE = 4096  # maximum bytes of a line
 
 
 class OfficialFolder:
-    """The folder of official files. Names are below it, with slashes."""
+    """The folder of official files. Names are paths relative to this folder, with slashes."""
 
     def __init__(self, path: str):
         self.path = path
         self._real = os.path.realpath(path)
-        self._is_inside: dict[str, bool] = {}  # folder -> whether it leads out of this one
+        # name of a folder -> whether it is inside this folder after links are resolved
+        self._is_inside: dict[str, bool] = {}
 
     def first(self, names: Sequence[str]) -> str | None:
         """Return the first existing name of a file or folder, or None."""
@@ -41,7 +42,7 @@ class OfficialFolder:
         return name
 
     def where(self, name: str) -> str:
-        """Return the path of a file for a sentence."""
+        """Return the path of a file for a message."""
         return printable(self._join(name))
 
     def _join(self, name: str) -> str:
@@ -51,12 +52,14 @@ class OfficialFolder:
     def rows(
         self, name: str, columns: int, separator: str | None = None
     ) -> Iterator[tuple[str, ...]]:
-        """Yield the lines of a list, divided into columns; the last one has the rest of the line.
+        """Yield the lines of a list, split into columns. The last column has the rest of the line.
+
+        Empty lines are skipped.
 
         Args:
             name: Name of the list.
             columns: Number of columns.
-            separator: Separator of columns. None: blanks.
+            separator: Separator of columns. None: whitespace.
 
         Raises:
             UserError: If a line has fewer columns, or the list cannot be read.
@@ -87,12 +90,12 @@ class OfficialFolder:
             raise self._unreadable(name, error) from None
 
     def table(self, name: str) -> dict[str, str]:
-        """Return a list of two columns: the first one -> the rest of the line."""
+        """Read a list as a dict from the first column to the rest of the line."""
         rows: Iterator[tuple[str, str]] = ((key, value) for key, value in self.rows(name, 2))
         return dict(rows)
 
     def matlab(self, name: str, variables: Sequence[str]) -> dict[str, matlab.Value]:
-        """Return variables of a .mat file. Raise UserError where it cannot be read."""
+        """Return variables of a .mat file; raise `UserError` if it cannot be read."""
         self._require_inside(name)
         try:
             data = read_regular(self._join(name), matlab.MAX_FILE_BYTES)
@@ -131,7 +134,7 @@ class OfficialFolder:
         return [f"{name}/{image}" for image in images if not image.startswith(".")]
 
     def find_problem(self, name: str) -> str | None:
-        """Return why an image that a list names is not used; None where it is a file inside."""
+        """Return why an image in a list cannot be used, or None if it is a file in the folder."""
         if not name or "\0" in name or posixpath.isabs(name) or ".." in name.split("/"):
             return "leads out of the folder"
         if get_suffix(name) not in IMAGE_SUFFIXES:
@@ -152,5 +155,5 @@ class OfficialFolder:
         return None if stat.S_ISREG(info.st_mode) else "is not a file"
 
     def absolute(self, name: str) -> str:
-        """Return the absolute path of a file that `find_problem` has no objection to."""
+        """Return the absolute path of a name. For images, call `find_problem` first."""
         return os.path.join(self._real, *name.split("/"))

@@ -1,6 +1,6 @@
 """Places365-Standard: a folder of images for each split, and lists of paths and class numbers.
 
-Of both sizes, small (256) and large; test is the official validation set.
+Both image sizes are supported, small (256) and large. Test is the official validation set.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from workers.errors import UserError
 CLASSES = "categories_places365.txt"
 TRAIN = "places365_train_standard.txt"
 TEST = "places365_val.txt"
-# as the archives have them, and as torchvision renames them
+# folder names in the archives, and the names that torchvision gives to the folders
 TRAIN_IMAGES = ("data_256", "data_256_standard", "data_large", "data_large_standard")
 TEST_IMAGES = ("val_256", "val_large")
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images; `/a/apartment_building/outdoor` is called apartment_building-outdoor."""
+    """Yield all images. `/a/apartment_building/outdoor` becomes apartment_building-outdoor."""
     where = files.where(CLASSES)
     classes = class_names(_categories(files), where)
     train_images = files.need(TRAIN_IMAGES)
@@ -35,7 +35,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
 
 
 def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
-    """Yield number and name of each class, without the letter that its path begins with."""
+    """Yield number and name of each class, without the letter at the start of its path."""
     for path, number in files.rows(CLASSES, 2):
         parts = path.strip("/").split("/")
         if len(parts) < 2:
@@ -46,5 +46,5 @@ def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
 
 
 NEEDS = ((CLASSES,), (TRAIN,), (TEST,), TRAIN_IMAGES, TEST_IMAGES)
-SORTED = (("train/airfield",), ("val/airfield",))  # the archive "easyformat"
+SORTED = (("train/airfield",), ("val/airfield",))  # layout of the archive "easyformat"
 LAYOUTS = (OfficialLayout(NEEDS, read), OfficialLayout(SORTED, read_with_val))

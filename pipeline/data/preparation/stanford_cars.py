@@ -1,7 +1,8 @@
 """Stanford Cars: images with annotations in .mat files, in one of two forms.
 
 The first form has a folder and a file for each split, with the labels of test in a separate file;
-the second has one folder and one file. Boxes count pixels from 1 and include the last ones.
+the second has one folder and one file. In boxes, pixels are numbered from 1, and the right and
+bottom pixels belong to the box.
 """
 
 from __future__ import annotations

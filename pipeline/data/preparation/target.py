@@ -23,11 +23,19 @@ from workers.storage.regular_file import read_regular
 UNFINISHED = ".preparing-"  # prefix of the name of an incomplete folder
 JPEG_QUALITY = 95
 THREADS = 4
-MAX_WAITING = 64  # images that are cut in parallel, or wait
+MAX_WAITING = 64  # images that are being cropped or wait for it
 
 
 class TargetFolder:
-    """A folder to be filled. splits: sub-folder of each split."""
+    """A folder to fill.
+
+    Args:
+        path: Path of the folder.
+        splits: Sub-folder of each split.
+
+    Raises:
+        UserError: If the sub-folder of a split exists.
+    """
 
     def __init__(self, path: str, splits: Mapping[Split, str]):
         self.path = path
@@ -44,16 +52,18 @@ class TargetFolder:
     def write(
         self, files: OfficialFolder, images: Sequence[LabelledImage], crop: bool, copy: bool
     ) -> None:
-        """Fill a hidden folder, then rename each split, so that a kill leaves no incomplete folder.
+        """Write the images to a hidden folder, then rename the folder of each split.
+
+        Therefore a kill leaves no incomplete split folder.
 
         Args:
             files: The official files.
             images: The images.
-            crop: Cut images to their boxes.
+            crop: Crop images to their boxes.
             copy: Write copies instead of links.
 
         Raises:
-            UserError: If an image has no box, or cannot be cut.
+            UserError: If an image has no box, or cannot be cropped.
         """
         os.makedirs(self.path, exist_ok=True)
         unfinished = tempfile.mkdtemp(prefix=UNFINISHED, dir=self.path)
@@ -107,9 +117,12 @@ class TargetFolder:
 
 
 def write_crop(files: OfficialFolder, image: LabelledImage, path: str) -> None:
-    """Write the part of an image in its box: a JPEG as JPEG without chroma subsampling, else PNG.
+    """Crop an image to its box and write the result.
 
-    Raise UserError where it has no box, or cannot be decoded.
+    A JPEG is written as JPEG without chroma subsampling, other formats as PNG.
+
+    Raises:
+        UserError: If the image has no box, or cannot be decoded.
     """
     if image.box is None:
         raise UserError(
@@ -130,12 +143,12 @@ def write_crop(files: OfficialFolder, image: LabelledImage, path: str) -> None:
 
 
 def crop_image(data: bytes, box: ImageBox) -> bytes:
-    """Return an encoded image cut to a box, which is rounded outwards and clipped at the borders.
+    """Crop an encoded image to a box, which is rounded outwards and clipped at the borders.
 
     Boxes refer to the stored pixels; the result is upright.
 
     Raises:
-        ValueError: If nothing is left.
+        ValueError: If the box contains no pixel of the image.
         OSError: If the bytes are not an image.
     """
     image = open_image(data)

@@ -129,7 +129,8 @@ def plan_tasks(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) ->
 def are_domains(data_sets: Sequence[DataSet]) -> bool:
     """Return whether there are several data sets, and all have the same classes.
 
-    Classes that are numbers do not count, because they can mean other things in each data set.
+    If all classes are numbers, the result is False, because a number can mean another class in each
+    data set.
     """
     names = {frozenset(data_set.classes) for data_set in data_sets}
     has_words = not all(name.isdigit() for name in data_sets[0].classes)

@@ -398,7 +398,10 @@ def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.
 
 # ---- listing -------------------------------------------------------------------------------------
 def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
-    """Build rows of rejected.csv for images that are not kept. `reason`: default is the problem."""
+    """Build rows of rejected.csv for images that are not kept.
+
+    `reason` replaces the problem of each row as the reason.
+    """
     reasons = rows["problem"]
     if reason is not None:
         reasons = _repeated(reason, len(rows))
@@ -522,7 +525,7 @@ def _split_numbers(rows: pa.Table) -> NDArray[np.int8]:
 
 
 def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return an integer for each value of a column without nulls; equal values have equal ones."""
+    """Return an integer for each value of a column without nulls, the same for equal values."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     codes: NDArray[np.int64] = column.dictionary_encode().indices.to_numpy().astype(np.int64)

@@ -29,7 +29,7 @@ FEW_CLASSES = 50  # up to this number of classes, MIN_IMAGES does not apply
 
 
 class Memory(Protocol):
-    """Stores values by name. The storage of a run implements it."""
+    """An object that remembers values by name, for example `pipeline.graph.store.Store`."""
 
     def remember(self, identity: str, value: Any) -> None: ...
     def remembered(self, identity: str) -> Any: ...

@@ -274,7 +274,7 @@ def read_columns(files: Files) -> DataSet:
     """Read the data set in Parquet or Arrow files with columns of image bytes and labels.
 
     Raises:
-        UserError: If they contain no labelled images, or if they can be read in several ways.
+        UserError: If the files contain no labelled images, or can be read in several ways.
     """
     request = files.request
     all_names = files.names

@@ -397,7 +397,7 @@ class SourceFolder:
         """Choose between a table and class folders.
 
         Raises:
-            UserError: If they contradict each other.
+            UserError: If the table and the folders contradict each other.
         """
         name = posixpath.basename(str(table.data_set.card.source.path))
         split = table.data_set.card.source.split

@@ -249,7 +249,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 
     Args:
         folders: The folders.
-        notes: Notes on other folders. Notes on these folders are added in place.
+        notes: Notes on other folders. Notes on the given folders are appended to this list.
         exact: Whether the whole name must be a split word: `train`, not `seg_train`.
 
     Raises:

@@ -143,7 +143,7 @@ def read_shards(files: Files) -> DataSet:
     """Read the data set in WebDataset tars.
 
     Raises:
-        UserError: If they contain no labelled images, or if they can be read in several ways.
+        UserError: If the tars contain no labelled images, or can be read in several ways.
     """
     settings = files.request.given
     splits, unused = assign_files(files)

@@ -63,9 +63,8 @@ from workers.storage.artifact import (
 )
 from workers.storage.parquet import read_table
 
-# Keys in the metadata of a shard's table.
-INFO = b"shard"  # size and digest of the shard
-PICTURES = b"pictures"  # small images for the preview, because a shard is read only once
+INFO = b"shard"  # metadata key of a shard's table: size and digest of the shard
+PICTURES = b"pictures"  # metadata key: small images for the preview, as a shard is read only once
 PLACES = ("more", "path", "splits")  # settings of a source with the location of its shards
 MAX_PICTURES = 40  # preview images per shard
 SHOWN_SHARDS = 200  # approximate number of shards with preview images

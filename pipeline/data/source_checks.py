@@ -1,6 +1,6 @@
 """Apply the checks of ingest to the listing of a source, before any image is read.
 
-Therefore `plan` prints the same errors as `ingest`, but only needs the time of a listing.
+Therefore `plan` finds many errors of `ingest` in the time of a listing, with the same messages.
 """
 
 from __future__ import annotations

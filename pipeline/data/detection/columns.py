@@ -209,7 +209,7 @@ def tokenize_lower(name: str) -> list[str]:
 
 
 def _looks_like_labels(texts: Sequence[str | None], name: str) -> bool:
-    """Return whether values repeat like labels, and the column is not named like another thing."""
+    """Return whether values repeat like labels, and the name of the column allows a label."""
     labels = [label for label in map(normalize_label, texts) if label is not None]
     distinct = set(labels)
     is_repeated = 2 <= len(distinct) <= max(len(labels) // 2, 2)

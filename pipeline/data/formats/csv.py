@@ -1,7 +1,7 @@
 """Format `csv`: tables of image paths and labels, as CSV, JSON lines or Parquet.
 
-A path is relative to the folder of the table and must stay inside the source, because a table may
-come from an untrusted source and the named files are copied into shards.
+A path is relative to the folder of the table and must stay inside the source, because the named
+files are copied into shards, and a table may be untrusted.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def list_tables(card: Card) -> tuple[str, list[Table]]:
     """Return the folder of a source as a path or URI, and its tables.
 
     If the source is a single table, `source.split` names its split column. Without a split column,
-    all rows are train. The folder is the parent of the table, plus one level for each `../` in the
-    patterns of `source.files`.
+    all rows are train. The folder is the parent of the table, or higher by one level for each `../`
+    in the patterns of `source.files` (the pattern with the most levels decides).
 
     Raises:
         UserError: If `source.split` is a column, but the source is not a single table.

@@ -19,7 +19,7 @@ VARIABLES: dict[str, Split] = {"trnid": "train", "valid": "train", "tstid": "tes
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images. A class is named by its number in three digits; no list has names."""
+    """Yield all images. A class is named by its three-digit number, because no list has names."""
     labels = matlab.whole_numbers(files.matlab(LABELS, ["labels"])["labels"], files.where(LABELS))
     numbers = files.matlab(SPLITS, list(VARIABLES))
     where = files.where(SPLITS)

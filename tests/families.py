@@ -67,7 +67,7 @@ def taken() -> dict[str, dict[str, bool]]:
     """Return method -> family -> whether the method takes it with its default settings."""
     table: dict[str, dict[str, bool]] = {name: {} for name in METHODS}
     for family in ("ViT", *SMALL):
-        outline = vit.check(settings_of(family))
+        outline = vit.outline(settings_of(family))
         for name, method in METHODS.items():
             try:
                 method.check_backbone(method.Settings(), copy.deepcopy(outline))

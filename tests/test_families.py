@@ -42,7 +42,7 @@ def fits(method: str, family: str) -> bool:
     """Return whether a method takes the family's small backbone with its default settings."""
     cls = METHODS[method]
     try:
-        cls.check_backbone(cls.Settings(), vit.check(BackboneSettings(**SMALL[family])))
+        cls.check_backbone(cls.Settings(), vit.outline(BackboneSettings(**SMALL[family])))
     except UserError:
         return False
     return True
@@ -83,7 +83,7 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
 
 @pytest.mark.parametrize("family", BLOCK_FAMILIES)
 def test_who_takes_plain_blocks_alone_says_why(family: str) -> None:
-    outline = vit.check(BackboneSettings(**SMALL[family]))
+    outline = vit.outline(BackboneSettings(**SMALL[family]))
     for cls in METHODS.values():
         if not cls.needs_vit or isinstance(outline, cls.vits):
             continue

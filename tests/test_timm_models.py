@@ -51,7 +51,7 @@ def test_a_model_of_a_module_learns_or_is_refused(tiny_lab: Lab, module: str) ->
         assert "\n" not in str(refused.value)
         assert "such as" in str(refused.value)
         return
-    outline = vit.check(BackboneSettings(**pinned()[module]))
+    outline = vit.outline(BackboneSettings(**pinned()[module]))
     assert vit.count_bytes(outline) <= MAX_PARAMETERS, "choose options of a smaller model"
     for method in METHODS:
         run = tiny_lab.run_of(

@@ -66,7 +66,7 @@ def settings_of(name: str) -> dict[str, Any]:
         for side in (*(side for side in SIDES if side < made_for), made_for):
             section = {"name": name, "img_size": side, "options": options}
             try:
-                vit.check(BackboneSettings(**section))
+                vit.outline(BackboneSettings(**section))
             except UserError:
                 continue
             return section

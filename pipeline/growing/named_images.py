@@ -142,7 +142,7 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
             named.names.add(image.name)
         for digest in {image.digest, image.stored} & line_set:
             named.found.add(digest)
-            named.lines.add(image.digest)
+            named.lines.add(image.digest or name)  # an ingest of an earlier version has no digest
             named.names.add(image.name)
 
 

@@ -446,8 +446,9 @@ class RayExecutor(Executor):
             free = {name: available.get(name, 0.0) for name in per_worker}
             if groups:
                 self._note(
-                    f"waiting for room for {len(groups)} groups of {groups[0].workers} workers "
-                    f"that take {format_resources(per_worker)} each; "
+                    f"waiting for room for {format_count(len(groups), 'group')} of "
+                    f"{format_count(groups[0].workers, 'worker')} that take "
+                    f"{format_resources(per_worker)} each; "
                     f"free now: {format_resources(free)}"
                 )
 

@@ -455,7 +455,7 @@ def test_a_backbone_without_a_place_for_it_is_refused(
     backbone: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UserError, match=sentence):
-        vit.check(BackboneSettings.model_validate(backbone))
+        vit.outline(BackboneSettings.model_validate(backbone))
 
 
 @pytest.mark.parametrize(

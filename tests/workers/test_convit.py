@@ -159,7 +159,7 @@ def test_it_is_a_backbone_like_any_other() -> None:
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(images), model(images))
     assert vit.compute_digest(copy) == vit.compute_digest(model)
-    vit.check(settings)
+    vit.outline(settings)
 
 
 # ---- task attention ------------------------------------------------------------------------------

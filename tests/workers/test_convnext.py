@@ -49,7 +49,7 @@ def convnext(img_size: int = 16, **options: Any) -> Any:
 )
 def test_it_leaves_features_that_heads_read(name: str) -> None:
     settings = TINY.model_copy(update={"name": name, "img_size": 32})
-    assert isinstance(vit.check(settings), ConvNeXt)
+    assert isinstance(vit.outline(settings), ConvNeXt)
     model: Any = vit.build(settings).eval()
     assert model.num_features == 32
     assert model(images(img_size=32)).shape == (8, 32)
@@ -99,7 +99,7 @@ def test_an_image_that_strides_do_not_divide_is_refused(
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        vit.check(TINY.model_copy(update={"options": SMALL | options}))
+        vit.outline(TINY.model_copy(update={"options": SMALL | options}))
 
 
 @pytest.mark.parametrize("kind", ["cb", "cbs", "replace", "parallel"])
@@ -109,7 +109,7 @@ def test_context_broadcasting_is_for_tokens(kind: Any) -> None:
         match=f"backbone.context.kind is '{kind}', and the backbone is a ConvNeXt, which has no "
         "tokens; leave",
     ):
-        vit.check(TINY.model_copy(update={"context": ContextSettings(kind=kind)}))
+        vit.outline(TINY.model_copy(update={"context": ContextSettings(kind=kind)}))
 
 
 def test_stochastic_depth_is_drawn_by_sample() -> None:

@@ -76,7 +76,7 @@ def served(method: Meat, state: TaskState) -> Tensor:
 # ---- where the masks are -------------------------------------------------------------------------
 def test_resnet_mask_sizes_follow_from_widths() -> None:
     def bits(name: str, entries: Any) -> int:
-        sites = find_sites(vit.check(BackboneSettings(name=name, weights="hub")), "all", entries)
+        sites = find_sites(vit.outline(BackboneSettings(name=name, weights="hub")), "all", entries)
         return (
             TaskState(
                 "t",
@@ -417,7 +417,7 @@ def test_published_weights_are_read_without_their_classifier(tmp_path: Path) -> 
         source.state_dict() | {"fc.weight": torch.zeros(9, 16), "fc.bias": torch.zeros(9)}, path
     )
     settings = BASIC.model_copy(update={"weights": path})
-    vit.check(settings)
+    vit.outline(settings)
     model = vit.build(settings)
     vit.load_weights(model, settings)
     assert torch.equal(model.eval()(images()), source(images()))
@@ -447,7 +447,7 @@ def test_random_weights_get_statistics_of_their_own_and_keep_them() -> None:
 
 def test_dropout_that_depends_on_ranks_is_refused() -> None:
     with pytest.raises(UserError, match=r"drop_block_rate is 0\.1; timm draws"):
-        vit.check(BASIC.model_copy(update={"options": {"drop_block_rate": 0.1}}))
+        vit.outline(BASIC.model_copy(update={"options": {"drop_block_rate": 0.1}}))
 
 
 def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
@@ -457,7 +457,7 @@ def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
     ):
         with pytest.raises(UserError, match=says):
             Meat.check_backbone(MeatSettings(**settings), resnet())
-    grouped = vit.check(BackboneSettings(name="resnext50_32x4d", weights="hub"))
+    grouped = vit.outline(BackboneSettings(name="resnext50_32x4d", weights="hub"))
     with pytest.raises(
         UserError,
         match="residual block 0 of the backbone has a convolution in 32 groups where masks need a "

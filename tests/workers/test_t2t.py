@@ -63,12 +63,12 @@ def saved(tensors: dict[str, Tensor], folder: Any) -> BackboneSettings:
 
 # ---- sizes ---------------------------------------------------------------------------------------
 def test_its_weights_are_counted_to_the_unit() -> None:
-    sites = weight_sites(vit.check(BackboneSettings(name="t2t_vit_12")))
+    sites = weight_sites(vit.outline(BackboneSettings(name="t2t_vit_12")))
     assert sum(w.numel() for w in sites.values()) == 6_602_304
     assert sum(w.numel() for name, w in sites.items() if name.startswith("patch_embed.")) == 310_848
     # biases, norms, class token
     assert (
-        sum(p.numel() for p in vit.check(BackboneSettings(name="t2t_vit_12")).parameters())
+        sum(p.numel() for p in vit.outline(BackboneSettings(name="t2t_vit_12")).parameters())
         == 6_602_304 + 28_070
     )
 
@@ -311,9 +311,9 @@ def test_weights_that_do_not_fit_get_a_sentence(tmp_path: Path) -> None:
 
 def test_mistakes_get_a_sentence() -> None:
     with pytest.raises(UserError, match="img_size must be a multiple of 16"):
-        vit.check(TINY.model_copy(update={"img_size": 72}))
+        vit.outline(TINY.model_copy(update={"img_size": 72}))
     with pytest.raises(UserError, match="patch_size"):
-        vit.check(TINY.model_copy(update={"options": {"patch_size": 8}}))
+        vit.outline(TINY.model_copy(update={"options": {"patch_size": 8}}))
 
 
 # ---- MEAT on it ----------------------------------------------------------------------------------

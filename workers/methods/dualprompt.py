@@ -166,10 +166,10 @@ class DualPrompt(PromptBank[DualPromptSettings]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of a pass with prefixes, in scenario `class` with the query."""
+        """Return the relative FLOPs of a pass with prefixes; without the task also of the query."""
         general = [self.settings.general_length] * len(self.general)
         expert = [self.settings.length] * (len(self.sites) - len(self.general))
-        return (2 if self.scenario == "class" else 1) + self.prefix_share([*general, *expert])
+        return (1 if self.scenario == "task" else 2) + self.prefix_share([*general, *expert])
 
 
 def find_sites(backbone: Any, settings: DualPromptSettings) -> tuple[PrefixSites, int]:

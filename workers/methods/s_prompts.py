@@ -117,6 +117,10 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
             )
         self.centres[state.task] = centres.to(self.device)
 
+    def flops_share(self, state: TaskState) -> float:
+        """Return the relative FLOPs of a pass with prompts; without the task also of the query."""
+        return super().flops_share(state) + (self.scenario != "task")
+
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the task with the nearest centre, and a confidence, (b,) each.
 

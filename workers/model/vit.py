@@ -251,15 +251,6 @@ def most_bytes(model: nn.Module) -> int:
     return 8 * count_bytes(model) + (1 << 30)
 
 
-def check(settings: BackboneSettings) -> nn.Module:
-    """Return `outline(settings)`.
-
-    Raises:
-        UserError: If the settings are invalid, see `outline`.
-    """
-    return outline(settings)
-
-
 def _check_features(model: Any, settings: BackboneSettings) -> None:
     """Check that the model returns one feature vector of its declared width per image.
 

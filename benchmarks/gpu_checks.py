@@ -60,7 +60,7 @@ from pipeline.config.settings import Config
 from pipeline.graph.run import look_up_all, run_graph
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.results.bundles import read_run_bundle
+from pipeline.results.bundles import build_run_bundle
 from workers import loop, preemption
 from workers.data import accelerator
 from workers.dist import Group
@@ -323,7 +323,7 @@ class CaseChecks:
         """Compare one bundle on both sides over one batch of images of all tasks: once with the
         task of each image, once without."""
         folder = str(self.folder / "bundle")
-        read_run_bundle(self.graph, self.store, self.case.method).write(folder)
+        build_run_bundle(self.graph, self.store, self.case.method).write(folder)
         on_cpu = Predictor.open(folder)
         with another_rounding(self.setup.device):
             on_device = Predictor.open(folder, device=self.setup.device)

@@ -33,7 +33,7 @@ from benchmarks.methods import CLASSES, Conditions, Training
 from pipeline.config.text import table_text
 from pipeline.graph.run import look_up_all, run_graph
 from pipeline.launch.local import LocalExecutor
-from pipeline.results.bundles import read_run_bundle
+from pipeline.results.bundles import build_run_bundle
 from workers.data import accelerator, loaders
 from workers.data.feed import Feed
 from workers.dist import Group
@@ -355,7 +355,7 @@ def serving_row(bench: Bench, folder: Path) -> Row:
     executor = LocalExecutor(store, config.cluster, lambda stage: {}, lambda event: None)
     lookups = look_up_all(graph, store, None)
     run_graph(graph, store, lambda todo: executor, retries=0, watchers=[], lookups=lookups)
-    predictor = Predictor(read_run_bundle(graph, store, "meat"), device=bench.device)
+    predictor = Predictor(build_run_bundle(graph, store, "meat"), device=bench.device)
     names = [predictor.tasks[row % 2].name for row in range(size)]
     files = sorted(folder.glob("raw/**/*.jpg"))
     encoded = [files[row % len(files)].read_bytes() for row in range(size)]

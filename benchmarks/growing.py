@@ -35,7 +35,7 @@ import pipeline
 from pipeline import cli
 from pipeline.app import runs as app
 from pipeline.data.image_checks import check_image
-from workers.storage.artifact import Artifact, content_digest
+from workers.storage.artifact import Artifact, compute_content_digest
 
 SCENARIOS = {"meat": "task", "lora": "task", "linear": "task", "icarl": "class", "ewc": "task"}
 MONTHS = ("five classes", "two new classes", "100 images, 3 labels", "a class removed")
@@ -232,7 +232,9 @@ def read_artifacts(config: Path) -> dict[str, Artifact]:
 def read_contents(config: Path) -> dict[str, str]:
     """Return stage -> digest of its result."""
     artifacts = read_artifacts(config)
-    return {stage: content_digest(artifact.manifest) for stage, artifact in artifacts.items()}
+    return {
+        stage: compute_content_digest(artifact.manifest) for stage, artifact in artifacts.items()
+    }
 
 
 def tell(folder: Path, method: str) -> Iterator[Row]:

@@ -604,7 +604,7 @@ def write_config(
         this_command(),
         print,
         name=name,
-        settings=starter.column_settings(image, label) + given,
+        settings=starter.format_column_settings(image, label) + given,
     )
 
 
@@ -641,10 +641,10 @@ def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
 def _resolve_config(source: LoadSource) -> ConfigSource:
     """Return the path or values of a config. For data, write a config and return its path."""
     if isinstance(source, Mapping):
-        from pipeline.config.yaml_files import plain_values
+        from pipeline.config.yaml_files import to_plain_values
         from pipeline.data.inline_cards import write_inline_cards  # start-up time: imports pyarrow
 
-        body = plain_values(source)
+        body = to_plain_values(source)
         write_inline_cards(body)
         return body
     from pipeline.config.invocation import this_command

@@ -41,7 +41,7 @@ from pipeline.graph.store import Store
 from pipeline.growing import publishing
 from pipeline.launch.local import LocalExecutor
 from pipeline.report import page
-from pipeline.results.bundles import read_run_bundle
+from pipeline.results.bundles import build_run_bundle
 from pipeline.testing.lab import SETTINGS, TASKS, TINY, Lab, Run, again
 from pipeline.testing.promises import Interrupted, interrupted_after
 from tests import golden_keys, small_run, strict_device
@@ -237,8 +237,8 @@ def measure_model(path: str) -> list[Any]:
     with contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["run", path]) == 0
     run = app.prepare(path)
-    bundle = read_run_bundle(run.graph, run.store, "meat")
-    job = publishing.last_evaluation(run.graph, "meat")
+    bundle = build_run_bundle(run.graph, run.store, "meat")
+    job = publishing.find_last_evaluation(run.graph, "meat")
 
     def measured() -> Any:
         reference = load_reference(with_measurements(bundle))

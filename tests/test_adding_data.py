@@ -575,13 +575,13 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     from pipeline.app import runs as app
     from pipeline.app.prepared import read_tables
     from pipeline.growing import publishing
-    from pipeline.results.bundles import read_run_bundle
+    from pipeline.results.bundles import build_run_bundle
 
     run.put(run.raw, "0", train=0, test=3, first=40)  # as many right as wrong would hide a mistake
     assert cli.main(["run", run.config]) == 0
     prepared = app.prepare(run.config)
-    bundle = read_run_bundle(prepared.graph, prepared.store, "ewc")
-    job = publishing.last_evaluation(prepared.graph, "ewc")
+    bundle = build_run_bundle(prepared.graph, prepared.store, "ewc")
+    job = publishing.find_last_evaluation(prepared.graph, "ewc")
     matrix = read_tables(prepared)[""].matrix("ewc")
     accuracies = publishing.measure(bundle, job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()

@@ -24,7 +24,7 @@ from tests.shard_names import shard_name
 from workers import loop
 from workers.dist import Group
 from workers.job import StageJob
-from workers.storage.artifact import compute_sha256, content_digest
+from workers.storage.artifact import compute_content_digest, compute_sha256
 
 
 class Finished(NamedTuple):
@@ -228,7 +228,7 @@ def test_a_look_up_compares_what_a_result_was_made_of(
     assert "made of another content of meat/a/train" in plan
     say(capsys, "run", str(site / "config.yaml"))
     made_of = small_run.manifests(storage)["meat/a/evaluate"]["made_of"]
-    assert made_of[key] == content_digest(small_run.manifests(storage)[stage])
+    assert made_of[key] == compute_content_digest(small_run.manifests(storage)[stage])
 
 
 def job_of(site: Path, stage_id: str) -> StageJob:

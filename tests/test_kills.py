@@ -23,7 +23,7 @@ IN_PROCESS, ON_RAY = 120, 80
 KINDS = {
     "worker": "TrainWorker",
     "controller": "TrainController",
-    "segment": "run_segment",
+    "segment": "run_worker_group",
     "queue": "QueueActor",
     "driver": "",
     "node": "",

@@ -110,7 +110,7 @@ def test_preempted_stage_moves_without_losing_a_step(
 
 
 # Titles of Ray's processes that must end with their worker group.
-GROUP_TITLES = "Train|Cleaner|QueueActor|DatasetManager|run_segment"
+GROUP_TITLES = "Train|Cleaner|QueueActor|DatasetManager|run_worker_group"
 
 
 @pytest.mark.parametrize("moment", ["while its workers start", "while they train"])

@@ -99,7 +99,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     # Networks that did not run on these images have no maps.
     blocks = [block for block in recorded if block.passes and len(block.passes[-1]) == len(images)]
     has_feedback = isinstance(getattr(method, "top_down", None), TopDown)
-    looks = _titled_maps(blocks, has_feedback)
+    looks = _choose_titled_maps(blocks, has_feedback)
     if not looks:
         return None
     names = _class_names(method, job, task)
@@ -113,7 +113,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     )
 
 
-def _titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[str, Tensor]:
+def _choose_titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[str, Tensor]:
     """Return the maps of the few most informative blocks by title, each (n, h, w).
 
     With several networks, these are the last block of each network. With one network, they are a
@@ -191,7 +191,7 @@ def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
     return method.logits(images, task)
 
 
-def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
+def measure_robustness(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
     """Measure the accuracy for each occluded share of the image and each strength of the attack.
 
     The predicted class is chosen among the outputs that compete in the scenario (see `answers`). A
@@ -231,7 +231,7 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
 
 
 @torch.no_grad()
-def shifted_rows(
+def measure_shifted_accuracy(
     method: Method, job: StageJob, task: Task, other_tasks: Sequence[Task]
 ) -> list[Row]:
     """Measure the accuracy on test images of the same classes from other data sources.

@@ -132,7 +132,7 @@ class Group:
         """
         number = next(self._numbers)
         started = time.monotonic()
-        shared_store().set(arrival_key(self.rank), str(number))
+        get_shared_store().set(make_arrival_key(self.rank), str(number))
         try:
             yield
         except RuntimeError as error:
@@ -144,12 +144,12 @@ class Group:
 
     def _find_missing(self, number: int) -> list[int]:
         """Return the ranks that have not arrived at collective number `number`."""
-        store = shared_store()
+        store = get_shared_store()
         try:
-            store.wait([arrival_key(self.rank)], timedelta(seconds=STORE_ANSWER_S))
+            store.wait([make_arrival_key(self.rank)], timedelta(seconds=STORE_ANSWER_S))
             missing = []
             for rank in range(self.world):
-                key = arrival_key(rank)
+                key = make_arrival_key(rank)
                 if not store.check([key]) or int(store.get(key)) < number:
                     missing.append(rank)
             return missing
@@ -157,14 +157,14 @@ class Group:
             return [0]
 
 
-def shared_store() -> Any:
+def get_shared_store() -> Any:
     """Return the key-value store that the ranks of this process group share."""
     group = dist.group.WORLD
     assert group is not None, "there is no process group"
     return group.get_group_store()
 
 
-def arrival_key(rank: int) -> str:
+def make_arrival_key(rank: int) -> str:
     """Return the store key under which a rank records the number of its last collective."""
     return f"arrivals/{rank}"
 

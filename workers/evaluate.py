@@ -22,7 +22,7 @@ from workers.job import StageJob, Task
 from workers.methods.base import Method
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.protocols import InfersTask, list_candidates
-from workers.restore import finished_method
+from workers.restore import restore_finished_method
 
 EVALUATE_REVISION = 1  # part of the keys; increase it if evaluation gives different numbers
 TOP = 5  # k of the top-k accuracy `correct_top5`
@@ -35,7 +35,7 @@ class Answers(NamedTuple):
         keys: Keys of the images in their split.
         labels: Positions in the class list of the task, (n,).
         logits: Float32 (n, num_classes) of the competing outputs (see `answers`).
-        picks: Tensors (n,) by name, from `with_picks`.
+        picks: Tensors (n,) by name, from `compute_logits_and_picks`.
     """
 
     keys: list[str]
@@ -121,7 +121,7 @@ def evaluate_task(
         The file of the predictions by name, and the manifest.
     """
     assert job.task is not None
-    method = finished_method(job, group)
+    method = restore_finished_method(job, group)
     rewrites = method.changes_past_predictions(job.scenario)
     tasks = [task for task in job.tasks if task.name in job.measured]
     measured_tasks = tasks if rewrites else [job.task]
@@ -152,14 +152,16 @@ def compute_logits(job: StageJob, method: Method, task: Task, group: dist.Group)
     feed = Feed(job, (task,), job.split, group, training=False)
     batches: list[Answers] = []
     for batch in feed.evaluate():
-        logits, picks = with_picks(method, batch.images, task.name)
+        logits, picks = compute_logits_and_picks(method, batch.images, task.name)
         cpu_picks = {name: tensor.cpu() for name, tensor in picks.items()}
         keys = list(batch.keys or [])
         batches.append(Answers(keys, batch.labels.tolist(), logits.float().cpu(), cpu_picks))
     return batches
 
 
-def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_logits_and_picks(
+    method: Method, images: Tensor, task: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits of `answers`, and further predictions for each image, by name.
 
     A method that infers the task gives `choice` (b,), an index among the candidates of the method,

@@ -170,7 +170,7 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
     return inputs
 
 
-def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, Any]:
+def add_neutral_values(model: type[BaseModel], written: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored file, with neutral values for missing settings.
 
     The file was written before these settings existed. Their defaults can differ from the neutral

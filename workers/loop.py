@@ -41,15 +41,15 @@ from workers.methods.protocols import (
     UsesSharpness,
 )
 from workers.methods.symptoms import (
-    divergence_remedy,
-    symptoms_of_masks,
-    symptoms_of_training,
+    describe_divergence_remedy,
+    find_mask_symptoms,
+    find_training_symptoms,
 )
 from workers.model import noise, vit
 from workers.restore import load_carried, load_settings, load_states, new_method
 from workers.rng import derive_seed
 from workers.storage import checkpoint
-from workers.storage.artifact import Artifact, Attempt, cached_artifacts, content_digest
+from workers.storage.artifact import Artifact, Attempt, cache_artifacts, compute_content_digest
 from workers.storage.checkpoint import Checkpoint
 from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
@@ -75,12 +75,12 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
     Call it on all ranks. The manifest is complete on rank 0 only.
     """
-    manifest = stored_manifest(job, group)
+    manifest = read_stored_manifest(job, group)
     if manifest is not None:
         return manifest
     with stage_lock(job.root, job.key, group, on_wait=lambda: report(dict(WAITING))):
         # Another run may have computed the result while this one waited for the lock.
-        manifest = stored_manifest(job, group)
+        manifest = read_stored_manifest(job, group)
         if manifest is None:
             try:
                 manifest = _run_stage(job, group, report)
@@ -89,7 +89,7 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
         return manifest
 
 
-def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
+def read_stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
     """Return the stored manifest of the stage's result with `reused`, or None without a result.
 
     Call it on all ranks: rank 0 reads the manifest and broadcasts it.
@@ -112,7 +112,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
     }
     run = runners.get(job.step, train_task)
     accelerator.use_fp32(tf32=run is not evaluate_task and job.train.precision == "tf32")
-    with cached_artifacts(job.root, job.parents) as parent_digests:
+    with cache_artifacts(job.root, job.parents) as parent_digests:
         files, manifest = run(job, group, report)
     manifest |= {
         "stage": job.id,
@@ -144,9 +144,9 @@ def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) ->
         attempt.write(name, data)
     is_first = attempt.commit(manifest)
     checkpoint.drop(job.root, job.key)
-    computed_digest = content_digest({**manifest, "files": attempt.files})
+    computed_digest = compute_content_digest({**manifest, "files": attempt.files})
     stored: dict[str, Any] = {**Artifact.need(job.root, job.key).manifest}
-    if not is_first and content_digest(stored) != computed_digest:
+    if not is_first and compute_content_digest(stored) != computed_digest:
         note = "another process published a different result first, and that one is kept"
         return {**stored, "note": note}
     return stored
@@ -166,7 +166,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     if method.loads_states(job.scenario):
         load_states(job, method)
     history, length = fit(job, method, load_carried(job), group, report)
-    symptoms = symptoms_of_training(job, method, history, length)
+    symptoms = find_training_symptoms(job, method, history, length)
     state, carried = method.finish()
     # A step that does not train may have one row without a loss: see `fit`.
     epochs = sum("loss" in row for row in history)
@@ -179,7 +179,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
         "trained_parameters": trained_parameters,
         "carried_bytes": sum(t.numel() * t.element_size() for t in carried.tensors.values()),
         "flops_share": method.flops_share(state),
-        "warnings": [*method.warnings(), *symptoms_of_masks(state), *symptoms],
+        "warnings": [*method.warnings(), *find_mask_symptoms(state), *symptoms],
         "backbone_digest": method.backbone_digest,
         "epochs": epochs,
         "length": length,
@@ -210,7 +210,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
         method = METHODS["finetune"](backbone, load_settings(job), job.seed)
         history, length = fit(job, method, None, group, report)
         files["history.parquet"] = to_parquet(history)
-        warnings = [*warnings, *symptoms_of_training(job, method, history, length)]
+        warnings = [*warnings, *find_training_symptoms(job, method, history, length)]
         digest = vit.compute_digest(backbone)
         head = method.heads.export(job.task.name)
         state = TaskState(
@@ -270,14 +270,14 @@ def fit(
     if not trains:  # the key does not contain `train`, so `train.precision` must have no effect
         accelerator.use_fp32()
     method.to(group.device)
-    job, context, feed = step_inputs(job, method, carried, group, trains)
+    job, context, feed = prepare_step_inputs(job, method, carried, group, trains)
     param_groups = method.begin(context)
     method.to(group.device)  # `begin` may have added modules, on the CPU
     val = context.data.feed("val") if context.data.has_validation else None
     if feed is None:  # the step does not train
         if step is None or not step.measured:
             return Training([], {})
-        row = {"epoch": 0, **method.metrics(), **validation_counts(method, val, group)}
+        row = {"epoch": 0, **method.metrics(), **count_validation(method, val, group)}
         return Training([row], {})
     feed.memory_format = accelerator.choose_memory_format(
         method.backbone, group.device, job.train.precision
@@ -319,7 +319,7 @@ class StepInputs(NamedTuple):
     feed: Feed | None
 
 
-def step_inputs(
+def prepare_step_inputs(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, trains: bool
 ) -> StepInputs:
     """Prepare the inputs of a step.
@@ -456,7 +456,7 @@ def train_epochs(
             "lr": optimizer.param_groups[0]["lr"],  # rate of the first group in the last step
             **losses.means(job, method),
             **method.metrics(),
-            **validation_counts(method, val, group),
+            **count_validation(method, val, group),
         }
         if job.train.keep == "best":
             best.update(method, row)
@@ -468,7 +468,7 @@ def train_epochs(
     return history
 
 
-def validation_counts(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
+def count_validation(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
     """Return `val_correct`, the number of correctly classified validation images, and `val_total`.
 
     The result is {} if there are no validation images.
@@ -804,7 +804,7 @@ def check_finite(loss: float, job: StageJob, method: Method) -> None:
     if not math.isfinite(loss):
         raise UserError(
             f"stage {job.id}: the loss became {loss}, and training cannot continue; "
-            f"{divergence_remedy(job, method)}"
+            f"{describe_divergence_remedy(job, method)}"
         )
 
 

@@ -115,7 +115,7 @@ def merge_carried(where: str, method: str, parts: Mapping[str, Carried]) -> Carr
     return merged
 
 
-def finished_method(job: StageJob, group: dist.Group) -> Method:
+def restore_finished_method(job: StageJob, group: dist.Group) -> Method:
     """Restore the method in evaluation mode, with its carried state and all finished tasks."""
     method = new_method(job).to(group.device)
     load_states(job, method)

@@ -10,7 +10,7 @@ from docs.site.figures import RESULTS, anchor_of, figures_of
 from docs.site.markdown import escape, from_docstring, table
 from docs.site.pages import LINK, REPOSITORY, text_of
 from docs.site.setting_text import settings_list
-from pipeline.app.method_list import training_texts
+from pipeline.app.method_list import describe_train_defaults
 from pipeline.config.settings import load
 from pipeline.config.yaml_files import read_recommended, read_search
 from workers.methods import METHODS
@@ -101,7 +101,7 @@ def _settings(name: str) -> str:
 
 
 def _training(method: type[Method[Any]]) -> str:
-    return "\n".join(f"- {escape(text)}" for text in training_texts(method))
+    return "\n".join(f"- {escape(text)}" for text in describe_train_defaults(method))
 
 
 def _configs(name: str) -> str:

@@ -10,7 +10,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from docs.site.markdown import Term, term_list
-from pipeline.app.method_list import format_bounds, list_fields, type_text, value_text
+from pipeline.app.method_list import (
+    describe_setting_type,
+    format_bounds,
+    format_yaml_value,
+    list_fields,
+)
 
 
 def settings_list(model: type[BaseModel], paper: Mapping[str, Any] | None = None) -> str:
@@ -22,7 +27,7 @@ def settings_list(model: type[BaseModel], paper: Mapping[str, Any] | None = None
     for key, info in list_fields(model):
         facts = facts_of(info)
         if paper and key in paper and paper[key] != default_of(info):
-            facts += f"; in the paper {value_text(paper[key])}"
+            facts += f"; in the paper {format_yaml_value(paper[key])}"
         terms.append(Term(key, facts, info.description or ""))
     return term_list(terms)
 
@@ -36,11 +41,11 @@ def facts_of(info: FieldInfo) -> str:
     """Return type, default and range of a setting in one line."""
     default = default_of(info)
     if default is PydanticUndefined:
-        facts = [type_text(info), "required"]
+        facts = [describe_setting_type(info), "required"]
     elif isinstance(default, BaseModel) or default == {}:
-        facts = [type_text(info)]
+        facts = [describe_setting_type(info)]
     else:
-        facts = [type_text(info), f"default {value_text(default)}"]
+        facts = [describe_setting_type(info), f"default {format_yaml_value(default)}"]
     bounds = format_bounds(info)
     if bounds:
         facts.append(bounds)

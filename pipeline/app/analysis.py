@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.app.prepared import PreparedRun, current_record
-from pipeline.app.reports import WrittenReport, export, report_files_or_build
+from pipeline.app.prepared import PreparedRun, find_or_make_record
+from pipeline.app.reports import WrittenReport, export, read_or_build_report
 from pipeline.app.runs import bring
 from pipeline.app.screen import OpenScreen
 from pipeline.graph import diagram
@@ -86,7 +86,7 @@ def analyse(
             measured.
     """
     # imported here to keep the start-up fast: they import torch and matplotlib
-    from pipeline.graph.tasks import cards_graph
+    from pipeline.graph.tasks import build_cards_graph
     from pipeline.report import analyse as analysis
     from pipeline.report import analysis_section
 
@@ -104,9 +104,11 @@ def analyse(
             )
         run.store.check_writable()
         prepared.append(run)
-        runs.append(analysis.FinishedRun(run.config, run.graph, run.store, current_record(run)))
+        runs.append(
+            analysis.FinishedRun(run.config, run.graph, run.store, find_or_make_record(run))
+        )
         analysis.check_finished(runs[-1])
-        card_graph, other_tasks = cards_graph(run.config, run.store, other_cards)
+        card_graph, other_tasks = build_cards_graph(run.config, run.store, other_cards)
         analysis.check_covered(runs[-1:], other_tasks)
         bring(card_graph, run.config, run.store, open_screen, command)
     with at_work(lambda: "measuring attention"):
@@ -154,7 +156,7 @@ def _record_analysis(
     from pipeline.tracking.recorder import Recorder
 
     picture = diagram.to_svg(run.graph, {})
-    files = report_files_or_build(run, record)
+    files = read_or_build_report(run, record)
     files = analysis_section.add_section(files, record, run.store)
     recorder = Recorder(run.config.tracking, run.store.storage, remedy="the same command")
     recorder.start(record, picture)

@@ -49,7 +49,7 @@ class Experiment:
     def __repr__(self) -> str:
         from pipeline.config import settings as configs  # keeps the start-up fast: pydantic
 
-        words = [f"{self.name}:", configs.name_of_source(self.source), *self.overrides]
+        words = [f"{self.name}:", configs.get_source_name(self.source), *self.overrides]
         return f"<Experiment {' '.join(words)}>"
 
     @property
@@ -128,7 +128,7 @@ class Experiment:
 
         with self._in_folder():
             forecast = app.plan(self._prepare(with_jobs=True)).forecast(calibrate)
-        return data_frame([cost.label_row(forecast, label) for label in forecast.walls])
+        return data_frame([cost.make_label_row(forecast, label) for label in forecast.walls])
 
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:
         """Return a drawing of the graph as SVG text.
@@ -355,7 +355,7 @@ class Experiment:
 
         if not isinstance(self.source, str) or run.graph.has_outside_code:
             return REPEAT_IN_PYTHON.format(command)
-        return cd_prefix + app.command_text(command, self.source, self.overrides, options)
+        return cd_prefix + app.format_command(command, self.source, self.overrides, options)
 
     def _results(self, run: PreparedRun, tables: Mapping[str, RunTables]) -> Results:
         from pipeline.app import runs as app
@@ -363,12 +363,12 @@ class Experiment:
         from workers.storage.artifact import join
 
         def open_model(replica: str, label: str) -> Model:
-            from pipeline.results.bundles import read_run_bundle  # keeps the start-up fast: torch
+            from pipeline.results.bundles import build_run_bundle  # keeps the start-up fast: torch
             from pipeline.results.model import Model
 
             with self._in_folder():
                 whole = app.with_jobs(run.replicas.get(replica, run))
-                return Model(read_run_bundle(whole.graph, whole.store, label))
+                return Model(build_run_bundle(whole.graph, whole.store, label))
 
         report = join(run.store.storage, "runs", run.config.name, "report.html")
         return Results(run.config.name, tables, open_model, report)

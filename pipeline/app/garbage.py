@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from pipeline.graph.store import Garbage, Store
-from pipeline.results.trials import keys_of_searches
+from pipeline.results.trials import collect_search_keys
 from workers.errors import UserError
 from workers.storage.artifact import READ_ONLY, delete_dir, join
 from workers.storage.lock import stage_lock
@@ -39,7 +39,7 @@ def find_garbage(
                 f"the {kind} limit of garbage is {limit}; it must be a finite number of at least 0"
             )
     store.check_exists()
-    garbage = store.garbage(keys_of_searches(store.storage), changed)
+    garbage = store.garbage(collect_search_keys(store.storage), changed)
     newest_first = sorted(garbage, key=lambda folder: folder.written, reverse=True)
     written_before = time.time() - older_than_s
     size_bytes = 0
@@ -87,7 +87,7 @@ def _delete_garbage(
     """Delete garbage while the lock of `gc` is held. See `delete_garbage`."""
     needed_again: list[str] = []
     busy: list[str] = []
-    with store.claimed_by_gc():
+    with store.hold_gc_lock():
         remaining_paths = {folder.path for folder in find_garbage(store, changed)}
         for path in paths:
             if path not in remaining_paths:

@@ -80,8 +80,8 @@ def method_rows() -> list[Row]:
                 "method": name,
                 "family": method.family,
                 "scenarios": "/".join(sorted(method.scenarios)),
-                "old images": _old_images(method),
-                "trains": _trained_part(method),
+                "old images": _find_old_images(method),
+                "trains": _find_trained_part(method),
                 "removal": "trains again" if trains_shared(method) else "exact",
                 "forgets": method.may_forget,
                 "keeps for each task": method.keeps,
@@ -95,14 +95,14 @@ def method_rows() -> list[Row]:
     return sorted(rows, key=order)
 
 
-def _old_images(method: type[Method[Any]]) -> str:
+def _find_old_images(method: type[Method[Any]]) -> str:
     """Return which images of earlier tasks are read to train a task: an item of OLD_IMAGES."""
     if method.trains_on == "seen":
         return "all"
     return "exemplars" if method.reads == "seen" else "none"
 
 
-def _trained_part(method: type[Method[Any]]) -> str:
+def _find_trained_part(method: type[Method[Any]]) -> str:
     if not method.has_training():
         return "nothing"
     return "modules" if method.freezes_backbone else "backbone"
@@ -164,21 +164,23 @@ def describe_method(name: str) -> str:
     if method.paper:
         lines += _wrapped(f"paper: {method.paper}")
     lines += ["", "training where a config is silent (`train`, methods.NAME.train):"]
-    for text in training_texts(method):
+    for text in describe_train_defaults(method):
         lines += _wrapped(text)
     lines.append("")
     if settings:
         lines.append(f"settings, below methods.{name}; where the paper has another")
-        lines.append(f"value than the default, it is given too (from {paper_config(name).name})")
+        lines.append(
+            f"value than the default, it is given too (from {find_paper_config(name).name})"
+        )
     else:
         lines.append(f"{name} has no settings of its own")
     for setting in settings:
-        lines += ["", f"{setting.name}: {setting.kind}", *_default_lines(setting)]
+        lines += ["", f"{setting.name}: {setting.kind}", *_format_default(setting)]
         lines += _wrapped(setting.meaning)
     return "\n".join(lines)
 
 
-def paper_config(method: str) -> Path:
+def find_paper_config(method: str) -> Path:
     """Return the path of the config with the settings of a method's paper."""
     return METHOD_FILES / f"{method}.yaml"
 
@@ -194,7 +196,7 @@ def list_settings(name: str) -> list[Setting]:
 
     if name not in METHODS:
         raise UserError(f"there is no method {name!r}; {describe_unknown(name)}")
-    path = paper_config(name)
+    path = find_paper_config(name)
     in_paper: dict[str, Any] = {}
     if path.exists():  # an external method has no such file
         in_paper = load(str(path)).methods[name].settings
@@ -203,16 +205,18 @@ def list_settings(name: str) -> list[Setting]:
         value = info.get_default(call_default_factory=True)
         default = None
         if value is not PydanticUndefined:
-            default = value_text(value)
+            default = format_yaml_value(value)
         paper = None
         if key in in_paper and in_paper[key] != value:
-            paper = value_text(in_paper[key])
+            paper = format_yaml_value(in_paper[key])
         meaning = info.description or ""
-        settings.append(Setting(key, type_text(info), default, format_bounds(info), paper, meaning))
+        settings.append(
+            Setting(key, describe_setting_type(info), default, format_bounds(info), paper, meaning)
+        )
     return settings
 
 
-def training_texts(method: type[Method[Any]]) -> list[str]:
+def describe_train_defaults(method: type[Method[Any]]) -> list[str]:
     """Describe the default training of each step, and the source of the default values."""
     defaults = method.train_defaults
     texts = []
@@ -239,7 +243,7 @@ def list_fields(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
         yield info.alias or name, info
 
 
-def _default_lines(setting: Setting) -> list[str]:
+def _format_default(setting: Setting) -> list[str]:
     text = "required"
     if setting.default is not None:
         text = f"default {setting.default}"
@@ -250,14 +254,14 @@ def _default_lines(setting: Setting) -> list[str]:
     return _wrapped(text)
 
 
-def value_text(value: Any) -> str:
+def format_yaml_value(value: Any) -> str:
     """Return a value as it is written in YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
         return "null"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(value_text, value))}]"
+        return f"[{', '.join(map(format_yaml_value, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
@@ -266,29 +270,29 @@ def value_text(value: Any) -> str:
 def format_bounds(info: FieldInfo) -> str:
     """Return the range of a number, for example `> 0, <= 1`, or "" without limits."""
     bounds = []
-    for mark in _marks(info.annotation, info.metadata):
+    for mark in _find_constraints(info.annotation, info.metadata):
         for kind, sign in SIGNS.items():
             if isinstance(mark, kind):
                 bounds.append(f"{sign} {getattr(mark, kind.__name__.lower()):g}")
     return ", ".join(dict.fromkeys(bounds))
 
 
-def _marks(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
+def _find_constraints(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
     """Yield the constraints of a field, including constraints on members of a union."""
     yield from metadata
     for mark in getattr(annotation, "__metadata__", ()):
         yield from getattr(mark, "metadata", None) or [mark]
     for argument in get_args(annotation):
         if not isinstance(argument, (str, int, float)):
-            yield from _marks(argument, [])
+            yield from _find_constraints(argument, [])
 
 
-def type_text(info: FieldInfo) -> str:
+def describe_setting_type(info: FieldInfo) -> str:
     """Describe the type of a setting: a word such as `number`, or the values of a `Literal`."""
-    return " or ".join(dict.fromkeys(_kinds(info.annotation)))
+    return " or ".join(dict.fromkeys(_find_type_names(info.annotation)))
 
 
-def _kinds(annotation: Any) -> Iterator[str]:
+def _find_type_names(annotation: Any) -> Iterator[str]:
     names = {
         float: "number",
         int: "whole number",
@@ -301,18 +305,18 @@ def _kinds(annotation: Any) -> Iterator[str]:
         yield names[annotation]
     elif origin is Literal:
         for word in get_args(annotation):
-            yield value_text(word)
+            yield format_yaml_value(word)
     elif origin in (tuple, list):
         inner = [argument for argument in get_args(annotation) if argument is not Ellipsis]
-        kinds = dict.fromkeys(kind for argument in inner for kind in _kinds(argument))
+        kinds = dict.fromkeys(kind for argument in inner for kind in _find_type_names(argument))
         yield f"list of {' or '.join(kinds)}"
     elif origin is dict or isinstance(annotation, type):
         yield "mapping"
     elif hasattr(annotation, "__metadata__"):
-        yield from _kinds(annotation.__origin__)
+        yield from _find_type_names(annotation.__origin__)
     else:
         for argument in get_args(annotation):
-            yield from _kinds(argument)
+            yield from _find_type_names(argument)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -140,7 +140,7 @@ def _describe_code() -> dict[str, Any]:
     }
 
 
-def current_record(run: PreparedRun) -> RunRecord:
+def find_or_make_record(run: PreparedRun) -> RunRecord:
     """Return the stored record of a run, or a new record if the graph has changed since then."""
     record = run.store.record(run.config.name)
     keys = {stage.id: stage.key for stage in run.graph}
@@ -149,7 +149,7 @@ def current_record(run: PreparedRun) -> RunRecord:
     return make_record(run.graph, run.config, run.tasks, provenance())
 
 
-def list_records(run: PreparedRun) -> dict[str, RunRecord]:
+def make_replica_records(run: PreparedRun) -> dict[str, RunRecord]:
     """Return a new record of each replica of a run, by replica; empty for a run of one seed."""
     records = {}
     for name, replica in run.replicas.items():
@@ -162,4 +162,6 @@ def read_tables(run: PreparedRun) -> dict[str, RunTables]:
 
     For a run with one seed and one class order, the only key is the empty string.
     """
-    return RunTables.load_all(run.store.storage, list_records(run) or {"": current_record(run)})
+    return RunTables.load_all(
+        run.store.storage, make_replica_records(run) or {"": find_or_make_record(run)}
+    )

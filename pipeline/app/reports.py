@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeline.app.prepared import PreparedRun, list_records, provenance
+from pipeline.app.prepared import PreparedRun, make_replica_records, provenance
 from pipeline.app.screen import Screen
 from pipeline.graph import diagram
 from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
@@ -26,7 +26,7 @@ from pipeline.shell.console import at_work, print_to_stderr
 from workers.storage.artifact import (
     Artifact,
     Attempt,
-    cached_artifacts,
+    cache_artifacts,
     exists,
     join,
     read_bytes,
@@ -84,7 +84,7 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
         record = make_record(run.graph, run.config, run.tasks, provenance())
     picture = diagram.to_svg(run.graph, {})
     with at_work(lambda: "building the report"):
-        files = build_report(run, record, _earlier_failures(run))
+        files = build_report(run, record, _find_earlier_failures(run))
         if not run.replicas:
             files = analysis_section.add_section(files, record, store)
     recorder = open_recorder(run, print_to_stderr, report_command)
@@ -98,7 +98,7 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
     return WrittenReport(page_path, recorder.warnings, recorder.links())
 
 
-def _earlier_failures(run: PreparedRun) -> dict[str, str]:
+def _find_earlier_failures(run: PreparedRun) -> dict[str, str]:
     """Return the error messages of stages that failed in the last start of the run, by id.
 
     Stages that have a result by now are left out.
@@ -126,7 +126,7 @@ def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str,
     store = run.store
     attempt = Attempt(store.root, stage.key)
     parent_keys = [run.graph[parent].key for parent in stage.parents]
-    with cached_artifacts(store.root, parent_keys) as made_of:
+    with cache_artifacts(store.root, parent_keys) as made_of:
         files = build_report(run, record)
     for name, data in files.items():
         attempt.write(name, data)
@@ -141,7 +141,7 @@ def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str,
     return manifest
 
 
-def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
+def read_or_build_report(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
     """Return the files of the report stage, or build them if the stage has no result."""
     if Artifact.open(run.store.root, run.graph["report"].key):
         return report_files(run)
@@ -176,7 +176,7 @@ def build_report(
     gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
     if not run.replicas:
         return page.build(run.store.storage, record, failures, gpu_use)
-    tables = RunTables.load_all(run.store.storage, list_records(run))
+    tables = RunTables.load_all(run.store.storage, make_replica_records(run))
     return replicas_page.build(record, tables, failures, gpu_use)
 
 
@@ -223,7 +223,7 @@ def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: 
     storage = run.store.storage
     if not run.replicas:
         return Recorder(run.config.tracking, storage, say, report_command)
-    records = list_records(run)
+    records = make_replica_records(run)
     return ReplicatedRecorder(run.config.tracking, storage, records, say, report_command)
 
 
@@ -242,9 +242,9 @@ def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
         label: Label of the method.
         folder: The folder to write.
     """
-    from pipeline.results.bundles import read_run_bundle  # imports torch
+    from pipeline.results.bundles import build_run_bundle  # imports torch
 
-    read_run_bundle(run.graph, run.store, label).write(folder)
+    build_run_bundle(run.graph, run.store, label).write(folder)
 
 
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.app.prepared import PreparedRun, RunPlan, list_records, provenance
+from pipeline.app.prepared import PreparedRun, RunPlan, make_replica_records, provenance
 from pipeline.app.reports import (
     WrittenReport,
     add_analysis,
@@ -23,9 +23,9 @@ from pipeline.app.reports import (
     log_models,
     make_report,
     open_recorder,
+    read_or_build_report,
     report_failures,
     report_files,
-    report_files_or_build,
 )
 from pipeline.app.screen import OpenScreen, Screen
 from pipeline.config import settings as configs
@@ -57,7 +57,7 @@ from pipeline.graph.selection import (
     StageSelection,
     find_stages,
     force,
-    selected_to_run,
+    select_stages_to_run,
 )
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, version_notes
@@ -68,12 +68,12 @@ from pipeline.results.tables import RunTables
 from pipeline.shell.console import at_work
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
-from pipeline.tracking.prometheus import announcing_metrics, run_metrics
+from pipeline.tracking.prometheus import announce_metrics, run_metrics
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import (
     Artifact,
-    content_digest,
+    compute_content_digest,
 )
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _prepare(
     if to_run:
         store.sweep()
     if not several:
-        refuse_replicas(config, configs.name_of_source(source), "this needs one model")
+        refuse_replicas(config, configs.get_source_name(source), "this needs one model")
     if to_run:
         raw_data.compare_rewritten_sources(config, store, say)
 
@@ -274,7 +274,7 @@ def _build(
     return build.build_graph(config, store, provenance(), ask_sources=ask_sources, sources=sources)
 
 
-def command_text(
+def format_command(
     command: str, config_path: str, overrides: Sequence[str], options: Sequence[str] = ()
 ) -> str:
     """Return the command line that runs a command on a config.
@@ -296,7 +296,7 @@ def plan(run: PreparedRun) -> RunPlan:
 
     The files of results are checked by size only, not by digest.
     """
-    previous = previous_record(run.store, run.config)
+    previous = find_previous_record(run.store, run.config)
     lookups = look_up_all(run.graph, run.store, previous, "sizes")
     return RunPlan(
         run,
@@ -306,7 +306,7 @@ def plan(run: PreparedRun) -> RunPlan:
     )
 
 
-def previous_record(store: Store, config: Config) -> RunRecord | None:
+def find_previous_record(store: Store, config: Config) -> RunRecord | None:
     """Return the record used to explain misses.
 
     It is the last record of this run, or else of the run of the same config without `--set`.
@@ -352,16 +352,16 @@ def _execute(
     config = run.config
     store = run.store
     graph = run.graph
-    previous = previous_record(run.store, run.config)
+    previous = find_previous_record(run.store, run.config)
     record = make_record(graph, config, run.tasks, provenance())
-    records = list_records(run)
+    records = make_replica_records(run)
     for saved in (record, *records.values()):
         store.save_record(
             saved
         )  # before the look-up, because from now on `gc` keeps the results that this run needs
     with at_work(lambda: "looking for results in the storage"):
         lookups = force(graph, look_up_all(graph, store, previous), selection)
-    todo = selected_to_run(graph, lookups, selection)
+    todo = select_stages_to_run(graph, lookups, selection)
     left_out = stages_to_run(graph, lookups) - todo
     LOG.info("run %s: %d stages, %d to run", config.name, len(graph), len(todo))
     screen = open_screen(graph, lookups)
@@ -385,16 +385,18 @@ def _execute(
             run, record, lookups, todo, selection, screen, resume_command, report_command
         )
     for stage_id in sorted(find_stages(graph, selection.force, "--force")):
-        screen.say(f"{stage_id}: {_comparison(lookups[stage_id], result.outcome, stage_id)}")
+        screen.say(
+            f"{stage_id}: {_describe_forced_result(lookups[stage_id], result.outcome, stage_id)}"
+        )
     return result
 
 
-def _comparison(before: Lookup, outcome: Outcome, stage_id: str) -> str:
+def _describe_forced_result(before: Lookup, outcome: Outcome, stage_id: str) -> str:
     """Describe whether the result of a forced stage is the same as before."""
     after = outcome.manifests[stage_id]
     if before.manifest is None or after is None:
         return "it had no result before"
-    if content_digest(before.manifest) == content_digest(after):
+    if compute_content_digest(before.manifest) == compute_content_digest(after):
         return "run again, with the same content as before"
     return "run again, with another content than before; what was made of it was run again"
 
@@ -430,7 +432,7 @@ def _run_and_record(
         keep_journal(
             store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
         ) as journal,
-        announcing_metrics(
+        announce_metrics(
             config.tracking.prometheus,
             lambda: run_metrics(journal.snapshot(), graph),
             screen.say,
@@ -446,11 +448,11 @@ def _run_and_record(
             run = rebuild(run)
             graph = run.graph
             record = make_record(graph, config, run.tasks, provenance())
-            for saved in (record, *list_records(run).values()):
+            for saved in (record, *make_replica_records(run).values()):
                 store.save_record(saved)
             lookups = _look_up_again(graph, store, before, lookups, ingested)
             lookups = force(graph, lookups, selection)
-            todo = selected_to_run(graph, lookups, selection)
+            todo = select_stages_to_run(graph, lookups, selection)
             todo -= {name for name, state in ingested.states.items() if state is State.DONE}
             missing = stages_to_run(graph, lookups) | todo
             journal.take_up(lookups, missing)
@@ -466,7 +468,7 @@ def _run_and_record(
                 status = "FINISHED"
             raise_if_failed(outcome, resume_command, logs_command(store.storage, graph.name))
             with screen.activity(lambda: "building the report"):
-                files = report_files_or_build(run, record)
+                files = read_or_build_report(run, record)
                 files = add_analysis(files, record, store)
             if is_whole:
                 log_models(recorder, run)
@@ -647,7 +649,7 @@ def _finish(
     written = WrittenReport(page, warnings, links)
     if not run.replicas:
         return RunResult(RunTables.load(run.store.storage, record), outcome, written, run)
-    tables = RunTables.load_all(run.store.storage, list_records(run))
+    tables = RunTables.load_all(run.store.storage, make_replica_records(run))
     return RunResult(next(iter(tables.values())), outcome, written, run, tables)
 
 
@@ -720,7 +722,7 @@ def bring(
     """
     from pipeline.launch import executor as launch  # imports torch
 
-    previous = previous_record(store, config)
+    previous = find_previous_record(store, config)
     lookups = look_up_all(ingest_graph, store, previous)
     screen = open_screen(ingest_graph, lookups)
 

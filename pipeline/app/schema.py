@@ -21,7 +21,7 @@ DEFINITIONS = "definitions"
 Schema = dict[str, Any]
 
 
-def card_schema() -> Schema:
+def build_card_schema() -> Schema:
     """Return the schema of `datasets/NAME/card.yaml`."""
     schema = model_schema(Card)
     schema["title"] = "Accrete card"
@@ -34,7 +34,7 @@ def card_schema() -> Schema:
     return finished(schema)
 
 
-def config_schema() -> Schema:
+def build_config_schema() -> Schema:
     """Return the schema of a config, with the settings of every method."""
     schema = model_schema(Config)
     schema["title"] = "Accrete config"
@@ -86,7 +86,7 @@ def _methods_schema(definitions: Schema) -> Schema:
         summary = f"{method.family}. {method.paper}".strip()
         reference = {"$ref": references[name]}
         properties[name] = {"description": summary, "anyOf": [reference, _other_method(name)]}
-    definitions["labelled method"] = _by_kind("method", references)
+    definitions["labelled method"] = _select_schema_by_key("method", references)
     return {
         "description": "label -> a method and its settings; or names of methods, which take the "
         "settings that are recommended for the stream",
@@ -174,7 +174,7 @@ def _as_draft_7(value: Any) -> Any:
     body = {key: _as_draft_7(item) for key, item in value.items()}
     if "discriminator" in body:
         discriminator = body["discriminator"]
-        body = _by_kind(discriminator["propertyName"], discriminator["mapping"])
+        body = _select_schema_by_key(discriminator["propertyName"], discriminator["mapping"])
     if "prefixItems" in body:
         body["items"] = body.pop("prefixItems")
     if isinstance(body.get("title"), str) and "type" in body:
@@ -184,7 +184,7 @@ def _as_draft_7(value: Any) -> Any:
     return body
 
 
-def _by_kind(key: str, references: Mapping[str, str]) -> Schema:
+def _select_schema_by_key(key: str, references: Mapping[str, str]) -> Schema:
     """Return the schema of a mapping in which the value of a key selects the schema.
 
     The schema uses conditions, so that an editor shows only the keys of the selected kind.

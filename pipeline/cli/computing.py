@@ -204,7 +204,7 @@ def init(args: argparse.Namespace) -> int:
         invocation.this_command(),
         lines.append,
         name=args.name,
-        settings=starter.column_settings(args.image, args.label) + args.settings,
+        settings=starter.format_column_settings(args.image, args.label) + args.settings,
     )
     preview = lines.pop()  # `starter.start` reports the preview last
     print("\n".join(lines))
@@ -239,8 +239,10 @@ def run(args: argparse.Namespace) -> int:
     selection = StageSelection(
         args.only_stages, args.from_stages, args.until_stages, args.force_stages
     )
-    resume_command = app.command_text("run", args.config, args.overrides, selection.resume_options)
-    report_command = app.command_text("report", args.config, args.overrides)
+    resume_command = app.format_command(
+        "run", args.config, args.overrides, selection.resume_options
+    )
+    report_command = app.format_command("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
     if result.replicas:
         from pipeline.report.replicas import comparison_text  # start-up time: matplotlib
@@ -263,9 +265,9 @@ def search(args: argparse.Namespace) -> int:
     searches.execute(
         prepared,
         SearchScreen(prepared),
-        app.command_text("search", args.config, args.overrides),
+        app.format_command("search", args.config, args.overrides),
         # For a plain config `report` writes the report of its run, not of the search.
-        app.command_text(
+        app.format_command(
             "report" if searches.is_search(args.config) else "search", args.config, args.overrides
         ),
     )
@@ -347,7 +349,7 @@ def ingest(args: argparse.Namespace) -> int:
     from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
-    resume_command = app.command_text("run", args.config, args.overrides)
+    resume_command = app.format_command("run", args.config, args.overrides)
     for data in app.ingest(prepared, console.Console, resume_command):
         rejected = data.rejected_text or "none rejected"
         print(f"{data.stage}: {app.counts_text(data.counts)}; {rejected}")

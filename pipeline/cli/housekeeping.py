@@ -79,7 +79,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
             "belong to no named run"
         )
     if args.dry_run:
-        print(garbage_text(garbage))
+        print(format_garbage(garbage))
         return 0
     if not args.yes and not is_confirmed("delete them?"):
         print("nothing was deleted")
@@ -87,14 +87,14 @@ def collect_garbage(args: argparse.Namespace) -> int:
     paths = [folder.path for folder in garbage]
     needed_again, busy = delete_garbage(store, paths, let_go)
     if needed_again:
-        print(staying_sentence(len(needed_again), "a new run needs"))
+        print(describe_kept_folders(len(needed_again), "a new run needs"))
     if busy:
-        print(staying_sentence(len(busy), "a process is computing"))
+        print(describe_kept_folders(len(busy), "a process is computing"))
     print("deleted")
     return 0
 
 
-def staying_sentence(count: int, reason: str) -> str:
+def describe_kept_folders(count: int, reason: str) -> str:
     """Describe how many of the listed folders are kept, and why.
 
     Args:
@@ -106,7 +106,7 @@ def staying_sentence(count: int, reason: str) -> str:
     return f"{count} of them are kept: {reason} them"
 
 
-def garbage_text(garbage: Sequence[Garbage]) -> str:
+def format_garbage(garbage: Sequence[Garbage]) -> str:
     """Format a table of the folders: path, time of writing, size in megabytes."""
     from pipeline.config.text import table_text
 

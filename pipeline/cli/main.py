@@ -33,7 +33,7 @@ from workers.errors import UserError
 from workers.storage import secrets
 
 BUCKET = re.compile(r"in bucket '([^']+)'")  # the bucket's name in an error of pyarrow
-LONGEST_ERROR = 4000  # maximal printed characters of an error; errors of workers can be long
+MAX_ERROR_CHARACTERS = 4000  # maximal printed characters of an error; errors of workers can be long
 
 
 def leave(code: int) -> NoReturn:
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     except OSError as error:
-        print(f"accrete: {file_sentence(error)}", file=sys.stderr)
+        print(f"accrete: {describe_file_error(error)}", file=sys.stderr)
         return 2
     except preemption.Preempted:
         print(
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def file_sentence(error: OSError) -> str:
+def describe_file_error(error: OSError) -> str:
     """Describe an error of a file, or of an object in a bucket, and the remedy."""
     text = one_line(str(error.strerror or error))
     file_name = error.filename or "a file"
@@ -134,9 +134,9 @@ def one_line(text: str) -> str:
     middle of a very long text is removed.
     """
     line = secrets.printable(" ".join(text.split()))
-    if len(line) <= LONGEST_ERROR:
+    if len(line) <= MAX_ERROR_CHARACTERS:
         return line
-    half = LONGEST_ERROR // 2
+    half = MAX_ERROR_CHARACTERS // 2
     return f"{line[:half]} ... {line[-half:]}"
 
 

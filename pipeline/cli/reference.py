@@ -60,9 +60,9 @@ def methods(args: argparse.Namespace) -> int:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of configs, cards or searches."""
-    from pipeline.app.schema import card_schema, config_schema
+    from pipeline.app.schema import build_card_schema, build_config_schema
     from pipeline.search.schema import search_schema  # imports pydantic and torch
 
-    schemas = {"config": config_schema, "card": card_schema, "search": search_schema}
+    schemas = {"config": build_config_schema, "card": build_card_schema, "search": search_schema}
     print(json.dumps(schemas[args.kind](), indent=2))
     return 0

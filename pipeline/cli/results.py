@@ -153,7 +153,7 @@ def report(args: argparse.Namespace) -> int:
         print("\n".join(searches.report(search).lines))
         return 0
     prepared = app.prepare(args.config, args.overrides, several=True)
-    written = reports.report(prepared, app.command_text("report", args.config, args.overrides))
+    written = reports.report(prepared, app.format_command("report", args.config, args.overrides))
     print("\n".join(written.lines))
     if args.json:
         from pipeline.results.results_file import write_results  # imports pyarrow
@@ -238,7 +238,7 @@ def status(args: argparse.Namespace) -> int:
     from pipeline.report import run_text
     from pipeline.results import runs
 
-    name, storage = runs.named_run(args.run, args.storage)
+    name, storage = runs.resolve_run(args.run, args.storage)
     if args.svg:
         write_named_file("--svg", args.svg, run_text.run_picture(storage, name).encode())
     if not args.watch:
@@ -255,9 +255,9 @@ def status(args: argparse.Namespace) -> int:
 def logs(args: argparse.Namespace) -> int:
     """Print the events of a run or a stage."""
     from pipeline.report.log_text import log_text
-    from pipeline.results.runs import named_run
+    from pipeline.results.runs import resolve_run
 
-    name, storage = named_run(args.run, args.storage)
+    name, storage = resolve_run(args.run, args.storage)
     print(log_text(storage, name, args.stage, args.all))
     return 0
 

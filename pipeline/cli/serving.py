@@ -129,7 +129,7 @@ def open_bundle(args: argparse.Namespace) -> Bundle:
 
     run = app.prepare(args.config, args.overrides)
     label = choose_label(run.config.name, [*run.config.methods], args.method, "--method")
-    return bundles.read_run_bundle(run.graph, run.store, label)
+    return bundles.build_run_bundle(run.graph, run.store, label)
 
 
 def find_record_folder(args: argparse.Namespace) -> str:

@@ -30,10 +30,10 @@ from pipeline.config.yaml_files import (
     apply_override,
     find_config,
     find_stream,
-    mapping_with_bases,
     merge,
+    read_mapping_with_bases,
     read_with_bases,
-    similar_file,
+    suggest_file,
     take_named_methods,
 )
 from workers.errors import UserError, did_you_mean
@@ -63,9 +63,9 @@ ELSEWHERE = (
     "tracking",
     "plugins",
 )  # settings that are not part of the key of any result
-LONGEST_SUFFIX = 60  # characters that overrides add to the name of a run, without a digest
+MAX_SUFFIX_CHARACTERS = 60  # characters that overrides add to the name of a run, without a digest
 MAX_PROBLEM_TEXT = 500  # characters of an error; further mistakes of a file are only counted
-LONGEST_VALUE = 80  # characters of a value in an error
+MAX_VALUE_CHARACTERS = 80  # characters of a value in an error
 # rule for the setting `tracking.prometheus` in errors
 ADDRESS_RULE = "give HOST:PORT, or PORT alone for this machine; port 0 is any free one"
 PLAIN_WORDS = {
@@ -603,12 +603,14 @@ class Config(Frozen):
         entries = {}
         for key, raw in value.items():
             label = as_name(key)
-            body = _split_settings(raw, settings_path(label), ("train", "data", "steps", "tasks"))
+            body = _split_settings(
+                raw, build_settings_path(label), ("train", "data", "steps", "tasks")
+            )
             tasks = body.get("tasks", {})
             if isinstance(tasks, dict):
                 overrides = {}
                 for task, raw_task in tasks.items():
-                    path = settings_path(label, task)
+                    path = build_settings_path(label, task)
                     overrides[as_name(task)] = _split_settings(raw_task, path, ("train", "steps"))
                 body["tasks"] = overrides
             entries[label] = {"method": body["settings"].pop("method", label), **body}
@@ -662,7 +664,7 @@ class Config(Frozen):
             self.methods[label].method,
             step,
             self._configured_train(label, step, task),
-            f"{settings_path(label, task)}.train",
+            f"{build_settings_path(label, task)}.train",
             where,
         )
 
@@ -698,14 +700,14 @@ class Config(Frozen):
 
         Unlike `merge_train`, this method does not import torch.
         """
-        path = f"{settings_path(label, task)}.train"
+        path = f"{build_settings_path(label, task)}.train"
         configured = self._configured_train(label, step, task)
         return checked(TrainSettings, configured, path, where).keep
 
     def merge_data(self, label: str, where: str = "") -> DataSettings:
         """Return the data settings of one method: its own values override those of `data`."""
         merged = {**self.data.model_dump(), **self.methods[label].data}
-        return checked(DataSettings, merged, f"{settings_path(label)}.data", where)
+        return checked(DataSettings, merged, f"{build_settings_path(label)}.data", where)
 
 
 def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
@@ -726,7 +728,7 @@ def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, A
     return {**body, "settings": settings}
 
 
-def settings_path(label: str, task: str | None = None) -> str:
+def build_settings_path(label: str, task: str | None = None) -> str:
     """Return the dotted path of a method's settings in a config, or of its settings for a task."""
     path = f"methods.{label}"
     if task:
@@ -749,7 +751,7 @@ def load(
         UserError: If the config is invalid.
     """
     body = read_values(source, overrides or ())
-    where = name_of_source(source)
+    where = get_source_name(source)
     refuse_secrets(body, f"{where}: ")
     if "space" in body and "methods" not in body:
         raise UserError(
@@ -766,7 +768,7 @@ def load(
         return config
     try:
         plain = read_values(source, [o for o in overrides if _names_methods_of_stream(o, source)])
-        return named_by_overrides(config, check(plain, where, with_methods))
+        return derive_run_name(config, check(plain, where, with_methods))
     except UserError:  # the file is only valid with the overrides
         return config
 
@@ -802,7 +804,7 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
 
     A file without a name becomes the run FILE-METHOD.
     """
-    where = name_of_source(source)
+    where = get_source_name(source)
     if not isinstance(source, str):
         return merge(body, take_named_methods(body, "", where))
     file = find_config(source)
@@ -812,7 +814,7 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
     return merge(body, taken)
 
 
-def name_of_source(source: ConfigSource) -> str:
+def get_source_name(source: ConfigSource) -> str:
     """Return the name of a config in errors: the path of its file, if it has a file."""
     return source if isinstance(source, str) else MAPPING
 
@@ -820,7 +822,7 @@ def name_of_source(source: ConfigSource) -> str:
 def _list_values(source: ConfigSource) -> dict[str, Any]:
     """Return the values of a config, merged over its bases. The caller may change the result."""
     if not isinstance(source, str):
-        return mapping_with_bases(source, MAPPING)
+        return read_mapping_with_bases(source, MAPPING)
     file = find_config(source)
     if not file.exists():
         raise _missing_config(file, source)
@@ -828,7 +830,7 @@ def _list_values(source: ConfigSource) -> dict[str, Any]:
 
 
 def _missing_config(file: Path, path: str) -> UserError:
-    return UserError(f"config {path!r} does not exist; {similar_file(file)}")
+    return UserError(f"config {path!r} does not exist; {suggest_file(file)}")
 
 
 def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config:
@@ -908,13 +910,13 @@ def _check_methods(config: Config, where: str) -> None:
     from workers.methods import METHODS
     from workers.methods.registration import (
         describe_unknown,
+        explain_not_importable,
         require_plugins,
-        why_not_importable,
     )
 
     require_plugins(config.plugins, where)
     for label, entry in config.methods.items():
-        path = settings_path(label)
+        path = build_settings_path(label)
         if entry.method not in METHODS:
             raise UserError(
                 f"{where}: {path} names method {entry.method!r}, which does not exist; "
@@ -928,7 +930,7 @@ def _check_methods(config: Config, where: str) -> None:
             )
         if any(task.slices for task in config.stream.tasks):
             _check_takes_slices(METHODS[entry.method], path, where)
-        reason = why_not_importable(entry.method)
+        reason = explain_not_importable(entry.method)
         if reason and config.cluster.workers:
             raise UserError(
                 f"{where}: {path} names {entry.method!r}, which Ray workers cannot import, because "
@@ -984,7 +986,7 @@ def _check_entry(
 ) -> None:
     """Raise `UserError` if a method does not accept its settings, or its settings for a task."""
     entry = config.merge_entry(label, task)
-    path = settings_path(label, task)
+    path = build_settings_path(label, task)
     if task is not None:
         overrides = config.methods[label].tasks[task].settings
         _check_task_overrides(overrides, method_class, path, label, where)
@@ -993,7 +995,7 @@ def _check_entry(
     for key, (mark, value) in idle.items():
         if key in entry.settings:
             set_by_task = task is not None and key in config.methods[label].tasks[task].settings
-            key_path = path if set_by_task else settings_path(label)
+            key_path = path if set_by_task else build_settings_path(label)
             raise UserError(
                 f"{where}: {_idle_text(key_path, key, entry.settings[key], mark, value)}"
             )
@@ -1060,16 +1062,16 @@ def _check_train_and_data(config: Config, where: str) -> None:
     for label, task in _labels_and_tasks(config):
         method = config.methods[label]
         entry = method if task is None else method.tasks[task]
-        path = settings_path(label, task)
+        path = build_settings_path(label, task)
         data = config.merge_data(label, where)
         check_section("data", shared_data, data)
-        check_section(f"{settings_path(label)}.data", method.data, data)
+        check_section(f"{build_settings_path(label)}.data", method.data, data)
         for step in METHODS[method.method].steps:
             if not step.trains:
                 continue
             train = config.merge_train(label, step.name, where, task)
             check_section("train", shared_train, train)
-            check_section(f"{settings_path(label)}.train", method.train, train)
+            check_section(f"{build_settings_path(label)}.train", method.train, train)
             check_section(f"{path}.train", entry.train, train)
             check_section(f"{path}.steps.{step.name}", entry.steps.get(step.name, {}), train)
     for key, error in errors.items():
@@ -1194,8 +1196,8 @@ def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join([prefix, *location] if prefix else location)
     value = repr(first["input"])
-    if len(value) >= LONGEST_VALUE:
-        value = value[: LONGEST_VALUE - 3] + "..."
+    if len(value) >= MAX_VALUE_CHARACTERS:
+        value = value[: MAX_VALUE_CHARACTERS - 3] + "..."
     if first["type"] == "extra_forbidden":
         hint = _similar_key(location[-1], sorted(_list_keys(model, location[:-1])))
         return f"{key} is not a known key (value {value}); {hint}"
@@ -1251,7 +1253,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: value}
 
 
-def named_by_overrides(config: Config, plain: Config) -> Config:
+def derive_run_name(config: Config, plain: Config) -> Config:
     """Return the config with a derived name if the overrides change the results.
 
     The renamed run has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`.
@@ -1277,9 +1279,9 @@ def named_by_overrides(config: Config, plain: Config) -> Config:
             parts += [key, str(value)]
     text = "-".join(parts)
     suffix = re.sub(r"[^A-Za-z0-9_.-]+", "_", text)
-    if suffix != text or len(suffix) > LONGEST_SUFFIX:
+    if suffix != text or len(suffix) > MAX_SUFFIX_CHARACTERS:
         digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
-        suffix = f"{suffix[:LONGEST_SUFFIX]}-{digest}"
+        suffix = f"{suffix[:MAX_SUFFIX_CHARACTERS]}-{digest}"
     named = config.model_copy(update={"name": f"{config.name}-{suffix}"})
     named._base_name = plain.name
     return named

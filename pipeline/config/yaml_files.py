@@ -323,10 +323,10 @@ def _read_over_bases(
             f"{files_read[0]}: extends more than {MAX_FILES} files, "
             "each counted as often as it is extended; take some out"
         )
-    return _merged_over_bases(read_yaml(file, "a config"), file, extending, files_read)
+    return _merge_over_bases(read_yaml(file, "a config"), file, extending, files_read)
 
 
-def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def read_mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the values of a config given as a mapping, merged over the files that it extends.
 
     Args:
@@ -337,17 +337,17 @@ def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         UserError: If the mapping has a secret, or a value that a file cannot contain; and in the
             cases of `read_with_bases`.
     """
-    body = plain_values(values)
+    body = to_plain_values(values)
     refuse_secrets(body, f"{name}: ")
-    return _merged_over_bases(body, Path(name), (), [])
+    return _merge_over_bases(body, Path(name), (), [])
 
 
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a mapping to plain values. Raise `UserError` if a file cannot contain a value."""
     return {str(key): json.loads(_json_text(str(key), value)) for key, value in values.items()}
 
 
-def _merged_over_bases(
+def _merge_over_bases(
     body: dict[str, Any], file: Path, extending: tuple[Path, ...], files_read: list[Path]
 ) -> dict[str, Any]:
     """Return the values `body` of `file` merged over its bases; see `_read_over_bases`."""
@@ -649,7 +649,7 @@ def expand(text: str) -> str:
     return expanded
 
 
-def variable_remedy(text: str) -> str:
+def describe_variables(text: str) -> str:
     """Return the remedy for a missing path that contains variables; "" without variables."""
     parts = [name.partition(":-") for name in VARIABLE.findall(text)]
     if not parts:
@@ -660,7 +660,7 @@ def variable_remedy(text: str) -> str:
     return f"set the environment variable {name} to the right folder ({state} {value!r:.200}), or "
 
 
-def similar_file(file: Path) -> str:
+def suggest_file(file: Path) -> str:
     """Return the remedy for a missing YAML file: a similar name in its folder, if there is one."""
     names = [sibling.name for sibling in file.parent.glob("*.yaml")]
     return did_you_mean(file.name, names, "give the path of a .yaml file", str(file.parent))

@@ -64,7 +64,7 @@ class Account:
             ValueError or TypeError: If the data is not an account.
         """
         try:
-            body = _printable(json.loads(data))
+            body = _make_printable(json.loads(data))
         except RecursionError:
             raise ValueError("it is nested too deep") from None
         account = cls(**{name: value for name, value in body.items() if name in _FIELDS})
@@ -100,13 +100,13 @@ class Account:
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
 
-def _printable(value: Any) -> Any:
+def _make_printable(value: Any) -> Any:
     """Return a JSON value with all texts made safe to print."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {printable(name): _printable(one) for name, one in value.items()}
-    return [*map(_printable, value)] if isinstance(value, list) else value
+        return {printable(name): _make_printable(one) for name, one in value.items()}
+    return [*map(_make_printable, value)] if isinstance(value, list) else value
 
 
 _FIELDS = frozenset(Account.__dataclass_fields__)

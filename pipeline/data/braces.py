@@ -8,7 +8,7 @@ from collections.abc import Iterable
 NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last number in a path
 
 
-def with_braces(urls: Iterable[str]) -> list[str]:
+def format_braces(urls: Iterable[str]) -> list[str]:
     """Merge consecutive URLs into brace patterns, for example `train-{000000..000007}.tar`.
 
     URLs are consecutive if they differ only in their last number, and this number increases by 1.

@@ -18,7 +18,7 @@ from pipeline.config.settings import describe_validation_error
 from pipeline.config.yaml_files import CARDS, expand, is_path_of_card, read_yaml
 from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.names import nfc
-from pipeline.data.source_classes import Memory, labels_of_source
+from pipeline.data.source_classes import Memory, find_source_labels
 from workers.errors import UserError, did_you_mean
 from workers.storage.regular_file import read_regular
 
@@ -39,13 +39,13 @@ def load(name: str, memory: Memory | None = None) -> Card:
     Raises:
         UserError: If the card does not exist (the message suggests a similar name) or is invalid.
     """
-    path = card_path(name)
+    path = find_card_file(name)
     body = read_yaml(path, "a card")
     classes_from_source = body.get("classes") == FROM_SOURCE
     card = _parse_card(path, body)
     card = _resolve_files(card, path)
     if classes_from_source:
-        labels = labels_of_source(card, str(path), memory)
+        labels = find_source_labels(card, str(path), memory)
         card = card.model_copy(update={"classes": labels.classes})
         card = _replace_source(card, numbers=labels.numbers)
     _check_classes(path, card)
@@ -79,11 +79,11 @@ def load_without_source(name: str) -> Card:
     Raises:
         UserError: See `load`.
     """
-    path = card_path(name)
+    path = find_card_file(name)
     return _resolve_files(_parse_card(path, read_yaml(path, "a card")), path)
 
 
-def without_images_path(file: str | Path, name: str) -> Path:
+def resolve_image_list(file: str | Path, name: str) -> Path:
     """Return the path of the file that lists the images to leave out.
 
     Args:
@@ -103,7 +103,7 @@ def read_image_lines(path: str | Path) -> list[str]:
 def _resolve_files(card: Card, file: Path) -> Card:
     """Return a card with resolved source paths, and with the content of its list of images."""
     if card.without_images:
-        listed = without_images_path(file, card.without_images)
+        listed = resolve_image_list(file, card.without_images)
         if not listed.exists():
             raise UserError(
                 f"{file}: without_images names {listed}, which does not exist; put the list of the "
@@ -114,13 +114,13 @@ def _resolve_files(card: Card, file: Path) -> Card:
     if not card.source.path:
         return card
     more = tuple(  # further folders
-        folder.model_copy(update={"path": _source_path(file, folder.path)})
+        folder.model_copy(update={"path": _resolve_source_path(file, folder.path)})
         for folder in card.source.more
     )
-    return _replace_source(card, path=_source_path(file, card.source.path), more=more)
+    return _replace_source(card, path=_resolve_source_path(file, card.source.path), more=more)
 
 
-def _source_path(card_file: Path, path: str) -> str:
+def _resolve_source_path(card_file: Path, path: str) -> str:
     """Return the path of a source. A relative path starts at the folder of the card's file.
 
     For cards in `datasets`, relative paths stay relative; `listing.absolute_uri` resolves them.
@@ -131,7 +131,7 @@ def _source_path(card_file: Path, path: str) -> str:
     return os.path.abspath(card_file.parent / source_path)
 
 
-def card_path(name: str) -> Path:
+def find_card_file(name: str) -> Path:
     """Return the file of a card; raise `UserError` if it does not exist."""
     path = CARDS / name / "card.yaml"
     if is_path_of_card(name):

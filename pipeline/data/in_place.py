@@ -31,9 +31,9 @@ from pipeline.data.known_images import (
     SOURCE,
     are_read_alike,
     digest_reading,
+    encode_source,
     find_runs,
     read_num_rows,
-    write_source,
 )
 from pipeline.data.listing import Entry, list_entries
 from pipeline.data.packs import ROWS, ImageChecker, collect_notes, hash_unit, raw_row
@@ -41,7 +41,7 @@ from pipeline.data.preview import MAX_PER_GROUP, PreviewImage, limit_per_group
 from workers.data.decoding import open_image
 from workers.data.in_place import (
     SHARDS,
-    number_of_shard,
+    parse_shard_number,
     read_shards,
     urls_by_name,
     write_shards,
@@ -156,7 +156,7 @@ def index_shards(
         fields = {**extra, "fingerprint": ingest.get_fingerprint(state), "started": started}
         fields["reading"] = digest_reading(card, PLACES)
         index = index_table(names, contents.selected)
-        attempt.write(SOURCE, _write_source(contents.rows, rows, jobs, shards))
+        attempt.write(SOURCE, _encode_source(contents.rows, rows, jobs, shards))
         ingest.publish(
             attempt, index, contents, _pictures(contents.selected, names, shards), fields
         )
@@ -195,12 +195,12 @@ def _pictures(
 
 
 # ---- shards of an earlier ingest -----------------------------------------------------------------
-def _write_source(
+def _encode_source(
     kept: pa.Table, rows: pa.Table, jobs: Sequence[IndexJob], shards: Sequence[IndexedShard]
 ) -> bytes:
     """Return the bytes of the file SOURCE, with the pictures of kept images.
 
-    For `kept` and `rows`, see `known_images.write_source`.
+    For `kept` and `rows`, see `known_images.encode_source`.
     """
     names = {picture.name for shard in shards for picture in shard.pictures}
     pictured = kept.filter(pc.is_in(kept["name"], pa.array(names, pa.large_string())))
@@ -210,7 +210,7 @@ def _write_source(
         for job, shard in zip(jobs, shards, strict=True)
         if job.stamp
     }
-    return write_source(kept, rows, {PICTURES: json.dumps(pictures)})
+    return encode_source(kept, rows, {PICTURES: json.dumps(pictures)})
 
 
 class KnownShards(NamedTuple):
@@ -293,7 +293,7 @@ def _build_jobs(
     jobs: list[IndexJob] = []
     for name, unit in zip(names, shard_units, strict=True):
         target = join(folder, f"{hash_unit(unit)}.parquet")
-        is_shown = number_of_shard(name) % step == 0
+        is_shown = parse_shard_number(name) % step == 0
         entry = versions[name]
         stamp = ""
         if entry.modified:

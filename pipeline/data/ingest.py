@@ -39,7 +39,7 @@ from pipeline.data.known_images import (
     DividedUnit,
     KnownImages,
     digest_reading,
-    source_rows,
+    encode_source_rows,
     stamp_units,
 )
 from pipeline.data.listing import Entry
@@ -60,8 +60,8 @@ from pipeline.data.preview import PREVIEW, PreviewImage, render_preview, sample_
 from pipeline.data.selection import (
     REJECTED,
     REJECTED_CSV,
+    count_reasons,
     divide_left_out,
-    reason_counts,
     rejected_rows,
     select_rows,
 )
@@ -86,8 +86,8 @@ from workers.storage.artifact import (
     join,
     list_files,
     read_bytes,
+    read_withdrawn_attempt,
     resolve,
-    withdrawn_attempt,
     write_bytes,
 )
 
@@ -191,7 +191,7 @@ def ingest(
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _full_storage(card, root, packs) from None
+            raise _full_storage_error(card, root, packs) from None
         raise
     except DamagedPack:
         if Artifact.open(root, key) is None:
@@ -235,7 +235,7 @@ def _write_artifact(
     attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
     pictures = list(_pictures(card, sample_rows(contents.selected), packs))
     index = _write_all(contents.selected, card, attempt, packs, map_fn, report, known)
-    attempt.write(SOURCE, source_rows(contents.rows, rows, index))
+    attempt.write(SOURCE, encode_source_rows(contents.rows, rows, index))
     publish(attempt, index, contents, pictures, fields)
 
 
@@ -300,7 +300,7 @@ def select_contents(
         "classes": list(card.order()),
         "counts": counts,
         "content": content,
-        "rejected": reason_counts(rejected),
+        "rejected": count_reasons(rejected),
         "raw_content": raw_content_digest,
         "max_pixels": card.max_pixels,
     }
@@ -325,7 +325,7 @@ def _account(
     """
     not_kept = rejected.filter(pc.equal(rejected["kept"], "no"))
     if get_format(card).list_items is None:
-        counts = {"used": len(selected), **reason_counts(not_kept)}
+        counts = {"used": len(selected), **count_reasons(not_kept)}
         counts.pop("other file", None)
         if len(left_out):
             counts[LEFT_OUT] = len(left_out)
@@ -389,14 +389,14 @@ def _attempt_name(root: str, key: str, packs: str, plan: str) -> str:
     nonce = ""
     with suppress(FileNotFoundError):
         nonce = read_bytes(uri).decode("ascii", "replace")
-    name = _parse_attempt(plan, nonce)
-    if not nonce or name == withdrawn_attempt(root, key):
+    name = _hash_attempt_name(plan, nonce)
+    if not nonce or name == read_withdrawn_attempt(root, key):
         nonce = uuid.uuid4().hex
         write_bytes(uri, nonce.encode())
-    return _parse_attempt(plan, nonce)
+    return _hash_attempt_name(plan, nonce)
 
 
-def _parse_attempt(plan: str, nonce: str) -> str:
+def _hash_attempt_name(plan: str, nonce: str) -> str:
     digest = hashlib.sha256(f"{plan} {nonce}".encode()).hexdigest()
     return f"a-{digest[:12]}"
 
@@ -411,7 +411,7 @@ def _count_images(rows: pa.Table) -> dict[str, int]:
     return counts
 
 
-def _full_storage(card: Card, root: str, packs: str) -> UserError:
+def _full_storage_error(card: Card, root: str, packs: str) -> UserError:
     gigabytes = sum(list_files(packs).values()) / 1e9
     free = ""
     if is_local(root):
@@ -508,11 +508,11 @@ def _write_all(
 ) -> pa.Table:
     """Write all missing shards, and return the index."""
     shards = list(divide_into_shards(rows, card.shard_images))
-    written = _written_before([shard.name for shard in shards], attempt, packs)
+    written = _find_written_shards([shard.name for shard in shards], attempt, packs)
     if known is not None:
         same = known.find_shards([shard for shard in shards if shard.name not in written])
         for taken in same.values():
-            known.take_over(attempt, taken)
+            known.link_shard(attempt, taken)
         written |= same
     pending = [shard for shard in shards if shard.name not in written]
     jobs = [
@@ -537,7 +537,9 @@ def _write_all(
     return pa.concat_tables(tables).combine_chunks()
 
 
-def _written_before(names: Iterable[str], attempt: Attempt, packs: str) -> dict[str, WrittenShard]:
+def _find_written_shards(
+    names: Iterable[str], attempt: Attempt, packs: str
+) -> dict[str, WrittenShard]:
     marks = list_files(packs)
     marked = [name for name in names if mark_name(attempt.name, name) in marks]
     if not marked:

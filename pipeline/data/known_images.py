@@ -288,7 +288,7 @@ class KnownImages:
                 same[shard.name] = WrittenShard(shard.name, info, part)
         return same
 
-    def take_over(self, attempt: Attempt, shard: WrittenShard) -> None:
+    def link_shard(self, attempt: Attempt, shard: WrittenShard) -> None:
         """Add an earlier shard to an attempt: as a link on a disk, as a copy in a bucket."""
         link_file(
             self.artifact.uri(shard.name), join(attempt.root, attempt.key, attempt.name, shard.name)
@@ -342,7 +342,7 @@ def _parse_size(stamp: str) -> str:
     return re.sub(STAMP, r"\1\2", stamp)
 
 
-def source_rows(kept: pa.Table, rows: pa.Table, index: pa.Table) -> bytes:
+def encode_source_rows(kept: pa.Table, rows: pa.Table, index: pa.Table) -> bytes:
     """Return the bytes of the file SOURCE, with the locations of the images in the shards.
 
     An image that `per_class` of the card left out is in no shard and has no `pack`.
@@ -362,10 +362,10 @@ def source_rows(kept: pa.Table, rows: pa.Table, index: pa.Table) -> bytes:
     }
     for name, column in columns.items():
         kept = kept.set_column(kept.schema.get_field_index(name), name, column)
-    return write_source(kept, rows, {})
+    return encode_source(kept, rows, {})
 
 
-def write_source(kept: pa.Table, rows: pa.Table, metadata: Mapping[bytes, str]) -> bytes:
+def encode_source(kept: pa.Table, rows: pa.Table, metadata: Mapping[bytes, str]) -> bytes:
     """Return the bytes of the file SOURCE: the rows with a stamp, and the number of rows by stamp.
 
     Args:

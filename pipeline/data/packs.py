@@ -415,7 +415,7 @@ class PackedImages:
         """Read the images of `rows` with few requests."""
         self.packs = packs
         self.ranges: dict[str, tuple[NDArray[np.int64], list[bytes]]] = {}
-        ranges = list(merged_ranges(rows))
+        ranges = list(merge_ranges(rows))
         if is_local(packs):
             parts = [self._read(part) for part in ranges]
         else:
@@ -475,7 +475,7 @@ def open_pack(uri: str) -> ObjectFile:
     return ObjectFile(system, path)
 
 
-def merged_ranges(rows: pa.Table) -> Iterator[Range]:
+def merge_ranges(rows: pa.Table) -> Iterator[Range]:
     """Yield the ranges of packs that contain the images of `rows`, sorted by pack and offset.
 
     Images with at most RANGE_GAP bytes between them are read together, up to RANGE_BYTES.

@@ -303,7 +303,7 @@ def _comment(text: str) -> str:
     return printable(text)
 
 
-def relative_to_here(path: str, given: str) -> str:
+def make_relative(path: str, given: str) -> str:
     """Return a path for a file in the current folder.
 
     Args:

@@ -161,7 +161,7 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
     Keys are unique and do not depend on other classes. If the source has no test images and the
     card has a `test_fraction`, test images are held out of train.
     """
-    rows = _with_unique_keys(rows)
+    rows = _make_keys_unique(rows)
     if card.test_fraction and not pc.any(pc.equal(rows["split"], "test")).as_py():
         is_train = _split_numbers(rows) == 0
         is_test = np.zeros(len(rows), bool)
@@ -187,7 +187,7 @@ def _in_order(rows: pa.Table) -> pa.Table:
     return ordered.drop_columns("number").combine_chunks()
 
 
-def _with_unique_keys(rows: pa.Table) -> pa.Table:
+def _make_keys_unique(rows: pa.Table) -> pa.Table:
     """Append a hash to each key that occurs more than once in a split.
 
     The hash is that of the image's name. If names are equal, too (two archives in different folders
@@ -433,7 +433,7 @@ def rejected_rows(rejected: pa.Table) -> Iterator[tuple[Any, ...]]:
     return _tuples(rejected)
 
 
-def reason_counts(rejected: pa.Table) -> dict[str, int]:
+def count_reasons(rejected: pa.Table) -> dict[str, int]:
     """Count images by reason. Reasons are equal if their texts before the first colon are equal."""
     counts: Counter[str] = Counter()
     for entry in rejected["reason"].value_counts().to_pylist():

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.data.cards import Card
 from pipeline.data.formats import entries_of_split, get_format
-from pipeline.data.formats.base import Item, archives_of_split
+from pipeline.data.formats.base import Item, find_archives
 from pipeline.data.ingest import check_promises
 from pipeline.data.labels import Label
 from pipeline.data.listing import Entry
@@ -74,7 +74,7 @@ def _check_splits(card: Card, entries: list[Entry]) -> None:
         if source_format.list_shards is not None:
             has_files = bool(entries_of_split(card, split, entries))
         else:
-            uris, items = archives_of_split(card, split, entries, source_format.suffixes)
+            uris, items = find_archives(card, split, entries, source_format.suffixes)
             has_files = bool(uris)
             problems += [_problem_row(item, item.problem) for item in items]
         if has_files or (split == "test" and card.test_fraction):

@@ -42,7 +42,7 @@ class Labels(NamedTuple):
     numbers: Numbers | None
 
 
-def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
+def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
     """Return the classes of the train split of a source, or of test if the card has no train.
 
     Args:
@@ -66,7 +66,7 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
     stored = memory.remembered(identity) if memory is not None else None
-    state, remembered = _recalled(stored)
+    state, remembered = _parse_remembered(stored)
     try:
         with patience(FIRST_CONTACT_S):
             entries = list_source(card) or []
@@ -87,7 +87,9 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )
-    labels = labels_of_counts(by_name, entries, count_labels(by_name, entries), _choose_split(card))
+    labels = find_counted_labels(
+        by_name, entries, count_labels(by_name, entries), _choose_split(card)
+    )
     if labels.numbers is None:
         numbers = "names" if card.source.format == "parquet" else card.source.numbers
         labels = labels._replace(numbers=numbers)
@@ -97,7 +99,7 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
     return labels
 
 
-def _recalled(stored: Any) -> tuple[list[str], Labels | None]:
+def _parse_remembered(stored: Any) -> tuple[list[str], Labels | None]:
     """Parse a remembered value: the state of the source, and its labels or None."""
     if not isinstance(stored, dict):
         return [], None
@@ -145,7 +147,7 @@ def _choose_split(card: Card) -> Split:
 
 
 # ---- from labels to classes ----------------------------------------------------------------------
-def labels_of_counts(
+def find_counted_labels(
     card: Card,
     entries: list[Entry],
     counts: LabelCounts,
@@ -166,7 +168,7 @@ def labels_of_counts(
     """
     where = printable(card.source.path or card.source.name)
     labels = {label: n for (of, label), n in counts.items() if of == split and label is not None}
-    declared = declared_classes(card, entries)
+    declared = find_declared_classes(card, entries)
     if declared is not None:
         classes, numbers = declared
         missing = [name for name in classes if nfc(name) not in labels]
@@ -199,7 +201,7 @@ def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers 
     return None
 
 
-def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
+def find_declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     """Return the classes that the files or the library declare, or None if there are none.
 
     The meaning of numbers is `places` if all files list the classes in the same order, `names` if

@@ -29,8 +29,8 @@ from pipeline.data.proposal import (
     are_domains,
     card_text,
     config_text,
+    make_relative,
     plan_tasks,
-    relative_to_here,
 )
 from pipeline.data.splits import find_role
 from workers.errors import UserError
@@ -125,12 +125,12 @@ def start(
         UserError: If the data cannot be used, or a file with other content exists. In this case,
             nothing is written.
     """
-    given = given_settings(settings)
+    given = parse_given_settings(settings)
     sources: list[GivenSource] = []
     for path in paths:
         request = Request(path, program, *given)
         sources += [GivenSource(data_set, path) for data_set in detect(request)]
-    sources = _with_own_names(sources)
+    sources = _make_names_unique(sources)
     starter = propose(sources, name, paths, program, settings)
     for source in sources:
         say(describe(source.data_set))
@@ -144,13 +144,13 @@ def start(
     return starter.config
 
 
-def column_settings(image: str | None, label: str | None) -> list[str]:
+def format_column_settings(image: str | None, label: str | None) -> list[str]:
     """Convert the names of columns to settings of a card."""
     named = {"source.image": image, "source.label": label}
     return [format_override(key, column) for key, column in named.items() if column is not None]
 
 
-def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def parse_given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Parse the user's settings of a source, and the user's classes.
 
     Args:
@@ -246,7 +246,7 @@ def propose(
     for source in sources:
         _check_count(source.data_set)
         _check_folder(source, program)
-        path = relative_to_here(source.data_set.card.source.path, source.path)
+        path = make_relative(source.data_set.card.source.path, source.path)
         if source.data_set.card.source.format == "torchvision":
             path = TORCHVISION_PATH
         card_name = source.data_set.name
@@ -266,7 +266,7 @@ def propose(
     )
 
 
-def _with_own_names(sources: Sequence[GivenSource]) -> list[GivenSource]:
+def _make_names_unique(sources: Sequence[GivenSource]) -> list[GivenSource]:
     """Make the names of sources unique by appending numbers."""
     taken: set[str] = set()
     renamed: list[GivenSource] = []
@@ -356,11 +356,11 @@ def write(starter: Starter) -> str:
         # "x" fails if the file was created in the meantime
         with open(file, "x", encoding="utf-8") as stream:
             stream.write(starter.files[file])
-    names = listed_files(starter.files)
+    names = format_file_names(starter.files)
     return f"{'wrote' if missing else 'unchanged:'} {names}"
 
 
-def listed_files(files: dict[str, str]) -> str:
+def format_file_names(files: dict[str, str]) -> str:
     """Format the names of files for a sentence."""
     names = list(files)
     return f"{', '.join(names[:-1])} and {names[-1]}"
@@ -398,7 +398,7 @@ def suggest(path: str, program: str) -> str | None:
     """
     try:
         sources = [GivenSource(data_set, path) for data_set in detect(Request(path, program))]
-        return with_free_name(propose(_with_own_names(sources), "", [path], program))
+        return with_free_name(propose(_make_names_unique(sources), "", [path], program))
     except UserError:
         return None
 

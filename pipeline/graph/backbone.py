@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config.settings import BackboneChoice, Config, checked
 from pipeline.graph.store import Store
-from pipeline.graph.weights import HubModel, hub_model, weights_digest, weights_path
+from pipeline.graph.weights import HubModel, find_weights_digest, hub_model, weights_path
 from workers.errors import UserError
 from workers.job import BackboneSettings, check_option
 from workers.model import pretrained, vit
@@ -17,7 +17,7 @@ DEFAULT_NAME = "vit_tiny_patch16_224"
 # `model_args` of a hub model that are ignored, because other settings determine these values
 OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
 # settings that take their default from the model
-ASKED = ("img_size", "mean", "std", "crop_pct", "interpolation")
+MODEL_DEFAULTS = ("img_size", "mean", "std", "crop_pct", "interpolation")
 
 
 class Backbone(NamedTuple):
@@ -52,7 +52,7 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
         settings = _complete(choice, name, choice.options, pretrained.own_input(name))
         settings = settings.model_copy(update={"weights": weights_path(config)})
         outline = vit.shared_outline(settings)
-        digest = weights_digest(config, store, vit.most_bytes(outline))
+        digest = find_weights_digest(config, store, vit.most_bytes(outline))
         return Backbone(settings, outline, digest)
     settings = _from_hub(choice, model)
     return Backbone(settings, vit.shared_outline(settings), model.digest)
@@ -100,11 +100,12 @@ def _complete(
         choice: The settings in the config.
         name: Name of the timm model.
         options: Arguments of the timm model.
-        own_input: Input of the model, for example `img_size`: the default of settings in ASKED.
+        own_input: Input of the model, for example `img_size`: the default of settings in
+            MODEL_DEFAULTS.
     """
-    values = choice.model_dump(exclude={*ASKED, "name", "options"})
+    values = choice.model_dump(exclude={*MODEL_DEFAULTS, "name", "options"})
     values |= {"name": name, "options": dict(options)}
-    for key in ASKED:
+    for key in MODEL_DEFAULTS:
         value = getattr(choice, key)
         if value is not None:
             values[key] = value

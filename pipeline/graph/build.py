@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.config.settings import Config, settings_path
+from pipeline.config.settings import Config, build_settings_path
 from pipeline.graph.backbone import resolve
 from pipeline.graph.builder import Builder
 from pipeline.graph.raw_data import KnownSource
@@ -107,10 +107,11 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
         for step in dict.fromkeys(("train", *config.merge_entry(label, name).steps)):
             if without and config.configured_keep(label, step, task=name) == "best":
                 key = "train.keep" if step == "train" else f"steps.{step}.keep"
+                path = build_settings_path(label, name)
                 raise UserError(
-                    f"{settings_path(label, name)}.{key} is 'best' with data.val_fraction 0: the "
-                    f"best epoch is chosen on validation images, and card {without[0].card!r} has "
-                    "none; hold some out, or set it to last"
+                    f"{path}.{key} is 'best' with data.val_fraction 0: the best epoch is chosen on "
+                    f"validation images, and card {without[0].card!r} has none; hold some out, or "
+                    "set it to last"
                 )
 
 
@@ -125,9 +126,9 @@ def check_task_settings(builder: Builder, label: str) -> None:
     for name in entry.tasks:
         if name not in names:
             remedy = did_you_mean(name, names, f"those with steps are: {', '.join(names)}")
+            path = build_settings_path(label, name)
             raise UserError(
-                f"{settings_path(label, name)}: {entry.method!r} has no step for a task {name!r} "
-                f"in this stream; {remedy}"
+                f"{path}: {entry.method!r} has no step for a task {name!r} in this stream; {remedy}"
             )
 
 

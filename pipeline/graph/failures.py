@@ -138,7 +138,7 @@ def keep(
     log = log_path()
     origin = Origin(stage_id, key, platform.node(), rank, world, os.getpid(), log)
     trace = "".join(traceback.format_exception(error))
-    return write(storage, origin, trace, end_of_log(log))
+    return write(storage, origin, trace, read_last_log_lines(log))
 
 
 def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
@@ -183,7 +183,7 @@ def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
     return path
 
 
-def end_of_log(path: str) -> str:
+def read_last_log_lines(path: str) -> str:
     """Return the last lines of a log, or an empty string if the log cannot be read."""
     if not path:
         return ""

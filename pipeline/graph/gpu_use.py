@@ -137,7 +137,7 @@ class GpuUse:
 
     def _advice(self, use: Use) -> str:
         """Return settings that use a GPU better, as text; empty if there are none."""
-        groups = self.groups_that_fit(use)
+        groups = self.count_fitting_groups(use)
         if use.busy >= BUSY or groups < 2:
             return ""
         workers = "" if self.cluster.workers else "cluster.workers=1 and "
@@ -148,7 +148,7 @@ class GpuUse:
             f"{use.total_bytes / 2**30:.0f} GiB"
         )
 
-    def groups_that_fit(self, use: Use) -> int:
+    def count_fitting_groups(self, use: Use) -> int:
         """Return how many chains can train on a GPU in parallel, by time and by memory."""
         if self.cluster.gpus_per_worker < 1 or self.cluster.workers > 1:
             return 1  # the GPU is shared already, or ranks use NCCL, which needs a GPU per rank

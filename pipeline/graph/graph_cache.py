@@ -32,7 +32,7 @@ from pipeline.graph import raw_data, run_record
 from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
-from pipeline.graph.weights import weights_state
+from pipeline.graph.weights import find_weights_state
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import join, read_json, resolve, write_bytes
@@ -93,7 +93,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
                 images[card.name] = raw_data.class_digests(run_store, card, source)
             if entry.order:
                 class_orders.append(card_files.order_classes(entry.order, card.classes))
-        weights = weights_state(config, run_store, ask_sources)
+        weights = find_weights_state(config, run_store, ask_sources)
     except UserError:
         return None
     if not all(source.present for source in sources.values()):

@@ -34,7 +34,7 @@ def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
             is_shared = num_replicas_of[stage.key] == len(graphs)
             owner = "" if is_shared else replica
             parents = tuple(stages[graph[parent].key].id for parent in stage.parents)
-            stages[stage.key] = _in_union(stage, owner, parents)
+            stages[stage.key] = _move_to_union(stage, owner, parents)
     evaluations = [stage for stage in stages.values() if stage.step == "evaluate"]
     inputs = {"revision": REPORT_REVISION, "name": name, "replicas": list(graphs)}
     key = compute_key({"step": "report", **inputs}, [stage.key for stage in evaluations])
@@ -44,7 +44,7 @@ def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
     return Graph.of(name, [*stages.values(), report])
 
 
-def _in_union(stage: Stage, replica: str, parents: tuple[str, ...]) -> Stage:
+def _move_to_union(stage: Stage, replica: str, parents: tuple[str, ...]) -> Stage:
     """Return a copy of a stage for the merged graph.
 
     Args:

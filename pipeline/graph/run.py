@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, Verify, why_outdated
+from pipeline.graph.store import Lookup, Store, Verify, explain_outdated
 from pipeline.graph.walk import (
     FINISHED,
     Decision,
@@ -26,7 +26,7 @@ from pipeline.graph.walk import (
     Walk,
 )
 from workers.errors import UserError
-from workers.storage.artifact import content_digest
+from workers.storage.artifact import compute_content_digest
 
 LOOK_UP_THREADS = 16  # each thread holds at most 64 MiB of a file in memory
 OTHER_IMAGES = (
@@ -97,12 +97,12 @@ class Outcome:
 
 
 # ---- look-ups ------------------------------------------------------------------------------------
-def content_digests(lookups: Mapping[str, Lookup]) -> dict[str, str]:
+def collect_content_digests(lookups: Mapping[str, Lookup]) -> dict[str, str]:
     """Return the content digest of each stored result, by stage id."""
     contents = {}
     for stage_id, lookup in lookups.items():
         if lookup.manifest:
-            contents[stage_id] = content_digest(dict(lookup.manifest))
+            contents[stage_id] = compute_content_digest(dict(lookup.manifest))
     return contents
 
 
@@ -150,10 +150,10 @@ def mark_outdated(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]
     result was computed from. Descendants of an outdated result are checked later, after that result
     was computed again.
     """
-    contents = content_digests(lookups)
+    contents = collect_content_digests(lookups)
     marked = dict(lookups)
     for stage in graph:
-        reason = why_outdated(graph, stage, lookups[stage.id].manifest, contents)
+        reason = explain_outdated(graph, stage, lookups[stage.id].manifest, contents)
         if reason:
             marked[stage.id] = Lookup(hit=False, reason=reason, must_withdraw=True)
     return marked
@@ -206,7 +206,7 @@ def run_graph(
     todo = missing if selected is None else selected
     not_run = [stage.id for stage in graph if stage.id not in todo]
     manifests: Manifests = {stage.id: lookups[stage.id].manifest for stage in graph}
-    contents = content_digests({stage.id: lookups[stage.id] for stage in graph})
+    contents = collect_content_digests({stage.id: lookups[stage.id] for stage in graph})
     walk = Walk.over(graph, not_run, retries)
     for stage_id, message in (failed or {}).items():
         walk.fail(stage_id, message)
@@ -271,7 +271,7 @@ class GraphRun:
             watcher.on_event(self.walk, event)
         if event.kind is EventKind.DONE:
             self.manifests[event.stage] = event.body
-            self.contents[event.stage] = content_digest(event.body)
+            self.contents[event.stage] = compute_content_digest(event.body)
             for decision_to_rerun in self._rerun_outdated(event.stage):
                 self._withdraw(decision_to_rerun.stage)
                 self._notify(decision_to_rerun)
@@ -290,7 +290,7 @@ class GraphRun:
             graph[event.stage].step == "ingest"
             and bool(graph.children(event.stage))
             and before is not None
-            and before != content_digest(event.body)
+            and before != compute_content_digest(event.body)
         )
 
     def _rerun_outdated(self, stage_id: str) -> list[Decision]:
@@ -312,7 +312,7 @@ class GraphRun:
 
     def _why_outdated(self, stage_id: str) -> str | None:
         graph = self.walk.graph
-        return why_outdated(graph, graph[stage_id], self.manifests.get(stage_id), self.contents)
+        return explain_outdated(graph, graph[stage_id], self.manifests.get(stage_id), self.contents)
 
     def _is_damaged(self, stage_id: str) -> bool:
         return self.store.look_up(self.walk.graph[stage_id]).must_withdraw

@@ -154,7 +154,7 @@ def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
     return body
 
 
-def graph_of_record(record: RunRecord) -> Graph:
+def build_recorded_graph(record: RunRecord) -> Graph:
     """Return the graph of a recorded run, for display.
 
     The stages have no jobs. A stage is left out if the record lacks one of its parents.

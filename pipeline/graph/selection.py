@@ -83,7 +83,7 @@ def force(
     return forced
 
 
-def selected_to_run(
+def select_stages_to_run(
     graph: Graph, lookups: dict[str, Lookup], selection: StageSelection
 ) -> set[str]:
     """Return the ids of the stages to run: the selected stages without a result.

@@ -37,9 +37,9 @@ from workers.storage.artifact import (
     is_local,
     join,
     list_files,
+    list_stored_files,
     read_json,
     resolve,
-    stored_files,
     temporary_name,
     withdraw,
     write_bytes,
@@ -319,11 +319,11 @@ class Store:
         From then on, `gc` keeps all results that the run needs. If the existing record of this name
         needs other results, it is kept as an earlier record.
         """
-        with self.claimed_by_gc():
+        with self.hold_gc_lock():
             self._keep_earlier(record)
             write_bytes(self.record_path(record["name"]), json.dumps(record, indent=1).encode())
 
-    def claimed_by_gc(self) -> AbstractContextManager[None]:
+    def hold_gc_lock(self) -> AbstractContextManager[None]:
         """Context manager that holds the lock for deleting garbage and writing records.
 
         An object store has no locks (see lock.py). There, a run that starts during a deletion may
@@ -436,7 +436,7 @@ class Store:
                     )
                 needed |= needed_keys(earlier_record)
         files_in = {
-            area: stored_files(join(self.storage, area))
+            area: list_stored_files(join(self.storage, area))
             for area in ("stages", CHECKPOINTS, failures.FOLDER)
         }
         standing: dict[str, str] = {}  # key of a valid result -> name of its attempt folder
@@ -504,7 +504,7 @@ def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
     return keys
 
 
-def why_outdated(
+def explain_outdated(
     graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
 ) -> str | None:
     """Return the reason why a result does not match the results of its parents any more.

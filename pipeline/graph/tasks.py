@@ -51,7 +51,9 @@ def add_tasks(builder: Builder) -> list[Task]:
     return base_tasks + [task for task in tasks if task.role != "base"]
 
 
-def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Graph, list[Task]]:
+def build_cards_graph(
+    config: Config, store: Store, names: Sequence[str]
+) -> tuple[Graph, list[Task]]:
     """Return a graph of the ingest stages of cards, and one task per card with all its classes.
 
     The cards need not belong to the stream of the config.

@@ -168,7 +168,7 @@ class Walk:
             stage = self._stages[heappop(indices)]
             if stage.id in blocked:
                 continue
-            culprit = self._parent_that_never_finishes(stage, blocked)
+            culprit = self._find_failed_parent(stage, blocked)
             if culprit is not None:
                 reason = f"{culprit} did not finish"
                 blocked[stage.id] = Decision(DecisionKind.BLOCK, stage.id, reason)
@@ -178,9 +178,9 @@ class Walk:
                 self._changed.discard(stage.id)  # until the state of another stage changes
             else:
                 ready.setdefault(stage.key, stage)
-        return [*blocked.values(), *self._launches(ready.values())]
+        return [*blocked.values(), *self._make_launches(ready.values())]
 
-    def _parent_that_never_finishes(self, stage: Stage, blocked: Container[str]) -> str | None:
+    def _find_failed_parent(self, stage: Stage, blocked: Container[str]) -> str | None:
         for parent in stage.parents:
             if parent in blocked or self.states[parent] in NEVER_FINISHES:
                 return parent
@@ -190,7 +190,7 @@ class Walk:
         children = self.graph.children(stage_id)
         return [child for child in children if self.states[child.id] is State.WAITING]
 
-    def _launches(self, ready: Iterable[Stage]) -> list[Decision]:
+    def _make_launches(self, ready: Iterable[Stage]) -> list[Decision]:
         depths = self.graph.depths
         deepest_first = sorted(ready, key=lambda stage: -depths[stage.id])
         return [
@@ -243,7 +243,7 @@ class Walk:
         Return None if the result belongs to no stage of the graph, or the reader has no try left.
         """
         writers = self._same_key.get(event.key)
-        if not writers or not self._has_try_left(event.stage):
+        if not writers or not self._count_try(event.stage):
             return None
         self._set_state(event.stage, State.WAITING)
         writer = writers[0].id
@@ -261,7 +261,7 @@ class Walk:
         return Decision(DecisionKind.MOVE, event.stage, event.message)
 
     def _retry(self, event: Event) -> Decision | None:
-        has_try_left = self._has_try_left(event.stage)
+        has_try_left = self._count_try(event.stage)
         if event.final or not has_try_left:
             return None
         self._set_state(event.stage, State.WAITING)
@@ -271,7 +271,7 @@ class Walk:
         self._set_state(event.stage, State.FAILED, event.message)
         return Decision(DecisionKind.FAIL, event.stage, event.message)
 
-    def _has_try_left(self, stage_id: str) -> bool:
+    def _count_try(self, stage_id: str) -> bool:
         """Count a failed try of a stage. Return whether it can be tried again."""
         tries = self.tries.get(stage_id, 0) + 1
         self.tries[stage_id] = tries

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config.settings import Config
-from pipeline.config.yaml_files import CARDS, expand, variable_remedy
+from pipeline.config.yaml_files import CARDS, describe_variables, expand
 from pipeline.graph.store import Store
 from workers.errors import UserError
 from workers.storage import hub
@@ -113,7 +113,7 @@ def _file_digest(path: str, store: Store) -> str:
     return digest
 
 
-def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
+def find_weights_digest(config: Config, store: Store, max_bytes: int) -> str:
     """Return the sha256 of the weights file, or `none` or `hub` if the config names no file.
 
     For a missing file, the digest of the last look-up is returned.
@@ -137,7 +137,7 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
         digest = store.remembered(_identity(path))
         if digest is None:
             weights = config.backbone.weights
-            remedy = variable_remedy(weights)
+            remedy = describe_variables(weights)
             if not remedy and not os.path.isabs(weights):
                 remedy = f"a relative path starts at {CARDS.parent}; "
             raise UserError(
@@ -157,7 +157,7 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
     return digest
 
 
-def weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
+def find_weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
     """Return a value that changes if the weights file changes, without reading the file.
 
     For a local file, the value contains the inode, the size, and the times of the last modification

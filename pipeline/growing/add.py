@@ -88,7 +88,7 @@ def add(
         # load it again: another command may have changed the config while this one was waiting
         config = configs.load(request.config)
         new, changes = find_changes(request, config, program, say)
-        command = app.command_text("add", request.config, (), [request.data])
+        command = app.format_command("add", request.config, (), [request.data])
         changes.write()
         try:
             run = app.prepare(request.config, to_run=True, say=say)
@@ -104,7 +104,7 @@ def add(
         say(f"{num_stages} stages: {num_stages - num_to_run} up to date, {num_to_run} to run")
         for line in filter(None, [*describe_training(plan), describe_cost(plan)]):
             say(line)
-        report_command = app.command_text("report", request.config, ())
+        report_command = app.format_command("report", request.config, ())
         result = app.execute(run, open_screen, command, report_command)
         show(result)
         is_changed = bool(changes.texts) or num_to_run > 0

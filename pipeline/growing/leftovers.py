@@ -21,7 +21,7 @@ from pipeline.graph.builder import cache_folder
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.store import Garbage, Store
 from pipeline.report import analysis_section
-from pipeline.results.trials import keys_of_searches
+from pipeline.results.trials import collect_search_keys
 from pipeline.tracking.database import sqlite_path
 from workers.data.cache import Cache
 from workers.errors import UserError, describe_error
@@ -166,10 +166,10 @@ def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[s
         records = [store.record(other)]
         records += store.earlier_records(other) if other != name else []
         for record in filter(None, records):
-            kept |= {identity for identity, _ in _identities(record)}
+            kept |= {identity for identity, _ in _iterate_card_identities(record)}
     unneeded: set[str] = set()
     for record in store.earlier_records(name):
-        for identity, key in _identities(record):
+        for identity, key in _iterate_card_identities(record):
             is_standing = exists(join(store.root, key)) and f"stages/{key}" not in deleted
             if identity not in kept and not is_standing:
                 unneeded.add(identity)
@@ -178,7 +178,7 @@ def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[s
     return [join(folder, file) for file in files if file.startswith(tuple(unneeded))]
 
 
-def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
+def _iterate_card_identities(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield the identity of each card of a run, and the key of its ingest stage."""
     for stage in record["stages"]:
         card = (stage.get("inputs") or {}).get("card")
@@ -222,7 +222,7 @@ def describe_other_users(store: Store, name: str, cards: Sequence[str], command:
         } - keys_now
         if other != name and any(Artifact.open(store.root, key) for key in keys):
             sentences.append(f"run {other} of this storage uses these images too: {command}")
-    for key in sorted(keys_of_searches(store.storage) - keys_now):
+    for key in sorted(collect_search_keys(store.storage) - keys_now):
         artifact = Artifact.open(store.root, key)
         if artifact is not None and artifact.manifest.get("card") in cards:
             sentences.append(

@@ -103,7 +103,7 @@ def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedIm
     named.found |= card.images_left_out() & {*lines}
     ingested = [*_list_ingested(store, card)]
     is_listed = get_format(card).list_items is not None
-    has_names = is_listed or _is_as_ingested(store, card)
+    has_names = is_listed or _has_ingested_files(store, card)
     _match(named, lines if has_names else [*filter(DIGEST.fullmatch, lines)], ingested)
     missing = [line for line in lines if line not in named.found]
     if any(not DIGEST.fullmatch(line) for line in missing):
@@ -160,7 +160,7 @@ def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
         yield SourceImage(row["name"], (row["split"], row["label"]), digest, row["sha256"] or "")
 
 
-def _is_as_ingested(store: Store, card: Card) -> bool:
+def _has_ingested_files(store: Store, card: Card) -> bool:
     """Return whether the files of a source have the same names and sizes as at the last ingest.
 
     If not, a name such as `a.parquet:3` can mean another image now.

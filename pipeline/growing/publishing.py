@@ -14,7 +14,7 @@ from pipeline.config.yaml_files import absolute
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.growing.stream_edits import list_task_classes
-from pipeline.results.bundles import read_run_bundle
+from pipeline.results.bundles import build_run_bundle
 from pipeline.results.frames import choose_label
 from workers.data import accelerator
 from workers.dist import Group
@@ -23,7 +23,7 @@ from workers.evaluate import compute_logits, in_order, result
 from workers.job import StageJob, Task
 from workers.serving.bundle import Bundle
 from workers.serving.measuring import with_measurements
-from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
+from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, remove_places, state_file
 from workers.serving.versions import forget, publish
 from workers.storage.artifact import delete_dir, exists, is_local, join
 
@@ -80,14 +80,14 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
             The folder is not changed.
     """
     uri = absolute(model)
-    new = read_run_bundle(run.graph, run.store, label)
+    new = build_run_bundle(run.graph, run.store, label)
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
         if _list_contents(old) == _list_contents(new):
             return Publication(f"{model}: serves {_list_tasks(old)}, as before", False)
         _check_names(model, old, {task.name for task in new.tasks})
         _check_alike(model, old, new)
-        losses = find_losses(old, new, last_evaluation(run.graph, label))
+        losses = find_losses(old, new, find_last_evaluation(run.graph, label))
         worse = {name: loss for name, loss in losses.items() if loss > max_drop}
         if worse:
             listed = ", ".join(f"{name} by {loss:.1f}" for name, loss in worse.items())
@@ -139,7 +139,7 @@ def publish_removal(
         A sentence about the change. Empty if the folder was up to date.
     """
     uri = absolute(model)
-    new = read_run_bundle(run.graph, run.store, label)
+    new = build_run_bundle(run.graph, run.store, label)
     sentence = ""
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
@@ -173,7 +173,7 @@ def _list_tasks(bundle: Bundle) -> str:
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
     """Return the contents of a model folder, without measurements on images and provenance."""
-    body = without_places(bundle.body)
+    body = remove_places(bundle.body)
     files = {name: info for name, info in body["files"].items() if name != REFERENCE}
     left_out = ("provenance", "sha256", "rules")
     rest = {name: value for name, value in body.items() if name not in left_out}
@@ -223,7 +223,7 @@ def _check_names(model: str, old: Bundle, names: Collection[str]) -> None:
         )
 
 
-def last_evaluation(graph: Graph, label: str) -> StageJob:
+def find_last_evaluation(graph: Graph, label: str) -> StageJob:
     """Return the job of the last evaluation of a method."""
     jobs = [
         stage.job

@@ -94,7 +94,7 @@ def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
     config = editor.config
     tasks = [name for entry in config.stream.tasks for name in list_entry_tasks(entry)]
     if task not in tasks:
-        card = _recorded_card(task, store, config.name)
+        card = _find_recorded_card(task, store, config.name)
         if not card:
             remedy = did_you_mean(task, tasks, f"its tasks are {', '.join(tasks)}")
             raise UserError(
@@ -128,7 +128,7 @@ def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
     return removal
 
 
-def _recorded_card(task: str, store: Store, run: str) -> str:
+def _find_recorded_card(task: str, store: Store, run: str) -> str:
     """Return the card of a task in the records of a run, or "" if there was no such task."""
     record = store.record(run)
     records = store.earlier_records(run) + ([] if record is None else [record])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.app import runs as app
-from pipeline.app.prepared import current_record
+from pipeline.app.prepared import find_or_make_record
 from pipeline.app.screen import OpenScreen
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import absolute
@@ -69,7 +69,7 @@ def remove(
     if request.model:
         publishing.check_served(request.model, config, store, request.target.task)
     options = request.target.options()
-    command = app.command_text("remove", request.config, (), options)
+    command = app.format_command("remove", request.config, (), options)
     removal.changes.write()
     try:
         run = app.prepare(request.config, to_run=True, say=say)
@@ -89,9 +89,9 @@ def remove(
     if is_new:
         for line in trained:
             say(line)
-        report_command = app.command_text("report", request.config, ())
+        report_command = app.format_command("report", request.config, ())
         run = app.execute(run, open_screen, command, report_command).run
-    leftovers = storage_leftovers.find_leftovers(run, request.config, current_record(run))
+    leftovers = storage_leftovers.find_leftovers(run, request.config, find_or_make_record(run))
     is_pending = is_new or not leftovers.is_empty()
     published = ""
     if request.model:

@@ -17,7 +17,7 @@ from pipeline.data import card_files
 from pipeline.data.cards import Card, permuted
 from pipeline.data.formats.folder import class_folders
 from pipeline.data.names import listed, nfc, printable
-from pipeline.data.proposal import card_text, relative_to_here
+from pipeline.data.proposal import card_text, make_relative
 from pipeline.graph.run_record import RunRecord
 from pipeline.growing.new_data import NewData, UsedCard
 from pipeline.growing.yaml_edits import YamlText
@@ -208,7 +208,7 @@ def edit_stream(
     is_whole_task = new.data_set is not None and kind == "task"
     classes = new.all_classes if is_whole_task else new.classes
     if classes and not into:
-        _check_number(config, classes, task_classes)
+        _check_class_count(config, classes, task_classes)
     has_new_task = bool(classes) and not into
     if name and not (into or has_new_task or name in task_classes):
         raise UserError(
@@ -263,7 +263,7 @@ def choose_kind(new: NewData, kind: Kind | None, into: str, data: str) -> Kind:
     return "classes" if into else "task"
 
 
-def _check_number(
+def _check_class_count(
     config: Config, classes: Sequence[str], task_classes: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise `UserError` if a new task has only one class, unless the scenario is `class`."""
@@ -502,7 +502,7 @@ class StreamEditor:
         file = text.where.removesuffix(".yaml").removesuffix(".yml") + IMAGE_LIST
         before: list[str] = []
         if name:
-            file = str(card_files.without_images_path(text.where, name))
+            file = str(card_files.resolve_image_list(text.where, name))
             folder = os.path.dirname(os.path.realpath(text.where))
             # an untrusted card must not name a file elsewhere, because the file is overwritten
             if os.path.dirname(os.path.realpath(file)) != folder:
@@ -523,7 +523,7 @@ class StreamEditor:
         self.lines.append(f"{text.where}: leaves out {format_count(len(lines), 'line')} of {file}")
 
     def _card_text(self, used: UsedCard, remedy: str = OWN_CARD) -> YamlText:
-        path = card_files.card_path(used.path)
+        path = card_files.find_card_file(used.path)
         if CARDS in path.resolve().parents:
             raise UserError(
                 f"card {used.card.name!r} belongs to Accrete and describes published data, which "
@@ -695,5 +695,5 @@ def _relative(path: str, folder: str, given: str) -> str:
         given: Path as given by the user.
     """
     if "://" in path or os.path.isabs(given):
-        return relative_to_here(path, given)
+        return make_relative(path, given)
     return Path(os.path.relpath(path, folder or ".")).as_posix()

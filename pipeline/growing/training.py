@@ -44,10 +44,10 @@ def describe_cost(plan: RunPlan) -> str:
     forecast = plan.forecast()
     if not forecast.costs:
         return ""
-    row = cost.label_row(forecast, "together")
+    row = cost.make_label_row(forecast, "together")
     if math.isnan(row["wall_hours"]):
         return ""
-    return f"forecast of the training: {cost.range_text(row, 'wall_hours')}"
+    return f"forecast of the training: {cost.format_range(row, 'wall_hours')}"
 
 
 def _find_tasks(graph: Graph, label: str, todo: set[str]) -> list[str]:

@@ -24,7 +24,7 @@ from pipeline.graph.failures import ANSI
 from pipeline.launch import ray_internals
 from workers.errors import UserError, describe_error, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
-from workers.storage.filesystem import without_retries
+from workers.storage.filesystem import unwrap_filesystem
 
 LOG = logging.getLogger("accrete.ray")
 # Default environment variables. They are set before Ray is imported, because Ray reads some of
@@ -72,7 +72,7 @@ PACKAGES = (
 )
 # Paths that are not sent to the nodes, as patterns of .gitignore. A leading / limits a pattern to
 # the root of the checkout; for example, `workers/storage` contains code and must be sent.
-LEFT_AT_HOME = [
+EXCLUDED_PATHS = [
     "/.venv", "/.git", "/build", "/dist", "/storage", "/tests", "/benchmarks", "__pycache__"
 ]  # fmt: skip
 
@@ -124,7 +124,7 @@ def join_cluster(ray: Any, address: str) -> None:
     runtime_env: dict[str, Any] = {"env_vars": variables()}
     if not is_submitted_job():
         if IS_CHECKOUT:
-            runtime_env |= {"working_dir": str(PACKAGE.parent), "excludes": LEFT_AT_HOME}
+            runtime_env |= {"working_dir": str(PACKAGE.parent), "excludes": EXCLUDED_PATHS}
         else:
             packages = [str(PACKAGE), str(PACKAGE.parent / "workers")]
             runtime_env |= {"py_modules": packages}
@@ -330,7 +330,7 @@ def get_cluster_state() -> ClusterState:
     import ray  # slow to import, but already loaded here
     from ray.util import list_named_actors
 
-    draining = ray_internals.draining_node_ids()
+    draining = ray_internals.list_draining_node_ids()
     nodes = {}
     for info in ray.nodes():
         node_id = info["NodeID"]
@@ -370,7 +370,7 @@ class DriverRegistration:
         return get_cluster_state()
 
 
-def actor_name(ray: Any, search: bool = False) -> str:
+def make_actor_name(ray: Any, search: bool = False) -> str:
     """Return a name for the actor that registers this driver.
 
     Args:
@@ -397,7 +397,7 @@ def register_actor(ray: Any, actor: type, name: str) -> Any:
     Args:
         ray: The module `ray`.
         actor: Class of the actor.
-        name: See `actor_name`.
+        name: See `make_actor_name`.
 
     Returns:
         The handle of the actor. The actor ends with this driver.
@@ -412,13 +412,13 @@ def register_actor(ray: Any, actor: type, name: str) -> Any:
     return ray.remote(**options)(actor).remote()
 
 
-def where_ray_writes(uri: str) -> dict[str, Any]:
+def make_ray_storage_arguments(uri: str) -> dict[str, Any]:
     """Return the arguments of Ray's `RunConfig` that store Ray's own files below `uri`.
 
     The filesystem does not retry, because Ray itself retries.
     """
     system, path = resolve(uri)
-    return {"storage_path": path, "storage_filesystem": without_retries(system)}
+    return {"storage_path": path, "storage_filesystem": unwrap_filesystem(system)}
 
 
 # ---- checks of the nodes -------------------------------------------------------------------------
@@ -498,7 +498,7 @@ def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
     try:
         node_facts = NodeFacts(*ray.get(answer))
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-        raise describe_unfit(f"node {node}", error) from None
+        raise make_unfit_error(f"node {node}", error) from None
     except ray.exceptions.RayError:
         return
     check_versions(node, node_facts.versions, versions())
@@ -510,7 +510,7 @@ def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
         )
 
 
-def describe_unfit(where: str, error: Exception) -> UserError:
+def make_unfit_error(where: str, error: Exception) -> UserError:
     """Return the error to raise if a process of Ray could not start this project's code.
 
     Args:

@@ -50,7 +50,7 @@ from pipeline.launch.wall_time import wall_time
 from pipeline.results.tables import Row
 from workers.data.augment import Augment
 from workers.errors import DamagedArtifact, UserError
-from workers.job import StageJob, Task, TrainSettings, with_neutral
+from workers.job import StageJob, Task, TrainSettings, add_neutral_values
 from workers.methods import METHODS
 from workers.methods.protocols import PrecomputesFeatures
 from workers.optim import fit_to_images
@@ -295,15 +295,15 @@ def count_work(
         images: Counter of the images of tasks.
     """
     if step == "evaluate":
-        return Work(evaluated_images(inputs, tasks, images), 1)
+        return Work(count_evaluated_images(inputs, tasks, images), 1)
     total = count_images(trained_tasks(inputs), tasks, "train", images)
     if total is not None:
         total *= 1 - (inputs.get("data") or {}).get("val_fraction", 0.0)
-    train = fitted_train(inputs, total)
+    train = fit_train_settings(inputs, total)
     return Work(total, train.epochs if train else 0)
 
 
-def fitted_train(inputs: Mapping[str, Any], num_images: float | None) -> TrainSettings | None:
+def fit_train_settings(inputs: Mapping[str, Any], num_images: float | None) -> TrainSettings | None:
     """Return the training settings of a stage, with the length for its number of images.
 
     Args:
@@ -316,11 +316,11 @@ def fitted_train(inputs: Mapping[str, Any], num_images: float | None) -> TrainSe
     configured = inputs.get("train")
     if not configured:
         return None
-    train = TrainSettings.model_validate(with_neutral(TrainSettings, configured))
+    train = TrainSettings.model_validate(add_neutral_values(TrainSettings, configured))
     return fit_to_images(train, round(num_images or 0))
 
 
-def evaluated_images(
+def count_evaluated_images(
     inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
 ) -> float | None:
     """Return the number of images of an evaluation; None if it is unknown.
@@ -330,14 +330,14 @@ def evaluated_images(
     """
     val_fraction = inputs.get("val_fraction", 0.0)
     if inputs.get("split") != "val":
-        return count_images(seen_tasks(inputs), tasks, "test", images)
+        return count_images(list_seen_tasks(inputs), tasks, "test", images)
     if not val_fraction:
-        return count_images(seen_tasks(inputs), tasks, "val", images)
-    total = count_images(seen_tasks(inputs), tasks, "train", images)
+        return count_images(list_seen_tasks(inputs), tasks, "val", images)
+    total = count_images(list_seen_tasks(inputs), tasks, "train", images)
     return None if total is None else total * val_fraction
 
 
-def seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
+def list_seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
     """Return the names of the tasks so far."""
     return [name for name, _ in inputs.get("seen", ())]
 
@@ -346,7 +346,7 @@ def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
     """Return the names of the tasks whose images a training step reads."""
     method = METHODS.get(inputs.get("method", ""))
     if method is not None and method.trains_on == "seen":
-        return seen_tasks(inputs)
+        return list_seen_tasks(inputs)
     task = inputs.get("task")
     return [task] if task else []
 
@@ -514,7 +514,7 @@ def forecast(
     sources = read_sources(store, records, config, images, busy)
     steps = {stage.id: stage.step for stage in graph if isinstance(stage.job, StageJob)}
     sharing = find_sharing(config.cluster, steps, busy)
-    data = task_data(graph, tasks)
+    data = collect_task_data(graph, tasks)
     speeds = Speeds(config, calibrate)
     costs: dict[str, Cost] = {}
     devices: set[str] = set()
@@ -533,7 +533,7 @@ def forecast(
         costs[stage.id] = Cost(label, stage.step, work.images, work.epochs, device_s, basis, part)
     workers = max(1, config.cluster.workers)
     groups = config.cluster.groups if config.cluster.workers else 1
-    walls = wall_times(graph, costs, workers, groups or len(graph), sharing)
+    walls = compute_wall_times(graph, costs, workers, groups or len(graph), sharing)
     unknown = [name for name, one in data.items() if images.of(one, "train") is None]
     return Forecast(
         costs,
@@ -582,7 +582,7 @@ class Speeds:
         return Measured(STAGE_S, one.forward_s, one.source)
 
 
-def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
+def collect_task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
     """Return the data of `tasks` and of all tasks in the jobs of the graph, by name."""
     by_name = {task.name: TaskData(task.data, task.shares) for task in tasks}
     for stage in graph:
@@ -626,7 +626,7 @@ def device_seconds(measurements: list[Measured], work: Work) -> float | None:
     return fixed_s + work.images * max(1, work.epochs) * image_s
 
 
-def total_seconds(costs: Iterable[Cost]) -> Estimate:
+def sum_device_seconds(costs: Iterable[Cost]) -> Estimate:
     """Return the total `device_s` of several stages. Stages without a forecast count as 0."""
     known = [(cost.device_s, SPREADS[cost.basis]) for cost in costs if cost.device_s is not None]
     return Estimate(
@@ -636,12 +636,12 @@ def total_seconds(costs: Iterable[Cost]) -> Estimate:
     )
 
 
-def device_time(costs: Iterable[Cost]) -> Estimate:
+def sum_taken_seconds(costs: Iterable[Cost]) -> Estimate:
     """Return the total `taken_s` of several stages. Stages without a forecast count as 0."""
-    return total_seconds(replace(cost, device_s=cost.taken_s) for cost in costs)
+    return sum_device_seconds(replace(cost, device_s=cost.taken_s) for cost in costs)
 
 
-def wall_times(
+def compute_wall_times(
     graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int, sharing: Sharing
 ) -> dict[str, Estimate]:
     """Return the seconds of wall time, as in `Forecast.walls`.
@@ -653,7 +653,7 @@ def wall_times(
         groups: Number of groups.
         sharing: The stages that share GPUs.
     """
-    seconds = {stage_id: total_seconds([cost]) for stage_id, cost in costs.items()}
+    seconds = {stage_id: sum_device_seconds([cost]) for stage_id, cost in costs.items()}
     stages_of: dict[str, set[str]] = {}
     for stage_id, cost in costs.items():
         stages_of.setdefault(cost.label, set()).add(stage_id)
@@ -681,15 +681,15 @@ def text(prediction: Forecast) -> str:
 
 def table_row(prediction: Forecast, label: str) -> list[str]:
     """Return the cells of the table row of one label."""
-    row = label_row(prediction, label)
+    row = make_label_row(prediction, label)
     times = ["-", "-"]
     if not math.isnan(row["device_hours"]):
-        times = [range_text(row, "device_hours"), range_text(row, "wall_hours")]
+        times = [format_range(row, "device_hours"), format_range(row, "wall_hours")]
     bases = ", ".join(f"{basis}: {row[basis]}" for basis in SPREADS if row[basis])
     return [label, str(row["stages"]), f"{row['images']:,.0f}", *times, bases]
 
 
-def range_text(row: Row, name: str) -> str:
+def format_range(row: Row, name: str) -> str:
     """Return a time and its likely range, for example `1 h 05 min (13 min 00 s to 5 h 25 min)`."""
     expected, low, high = (
         format_seconds(3600 * row[name + suffix]) for suffix in ("", "_low", "_high")
@@ -697,7 +697,7 @@ def range_text(row: Row, name: str) -> str:
     return f"{expected} ({low} to {high})"
 
 
-def label_row(prediction: Forecast, label: str) -> Row:
+def make_label_row(prediction: Forecast, label: str) -> Row:
     """Return the numbers of one label.
 
     `images` is the number of images times epochs. The hours are NaN if no stage has a forecast.
@@ -711,7 +711,7 @@ def label_row(prediction: Forecast, label: str) -> Row:
         "images": sum((cost.images or 0.0) * max(1, cost.epochs) for cost in costs),
     }
     is_known = any(cost.device_s is not None for cost in costs)
-    hours = {"device_hours": device_time(costs), "wall_hours": prediction.walls[label]}
+    hours = {"device_hours": sum_taken_seconds(costs), "wall_hours": prediction.walls[label]}
     for name, estimate in hours.items():
         for suffix, value in zip(("", "_low", "_high"), estimate, strict=True):
             row[name + suffix] = value / 3600 if is_known else math.nan

@@ -43,7 +43,7 @@ class LogEnd(NamedTuple):
 def list_dead_workers(error: Exception) -> list[DeadWorker]:
     """Return the workers whose death ended a worker group with this error, sorted by rank."""
     workers = []
-    for rank, report in sorted(ray_internals.died_workers(error).items()):
+    for rank, report in sorted(ray_internals.find_died_workers(error).items()):
         process = PROCESS.search(report)
         address = ADDRESS.search(report)
         if process and address:
@@ -133,4 +133,4 @@ def read_log_end(process: int) -> LogEnd:
     if not paths:
         return LogEnd("", "")
     path = str(paths[-1])
-    return LogEnd(path, failures.end_of_log(path))
+    return LogEnd(path, failures.read_last_log_lines(path))

@@ -32,11 +32,11 @@ from pipeline.launch.attempt import Manifest, Progress, RunOnDriver, attempt_sta
 from pipeline.launch.cluster import (
     ClusterState,
     Node,
-    actor_name,
     check_nodes,
     connect,
-    describe_unfit,
     get_address,
+    make_actor_name,
+    make_unfit_error,
     register_actor,
 )
 from pipeline.launch.limits import Deadline, describe_timeout
@@ -44,7 +44,7 @@ from pipeline.launch.pools import Pools
 from pipeline.launch.queue import ReadyStage
 from pipeline.launch.queue_actor import QueueActor
 from pipeline.launch.shares import format_resources, resources_per_worker
-from pipeline.launch.train import NO_ROOM, run_segment
+from pipeline.launch.train import NO_ROOM, run_worker_group
 from workers import preemption
 from workers.errors import UserError, describe_error
 from workers.storage import checkpoint
@@ -116,7 +116,7 @@ def start_ray_executor(
         run_on_driver: Runs a stage without a job (the report).
         progress: Called with events that do not change the state of a stage.
         width: Number of stages that can run in parallel.
-        sample_s: See `run_segment`.
+        sample_s: See `run_worker_group`.
 
     Raises:
         UserError: If Ray does not work, or a node cannot run this project.
@@ -124,7 +124,7 @@ def start_ray_executor(
     loaded = sys.modules.get("ray")
     is_connected = loaded is not None and loaded.is_initialized()  # as in a trial of a search
     ray = connect(cluster)
-    name = actor_name(ray)
+    name = make_actor_name(ray)
     queue = register_actor(ray, QueueActor, name)
     try:
         state = ray.get(queue.get_cluster_state.remote())
@@ -149,7 +149,7 @@ class RayExecutor(Executor):
         width: Number of stages that can run in parallel.
         session: The connection to Ray.
         clock: Returns the time in seconds, from an arbitrary start.
-        sample_s: See `run_segment`.
+        sample_s: See `run_worker_group`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class RayExecutor(Executor):
         self.driver_stages: deque[Stage] = deque()
         self.leaving_since: float | None = None
         self.is_broken = False
-        self.map = RayMap(self.ray, self._ingest_tasks())
+        self.map = RayMap(self.ray, self._count_ingest_tasks())
         self.threads = ThreadPoolExecutor(INGEST_THREADS, "ingest")
         self.ingests: list[Future[Event]] = []
         sweep(store, self.owner)
@@ -202,7 +202,7 @@ class RayExecutor(Executor):
         map_fn = partial(self.map, deadline=deadline)
         return run_ingest(self.store, stage, map_fn, self.progress, deadline)
 
-    def _ingest_tasks(self) -> int:
+    def _count_ingest_tasks(self) -> int:
         """Return the number of ingest tasks that can run in parallel."""
         cpus = self.ray.cluster_resources().get("CPU", 1)
         cpus_per_task = self.cluster.stages.get("ingest", StageLimits()).cpus or 1
@@ -349,7 +349,7 @@ class RayExecutor(Executor):
         # SPREAD: the task must not run inside the placement group of a search trial.
         cluster = self.pools.get_settings(index)
         remote = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")
-        task = remote(run_segment).remote(
+        task = remote(run_worker_group).remote(
             self.queue,
             index,
             cluster,
@@ -617,7 +617,7 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
             "run the same command again when the head node and its client port answer"
         )
     if getattr(error, "actor_init_failed", False):
-        return describe_unfit("the head node of the Ray cluster", error)
+        return make_unfit_error("the head node of the Ray cluster", error)
     reason = failures.ANSI.sub("", str(error)).strip().splitlines()[0]
     if isinstance(error, ray.exceptions.GetTimeoutError):
         reason = f"its head node has not answered for {ANSWER_TIMEOUT_S:.0f} s"
@@ -696,7 +696,7 @@ class RayMap:
 
         If this call has no running task, wait until a slot is free. Otherwise do not wait.
         """
-        while not self.free.acquire(timeout=0 if under_way else self._patience_s(deadline)):
+        while not self.free.acquire(timeout=0 if under_way else self._compute_wait_s(deadline)):
             if under_way:
                 return False
             deadline.check()
@@ -708,7 +708,7 @@ class RayMap:
     def _next_result(self, under_way: deque[Any], deadline: Deadline) -> Any:
         while True:
             try:
-                result = self.ray.get(under_way[0], timeout=self._patience_s(deadline))
+                result = self.ray.get(under_way[0], timeout=self._compute_wait_s(deadline))
             except self.ray.exceptions.GetTimeoutError:
                 deadline.check()
                 continue
@@ -719,7 +719,7 @@ class RayMap:
             self.free.release()
             return result
 
-    def _patience_s(self, deadline: Deadline) -> float:
+    def _compute_wait_s(self, deadline: Deadline) -> float:
         """Return the seconds to wait until the next check of the deadline and of `is_closed`.
 
         Raises:

@@ -14,10 +14,10 @@ from pipeline.launch.cluster import ClusterState, Node
 from pipeline.launch.queue import STRIDE, ReadyStage
 from pipeline.launch.shares import (
     check_fits,
+    compute_group_sizes,
     count_node_slots,
     count_slots,
     resources_per_worker,
-    sizes_of_groups,
 )
 
 NOT_IN_GROUPS = ("ingest", "report")  # kinds of stages that do not run in worker groups
@@ -101,13 +101,13 @@ class Pools:
 
         Args:
             state: State of the cluster.
-            name: See `sizes_of_groups`.
-            width: See `sizes_of_groups`.
+            name: See `compute_group_sizes`.
+            width: See `compute_group_sizes`.
             outstanding: Stages that wait or run.
             groups: Number of a started group -> number of its workers.
         """
         if len(self.pools) == 1:
-            return dict(enumerate(sizes_of_groups(state, self.pools[0].cluster, name, width)))
+            return dict(enumerate(compute_group_sizes(state, self.pools[0].cluster, name, width)))
         sizes: dict[int, int] = {}
         counts: dict[int, int] = {}
         for ready in sorted(outstanding, key=lambda ready: -ready.depth):
@@ -116,7 +116,7 @@ class Pools:
         for pool, count in counts.items():
             cluster = self.pools[pool].cluster
             for index, workers in enumerate(
-                sizes_of_groups(room, cluster, name, min(width, count))
+                compute_group_sizes(room, cluster, name, min(width, count))
             ):
                 sizes[pool * STRIDE + index] = workers
                 room = subtract_workers(room, cluster, workers)

@@ -15,11 +15,11 @@ class QueueActor(DriverRegistration, Queue):
 
     def count_waiting_placement_groups(self) -> int:
         """Return the number of placement groups of this job that wait for resources."""
-        return len(ray_internals.waiting_placement_groups())
+        return len(ray_internals.list_waiting_placement_groups())
 
     def release_orphans(self) -> None:
         """Remove the placement groups of worker groups whose controllers were killed."""
         from ray.util import remove_placement_group  # slow, but loaded in every actor
 
-        for placement_group in ray_internals.orphaned_placement_groups():
+        for placement_group in ray_internals.list_orphaned_placement_groups():
             remove_placement_group(placement_group)

@@ -79,14 +79,14 @@ def open_channel(address: str) -> Any:
     return init_grpc_channel(address)
 
 
-def draining_node_ids() -> Iterable[str]:
+def list_draining_node_ids() -> Iterable[str]:
     """Return the ids of draining nodes. Ray has no public function for this."""
     from ray._private.state import state
 
     return state.get_draining_nodes()
 
 
-def orphaned_placement_groups() -> list[Any]:
+def list_orphaned_placement_groups() -> list[Any]:
     """Return the placement groups of this job that were created by actors that are dead now.
 
     These groups still reserve resources, or wait for them. Ray removes them only when the driver of
@@ -103,7 +103,7 @@ def orphaned_placement_groups() -> list[Any]:
     ]
 
 
-def waiting_placement_groups() -> list[bytes]:
+def list_waiting_placement_groups() -> list[bytes]:
     """Return the ids of the placement groups of this job that wait for resources."""
     from ray.core.generated import gcs_pb2
 
@@ -137,7 +137,7 @@ def trainer_class() -> Any:
 
     - The cleaner of placement groups. Without a dashboard, it does not notice that a controller was
       killed, and never ends. Our queue actor removes placement groups instead, see
-      `orphaned_placement_groups`.
+      `list_orphaned_placement_groups`.
     - The manager of data sets of Ray Data, which this project does not use.
     - The coordinator that requests resources from the autoscaler. The controller would wait for it.
       The pending placement group of the workers already requests the same resources.
@@ -179,7 +179,7 @@ def is_startup_timeout(error: Exception) -> bool:
     return isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 
 
-def died_workers(error: Exception) -> dict[int, str]:
+def find_died_workers(error: Exception) -> dict[int, str]:
     """Return Ray's reports about the workers whose death ended their group, by rank.
 
     Workers on a lost node are left out.
@@ -202,7 +202,7 @@ def are_unreachable(error: Exception) -> bool:
 
     failures = _worker_failures(error).values()
     is_any_lost = any(isinstance(failure, RayActorError) for failure in failures)
-    return is_any_lost and not died_workers(error)
+    return is_any_lost and not find_died_workers(error)
 
 
 def _worker_failures(error: Exception) -> dict[int, Any]:

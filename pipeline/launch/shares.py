@@ -56,12 +56,12 @@ def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
         if name == "GPU" and amount < 1:  # a worker cannot combine fractions of several GPUs
             cards = int(available + SLACK)
             rest = available - cards
-            count = cards * ranks_per_gpu(amount) + int(rest / amount + SLACK)
+            count = cards * compute_ranks_per_gpu(amount) + int(rest / amount + SLACK)
         counts.append(count)
     return min(counts)
 
 
-def ranks_per_gpu(gpus_per_worker: float) -> int:
+def compute_ranks_per_gpu(gpus_per_worker: float) -> int:
     """Return the number of ranks that share a GPU; 1 for ranks with whole GPUs or without GPUs."""
     if not 0 < gpus_per_worker < 1:
         return 1
@@ -89,7 +89,7 @@ def compute_fair_share(total: int, name: str, names: Iterable[str]) -> int:
     return share
 
 
-def sizes_of_groups(
+def compute_group_sizes(
     state: ClusterState, cluster: ClusterSettings, name: str, width: int
 ) -> list[int]:
     """Return the number of workers of each group that this driver can have now.

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pipeline.config.settings import ClusterSettings
 from pipeline.graph.gpu_use import read_gpu_use
-from pipeline.launch.shares import ranks_per_gpu
+from pipeline.launch.shares import compute_ranks_per_gpu
 
 
 class Busy(NamedTuple):
@@ -95,7 +95,7 @@ def count_ranks_per_gpu(cluster: ClusterSettings) -> int:
     """Return the maximum number of ranks of a run that are on one GPU at a time."""
     if not cluster.workers:  # without Ray, one process runs one stage at a time
         return 1
-    ranks = ranks_per_gpu(cluster.gpus_per_worker)
+    ranks = compute_ranks_per_gpu(cluster.gpus_per_worker)
     return min(ranks, cluster.groups * cluster.workers) if cluster.groups else ranks
 
 

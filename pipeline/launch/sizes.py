@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pipeline.config.settings import ClusterSettings, Config
 from pipeline.config.text import format_count
-from pipeline.launch.cost import Estimate, Forecast, total_seconds
-from pipeline.launch.shares import ranks_per_gpu
+from pipeline.launch.cost import Estimate, Forecast, sum_device_seconds
+from pipeline.launch.shares import compute_ranks_per_gpu
 from workers.errors import UserError
 
 MIN_CPUS = 2  # per node: Ray's own processes and the driver run in addition to the ranks
@@ -71,7 +71,7 @@ def choose_size(
     cluster = config.cluster.of_any_step()
     gpus_per_rank = cluster.gpus_per_worker
     if not ranks_per_node:
-        ranks_per_node = ranks_per_gpu(gpus_per_rank)
+        ranks_per_node = compute_ranks_per_gpu(gpus_per_rank)
     ranks = max(1, cluster.workers) * max(1, cluster.groups)
     ranks_per_node = min(ranks, ranks_per_node)
     cpus = max(MIN_CPUS, ranks_per_node * cluster.cpus_per_worker)
@@ -118,7 +118,7 @@ def choose_time_limit(forecast: Forecast | None) -> tuple[int, str]:
     wall = forecast.walls["together"]
     if not forecast.groups:  # as many groups as fit into the cluster: assume one group
         share = forecast.sharing.stretch(1) / forecast.workers  # wall time per device-second
-        wall = Estimate(*(s * share for s in total_seconds(forecast.costs.values())))
+        wall = Estimate(*(s * share for s in sum_device_seconds(forecast.costs.values())))
     limit_h = max(wall.expected * MARGIN, wall.high) / 3600
     why = f"{MARGIN} times the {wall.expected / 3600:.2g} h of `plan --cost`"
     if wall.high > wall.expected * MARGIN:

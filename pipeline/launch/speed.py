@@ -17,7 +17,7 @@ from workers.data import accelerator
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
-from workers.model.compact import multiply_adds
+from workers.model.compact import count_multiply_adds
 
 TRAINING_PASSES = 3  # cost of a training step in forward passes; the backward pass counts as two
 READ_S = 1e-3  # assumed seconds to read, decode and augment one image
@@ -56,7 +56,7 @@ def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) 
             result is the speed of a worker with its own GPU.
         precision: `fp32`, `tf32` or `bf16`.
     """
-    forward_flops = 2 * multiply_adds(
+    forward_flops = 2 * count_multiply_adds(
         vit.outline(settings), 3, settings.img_size, settings.img_size
     )
     if gpus:

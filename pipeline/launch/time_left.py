@@ -66,7 +66,7 @@ def estimate_time_left(
         slots: Number of stages that run in parallel.
         clock: Returns the time in seconds since 1970 (`time.time`).
     """
-    unit_s = _seconds_per_unit(graph, stages)
+    unit_s = _measure_seconds_per_unit(graph, stages)
     todo: set[str] = set()
     seconds: dict[str, float] = {}
     latest_s = 0.0  # delay of the stage that is most overdue
@@ -90,7 +90,7 @@ def estimate_time_left(
     return TimeLeft(run_s, without)
 
 
-def _seconds_per_unit(
+def _measure_seconds_per_unit(
     graph: Graph, stages: Mapping[str, LiveStage]
 ) -> dict[tuple[str | None, str], float]:
     """Return the median seconds per unit of work of finished stages, by (label, step).

@@ -14,7 +14,7 @@ from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import ray_internals
 from pipeline.launch.attempt import attempt_stage, progress_event
-from pipeline.launch.cluster import where_ray_writes
+from pipeline.launch.cluster import make_ray_storage_arguments
 from pipeline.launch.machine import find_gpu_number, sampling
 from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
@@ -26,11 +26,11 @@ from workers.storage.artifact import delete_dir, join, parent
 
 QUEUE_POLL_S = 0.02  # seconds between two requests of an idle group
 IDLE_S = 10.0  # maximum seconds that ranks of an idle group wait for rank 0 in one collective
-NO_ROOM = "no room"  # result of `run_segment`
+NO_ROOM = "no room"  # result of `run_worker_group`
 
 
 # ---- the trainer ---------------------------------------------------------------------------------
-def run_segment(
+def run_worker_group(
     queue: Any,
     group: int,
     cluster: ClusterSettings,
@@ -82,7 +82,7 @@ def make_trainer(
     name: str,
     sample_s: float,
 ) -> Any:
-    """Return the `TorchTrainer` of a worker group. See `run_segment` for the arguments."""
+    """Return the `TorchTrainer` of a worker group. See `run_worker_group` for the arguments."""
     from ray.train import ScalingConfig  # slow to import; needed only in this Ray task
     from ray.train.torch import TorchConfig
 
@@ -102,7 +102,7 @@ def make_trainer(
             resources_per_worker=resources_per_worker(cluster),
             placement_strategy=cluster.placement,
         ),
-        run_config=ray_internals.run_config(name, where_ray_writes(storage)),
+        run_config=ray_internals.run_config(name, make_ray_storage_arguments(storage)),
     )
 
 

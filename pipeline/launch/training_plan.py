@@ -29,7 +29,7 @@ def plan_training(
         store: Store of the results.
         tasks: The tasks of the run.
     """
-    lengths = expected_lengths(graph, store, todo, tasks)
+    lengths = compute_expected_lengths(graph, store, todo, tasks)
     steps = []
     for stage in graph:
         length = lengths.get(stage.id) or (lookups[stage.id].manifest or {}).get("length")
@@ -38,7 +38,7 @@ def plan_training(
     return group_steps(steps)
 
 
-def expected_lengths(
+def compute_expected_lengths(
     graph: Graph, store: Store, todo: set[str], tasks: Iterable[Task]
 ) -> dict[str, Length]:
     """Return the expected length of the training of the stages `todo`, by stage id.
@@ -54,11 +54,11 @@ def expected_lengths(
 
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
     images = cost.Images(store, cards)
-    data = cost.task_data(graph, tasks)
+    data = cost.collect_task_data(graph, tasks)
     lengths: dict[str, Length] = {}
     for stage in waiting:
         num_images = cost.count_work(stage.step, stage.inputs, data, images).images
-        train = cost.fitted_train(stage.inputs, num_images)
+        train = cost.fit_train_settings(stage.inputs, num_images)
         if num_images and train:
             lengths[stage.id] = describe_length(train, round(num_images))
     return lengths

@@ -25,12 +25,18 @@ from pipeline.report.figures import FigureFile
 from pipeline.report.files import Row
 from pipeline.report.maps import draw_maps
 from pipeline.results.tables import RunTables
-from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
+from workers.analysis import (
+    attention_rows,
+    covers,
+    maps,
+    measure_robustness,
+    measure_shifted_accuracy,
+)
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
-from workers.restore import finished_method
+from workers.restore import restore_finished_method
 from workers.storage.artifact import Artifact
 
 Measure = Callable[[Method, StageJob, Task], list[Row]]
@@ -60,7 +66,7 @@ class FinishedRun:
     @property
     def labels(self) -> list[str]:
         """Labels of the evaluated methods, in the order of the stages."""
-        stages = evaluate_stages(self)
+        stages = list_evaluations(self)
         return list(dict.fromkeys(stage.method for stage in stages if stage.method))
 
     @cached_property
@@ -81,7 +87,8 @@ class Analysis:
     Attributes:
         parts: Name -> part of the section in the report.
         attention: Rows of `attention_rows` for all methods and tasks.
-        robustness: Rows of `robustness_rows` and `shifted_rows` for all methods and tasks.
+        robustness: Rows of `measure_robustness` and `measure_shifted_accuracy` for all methods and
+            tasks.
         notes: Sentences on measurements that a method does not support.
     """
 
@@ -125,10 +132,10 @@ def analyse_runs(
         runs, lambda method, job, task: attention_rows(method, job, task, images)
     )
     if analysis.attention:
-        analysis.parts["attention"] = attention_part(runs, analysis.attention)
-        heads = heads_rows(runs, analysis.attention)
+        analysis.parts["attention"] = build_attention_part(runs, analysis.attention)
+        heads = make_heads_rows(runs, analysis.attention)
         if len({row["heads"] for row in heads}) > 1:
-            analysis.parts["heads"] = heads_part(heads)
+            analysis.parts["heads"] = build_heads_part(heads)
     elif robustness or other_tasks:
         analysis.notes.append(
             "attention: none of these methods has any, "
@@ -140,7 +147,7 @@ def analyse_runs(
             "its backbone must be a vision transformer"
         )
     if drawn:
-        pictures, names_without_maps = map_pictures(runs, drawn)
+        pictures, names_without_maps = draw_map_pictures(runs, drawn)
         if pictures:
             analysis.parts["maps"] = AnalysisPart(pictures)
         for name in names_without_maps:
@@ -149,7 +156,7 @@ def analyse_runs(
             )
     if robustness:
         analysis.robustness += measure_tasks(
-            runs, lambda method, job, task: robustness_rows(method, job, task, images)
+            runs, lambda method, job, task: measure_robustness(method, job, task, images)
         )
         attacked = {row["name"] for row in analysis.robustness if row["kind"] == "fgsm"}
         for _, _, name in named_methods(runs):
@@ -157,17 +164,17 @@ def analyse_runs(
                 analysis.notes.append(
                     f"fgsm: none of {name}, whose answers have no gradient in the image"
                 )
-        analysis.parts["robustness"] = robustness_part("robustness", analysis.robustness)
+        analysis.parts["robustness"] = build_robustness_part("robustness", analysis.robustness)
     if other_tasks:
         rows = measure_tasks(
-            runs, lambda method, job, task: shifted_rows(method, job, task, other_tasks)
+            runs, lambda method, job, task: measure_shifted_accuracy(method, job, task, other_tasks)
         )
-        analysis.parts["shifted"] = robustness_part("shifted", rows)
+        analysis.parts["shifted"] = build_robustness_part("shifted", rows)
         analysis.robustness += rows
     return analysis
 
 
-def evaluate_stages(run: FinishedRun) -> list[Stage]:
+def list_evaluations(run: FinishedRun) -> list[Stage]:
     """Return the evaluation stages of a run, in the order of the graph."""
     return [stage for stage in run.graph if stage.step == "evaluate"]
 
@@ -202,7 +209,7 @@ def measure_tasks(runs: Sequence[FinishedRun], measure: Measure) -> list[Row]:
 
 def check_finished(run: FinishedRun) -> None:
     """Raise `UserError` if an evaluation of the run has no result."""
-    for stage in evaluate_stages(run):
+    for stage in list_evaluations(run):
         if Artifact.open(run.store.root, stage.key) is None:
             raise UserError(
                 f"run {run.name!r}: stage {stage.id} has no result yet; "
@@ -219,14 +226,14 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
         UserError: If a stored result that is needed to build a model is missing or damaged.
     """
     job_by_task: dict[Task, StageJob] = {}
-    for stage in evaluate_stages(run):
+    for stage in list_evaluations(run):
         if stage.method == label:
             assert isinstance(stage.job, StageJob)
             job_by_task |= dict.fromkeys(stage.job.tasks, stage.job)
     jobs = {job.id: job for job in job_by_task.values()}
     for job in jobs.values():
         try:
-            method = finished_method(job, Group())
+            method = restore_finished_method(job, Group())
         except DamagedArtifact as error:
             lost = next((stage.id for stage in run.graph if stage.key == error.key), error.key)
             raise UserError(
@@ -244,7 +251,7 @@ def method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
 
 
 # ---- attention -----------------------------------------------------------------------------------
-def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart:
+def build_attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart:
     """Build the table and picture of attention.
 
     The table has one line per method: its accuracy, and means over tasks, heads and images.
@@ -292,7 +299,7 @@ def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> AnalysisPart
     return AnalysisPart([picture], files.csv_and_parquet({"analysis": rows}), [(heading, body)])
 
 
-def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
+def make_heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
     """Return one row per method, with its number of attention heads and its accuracy.
 
     Methods with the same `family` have the same label and the same kind of context.
@@ -319,7 +326,7 @@ def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
     return heads
 
 
-def heads_part(rows: list[Row]) -> AnalysisPart:
+def build_heads_part(rows: list[Row]) -> AnalysisPart:
     """Build the table and picture of accuracy against the number of heads."""
     body = []
     for row in sorted(rows, key=lambda r: (r["family"], r["heads"])):
@@ -339,7 +346,9 @@ def heads_part(rows: list[Row]) -> AnalysisPart:
     )
 
 
-def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[FigureFile], list[str]]:
+def draw_map_pictures(
+    runs: Sequence[FinishedRun], drawn: int
+) -> tuple[list[FigureFile], list[str]]:
     """Draw attention maps. Return one picture per method, and the names of methods without maps.
 
     Args:
@@ -378,14 +387,14 @@ def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[FigureFi
 
 
 # ---- robustness ----------------------------------------------------------------------------------
-def robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
+def build_robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
     """Build a picture, and one table for each kind of measurement.
 
     A table has one line per method, with the accuracy in per cent at each level.
 
     Args:
         part: Name of the part, which is also the name of its files.
-        rows: Rows of `robustness_rows` or `shifted_rows`.
+        rows: Rows of `measure_robustness` or `measure_shifted_accuracy`.
     """
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     tables = []
@@ -427,7 +436,7 @@ def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> N
     """
     for run in runs:
         tasks: dict[Task, None] = {}
-        for stage in evaluate_stages(run):
+        for stage in list_evaluations(run):
             assert isinstance(stage.job, StageJob)
             tasks |= dict.fromkeys(stage.job.tasks)
         for other in other_tasks:

@@ -25,7 +25,7 @@ from pipeline.report.fairness import (
     describe_backbone,
     describe_conditions,
     find_advantages,
-    none_if_nan,
+    nan_to_none,
 )
 from pipeline.report.files import Row
 from pipeline.results import answers
@@ -194,8 +194,8 @@ class ComparedMethod:
             validation=None if validation is None else float(validation),
             seeds=tuple(map(str, self.group.runs)),
             exemplars=count_exemplars(run, self.label),
-            epochs=none_if_nan(statistics.fmean(budget.epochs for budget in budgets)),
-            images=none_if_nan(statistics.fmean(budget.images for budget in budgets)),
+            epochs=nan_to_none(statistics.fmean(budget.epochs for budget in budgets)),
+            images=nan_to_none(statistics.fmean(budget.images for budget in budgets)),
             parameters=max((row["trained_parameters"] or 0 for row in rows), default=None),
         )
 
@@ -519,7 +519,7 @@ class Comparison:
         Groups with unknown settings have no column.
         """
         settings = {group.name: group.settings for group in self.groups}
-        return differing_rows({name: values for name, values in settings.items() if values})
+        return find_differing_rows({name: values for name, values in settings.items() if values})
 
     def provenance_rows(self) -> list[Row]:
         """Return one row per property of the environment that differs between groups.
@@ -528,7 +528,7 @@ class Comparison:
         have no column.
         """
         facts = {group.name: environment(group) for group in self.groups}
-        return differing_rows({name: values for name, values in facts.items() if values})
+        return find_differing_rows({name: values for name, values in facts.items() if values})
 
     def stage_rows(self) -> list[Row]:
         """Return one row per stage result that several runs use, with the names of the runs."""
@@ -568,21 +568,21 @@ def _is_rate(metric: str) -> bool:
 def compare_runs(runs: Sequence[RunTables]) -> Comparison:
     """Compare runs. Raise `UserError` if the runs have no task in common."""
     groups = group_runs(runs)
-    tasks, notes = common_tasks(runs)
+    tasks, notes = find_common_tasks(runs)
     entries = []
     for group in groups:
         labels = group.first.labels
         for label in labels:
             name = f"{group.name}: {label}" if len(labels) > 1 else group.name
             entries.append(ComparedMethod(name, group, label, tasks))
-    notes += unfinished_notes(entries)
-    notes += image_notes(runs, tasks)
+    notes += describe_unfinished(entries)
+    notes += describe_image_differences(runs, tasks)
     for run in runs:
         notes += [note for note in run.notes if note not in notes]
     return Comparison(groups, entries, tasks, notes)
 
 
-def unfinished_notes(entries: Sequence[ComparedMethod]) -> list[str]:
+def describe_unfinished(entries: Sequence[ComparedMethod]) -> list[str]:
     """Return one sentence per method and run that has not finished all tasks."""
     notes = []
     for entry in entries:
@@ -596,7 +596,7 @@ def unfinished_notes(entries: Sequence[ComparedMethod]) -> list[str]:
     return notes
 
 
-def image_notes(runs: Sequence[RunTables], tasks: Sequence[str]) -> list[str]:
+def describe_image_differences(runs: Sequence[RunTables], tasks: Sequence[str]) -> list[str]:
     """Return a sentence that lists the tasks with different images in different runs, if any."""
     digests: dict[str, set[str]] = {task: set() for task in tasks}
     for run in runs:
@@ -660,7 +660,7 @@ def _common_name(group: RunGroup) -> str:
     return stems.pop() if len(stems) == 1 else group.name
 
 
-def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
+def find_common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
     """Find the tasks that all runs share, in the order of the first run.
 
     A shared task has the same name and classes in all runs, and all methods are evaluated on it.
@@ -746,7 +746,7 @@ def environment(group: RunGroup) -> dict[str, Any]:
     return {name: ", ".join(some_values) for name, some_values in values.items()}
 
 
-def differing_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def find_differing_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return one row per name whose value is not the same in all columns.
 
     Args:

@@ -98,7 +98,7 @@ def compare(
     comparison = compare_runs(runs)
     storages = [run.storage for run in runs if not run.source]
     storages.append(storage)
-    folder = join(storages[0], "compare", folder_name(names))
+    folder = join(storages[0], "compare", make_folder_name(names))
     page = comparison_page.render_page(comparison).encode()
     page_path = join(folder, "compare.html")
     try:
@@ -143,10 +143,10 @@ def load_runs(run: str, storage: str) -> list[RunTables]:
     if is_results_file(run):
         return [*read_results(run)]
     from pipeline.graph.store import Store
-    from pipeline.results.runs import find_record, named_run
+    from pipeline.results.runs import find_record, resolve_run
     from pipeline.results.tables import RunTables
 
-    name, folder = named_run(run, storage)
+    name, folder = resolve_run(run, storage)
     store = Store(folder)
     records = store.records(find_record(store, name))
     return [*RunTables.load_all(folder, records).values()]
@@ -187,7 +187,7 @@ def name_tasks(runs: Sequence[RunTables]) -> None:
         )
 
 
-def folder_name(names: Sequence[str]) -> str:
+def make_folder_name(names: Sequence[str]) -> str:
     """Return a folder name such as `A~B`. A long name is cut, and a hash is added."""
     full_name = "~".join(names)
     if len(full_name) <= MAX_CHARACTERS:

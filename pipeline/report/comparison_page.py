@@ -42,18 +42,18 @@ def render_page(comparison: Comparison) -> Markup:
         title=" ~ ".join(group.name for group in comparison.groups),
         group_cells=group_cells,
         pairs=pairs,
-        pair_metrics=known_metrics(list(chain.from_iterable(pairs))),
+        pair_metrics=select_known_metrics(list(chain.from_iterable(pairs))),
         curves=curves_picture(comparison),
         matrices=matrix_pictures(comparison),
         settings=comparison.setting_rows(),
         no_settings=[group.name for group in comparison.groups if not group.settings],
         versions=comparison.provenance_rows(),
         no_versions=[group.name for group in comparison.groups if not environment(group)],
-        **summary_values(comparison),
+        **make_summary_values(comparison),
     )
 
 
-def known_metrics(entries: Sequence[ComparedMethod]) -> list[Metric]:
+def select_known_metrics(entries: Sequence[ComparedMethod]) -> list[Metric]:
     """Return the metrics that are known for at least one entry."""
 
     def is_known(metric: Metric) -> bool:
@@ -62,9 +62,9 @@ def known_metrics(entries: Sequence[ComparedMethod]) -> list[Metric]:
     return list(filter(is_known, metrics_for("comparison")))
 
 
-def summary_values(comparison: Comparison) -> dict[str, Any]:
+def make_summary_values(comparison: Comparison) -> dict[str, Any]:
     """Return the values of the templates `comparison_summary.html` and `shared_stages.html`."""
-    metrics = known_metrics(comparison.entries)
+    metrics = select_known_metrics(comparison.entries)
     keys = set()
     for run in comparison.runs:
         keys |= {stage["key"] for stage in run.record["stages"] if stage["step"] != "report"}

@@ -139,7 +139,7 @@ def _format_count(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
 
 
-def none_if_nan(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """Return the value, or None if it is NaN."""
     return None if isinstance(value, float) and math.isnan(value) else value
 

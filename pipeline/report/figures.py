@@ -172,7 +172,7 @@ def draw_picks(label: str, picks: PickCounts) -> Figure:
 
 def curves_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
     """Return the figure of training curves; None if no stage has a history."""
-    figure = plots.draw_curves(training_histories(tables, label))
+    figure = plots.draw_curves(list_training_histories(tables, label))
     if figure is None:
         return None
     caption = (
@@ -308,7 +308,7 @@ def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
     return views
 
 
-def training_histories(tables: RunTables, label: str) -> list[tuple[str, list[Row]]]:
+def list_training_histories(tables: RunTables, label: str) -> list[tuple[str, list[Row]]]:
     """Return (name, rows of the epochs) for each training stage of a method, in order.
 
     The name is the task, or `TASK/STEP` if the task has several training stages.

@@ -13,7 +13,7 @@ from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.graph.store import Store
 from pipeline.report.run_text import in_one_line, progress_line
 from pipeline.results.runs import find_record
-from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
+from pipeline.results.stage_log import RunEvent, find_failures, read_events, read_failure
 from workers.errors import UserError, did_you_mean
 from workers.storage.secrets import printable
 
@@ -40,12 +40,12 @@ def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False
     record = find_record(Store(storage), name)
     events = read_events(storage, name)
     if stage_id:
-        stage = named_stage(record, stage_id)
+        stage = find_stage(record, stage_id)
         return printable(stage_text(storage, stage, events, with_all))
     return printable(run_text(storage, record, events, with_all))
 
 
-def named_stage(record: RunRecord, stage_id: str) -> StageRecord:
+def find_stage(record: RunRecord, stage_id: str) -> StageRecord:
     """Return a stage of a run. Raise `UserError` if the stage does not exist."""
     stages = {stage["id"]: stage for stage in record["stages"]}
     if stage_id in stages:
@@ -72,8 +72,8 @@ def run_text(
     """
     if not with_all:
         events = [event for event in events if event.kind not in ROUTINE]
-    lines = [f"run {record['name']} in {storage}", *event_lines(events, with_all)]
-    files = failed_keys(storage)
+    lines = [f"run {record['name']} in {storage}", *format_events(events, with_all)]
+    files = find_failures(storage)
     failed = [stage for stage in record["stages"] if stage["key"] in files]
     if failed:
         lines += ["", "what failed, and what prints its traceback:"]
@@ -92,9 +92,9 @@ def stage_text(
     of_stage = [event for event in events if event.stage == stage["id"]]
     lines = [
         f"stage {stage['id']}, key {stage['key']}",
-        *event_lines(of_stage, with_all, with_stage=False),
+        *format_events(of_stage, with_all, with_stage=False),
     ]
-    files = failed_keys(storage).get(stage["key"], [])
+    files = find_failures(storage).get(stage["key"], [])
     first = 0 if with_all else max(0, len(files) - MAX_TRIES)
     if first:
         lines += ["", f"{first} earlier failed tries: --all prints them"]
@@ -105,7 +105,7 @@ def stage_text(
     return "\n".join(lines)
 
 
-def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = True) -> list[str]:
+def format_events(events: Sequence[RunEvent], with_all: bool, with_stage: bool = True) -> list[str]:
     """Return one line per event.
 
     Args:
@@ -122,12 +122,12 @@ def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = T
     for event in events[first:]:
         time = event.time[:19].replace("T", " ")
         owner = f"{event.stage}: " if event.stage and with_stage else ""
-        line = f"{in_one_line(time)}  {in_one_line(owner + event_text(event))}"
+        line = f"{in_one_line(time)}  {in_one_line(owner + format_event(event))}"
         lines.append(line[:LONGEST_LINE])
     return lines
 
 
-def short_text(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return a value of an event as text, cut to MAX_TEXT characters.
 
     The result is empty if the value is neither text nor a number.
@@ -137,9 +137,9 @@ def short_text(value: Any) -> str:
     return str(value) if is_amount(value) else ""
 
 
-def event_text(event: RunEvent) -> str:
+def format_event(event: RunEvent) -> str:
     """Describe an event in a few words."""
-    values = {name: short_text(value) for name, value in event.values.items()}
+    values = {name: shorten_value(value) for name, value in event.values.items()}
     message = values.get("message") or values.get("reason") or ""
     match event.kind:
         case "run_started":

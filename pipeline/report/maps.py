@@ -29,7 +29,7 @@ SIDE = 160  # width of the captions to the left of a row
 TITLE = 44  # height of the title of the picture
 HEAD = 62  # height of the headings of a task
 FOOT = 96  # height of the colour bars below the last task
-APART = 20  # gap between tasks that are side by side
+TASK_GAP = 20  # gap between tasks that are side by side
 WIDEST = 1700  # maximum width of the picture, unless a single task is wider
 OPACITY_RANGE = (0.35, 0.8)  # opacity of the lowest and of the highest value of a map
 SELECTED = "selected"
@@ -58,7 +58,7 @@ def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
         if maps.selected is not None:
             selections.append(maps.selected)
     tops = {"looks": _top(looks), SELECTED: _top(selections)}
-    task_width = SIDE + (1 + len(titles)) * (CELL + GAP) + APART
+    task_width = SIDE + (1 + len(titles)) * (CELL + GAP) + TASK_GAP
     columns = max(1, min(len(entries), WIDEST // task_width))
     bands = []  # tasks side by side
     heights = []

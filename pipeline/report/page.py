@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from pipeline.config.settings import check
 from pipeline.config.text import format_bytes, format_seconds
 from pipeline.graph import diagram
-from pipeline.graph.run_record import RunRecord, graph_of_record
+from pipeline.graph.run_record import RunRecord, build_recorded_graph
 from pipeline.report import figures, files, paper
 from pipeline.report.comparison import Comparison
 from pipeline.report.figures import FigureFile
@@ -27,7 +27,7 @@ from pipeline.results.tables import NOT_BYTES, Row, RunTables
 from workers.errors import UserError
 
 # a picture of the graph below this width in pixels is shrunk to the page; a wider one scrolls
-FITS = 1500
+MAX_FITTED_WIDTH = 1500
 MAX_TASKS = 12  # maximum number of tasks that the head of the page lists
 
 
@@ -65,11 +65,11 @@ def build(
     page = render_page(tables, run_pictures, method_pictures, graph_svg, failures or {}, gpu_use)
     report_files["report.html"] = page.encode()
     if tables.labels:
-        report_files |= paper.paper_files(one_run(tables))
+        report_files |= paper.paper_files(compare_methods(tables))
     return report_files | files.csv_and_parquet(rows)
 
 
-def one_run(tables: RunTables) -> Comparison:
+def compare_methods(tables: RunTables) -> Comparison:
     """Return the comparison of the methods of one run, which is its only replica."""
     seed = str(tables.record["config"].get("seed", ""))
     return compare_replicas(str(tables.record["name"]), {seed: tables})
@@ -131,7 +131,7 @@ def render_page(
         failed=failures,
         warned=tables.warnings(),
         summary=render_summary(tables),
-        table_of_tasks=render_table_of_tasks(one_run(tables)) if tables.labels else "",
+        table_of_tasks=render_table_of_tasks(compare_methods(tables)) if tables.labels else "",
         run_pictures=run_pictures,
         methods=[
             {
@@ -264,7 +264,7 @@ def draw_graph(tables: RunTables, page: str) -> str:
         links[stage_id] = f"{page}#{quote(anchor(stage_id))}"
         if row["wall_s"] is not None:
             times[stage_id] = format_seconds(row["wall_s"])
-    return diagram.to_svg(graph_of_record(tables.record), status, times, links)
+    return diagram.to_svg(build_recorded_graph(tables.record), status, times, links)
 
 
 def anchor(stage_id: str) -> str:
@@ -273,10 +273,13 @@ def anchor(stage_id: str) -> str:
 
 
 def _fit_graph(svg: str) -> Markup:
-    """Return the picture of the graph as HTML. A picture below FITS is shrunk to the page."""
+    """Return the picture of the graph as HTML.
+
+    A picture that is narrower than MAX_FITTED_WIDTH is shrunk to the width of the page.
+    """
     body = svg[svg.index("<svg") :] if "<svg" in svg else ""
     width = re.search(r'<svg[^>]* width="([0-9.]+)', body)
-    if width and float(width.group(1)) < FITS:
+    if width and float(width.group(1)) < MAX_FITTED_WIDTH:
         body = body.replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
     return Markup(body)
 

@@ -103,11 +103,11 @@ def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
     """
     rows = []
     for name, cells in table.rows.items():
-        texts = [latex_text(name)]
+        texts = [escape_latex(name)]
         for position, cell in enumerate(cells):
             texts.append(_latex_cell(cell, position == table.average))
         rows.append(texts)
-    return _tabular(caption, ["method", *map(latex_text, table.heading)], rows)
+    return _tabular(caption, ["method", *map(escape_latex, table.heading)], rows)
 
 
 def _tabular(caption: Sequence[str], heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -119,7 +119,7 @@ def _tabular(caption: Sequence[str], heading: Sequence[str], rows: Sequence[Sequ
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
-def latex_text(text: str) -> str:
+def escape_latex(text: str) -> str:
     """Return text with LaTeX's special characters escaped."""
     return "".join(LATEX.get(letter, letter) for letter in text)
 
@@ -141,17 +141,17 @@ def _latex_cell(cell: Cell, with_interval: bool) -> str:
 
 def as_markdown(table: AccuracyTable, caption: Sequence[str]) -> str:
     """Return the table as Markdown, with the sentences of `caption` below."""
-    lines = ["| method | " + " | ".join(map(markdown_text, table.heading)) + " |"]
+    lines = ["| method | " + " | ".join(map(escape_markdown, table.heading)) + " |"]
     lines.append("|---|" + "---:|" * len(table.heading))
     for name, cells in table.rows.items():
-        texts = [markdown_text(name)]
+        texts = [escape_markdown(name)]
         for position, cell in enumerate(cells):
             texts.append(_plain_cell(cell, position == table.average, "**", "**", "-"))
         lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join([*lines, "", *map(markdown_text, caption), ""])
+    return "\n".join([*lines, "", *map(escape_markdown, caption), ""])
 
 
-def markdown_text(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return text with Markdown's special characters escaped."""
     return "".join(MARKDOWN.get(letter, letter) for letter in text)
 
@@ -279,7 +279,7 @@ def budgets_latex(comparison: Comparison) -> str:
     heading = ["method", *(title for title, _ in BUDGET_COLUMNS.values())]
     rows = []
     for name, budget in budgets(comparison).items():
-        rows.append([latex_text(name), *map(_latex_number, budget)])
+        rows.append([escape_latex(name), *map(_latex_number, budget)])
     return _tabular([caption], heading, rows)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.results.trials import SearchRecord, Trial, as_number
 
-FEWEST = 4  # minimum number of finished trials to measure importance
+MIN_TRIALS = 4  # minimum number of finished trials to measure importance
 MAX_TRIALS = 1000  # maximum number of trials to measure importance on, so that it takes seconds
 CONDITIONS = ("when", "if")  # keys of a dimension that hold the condition under which it applies
 # parameter that chooses one of several methods; settings of the other methods do not apply
@@ -205,8 +205,8 @@ def measure_importance(
     finished = [trial for trial in search.trials if trial["status"] == "finished"]
     trials = [trial for trial in finished if trial["number"] in standing][-MAX_TRIALS:]
     scores = {trial["number"]: standing[trial["number"]] for trial in trials}
-    if len(trials) < FEWEST:
-        return {}, f"Importance of settings is measured once {FEWEST} trials have finished."
+    if len(trials) < MIN_TRIALS:
+        return {}, f"Importance of settings is measured once {MIN_TRIALS} trials have finished."
     moving = [parameter for parameter in varied if _is_moving(parameter, trials)]
     if not moving or max(scores.values()) - min(scores.values()) < 1e-6:
         return {}, (
@@ -268,7 +268,9 @@ def _fanova(
     for trial in trials:
         study.add_trial(
             optuna.trial.create_trial(
-                params={parameter.key: _imputed(parameter, trial) for parameter in parameters},
+                params={
+                    parameter.key: _impute_position(parameter, trial) for parameter in parameters
+                },
                 distributions=distributions,
                 value=scores[trial["number"]],
             )
@@ -276,7 +278,7 @@ def _fanova(
     return get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
 
 
-def _imputed(parameter: Parameter, trial: Trial) -> float:
+def _impute_position(parameter: Parameter, trial: Trial) -> float:
     """Return the position of a trial on the axis, with a substitute if the parameter is missing.
 
     The substitute is the middle of the axis, or an additional category. This is usual for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.config.text import table_text
-from pipeline.report.comparison import ComparedMethod, Comparison, RunGroup, unfinished_notes
+from pipeline.report.comparison import ComparedMethod, Comparison, RunGroup, describe_unfinished
 from pipeline.report.comparison_files import format_plain
 from pipeline.results.metrics import metrics_for
 from pipeline.results.tables import RunTables, merge_warnings
@@ -28,7 +28,7 @@ def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
     for label in labels:
         tasks = [task for task in tasks if task in group.first.tasks(label)]
     entries = [ComparedMethod(label, group, label, tasks) for label in labels]
-    notes = unfinished_notes(entries)
+    notes = describe_unfinished(entries)
     if len({_classes(run) for run in tables.values()}) > 1:
         notes.insert(
             0,

@@ -55,7 +55,7 @@ def build(
         matrices=matrices,
         gpu_sentences=gpu_use,
         environment=[(name, ", ".join(some)) for name, some in values.items()],
-        **comparison_page.summary_values(comparison),
+        **comparison_page.make_summary_values(comparison),
     )
     report = {picture.name: picture.png for picture in (curves, *matrices)}
     report["report.html"] = page.encode()

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from pipeline.config.text import format_percent, format_seconds, table_text
 from pipeline.graph import diagram
 from pipeline.graph.gpu_use import gpu_sentences
-from pipeline.graph.run_record import graph_of_record
+from pipeline.graph.run_record import build_recorded_graph
 from pipeline.graph.store import Store
 from pipeline.results.runs import (
     MethodAccuracy,
@@ -21,7 +21,7 @@ from pipeline.results.runs import (
     find_record,
     run_status,
 )
-from pipeline.shell.console import columns_of_output, progress_text
+from pipeline.shell.console import get_output_columns, progress_text
 from workers.storage.artifact import join
 from workers.storage.secrets import printable
 
@@ -61,7 +61,7 @@ def run_picture(storage: str, name: str) -> str:
         if duration is not None:
             times[stage.id] = format_seconds(duration)
     states = {stage.id: stage.state for stage in run.stages}
-    return printable(diagram.to_svg(graph_of_record(record), states, times, links))
+    return printable(diagram.to_svg(build_recorded_graph(record), states, times, links))
 
 
 def watch(name: str, storage: str, with_all: bool) -> None:
@@ -82,7 +82,7 @@ def watch(name: str, storage: str, with_all: bool) -> None:
         if is_terminal:
             text = printable(status_text(run, with_all))
             if run.state == "running":
-                text = show_run(text)
+                text = fit_to_terminal(text)
             print(CLEAR_SCREEN + text, flush=True)
         else:
             changed = changes(last, run.stages)
@@ -96,7 +96,7 @@ def watch(name: str, storage: str, with_all: bool) -> None:
         time.sleep(WATCH_S)
 
 
-def show_run(text: str) -> str:
+def fit_to_terminal(text: str) -> str:
     """Cut a text to the height and width of the terminal."""
     size = shutil.get_terminal_size()
     lines = text.splitlines()[: size.lines - 1]
@@ -141,7 +141,7 @@ def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
         rows.append([run.name, run.state, in_one_line(started), share])
     heading = ["run", "state", "started", "stages"]
     lines = table_text(heading, rows, left=("run", "state")).splitlines()
-    room = columns_of_output() - len(lines[0]) - 2
+    room = get_output_columns() - len(lines[0]) - 2
     texts = ["average accuracy"]
     texts += [in_one_line(methods_text(run.methods, room)) for run in overviews]
     return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))
@@ -201,7 +201,7 @@ def headline(run: RunStatus) -> str:
     process = f"process {driver.pid} on {driver.host}"
     match run.state:
         case "running":
-            text = f"running for {format_seconds(driver.age_s)}, {process}{left_text(run)}"
+            text = f"running for {format_seconds(driver.age_s)}, {process}{format_time_left(run)}"
         case "killed":
             ago = format_seconds(driver.quiet_s)
             text = f"killed: {process} was last heard of {ago} ago; finished stages are kept"
@@ -216,7 +216,7 @@ def headline(run: RunStatus) -> str:
     return in_one_line(f"run {run.name}: {text}{resume}")
 
 
-def left_text(run: RunStatus) -> str:
+def format_time_left(run: RunStatus) -> str:
     """Return the remaining time of a run as text; empty if it is unknown."""
     if run.left_s is None:
         return ""

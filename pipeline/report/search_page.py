@@ -180,7 +180,7 @@ def render_page(
         pictures: Pictures of the search.
         reason: Why importance was not measured; empty if it was measured.
     """
-    winner = _winner_trial(search)
+    winner = _find_winner(search)
     marks = _trial_marks(search)
     settings = {"space": search.record["space"], "set": search.record.get("set") or {}}
     provenance = search.record["provenance"]
@@ -282,7 +282,7 @@ def _describe_algorithm(search: SearchRecord) -> str:
 
 
 # ---- the winner ----------------------------------------------------------------------------------
-def _winner_trial(search: SearchRecord) -> Trial | None:
+def _find_winner(search: SearchRecord) -> Trial | None:
     """Return the winner, or the best trial of the last phase with a finished trial, or None."""
     if search.winner:
         trial = search.trial(search.winner["trial"])
@@ -356,7 +356,7 @@ def _test_values(search: SearchRecord, trial: Trial) -> dict[str, Any] | None:
         cells = [format_value(as_number(test.get(metric.name)), metric.unit) for metric in metrics]
         rows.append([test.get("seed", "-"), test.get("run", "-"), *cells])
     if len(tests) > 1:
-        means = [format_value(_format_mean(tests, metric.name), metric.unit) for metric in metrics]
+        means = [format_value(_compute_mean(tests, metric.name), metric.unit) for metric in metrics]
         rows.append(["all", "mean ± standard deviation", f"{mean_text} %", *means[1:]])
     planned = search.settings.get("seeds")
     if isinstance(planned, list):
@@ -374,7 +374,7 @@ def _test_values(search: SearchRecord, trial: Trial) -> dict[str, Any] | None:
     }
 
 
-def _format_mean(tests: Sequence[Mapping[str, Any]], key: str) -> float:
+def _compute_mean(tests: Sequence[Mapping[str, Any]], key: str) -> float:
     """Return the mean of a value over the tests that have the value; NaN if no test has it."""
     values = [as_number(test.get(key)) for test in tests]
     known = [value for value in values if not math.isnan(value)]

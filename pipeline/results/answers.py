@@ -117,7 +117,7 @@ def find_strata(
     return strata
 
 
-def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) -> Array:
+def compute_drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) -> Array:
     """Compute the accuracy matrix of one method in each draw.
 
     Args:
@@ -195,7 +195,7 @@ def draw_metrics(
         values: dict[str, list[Array]] = {}
         for replica, answers in by_replica.items():
             totals = np.array([len(task_images) for task_images in answers.images], float)
-            rates = drawn_rates(answers, replica, strata)
+            rates = compute_drawn_rates(answers, replica, strata)
             for name, metric in compute_metrics(rates, totals).items():
                 values.setdefault(name, []).append(metric)
         drawn[method] = {

@@ -21,7 +21,7 @@ from workers.storage.artifact import Artifact, exists, join
 from workers.storage.regular_file import read_regular, write_named_file
 
 
-def read_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
+def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
     """Build the bundle that serves all tasks of a method.
 
     The bundle has the model that the last evaluation of the method loads, and the states of all

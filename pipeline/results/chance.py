@@ -14,7 +14,7 @@ FEW_STEPS = 300
 
 
 @functools.lru_cache(maxsize=1024)
-def most_correct_by_chance(num_images: int, num_classes: int) -> int:
+def max_correct_by_chance(num_images: int, num_classes: int) -> int:
     """Compute the largest number of correct answers in the confidence interval of guessing.
 
     This is the smallest k with P(X <= k) >= 97.5 %, where X is binomial with probability
@@ -71,7 +71,7 @@ class LearnedTask:
         """Return a warning if the accuracy does not exceed chance, else ""."""
         if self.num_classes <= 1 or not self.total:
             return ""
-        limit = most_correct_by_chance(self.total, self.num_classes)
+        limit = max_correct_by_chance(self.total, self.num_classes)
         if self.correct > limit:
             return ""
         fact = (

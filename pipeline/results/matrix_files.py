@@ -147,7 +147,7 @@ def _make_tables(
         for i, value in enumerate(row):
             if value is None:
                 continue
-            rate = checked_rate(path, value)
+            rate = check_rate(path, value)
             if i <= t:
                 rates[t, i] = rate
             else:
@@ -171,7 +171,7 @@ def _make_tables(
     return tables
 
 
-def checked_rate(path: str, value: Any) -> float:
+def check_rate(path: str, value: Any) -> float:
     """Return a value as an accuracy. Raise `UserError` if it is not a number from 0 to 1."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):

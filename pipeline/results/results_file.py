@@ -126,7 +126,7 @@ class ResultFileBody(Strict):
 
 
 # ---- writing -------------------------------------------------------------------------------------
-def results_bytes(runs: Sequence[RunTables]) -> bytes:
+def encode_results(runs: Sequence[RunTables]) -> bytes:
     """Return the content of the file with the results of a run, or of all its replicas."""
     body = {"format": FORMAT, "version": VERSION, "runs": [_run_body(run) for run in runs]}
     plain = json.loads(json.dumps(body, default=str))
@@ -145,7 +145,7 @@ def write_results(name: str, path: str, runs: Sequence[RunTables]) -> None:
     Raises:
         UserError: If the file cannot be written.
     """
-    write_named_file(name, path, results_bytes(runs))
+    write_named_file(name, path, encode_results(runs))
 
 
 def _run_body(run: RunTables) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def _method_body(run: RunTables, label: str) -> dict[str, Any]:
         "method": run.method(label),
         "tasks": list(matrix.tasks),
         **_list_cells(matrix),
-        "accuracy": list_rows(matrix.rates),
-        "chance": list_rows(matrix.chance),
+        "accuracy": to_nested_lists(matrix.rates),
+        "chance": to_nested_lists(matrix.chance),
         "sizes": [_sizes_body(row) for row in run.sizes(label)],
     }
     finals = matrix.final.items()
@@ -199,12 +199,14 @@ def _list_cells(matrix: Matrix) -> dict[str, Any]:
     if (known % 1).any():
         return {}
     return {
-        "correct": list_rows(matrix.correct, is_count=True),
-        "total": list_rows(matrix.total, is_count=True),
+        "correct": to_nested_lists(matrix.correct, is_count=True),
+        "total": to_nested_lists(matrix.total, is_count=True),
     }
 
 
-def list_rows(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
+def to_nested_lists(
+    values: NDArray[np.float64], is_count: bool = False
+) -> list[list[float | None]]:
     """Return a matrix (T, T) as lists. NaN and entries above the diagonal become None."""
     rows = []
     for t, row in enumerate(values.tolist()):

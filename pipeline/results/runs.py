@@ -390,7 +390,7 @@ def _stage_status(
     )
 
 
-def named_run(run: str, storage: str) -> tuple[str, str]:
+def resolve_run(run: str, storage: str) -> tuple[str, str]:
     """Return name and storage of a run.
 
     Args:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import absolute, find_config, read_yaml
 from pipeline.data import card_files, in_place
-from pipeline.data.braces import with_braces
+from pipeline.data.braces import format_braces
 from pipeline.data.cards import Card
 from pipeline.data.splits import SPLITS, Split
 from pipeline.graph import raw_data
@@ -77,5 +77,5 @@ def _stored_urls(card: Card, store: Store) -> Iterator[tuple[Split, str]]:
     names = sorted(name for name in artifact.manifest["files"] if name.endswith(".tar"))
     for split in SPLITS:
         of_split = [artifact.uri(name) for name in names if name.startswith(f"{split}-")]
-        for url in with_braces(of_split):
+        for url in format_braces(of_split):
             yield split, url

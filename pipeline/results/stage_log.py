@@ -65,7 +65,7 @@ def _list_events(data: bytes) -> Iterator[RunEvent]:
             yield RunEvent(time, kind, stage, values)
 
 
-def failed_keys(storage: str) -> dict[str, list[str]]:
+def find_failures(storage: str) -> dict[str, list[str]]:
     """Return key of a stage -> names of the files of its failed tries, oldest first."""
     files: dict[str, list[str]] = {}
     for path in sorted(list_files(join(storage, failures.FOLDER))):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from workers.job import TrainSettings, with_neutral
+from workers.job import TrainSettings, add_neutral_values
 
 # Length of a training. Keys: `images` (per epoch), `batch_size`, `epochs`, `steps` (of the
 # optimizer), and, for a method with a memory, `replayed` (replayed images of all epochs together).
@@ -139,7 +139,7 @@ def group_steps(stages: Iterable[StageInfo]) -> list[StepTraining]:
         configured = stage.inputs.get("train")
         if not configured:
             continue
-        train = TrainSettings.model_validate(with_neutral(TrainSettings, configured))
+        train = TrainSettings.model_validate(add_neutral_values(TrainSettings, configured))
         key = (stage.label, stage.step, train.model_dump_json())
         group = groups.setdefault(key, StepTraining(stage.label, stage.step, train))
         group.tasks.append(stage.task)

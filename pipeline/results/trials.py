@@ -368,7 +368,7 @@ def lock_key(name: str) -> str:
     return f"search-{name}"
 
 
-def keys_of_searches(storage: str) -> set[str]:
+def collect_search_keys(storage: str) -> set[str]:
     """Return the keys of all stages of the trials of all searches in a storage.
 
     Raises:

@@ -134,8 +134,8 @@ class SearchExperiment:
             searches.execute(
                 search,
                 SearchScreen(search, stream),
-                cd_prefix + app.command_text("search", self.source, self.overrides),
-                cd_prefix + app.command_text("report", self.source, self.overrides),
+                cd_prefix + app.format_command("search", self.source, self.overrides),
+                cd_prefix + app.format_command("report", self.source, self.overrides),
             )
         return read_results(search)
 

@@ -55,7 +55,7 @@ class LivePage:
             except Exception as error:
                 log.warning("the report of the search was not written: %s", error)
             now = time.monotonic()
-            self._wait_until_due(now, pause_s(now - started))
+            self._wait_until_due(now, compute_pause_s(now - started))
 
     def _wait_until_due(self, written_at: float, pause: float) -> None:
         """Wait until the page must be written again, or until the end of the search.
@@ -69,6 +69,6 @@ class LivePage:
                 return
 
 
-def pause_s(took_s: float) -> float:
+def compute_pause_s(took_s: float) -> float:
     """Return the seconds to pause after a page that took `took_s` seconds to write."""
     return min(max(CHANGED_S, took_s / MAX_LOAD), LONGEST_S)

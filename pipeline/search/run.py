@@ -34,7 +34,7 @@ from pipeline.search.space import Params
 from pipeline.search.spec import Search, build_state, write_state
 from pipeline.search.trial import PhasePlan, folder, now, with_history
 from pipeline.shell.console import summary
-from pipeline.tracking.prometheus import announcing_metrics, search_metrics
+from pipeline.tracking.prometheus import announce_metrics, search_metrics
 from pipeline.tracking.search_recorder import SearchRecorder
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
@@ -108,14 +108,14 @@ def run_search(
                 run_trials(search, plan, first, save_time_and_notify)
             chosen = best(search.records(plan.phase), search.settings.tolerance)
             if chosen is None:
-                raise UserError(no_winner(search, plan.phase, resume_command))
+                raise UserError(explain_no_winner(search, plan.phase, resume_command))
             if plan.phase:
                 chosen_so_far[plan.phase] = read_trial(search, chosen)["params"]
     finally:
         save_time()
         ray.shutdown()
     assert chosen is not None  # there is at least one phase
-    return SearchOutcome(chosen, winner_config(search, chosen, chosen_so_far))
+    return SearchOutcome(chosen, build_winner_config(search, chosen, chosen_so_far))
 
 
 def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, PhasePlan]]:
@@ -158,7 +158,7 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
         yield index * trials_per_task, task_plan
 
 
-def any_config(search: Search) -> configs.Config:
+def build_any_config(search: Search) -> configs.Config:
     """Return the config of an arbitrary point. All points have the same data and storage."""
     point = next(search.space.corners())
     return configs.check(spaces.with_params(search.body, point), search.name)
@@ -166,7 +166,7 @@ def any_config(search: Search) -> configs.Config:
 
 def ingest(search: Search, resume_command: str, open_screen: OpenScreen) -> None:
     """Ingest the data of the tasks once, before the trials need the data."""
-    config = any_config(search)
+    config = build_any_config(search)
     store = Store(search.storage)
     graph, tasks = build.build_graph(config, store, search.provenance, "val")
     cards = {f"data/{task.card}" for task in tasks if task.name in search.tasks}
@@ -179,7 +179,7 @@ def read_trial(search: Search, number: int) -> Trial:
     return next(record for record in search.records() if record["number"] == number)
 
 
-def no_winner(search: Search, phase: str, resume_command: str) -> str:
+def explain_no_winner(search: Search, phase: str, resume_command: str) -> str:
     """Return the message that a phase has no winner, with the reason and the remedy."""
     records = search.records(phase)
     messages = [record["message"] for record in records if record["status"] == "failed"]
@@ -205,7 +205,7 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
     )
 
 
-def winner_config(
+def build_winner_config(
     search: Search, number: int, chosen_so_far: Mapping[str, Params]
 ) -> dict[str, Any]:
     """Return the winner's config as plain values, with the stream of the base config.
@@ -300,7 +300,7 @@ def _search_and_record(
 
     try:
         address = search.tracking.prometheus
-        with page.writing(), announcing_metrics(address, metrics, screen.say):
+        with page.writing(), announce_metrics(address, metrics, screen.say):
             outcome = run_search(search, resume_command, notify, screen)
             path = write_winner(search, outcome, tests)
             screen.say(screen.announce_winner(outcome.trial, path))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # config.
 METHOD = "method"
 # Keys of the base config that do not change results, except by randomness (`seed`).
-NOT_LEARNED = ("name", "storage", "cluster", "tracking", "seed")
+NOT_SEARCHABLE = ("name", "storage", "cluster", "tracking", "seed")
 REDRAW_PROBABILITY = 0.25  # probability that `Space.perturb` draws a value again
 Params = dict[str, Any]  # dotted key -> value
 
@@ -407,7 +407,7 @@ def check(space: Space, body: Mapping[str, Any], path: str) -> None:
         UserError: If a key is not a setting of the config or cannot be searched, if the config
             rejects a value, or if a trial would not have exactly one method.
     """
-    labels = _searched_labels(space, body, path)
+    labels = _find_searched_labels(space, body, path)
     for key in space.dimensions:
         if key != METHOD:
             _check_key(key, labels, path)
@@ -421,7 +421,7 @@ def check(space: Space, body: Mapping[str, Any], path: str) -> None:
             ) from None
 
 
-def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[str]:
+def _find_searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[str]:
     """Return the labels of the methods that trials can have.
 
     Raises:
@@ -459,7 +459,7 @@ def _check_key(key: str, labels: Sequence[str], path: str) -> None:
             f"{path}: space.{key} cannot be searched, because trials on different streams cannot "
             "be compared; take it out"
         )
-    if top in NOT_LEARNED:
+    if top in NOT_SEARCHABLE:
         raise UserError(
             f"{path}: space.{key} cannot be searched, "
             "because it does not change what is learned (or only by chance); take it out"

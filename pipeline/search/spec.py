@@ -30,7 +30,7 @@ from pipeline.search.warm_start import WarmStart, WarmStartSettings, choose_warm
 from workers.errors import UserError, did_you_mean
 from workers.job import Frozen, Neutral, key_inputs
 from workers.methods import METHODS
-from workers.methods.registration import describe_unknown, why_not_importable
+from workers.methods.registration import describe_unknown, explain_not_importable
 from workers.storage.artifact import exists, join, read_json, write_bytes
 
 MAX_GRID_POINTS = 10_000
@@ -41,7 +41,7 @@ IDLE_TRIALS = 32
 FREE = ("budget", "seeds", "tolerance", "concurrent")
 # Keys of the base config that may change when the search is resumed. They do not change results,
 # except by rounding (`cluster`).
-FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
+RESUMABLE_BASE_KEYS = ("name", "storage", "cluster", "tracking")
 
 
 class Budget(Frozen):
@@ -418,7 +418,7 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     """
     file = yaml_files.find_config(path)
     if not file.exists():
-        raise UserError(f"search {path!r} does not exist; {yaml_files.similar_file(file)}")
+        raise UserError(f"search {path!r} does not exist; {yaml_files.suggest_file(file)}")
     raw = yaml_files.read_yaml(file, "a search")
     if "space" not in raw and ("stream" in raw or "extends" in raw):
         raw = _build_search(path, file, overrides)
@@ -551,7 +551,7 @@ def prepare(
             "those of its winner)"
         )
     for entry in config.methods.values():
-        reason = why_not_importable(entry.method)
+        reason = explain_not_importable(entry.method)
         if reason:
             raise UserError(
                 f"{path}: method {entry.method!r} cannot be searched, because {reason}, and each "
@@ -581,7 +581,7 @@ def prepare(
         build.build_graph(report_config, store, made_by)
     tasks = tuple(names[: settings.first_tasks])
     _check_early_stops(settings, len(tasks), path)
-    method_tasks = _method_tasks(graph, tasks)
+    method_tasks = _find_method_tasks(graph, tasks)
     if settings.has_params_per_task:
         for params in points:
             configs.check(with_history(body, params, {method_tasks[0]: params}), path)
@@ -597,7 +597,7 @@ def prepare(
         _note(settings, point_configs),
         _digest(settings, body, graph),
     )
-    state = _earlier_state(search)
+    state = _load_earlier_state(search)
     search.sessions = [session for session in state.get("sessions", []) if "wall_s" in session]
     search.warm_start = WarmStart.of_record(state.get("warm_start"))
     if settings.warm_start is not None and search.warm_start is None:
@@ -695,7 +695,7 @@ def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
         )
 
 
-def _method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
+def _find_method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
     """Return the tasks for which the method has other stages than the evaluation."""
     changed = {stage.task for stage in graph if stage.method and stage.step != "evaluate"}
     return tuple(task for task in tasks if task in changed)
@@ -734,7 +734,7 @@ def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str
     if settings.protocol == "per_task":
         # The number of a trial determines its task.
         search_inputs["trials"] = settings.budget.trials
-    base_inputs = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
+    base_inputs = {key: value for key, value in body.items() if key not in RESUMABLE_BASE_KEYS}
     stages: list[Any] = []
     for stage in graph:  # only ingest stages have a final key before the data is ingested
         is_ingest = stage.step == "ingest"
@@ -743,7 +743,7 @@ def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _earlier_state(search: Search) -> dict[str, Any]:
+def _load_earlier_state(search: Search) -> dict[str, Any]:
     """Return the content of search.json if a search is resumed, or {} for a new search.
 
     Raises:

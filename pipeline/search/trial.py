@@ -182,7 +182,7 @@ class Count:
     gpu_seconds: float = 0.0
     began: dict[str, float] = field(default_factory=dict)
 
-    def go_on_after(self, record: Trial) -> None:
+    def resume_from(self, record: Trial) -> None:
         """Continue with the counts of an interrupted trial.
 
         The stages that the trial executed before have results now. They must not be counted as
@@ -381,8 +381,8 @@ def _learn(
 
     count = Count(settings.cluster, save_count)
     if previous is not None:
-        count.go_on_after(previous)
-    graph, tasks = _graph_of_trial(plan, settings, store)
+        count.resume_from(previous)
+    graph, tasks = _build_trial_graph(plan, settings, store)
     runner = Runner(store, settings, graph, count)
     try:
         # The search ingests the data before its trials start. Ingest data that is missing now.
@@ -390,11 +390,11 @@ def _learn(
             for stage in graph:
                 if stage.step == "ingest":
                     runner.run(stage.id)
-            runner.graph, tasks = _graph_of_trial(plan, settings, store)
+            runner.graph, tasks = _build_trial_graph(plan, settings, store)
         graph_record = make_record(runner.graph, settings, tasks, dict(plan.provenance))
         record["graph"] = graph_record
         with (
-            store.claimed_by_gc()
+            store.hold_gc_lock()
         ):  # garbage collection must know the graph before stages are looked up
             write_record(plan.storage, plan.name, record)
         for position, task in enumerate(plan.tasks[: plan.until]):
@@ -419,7 +419,7 @@ def _learn(
                 # and a trial that has learned all tasks must not count as stopped.
                 record["status"] = "finished"
                 record["ended"] = now()
-            message = _forgets_too_much(plan, record)
+            message = _explain_forgetting(plan, record)
             if message:
                 record["status"] = "stopped"
                 record["message"] = message
@@ -432,7 +432,7 @@ def _learn(
         runner.close()
 
 
-def _forgets_too_much(plan: PhasePlan, record: Trial) -> str:
+def _explain_forgetting(plan: PhasePlan, record: Trial) -> str:
     """Return a message if a trial forgets more than `max_forgetting` allows, else ""."""
     average = forgetting(record["results"])
     if plan.max_forgetting is None or not average > plan.max_forgetting:
@@ -444,7 +444,7 @@ def _forgets_too_much(plan: PhasePlan, record: Trial) -> str:
     )
 
 
-def _graph_of_trial(
+def _build_trial_graph(
     plan: PhasePlan, settings: config.Config, store: Store
 ) -> tuple[Graph, list[Task]]:
     """Return the graph of the evaluations of the plan's tasks and their ancestors.

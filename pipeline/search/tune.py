@@ -23,11 +23,11 @@ from pipeline.graph.retries import RetryPolicy
 from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
-    actor_name,
+    make_actor_name,
+    make_ray_storage_arguments,
     register_actor,
-    where_ray_writes,
 )
-from pipeline.launch.shares import check_fits, resources_per_worker, sizes_of_groups
+from pipeline.launch.shares import check_fits, compute_group_sizes, resources_per_worker
 from pipeline.results.trials import Trial, TrialResult
 from pipeline.search.population import choose_start
 from pipeline.search.space import Params
@@ -156,7 +156,7 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
     import ray
 
     settings = search.settings
-    name = actor_name(ray, search=True)
+    name = make_actor_name(ray, search=True)
     driver = register_actor(ray, DriverRegistration, name)
     room = count_parallel_trials(ray.get(driver.get_cluster_state.remote()), search.cluster, name)
     budget_s = None
@@ -164,7 +164,7 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
     if settings.budget.hours is not None:
         budget_s = max(1.0, 3600 * settings.budget.hours - search.elapsed_s)
         end = time.monotonic() + budget_s - 1
-    bookkeeping = join(search.storage, "ray", tune_name(search))
+    bookkeeping = join(search.storage, "ray", get_tune_folder(search))
     delete_dir(bookkeeping)  # files of a killed session
     tuner = build_tuner(
         search,
@@ -180,7 +180,7 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
         delete_dir(bookkeeping)  # not needed to resume
 
 
-def tune_name(search: Search) -> str:
+def get_tune_folder(search: Search) -> str:
     """Return the name of the folder for Tune's own files."""
     return f"search-{search.name}"
 
@@ -218,8 +218,8 @@ def build_tuner(
             mode=None if scheduler else "max",
         ),
         run_config=tune.RunConfig(
-            name=tune_name(search),
-            **where_ray_writes(join(search.storage, "ray")),
+            name=get_tune_folder(search),
+            **make_ray_storage_arguments(join(search.storage, "ray")),
             stop=GpuBudgetStopper(search),
             verbose=0,
             callbacks=[callback, tune.logger.JsonLoggerCallback()],
@@ -490,4 +490,4 @@ def count_parallel_trials(cluster_state: ClusterState, cluster: ClusterSettings,
     trial = cluster.of_any_step().model_copy(update={"workers": max(1, cluster.workers)})
     check_fits(cluster_state, trial)
     as_many_as_fit = trial.model_copy(update={"groups": 0})
-    return len(sizes_of_groups(cluster_state, as_many_as_fit, name, sys.maxsize))
+    return len(compute_group_sizes(cluster_state, as_many_as_fit, name, sys.maxsize))

@@ -106,7 +106,7 @@ def choose_warm_start(
     Raises:
         UserError: If the earlier search has no suitable trial.
     """
-    candidates = [trial for trial in earlier.trials if can_be_taken(trial, settings)]
+    candidates = [trial for trial in earlier.trials if is_reusable_trial(trial, settings)]
     if not candidates:
         raise UserError(
             f"{path}: warm_start names search {earlier.name!r}, and none of its "
@@ -137,7 +137,7 @@ def choose_warm_start(
     return WarmStart(earlier.name, first, tuple(observations))
 
 
-def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
+def is_reusable_trial(trial: Trial, settings: WarmStartSettings) -> bool:
     """Return whether a trial can be reused.
 
     The trial must be finished, must have learned all tasks with the same parameters, and must never

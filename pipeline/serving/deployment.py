@@ -106,7 +106,7 @@ class Deployment:
         device: accelerator.DeviceName = "cpu",
         record_in: str = "",
     ):
-        chosen = accelerator.named_device(device)
+        chosen = accelerator.make_named_device(device)
         accelerator.limit_memory(chosen, get_assigned_gpus())
         accelerator.use_fp32()
         self.served = Predictor(open_model(), device=chosen)

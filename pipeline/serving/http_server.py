@@ -235,7 +235,7 @@ class Front:
         self.check_host(request)
         route = f"{request.method} {request.url.path}"
         if route == "GET /health":
-            return await self.health_reply()
+            return await self.make_health_reply()
         self.check_token(request)
         if route == "GET /tasks":
             return Reply(200, dict(self.tasks))
@@ -245,7 +245,7 @@ class Front:
         if route == "GET /openapi.json":
             return Reply(200, build_document())
         if route == "GET /":
-            return page_reply(request.headers["host"])
+            return make_page_reply(request.headers["host"])
         if route != "POST /predict":
             raise Refused(
                 404,
@@ -301,7 +301,7 @@ class Front:
                 503, f"{self.predictions} requests are being answered; send this one again later"
             )
 
-    async def health_reply(self) -> Reply:
+    async def make_health_reply(self) -> Reply:
         """Return a reply with status 200 if a replica can answer, or else with status 503."""
         await self.update_replicas()
         if self.replicas:
@@ -437,7 +437,7 @@ class Front:
             no_replica.cancel()
 
 
-def page_reply(host: str) -> Reply:
+def make_page_reply(host: str) -> Reply:
     """Return the HTML page. Its examples contain the host of the request."""
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     page = text.replace("ADDRESS", f"http://{escape(host)}")

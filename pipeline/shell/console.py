@@ -273,11 +273,11 @@ class Console:
         if len(texts) > MAX_LIVE_LINES:
             num_hidden = len(texts) - MAX_LIVE_LINES + 1
             texts = [*texts[: MAX_LIVE_LINES - 1], f"and {num_hidden} more stages run"]
-        columns = columns_of_output()
+        columns = get_output_columns()
         return "\n".join(f"[{self.ended}/{self.total}] {text}"[:columns] for text in texts)
 
 
-def columns_of_output() -> int:
+def get_output_columns() -> int:
     """Return the largest length of a line, in characters, that surely does not wrap."""
     terminal = shutil.get_terminal_size((MAX_COLUMNS + 1, 24))
     return min(MAX_COLUMNS, terminal.columns - 1)
@@ -384,7 +384,7 @@ def matrix_text(tables: RunTables, label: str) -> str:
     """
     matrix = tables.matrix(label)
     width = 1 + max([len("test images"), *map(len, matrix.tasks)])
-    if width * (1 + len(matrix.tasks)) > columns_of_output():
+    if width * (1 + len(matrix.tasks)) > get_output_columns():
         return _narrow_matrix_text(matrix)
     lines = [
         f"{label}: accuracy in %, row = after task, column = on task",

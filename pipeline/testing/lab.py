@@ -340,7 +340,7 @@ class Run:
     def served(self, after: int) -> Any:
         """Return a method with all tasks up to `after`, loaded as in the `evaluate` stage."""
         self.prepare(self.evaluate_job(after))
-        return restore.finished_method(self.evaluate_job(after), self.lab.group)
+        return restore.restore_finished_method(self.evaluate_job(after), self.lab.group)
 
     def fresh(self, task: int = 0) -> Any:
         """Return a new method as in the first stage of `task`: with a backbone, without tasks."""

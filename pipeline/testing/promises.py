@@ -120,10 +120,12 @@ def promise(
                 check(lab, method, optimizer)
             except AssertionError as error:
                 if is_seen_by_tests(error):
-                    raise BrokenPromise(broken_promise(name, method, optimizer, error)) from error
-                raise BrokenPromise(stopped_before(name, method, optimizer, error)) from error
+                    raise BrokenPromise(
+                        describe_broken_promise(name, method, optimizer, error)
+                    ) from error
+                raise BrokenPromise(describe_early_error(name, method, optimizer, error)) from error
             except Exception as error:
-                raise BrokenPromise(stopped_before(name, method, optimizer, error)) from error
+                raise BrokenPromise(describe_early_error(name, method, optimizer, error)) from error
 
         PROMISES[name] = Promise(explained, remedy, applies, optimizers)
         return explained
@@ -148,7 +150,7 @@ def trains_later(cls: type[Method]) -> bool:
     return any(step.trains for step in cls.steps_for(cls.Settings(), SECOND))
 
 
-def stage_with_epochs(run: Run) -> StageJob:
+def find_stage_with_epochs(run: Run) -> StageJob:
     """Return the first stage with epochs of the second task, else of the first task."""
     jobs = [*run.stages(SECOND), *run.stages(FIRST)]
     trained: StageJob = next(job for job in jobs if history(run.artifact(job)))
@@ -161,7 +163,7 @@ def is_seen_by_tests(error: BaseException) -> bool:
     return Path(last.filename).parent == HERE
 
 
-def stopped_before(name: str, method: str, optimizer: str, error: BaseException) -> str:
+def describe_early_error(name: str, method: str, optimizer: str, error: BaseException) -> str:
     """Describe an error that ended a method before the promise could be checked.
 
     The text does not contain the remedy of the promise, because it would not help.
@@ -179,7 +181,7 @@ def stopped_before(name: str, method: str, optimizer: str, error: BaseException)
     )
 
 
-def broken_promise(name: str, method: str, optimizer: str, error: BaseException) -> str:
+def describe_broken_promise(name: str, method: str, optimizer: str, error: BaseException) -> str:
     """Describe a broken promise: the method, the remedy and the failed line of the check."""
     frames = traceback.extract_tb(error.__traceback__)
     in_check = [frame for frame in frames if frame.name == f"check_{name}"]
@@ -536,7 +538,7 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
 def check_training_draws_from_the_batch_alone(lab: Lab, method: str, optimizer: str) -> None:
     """A training step does not use the generators of torch, NumPy and Python."""
     run = lab.run(method, optimizer)
-    job = stage_with_epochs(run)
+    job = find_stage_with_epochs(run)
     train_step = loop.train_step
     drawn: set[str] = set()
 
@@ -575,7 +577,7 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     All state of the training must be in the checkpoint. A plain tensor attribute is not in it.
     """
     run = lab.run(method, optimizer)
-    job = stage_with_epochs(run)
+    job = find_stage_with_epochs(run)
     per_epoch = -(-history(run.artifact(job))[0]["images"] // job.train.batch_size)
     stored, resumed = run.artifact(job), again(job, "resumed", checkpoint_s=1e-9)
     with suppress(Interrupted), interrupted_after(per_epoch + 2):
@@ -654,9 +656,13 @@ def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimiz
     job = run.stages(SECOND)[-1]
     handed = restore.load_carried(job)
     assert handed is not None
-    for kind in sorted(kinds_of(run.carried(FIRST)) & kinds_of(run.carried(SECOND))):
-        assert kind in kinds_of(handed), f"{job.id} is not handed {kind!r}: a step before drops it"
-        changed = with_others(handed, kind)
+    for kind in sorted(
+        list_carried_kinds(run.carried(FIRST)) & list_carried_kinds(run.carried(SECOND))
+    ):
+        assert kind in list_carried_kinds(handed), (
+            f"{job.id} is not handed {kind!r}: a step before drops it"
+        )
+        changed = change_kind(handed, kind)
         if changed is None:
             continue
         try:
@@ -668,12 +674,12 @@ def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimiz
         assert has_part, f"{job.id} leaves the same whatever it is handed as {kind!r}"
 
 
-def kinds_of(carried: Carried) -> set[str]:
+def list_carried_kinds(carried: Carried) -> set[str]:
     """Return the parts before the first slash of the tensor names; "" for a name without slash."""
     return {name.rpartition("/")[0].split("/")[0] for name in carried.tensors}
 
 
-def with_others(carried: Carried, kind: str) -> Carried | None:
+def change_kind(carried: Carried, kind: str) -> Carried | None:
     """Return the state with changed tensors of a kind; None if the kind has only integers."""
     tensors = dict(carried.tensors)
     for name, tensor in carried.tensors.items():
@@ -817,7 +823,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
         job = run.evaluate_job(after)
         run.prepare(job)
         common, itself = (
-            restore.finished_method(replace(job, settings=job.settings | changed), Group())
+            restore.restore_finished_method(replace(job, settings=job.settings | changed), Group())
             for changed in (no_change, own)
         )
         for task, scenario in product(
@@ -825,7 +831,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
         ):
             common.scenario = itself.scenario = scenario
             (logits, picks), (other, others) = (
-                evaluate.with_picks(one, run.images(task), run.order[task])
+                evaluate.compute_logits_and_picks(one, run.images(task), run.order[task])
                 for one in (common, itself)
             )
             assert torch.equal(logits, other), sorted(own)
@@ -842,9 +848,9 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
     assert job.task is not None
     feed = Feed(job, (job.task,), "val", Group(), training=False)
     live.train()
-    modes, tensors, random = modes_of(live), tensors_of(live), torch.get_rng_state()
+    modes, tensors, random = read_modes(live), tensors_of(live), torch.get_rng_state()
     accuracy(live, feed, Group())
-    assert modes_of(live) == modes
+    assert read_modes(live) == modes
     assert same(tensors_of(live), tensors)
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -863,7 +869,7 @@ def check_measuring_has_no_part_in_training(lab: Lab, method: str, optimizer: st
     assert blind.read(CARRIED) == run.artifact(job).read(CARRIED)
 
 
-def modes_of(model: torch.nn.Module) -> dict[str, bool]:
+def read_modes(model: torch.nn.Module) -> dict[str, bool]:
     """Return name of a module -> whether it is in training mode."""
     return {name: module.training for name, module in model.named_modules()}
 

@@ -67,7 +67,7 @@ def find_links(state: RecordState) -> list[str] | None:
     """Return the lines with the location of the record, or None if it must be written again."""
     try:
         body = read_json(_path(state))
-        if body["digest"] != state.digest or not _runs_stand(body["database"], body["runs"]):
+        if body["digest"] != state.digest or not _are_runs_active(body["database"], body["runs"]):
             return None
         return [str(line) for line in body["links"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ def _path(state: RecordState) -> str:
     return join(state.storage, "runs", state.name, FILE)
 
 
-def _runs_stand(database: str, runs: list[str]) -> bool:
+def _are_runs_active(database: str, runs: list[str]) -> bool:
     """Return whether all runs are still in MLflow's database; always True for a server."""
     if not database:
         return True

@@ -202,7 +202,7 @@ def _artifact_location(address: str, storage: str) -> str | None:
     if address.startswith(("http://", "https://")):
         return None
     if not is_local(storage):
-        return bucket_folder(storage)
+        return get_bucket_folder(storage)
     return Path(storage.removeprefix("file://")).absolute().joinpath("mlartifacts").as_uri()
 
 
@@ -268,7 +268,7 @@ def explain_refusals(storage: str, uri: str = "") -> Iterator[None]:
         ) from None
 
 
-def bucket_folder(storage: str) -> str:
+def get_bucket_folder(storage: str) -> str:
     """Return the URI of MLflow's artifacts in an object store.
 
     MLflow reads the endpoint and the region only from environment variables, so this function sets
@@ -307,7 +307,7 @@ def transient(error: Exception) -> bool:
     return isinstance(error, (OSError, OperationalError, sqlite3.OperationalError))
 
 
-def login_refusal(error: Exception) -> str:
+def describe_login_refusal(error: Exception) -> str:
     """Return a message if a server refuses the login or forbids a change; "" for other errors."""
     from mlflow.exceptions import MlflowException
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipeline.report import figures, files, mask_plots, plots
 from pipeline.results.masks import MaskView, overlap_rows
 from pipeline.results.metrics import metrics_for
-from pipeline.results.results_file import list_rows
+from pipeline.results.results_file import to_nested_lists
 from pipeline.results.tables import EXTRA_COUNTS, NOT_BYTES, Matrix, Row, RunTables, matrix_rows
 from pipeline.tracking.mlflow_client import Point, key_name
 
@@ -78,7 +78,7 @@ def matrix_points(matrix: Matrix) -> list[Point]:
 
     The step of a point is the number of previously learned tasks. The curve of a task begins with
     the evaluation after this task was learned. The caller drops further points of constant curves,
-    see `without_constants`.
+    see `drop_constant_curves`.
     """
     points = []
     for after, on_task in np.ndindex(matrix.source.shape):
@@ -97,7 +97,7 @@ def matrix_points(matrix: Matrix) -> list[Point]:
     return points
 
 
-def without_constants(points: Sequence[Point]) -> list[Point]:
+def drop_constant_curves(points: Sequence[Point]) -> list[Point]:
     """Keep only the first point of each curve that is constant, up to rounding.
 
     MLflow shows a metric with one point as a number, and other metrics as charts.
@@ -221,9 +221,9 @@ def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> d
         "tasks": matrix.tasks,
         "rows": "after learning",
         "columns": "accuracy on task",
-        "correct": list_rows(matrix.correct, is_count=True),
-        "total": list_rows(matrix.total, is_count=True),
-        "accuracy": list_rows(matrix.rates),
+        "correct": to_nested_lists(matrix.correct, is_count=True),
+        "total": to_nested_lists(matrix.total, is_count=True),
+        "accuracy": to_nested_lists(matrix.rates),
         "source": matrix.source.tolist(),
     }
     contents = {

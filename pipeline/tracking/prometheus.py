@@ -190,7 +190,7 @@ def search_metrics(
 
 
 @contextmanager
-def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> Iterator[str]:
+def serve_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> Iterator[str]:
     """Context manager that serves the metrics of `collect` to Prometheus, and yields the URL.
 
     Args:
@@ -227,7 +227,7 @@ def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> It
 
 
 @contextmanager
-def announcing_metrics(
+def announce_metrics(
     address: str, collect: Callable[[], Iterator[Metric]], say: Callable[[str], None]
 ) -> Iterator[None]:
     """Context manager that serves metrics and prints their URL. It does nothing without an address.
@@ -240,6 +240,6 @@ def announcing_metrics(
     if not address:
         yield
         return
-    with serving_metrics(address, collect) as url:
+    with serve_metrics(address, collect) as url:
         say(f"metrics for Prometheus: {url}")
         yield

@@ -22,7 +22,7 @@ from pipeline.shell.console import print_to_stderr
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     SystemMetrics,
-    login_refusal,
+    describe_login_refusal,
     transient,
 )
 from pipeline.tracking.outbox import Outbox
@@ -73,7 +73,7 @@ class Recorder:
         self.remedy = remedy or f"{this_command()} report CONFIG"
         self.writer = RunWriter(settings, storage, identity or RunIdentity())
         self.outbox = Outbox(
-            "MLflow", self._answers, self.writer.forget, transient, log, login_refusal
+            "MLflow", self._answers, self.writer.forget, transient, log, describe_login_refusal
         )
         self.system_metrics: SystemMetrics | None = None
         # (time in seconds since the epoch, sample of a worker's machine)

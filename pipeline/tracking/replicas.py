@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.metrics import metrics_for
 from pipeline.shell.console import print_to_stderr
-from pipeline.tracking.mlflow_client import Point, key_name, login_refusal, transient
+from pipeline.tracking.mlflow_client import Point, describe_login_refusal, key_name, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.recorder import Log, Recorder
 from pipeline.tracking.run_writer import RunIdentity, RunWriter, run_key
@@ -51,7 +51,9 @@ class ReplicatedRecorder(Recorder):
             for stage in record["stages"]:
                 stages = self.stages_by_key.setdefault(stage["key"], [])
                 stages.append((record["name"], stage["id"]))
-        self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log, login_refusal)
+        self.outbox = Outbox(
+            "MLflow", self._answers, self._forget, transient, log, describe_login_refusal
+        )
 
     def _start(self, record: RunRecord, graph_svg: str, watch: bool) -> None:
         self.writer.identity = _make_identity(record)

@@ -354,11 +354,11 @@ class RunWriter:
 
     def _record_training(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
         # lazy import: needs torch and matplotlib
-        from pipeline.tracking.points import history_points, without_constants
+        from pipeline.tracking.points import drop_constant_curves, history_points
 
         tables = self._tables()
         manifest = artifact.manifest
-        points = without_constants(history_points(tables.history(stage["id"]), stage["step"]))
+        points = drop_constant_curves(history_points(tables.history(stage["id"]), stage["step"]))
         for kind, size in (manifest.get("sizes") or {}).items():
             points.append(Point(f"size/{kind}", float(size), 0, 0))
         for name in ("trained_parameters", "flops_share", "wall_s"):
@@ -392,7 +392,7 @@ class RunWriter:
             if state is not None and state["bytes"] <= MAX_STATE_BYTES:
                 files["task.safetensors"] = artifact.read("task.safetensors")
         if manifest.get("warnings"):
-            files[warnings_file(stage["step"])] = "\n".join(manifest["warnings"]).encode()
+            files[get_warnings_file(stage["step"])] = "\n".join(manifest["warnings"]).encode()
         self.ready().log_files(run, files)
         return mask_points(views[-1] if views else None)
 
@@ -425,7 +425,7 @@ class RunWriter:
         sentences = describe_chance(learned)
         if sentences:
             text = "\n".join(sentences).encode()
-            self.ready().log_files(run, {warnings_file("evaluate"): text})
+            self.ready().log_files(run, {get_warnings_file("evaluate"): text})
         if self.identity.pictures:
             self.ready().log_files(run, confusion_files(tables, label, task))
         self.inputs(run, stage["parents"], self.identity.data)
@@ -451,7 +451,7 @@ class RunWriter:
 
         client = self.ready()
         method = self._run(label, "")
-        points = curves.without_constants(
+        points = curves.drop_constant_curves(
             [
                 *curves.matrix_points(tables.matrix(label)),
                 *curves.size_points(tables.sizes(label)),
@@ -678,7 +678,7 @@ def format_run_note(record: RunRecord, label: str, task: str) -> str:
     )
 
 
-def warnings_file(step: str) -> str:
+def get_warnings_file(step: str) -> str:
     """Return the name of the artifact with the warnings of a step.
 
     The name depends on the step because the steps of a task share a run.

@@ -26,8 +26,8 @@ from pipeline.shell.console import print_to_stderr
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     Point,
+    describe_login_refusal,
     key_name,
-    login_refusal,
     transient,
 )
 from pipeline.tracking.outbox import Outbox
@@ -106,7 +106,9 @@ class SearchRecorder:
         self.location: SearchLocation | None = None
         self.trials_in_curves: set[int] = set()
         self.logged_inputs: set[tuple[str, str]] = set()  # (stage, context)
-        self.outbox = Outbox("MLflow", self._answers, self.forget, transient, log, login_refusal)
+        self.outbox = Outbox(
+            "MLflow", self._answers, self.forget, transient, log, describe_login_refusal
+        )
 
     @property
     def warnings(self) -> list[str]:

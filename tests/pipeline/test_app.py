@@ -12,7 +12,7 @@ import pytest
 from pipeline import cli
 from pipeline.app import reports
 from pipeline.app import runs as app
-from pipeline.app.prepared import current_record
+from pipeline.app.prepared import find_or_make_record
 from pipeline.report import page
 from tests import small_run
 
@@ -29,7 +29,7 @@ def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
     config_path = small_run.write_config(tmp_path / "config.yaml", body)
     assert cli.main(["run", config_path]) == 0
     run = app.prepare(config_path)
-    record = current_record(run)
+    record = find_or_make_record(run)
     stage = run.graph["report"]
     run.store.withdraw(stage.key)
     build = page.build

@@ -219,7 +219,7 @@ def test_a_run_and_a_plan_from_the_cache_agree_and_plan_asks_nobody(
     def refuse(*args: Any) -> str:
         raise AssertionError("plan asked whether the hub can be reached")
 
-    monkeypatch.setattr(hub, "connection_problem", refuse)
+    monkeypatch.setattr(hub, "find_connection_problem", refuse)
     for is_cached in (True, False):
         if not is_cached:
             shutil.rmtree(cache)

@@ -28,7 +28,7 @@ THREE = [{"CPU": 4.0, "GPU": 2.0, "memory": 64 * 2.0**30}] * 3
 
 def sizes(state: ClusterState, width: int = 100, name: str = "01-a", **settings: Any) -> list[int]:
     """The groups of a driver with these settings of `cluster`."""
-    return shares.sizes_of_groups(state, ClusterSettings(**settings), name, width)
+    return shares.compute_group_sizes(state, ClusterSettings(**settings), name, width)
 
 
 def test_number_of_groups_fits_resources_and_parallel_stages() -> None:
@@ -616,8 +616,8 @@ def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
             made.append(how)
             return lambda actor: SimpleNamespace(remote=actor)
 
-    assert cluster.actor_name(Registry(), search=True) == "01-search"
-    name, other = (cluster.actor_name(Registry()) for _ in range(2))
+    assert cluster.make_actor_name(Registry(), search=True) == "01-search"
+    name, other = (cluster.make_actor_name(Registry()) for _ in range(2))
     assert name != other, "trials of a search are drivers of one job"
     assert name.startswith("01-")
     assert isinstance(
@@ -636,10 +636,10 @@ def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
 
 
 def test_ray_writes_by_streams_of_its_own(tmp_path: Path) -> None:
-    streams = cluster.where_ray_writes(str(tmp_path))
+    streams = cluster.make_ray_storage_arguments(str(tmp_path))
     assert streams["storage_path"] == str(tmp_path)
     assert isinstance(streams["storage_filesystem"], fs.LocalFileSystem)
-    streams = cluster.where_ray_writes("s3://bucket/runs/ray?region=eu-west-1")
+    streams = cluster.make_ray_storage_arguments("s3://bucket/runs/ray?region=eu-west-1")
     assert streams["storage_path"] == "bucket/runs/ray"
     assert isinstance(streams["storage_filesystem"], fs.S3FileSystem), (
         "a stream is never closed half-way there: ours offers none"

@@ -338,12 +338,12 @@ def test_a_storage_that_may_only_be_read_is_one_sentence_that_names_out(
 
 
 def test_many_names_make_a_folder_that_a_file_system_takes() -> None:
-    from pipeline.report.comparison_files import folder_name
+    from pipeline.report.comparison_files import make_folder_name
 
     names = [f"a-rather-long-name-{i}" for i in range(40)]
-    assert len(folder_name(names)) < 140
-    assert folder_name(names) != folder_name([*names[:-1], "other"])
-    assert folder_name(["a", "b"]) == "a~b"
+    assert len(make_folder_name(names)) < 140
+    assert make_folder_name(names) != make_folder_name([*names[:-1], "other"])
+    assert make_folder_name(["a", "b"]) == "a~b"
 
 
 @pytest.mark.parametrize(

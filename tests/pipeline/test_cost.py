@@ -29,7 +29,7 @@ from tests import small_run
 from workers.errors import UserError
 from workers.job import StageJob
 from workers.model import vit
-from workers.model.compact import multiply_adds
+from workers.model.compact import count_multiply_adds
 from workers.storage.artifact import Attempt
 
 CPU, GPU = "cpu (x86_64, 2 cores)", "NVIDIA H100"
@@ -168,7 +168,7 @@ def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: S
     assert {stage.basis for stage in prediction.costs.values()} == {"formula"}
     graph = planned(*site)[1]
     job = graph["finetune/a/train"].job
-    flops = 2 * multiply_adds(vit.outline(job.backbone_settings), 3, 16, 16)
+    flops = 2 * count_multiply_adds(vit.outline(job.backbone_settings), 3, 16, 16)
     forward_s = flops / speed.CORE_FLOPS
     seconds = {stage_id: stage.device_s for stage_id, stage in prediction.costs.items()}
     image_s = speed.READ_S + 3 * forward_s
@@ -352,7 +352,7 @@ def hours(site: Site, gpus: float, groups: int, **cluster: Any) -> tuple[float, 
     """Return the seconds of devices and of wall time of a run on GPUs, and the printed forecast."""
     settings = {"workers": 1, "groups": groups, "gpus_per_worker": gpus, **cluster}
     prediction = costs(*site, FOUR, name="next", train={"epochs": 4}, cluster=settings)
-    row = cost.label_row(prediction, "together")
+    row = cost.make_label_row(prediction, "together")
     return 3600 * row["device_hours"], 3600 * row["wall_hours"], cost.text(prediction)
 
 
@@ -483,7 +483,7 @@ def test_forecast_of_doubled_epochs_is_close(
         app.plan(prepared).stages_to_run,
         prepared.tasks,
     )
-    device_s = cost.total_seconds(predicted.costs.values()).expected
+    device_s = cost.sum_device_seconds(predicted.costs.values()).expected
     assert main(["run", path, *longer]) == 0
     ran = [
         m

@@ -20,7 +20,7 @@ from pipeline.graph.store import Store
 from pipeline.report.comparison import compare_runs
 from pipeline.report.comparison_page import render_page
 from pipeline.results.metrics import metrics_for
-from pipeline.results.results_file import MAX_BYTES, read_results, results_bytes
+from pipeline.results.results_file import MAX_BYTES, encode_results, read_results
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
 
@@ -43,7 +43,7 @@ def run(storage: str) -> RunTables:
 @pytest.fixture
 def body(run: RunTables) -> dict[str, Any]:
     """The file of the run, without its digest."""
-    content: dict[str, Any] = json.loads(results_bytes([run]))
+    content: dict[str, Any] = json.loads(encode_results([run]))
     del content["sha256"]
     return content
 
@@ -69,7 +69,7 @@ def test_a_file_gives_the_matrices_metrics_and_sizes_of_its_run(
     run: RunTables, tmp_path: Path
 ) -> None:
     path = tmp_path / "lab.json"
-    path.write_bytes(results_bytes([run]))
+    path.write_bytes(encode_results([run]))
     (read,) = read_results(str(path))
     assert read.labels == run.labels
     assert read.environment() == run.environment()
@@ -97,7 +97,7 @@ def test_a_file_names_no_folder_and_no_secret_of_its_writer(run: RunTables) -> N
         "tracking": {"uri": "http://host"},
         "backbone": {"weights": "s3://user:secret@bucket/w"},
     }
-    text = results_bytes([RunTables(run.storage, record, run.artifacts)]).decode()
+    text = encode_results([RunTables(run.storage, record, run.artifacts)]).decode()
     for word in ("/home/somebody", "http://host", "secret"):
         assert word not in text
 
@@ -318,7 +318,7 @@ def test_a_run_its_file_and_a_matrix_are_compared_with_one_command(
     run.record["stages"] = stages
     Store(run.storage).save_record(run.record)
     lab = tmp_path / "lab.json"
-    lab.write_bytes(results_bytes([run]))
+    lab.write_bytes(encode_results([run]))
     peer = write_json(tmp_path, MATRIX, "meat.json")
     assert cli.main(["compare", "tiny", str(lab), peer, "--storage", run.storage]) == 0
     output = capsys.readouterr().out

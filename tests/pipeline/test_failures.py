@@ -164,7 +164,7 @@ def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
 def test_a_failure_has_the_end_of_the_log_without_colours_and_secrets(tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
     log.write_text("".join(f"line {number}\n" for number in range(500)) + "s3://me:hush@bucket/x\n")
-    end = failures.end_of_log(str(log))
+    end = failures.read_last_log_lines(str(log))
     assert end.splitlines()[0] == f"line {501 - failures.LOG_LINES}"
     origin = failures.Origin("a/train", "k1", "fe80::1", 3, 4, 7, str(log))
     path = failures.write(str(tmp_path), origin, "\x1b[36mred\x1b[39m\n", end)
@@ -174,8 +174,12 @@ def test_a_failure_has_the_end_of_the_log_without_colours_and_secrets(tmp_path: 
     assert f"\n\nred\n\nthe end of its log ({log}):\nline " in text
     assert "hush" not in text
     log.write_bytes(b"\xff" * (failures.LOG_BYTES + 10))
-    assert len(failures.end_of_log(str(log))) <= failures.LOG_BYTES
-    assert failures.end_of_log(str(tmp_path / "none")) == failures.end_of_log("") == ""
+    assert len(failures.read_last_log_lines(str(log))) <= failures.LOG_BYTES
+    assert (
+        failures.read_last_log_lines(str(tmp_path / "none"))
+        == failures.read_last_log_lines("")
+        == ""
+    )
 
 
 def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pipeline.graph.live_status import GpuFigure, GpuSample, MachineSample, read
 from pipeline.graph.run import look_up_all
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import machine
-from pipeline.launch.shares import ranks_per_gpu
+from pipeline.launch.shares import compute_ranks_per_gpu
 from pipeline.report.html_parts import render_macro
 from pipeline.tracking import mlflow_client
 from tests import small_run
@@ -138,7 +138,7 @@ def test_the_suggested_share_gives_as_many_chains_as_it_says(tmp_path: Path) -> 
         (figure,) = use.figures()
         share, text = figure["advice"].removeprefix("cluster.gpus_per_worker=").split(" trains ")
         assert text.startswith(f"{chains} chains")
-        assert ranks_per_gpu(float(share)) == chains
+        assert compute_ranks_per_gpu(float(share)) == chains
 
 
 def test_ranks_on_a_gpu_are_counted_while_stages_train(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_figure_stands_in_status_report_and_mlflow(
         "3": {**sizes, "utilization": 0.2},
         "7": {**sizes, "reason": "its driver says Not Supported"},
     }
-    monkeypatch.setattr(GpuUse, "groups_that_fit", lambda self, use: 2)
+    monkeypatch.setattr(GpuUse, "count_fitting_groups", lambda self, use: 2)
     path = run_with_samples(tmp_path, monkeypatch, gpus)
     storage = tmp_path / "storage"
     status = read_status(str(storage), "small")

@@ -391,10 +391,10 @@ def test_stages_that_fit_onto_no_node_are_one_sentence_when_they_are_due(make_dr
 def test_a_config_says_how_many_tasks_of_ingest_run_at_a_time(make_driver: Any) -> None:
     driver = make_driver([1.0])
     driver.ray.cluster_resources = lambda: {"CPU": 9.0}
-    assert driver.executor._ingest_tasks() == 9
+    assert driver.executor._count_ingest_tasks() == 9
     driver = make_driver([1.0], stages={"ingest": {"cpus": 4}})
     driver.ray.cluster_resources = lambda: {"CPU": 9.0}
-    assert driver.executor._ingest_tasks() == 2
+    assert driver.executor._count_ingest_tasks() == 2
 
 
 def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any) -> None:

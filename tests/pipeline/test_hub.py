@@ -93,7 +93,7 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
 def test_a_timeout_of_the_client_is_no_answer(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = threading.Thread.join
     monkeypatch.setattr(threading.Thread, "join", lambda thread, _: wait(thread, 30))
-    assert hub.connection_problem() == "no answer within 0.3 s"
+    assert hub.find_connection_problem() == "no answer within 0.3 s"
 
 
 @pytest.mark.parametrize("classes", ["listed", "from_source"])

@@ -112,7 +112,7 @@ def test_images_near_each_other_in_a_pack_are_one_range() -> None:
     far = [("a", 20 + packs.RANGE_GAP + 11, 5)]
     columns = zip(*near, *far, strict=True)
     rows = pa.table(dict(zip(("pack", "offset", "bytes"), map(list, columns), strict=True)))
-    assert list(packs.merged_ranges(rows)) == [
+    assert list(packs.merge_ranges(rows)) == [
         ("a", 0, 30),
         ("a", far[0][1], far[0][1] + 5),
         ("b", 0, 5),

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pipeline.results.trials import Trial
 from pipeline.search import live_page
-from pipeline.search.live_page import LivePage, pause_s
+from pipeline.search.live_page import LivePage, compute_pause_s
 from pipeline.search.screen import SearchScreen
 from pipeline.search.spec import Search
 from pipeline.shell import console
@@ -102,9 +102,9 @@ def test_results_that_come_fast_make_few_pages(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_page_that_takes_long_is_written_less_often() -> None:
-    assert pause_s(0.1) == 10
-    assert pause_s(2.0) == pytest.approx(40), "a twentieth of the time"
-    assert pause_s(3600.0) == 240, "the page promises to be at most five minutes old"
+    assert compute_pause_s(0.1) == 10
+    assert compute_pause_s(2.0) == pytest.approx(40), "a twentieth of the time"
+    assert compute_pause_s(3600.0) == 240, "the page promises to be at most five minutes old"
 
 
 # ---- lines ---------------------------------------------------------------------------------------

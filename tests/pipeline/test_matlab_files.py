@@ -14,11 +14,11 @@ import pytest
 from pipeline.data.preparation.matlab import (
     Value,
     read_variables,
+    require_integer,
+    require_integers,
     require_structs,
     require_text,
     require_texts,
-    whole_number,
-    whole_numbers,
 )
 from tests.official_files import cells, structs, write_mat
 from workers.errors import UserError
@@ -44,10 +44,10 @@ def variable(data: bytes, name: str) -> Value:
 def test_values_are_those_that_were_written(tmp_path: Path, compressed: bool) -> None:
     values = read_variables(sample(tmp_path / "a.mat", compressed), "a.mat", NAMES)
     rows = require_structs(values["rows"], "a.mat", ["class", "fname"])
-    assert [whole_number(row["class"], "") for row in rows] == [0, 1, 2, 3, 4]
+    assert [require_integer(row["class"], "") for row in rows] == [0, 1, 2, 3, 4]
     assert [require_text(row["fname"], "") for row in rows][-1] == "4.jpg"
     assert require_texts(values["paths"], "") == ["a/ü.jpg", "b"]
-    assert whole_numbers(values["labels"], "") == [1, 2, 300]
+    assert require_integers(values["labels"], "") == [1, 2, 300]
     assert values["word"] == "x"
 
 
@@ -69,11 +69,11 @@ def test_a_file_of_a_machine_with_the_other_byte_order_is_read() -> None:
 def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
     values = read_variables(sample(tmp_path / "a.mat"), "a.mat", NAMES)
     for name, check in (
-        ("word", whole_numbers),
+        ("word", require_integers),
         ("labels", require_text),
         ("labels", require_texts),
         ("rows", require_texts),
-        ("labels", whole_number),
+        ("labels", require_integer),
     ):
         with pytest.raises(UserError, match=r"a\.mat"):
             check(values[name], "a.mat")
@@ -83,7 +83,7 @@ def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
         require_structs(values["paths"], "a.mat", ["test"])
     write_mat(tmp_path / "b.mat", labels=np.array([1.5, np.inf]))
     with pytest.raises(UserError, match="has no whole numbers"):
-        whole_numbers(variable((tmp_path / "b.mat").read_bytes(), "labels"), "b.mat")
+        require_integers(variable((tmp_path / "b.mat").read_bytes(), "labels"), "b.mat")
 
 
 def test_cells_in_cells_without_end_are_refused(tmp_path: Path) -> None:

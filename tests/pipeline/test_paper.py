@@ -104,9 +104,11 @@ def test_the_latex_table_has_a_cell_for_each_column(storage: Any) -> None:
 
 
 def test_names_are_escaped() -> None:
-    assert paper.latex_text("a_b & 50%") == r"a\_b \& 50\%"
-    assert paper.latex_text("\\^~{}") == r"\textbackslash{}\textasciicircum{}\textasciitilde{}\{\}"
-    assert paper.markdown_text("a_b|*") == r"a\_b\|\*"
+    assert paper.escape_latex("a_b & 50%") == r"a\_b \& 50\%"
+    assert (
+        paper.escape_latex("\\^~{}") == r"\textbackslash{}\textasciicircum{}\textasciitilde{}\{\}"
+    )
+    assert paper.escape_markdown("a_b|*") == r"a\_b\|\*"
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from pipeline.serving.http_server import Front, Hosts, Reply, listening
 from pipeline.serving.requests import RawRequest
 from pipeline.tracking import prometheus, ui
 from pipeline.tracking.points import machine_points
-from pipeline.tracking.prometheus import run_metrics, search_metrics, serving_metrics
+from pipeline.tracking.prometheus import run_metrics, search_metrics, serve_metrics
 from tests import small_run
 from workers.errors import UserError
 
@@ -152,9 +152,9 @@ def test_what_is_no_address_is_refused_before_anything_runs(value: Any, tmp_path
 
 def test_an_address_in_use_is_one_sentence() -> None:
     with (
-        serving_metrics("0", metrics) as url,
+        serve_metrics("0", metrics) as url,
         pytest.raises(UserError, match=r"^tracking\.prometheus is .*nothing can listen there"),
-        serving_metrics(str(urllib.parse.urlsplit(url).port), metrics),
+        serve_metrics(str(urllib.parse.urlsplit(url).port), metrics),
     ):
         raise AssertionError
 
@@ -172,7 +172,7 @@ def test_a_run_answers_while_it_goes_on_and_not_after_it(
     monkeypatch.setattr(machine, "SAMPLE_S", 0.01)
     urls = []
     texts = []
-    serve = prometheus.serving_metrics
+    serve = prometheus.serve_metrics
 
     @contextmanager
     def serve_and_read(*args: Any) -> Iterator[str]:
@@ -182,7 +182,7 @@ def test_a_run_answers_while_it_goes_on_and_not_after_it(
             yield url
             texts.append(read(url))
 
-    monkeypatch.setattr(prometheus, "serving_metrics", serve_and_read)
+    monkeypatch.setattr(prometheus, "serve_metrics", serve_and_read)
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "ab"), ["linear"])
     body["tracking"] = {"enabled": False, "prometheus": 0}
     pipeline.load(small_run.write_config(tmp_path / "config.yaml", body)).run()
@@ -290,8 +290,8 @@ def test_prometheus_answers_documented_queries(
 ) -> None:
     front = Front(answer_at_once, {}, Hosts("127.0.0.1"))
     with (
-        serving_metrics("0", metrics) as run_url,
-        serving_metrics("0", metrics_of_a_search) as search_url,
+        serve_metrics("0", metrics) as run_url,
+        serve_metrics("0", metrics_of_a_search) as search_url,
         listening(front, "127.0.0.1", ui.find_port("127.0.0.1", 0)) as port,
     ):
         server_url = f"http://127.0.0.1:{port}"

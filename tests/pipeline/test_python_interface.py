@@ -347,7 +347,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (searches, "report", ["report", "search.yaml"], lambda e: a_search().report()),
     (
         bundles,
-        "read_run_bundle",
+        "build_run_bundle",
         ["predict", "CONFIG", "a.png", "--method", "meat"],
         lambda e: e.results().model("meat"),
     ),

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from schema_draws import draw
 
-from pipeline.app.schema import config_schema
+from pipeline.app.schema import build_config_schema
 from pipeline.config.settings import Config
 from pipeline.testing.lab import TASKS, TINY, Lab
 from workers.errors import UserError
@@ -28,7 +28,7 @@ SENTENCES = (  # of a stage, which no plan can foresee
     r"the loss became .*, and training cannot continue; lower methods\..*train\.lr",
     "has one step per epoch, and masks are hardened .*; lower train.batch_size",
 )
-SCHEMA = config_schema()
+SCHEMA = build_config_schema()
 DEFINITIONS = SCHEMA["definitions"]
 
 

@@ -60,7 +60,7 @@ def test_ray_knows_which_nodes_are_announced_to_go(monkeypatch: pytest.MonkeyPat
     from ray._private.state import state
 
     monkeypatch.setattr(state, "get_draining_nodes", lambda: {"n1": 5})
-    assert "n1" in ray_internals.draining_node_ids()
+    assert "n1" in ray_internals.list_draining_node_ids()
     assert list(inspect.signature(type(state).get_draining_nodes).parameters) == ["self"]
 
 
@@ -103,9 +103,9 @@ def test_placement_groups_of_this_job_that_wait_or_that_a_dead_actor_created(
     monkeypatch.setattr(state, "_connect_and_get_accessor", lambda: accessor)
     context = SimpleNamespace(get_job_id=job.hex)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    orphans = ray_internals.orphaned_placement_groups()
+    orphans = ray_internals.list_orphaned_placement_groups()
     assert [names[orphan.id] for orphan in orphans] == ["orphan", "waiting orphan"]
-    waiting = ray_internals.waiting_placement_groups()
+    waiting = ray_internals.list_waiting_placement_groups()
     assert [names[ray.PlacementGroupID(identity)] for identity in waiting] == ["waiting orphan"]
 
 
@@ -196,7 +196,7 @@ def test_ray_train_names_dead_worker_process_and_node() -> None:
     death = WorkerHealthCheckFailedError("a check failed", ActorDiedError(context))
     failures = {2: ValueError("x"), 1: death}
     error = WorkerGroupError("text", failures)
-    of_a_task: Any = RayTaskError("run_segment", "text", ValueError("x"))
+    of_a_task: Any = RayTaskError("run_worker_group", "text", ValueError("x"))
     of_a_task.cause = error
     for raised in (error, of_a_task):
         [worker] = dead_workers.list_dead_workers(raised)

@@ -20,7 +20,7 @@ from pipeline.report import page
 from pipeline.tracking import mlflow_client, run_writer, ui
 from pipeline.tracking import recorder as recorder_module
 from pipeline.tracking.mlflow_client import Point
-from pipeline.tracking.points import without_constants
+from pipeline.tracking.points import drop_constant_curves
 from pipeline.tracking.recorder import Recorder
 from workers import preemption
 from workers.errors import UserError
@@ -246,8 +246,8 @@ def test_what_does_not_change_is_a_number_and_no_curve(recorded: Any) -> None:
 def test_a_curve_whose_value_changes_late_is_whole() -> None:
     constant = [Point("a", 1.0, step, step) for step in range(3)]
     varying = [Point("b", float(step == 2), step, step) for step in range(3)]
-    assert without_constants([*constant, *varying]) == [constant[0], *varying]
-    assert without_constants(varying[:2]) == varying[:1]
+    assert drop_constant_curves([*constant, *varying]) == [constant[0], *varying]
+    assert drop_constant_curves(varying[:2]) == varying[:1]
 
 
 def test_a_mean_of_equal_numbers_is_constant_however_it_was_rounded() -> None:
@@ -255,7 +255,7 @@ def test_a_mean_of_equal_numbers_is_constant_however_it_was_rounded() -> None:
     means = [sum(rates[:count]) / count for count in (1, 2, 3)]
     assert len({*means}) == 2
     points = [Point("average_accuracy", mean, step, step) for step, mean in enumerate(means)]
-    assert without_constants(points) == points[:1]
+    assert drop_constant_curves(points) == points[:1]
 
 
 def test_the_list_of_runs_opens_on_what_is_compared(recorded: Any) -> None:

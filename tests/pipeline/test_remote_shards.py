@@ -19,7 +19,7 @@ from pipeline.graph.store import Store, compute_key
 from tests import s3
 from tests.web_server import Server, serve
 from workers.data.cache import Cache
-from workers.data.reader import sequential_reader
+from workers.data.reader import make_sequential_reader
 from workers.data.rows import select
 from workers.errors import SourceChanged, UserError
 from workers.job import Task
@@ -46,7 +46,7 @@ def read_all(card: Any, root: Path, cache: Cache | None) -> list[bytes]:
     """The images of train, in order, as a rank reads them."""
     task = Task("t", "tiny", "k", CLASSES, shard_urls=in_place.get_shard_urls(card))
     samples = select(str(root), (task,), "train", 0.0)
-    reader = sequential_reader(samples, cache)
+    reader = make_sequential_reader(samples, cache)
     try:
         steps = np.arange(len(samples)).reshape(-1, 1)
         return [reader.read(int(row)) for (row,) in reader.ahead(iter(steps))]

@@ -198,13 +198,13 @@ def test_registered_metric_appears_everywhere(
     assert metric.meaning in page.render_summary(tables)
     assert "worst accuracy" in console.summary(tables, Outcome({}, {}, 1.0), [])
     assert "worst_accuracy" in {point.name for point in matrix_points(matrix)}
-    (entry, *_) = page.one_run(tables).entries
+    (entry, *_) = page.compare_methods(tables).entries
     assert "worst_accuracy" in entry.numbers
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
 def test_the_page_names_the_seed_of_a_single_run(tables: Any) -> None:
-    (method, *_) = page.one_run(tables).entries
+    (method, *_) = page.compare_methods(tables).entries
     assert method.conditions.seeds == (str(tables.record["config"]["seed"]),)
 
 

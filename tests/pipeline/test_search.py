@@ -267,7 +267,7 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
     records = search.records()
     winner_number = best(records)
     assert winner_number is not None
-    outcome = run.SearchOutcome(winner_number, run.winner_config(search, winner_number, {}))
+    outcome = run.SearchOutcome(winner_number, run.build_winner_config(search, winner_number, {}))
     test: SeedTest = {
         "seed": 0,
         "run": "small-winner-seed0",
@@ -824,10 +824,10 @@ def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
 
 def test_why_there_is_no_winner_names_the_bound_that_is_used_up(tmp_path: Path) -> None:
     search = on_gpus(tmp_path, 2, gpu_s=3600.0)
-    assert "--set budget.gpu_hours=N" in run.no_winner(search, "", "")
+    assert "--set budget.gpu_hours=N" in run.explain_no_winner(search, "", "")
     for number in range(2):
         body = fake_search.trial(number, status="stopped", message="it forgets 30 %")
         trial.write_record(search.storage, search.name, cast(Trial, body))
-    text = run.no_winner(search, "", "")
+    text = run.explain_no_winner(search, "", "")
     assert "it forgets 30 %" in text
     assert "a larger max_forgetting under another name" in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.graph.selection import EVERYTHING, StageSelection, force, selected_to_run
+from pipeline.graph.selection import EVERYTHING, StageSelection, force, select_stages_to_run
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.report import page
@@ -40,7 +40,7 @@ def todo(standing: str = "", **names: list[str]) -> set[str]:
     graph = make_graph()
     selection = StageSelection(**names)
     lookups = {stage.id: Lookup(stage.id in standing.split(), "", {}) for stage in graph}
-    return selected_to_run(graph, force(graph, lookups, selection), selection)
+    return select_stages_to_run(graph, force(graph, lookups, selection), selection)
 
 
 def test_until_runs_what_a_stage_needs() -> None:

@@ -14,7 +14,7 @@ from test_in_place import digit_shards
 from pipeline import cli
 from pipeline.config.yaml_files import CARDS
 from pipeline.data import card_files, in_place, ingest
-from pipeline.data.braces import with_braces
+from pipeline.data.braces import format_braces
 from pipeline.data.cards import Card
 from pipeline.data.formats import list_source
 from pipeline.graph import raw_data
@@ -87,7 +87,7 @@ def test_shards_in_place_are_printed_as_the_card_has_them(
     ],
 )
 def test_braces_stand_for_exactly_the_urls(urls: list[str], expected: list[str]) -> None:
-    patterns = with_braces(urls)
+    patterns = format_braces(urls)
     assert patterns == expected
     expanded: list[Any] = []
     for pattern in patterns:

@@ -17,11 +17,11 @@ from markupsafe import escape
 from scipy.stats import binom
 
 from pipeline.app import runs as app
-from pipeline.app.prepared import current_record
+from pipeline.app.prepared import find_or_make_record
 from pipeline.cli import main
 from pipeline.config.settings import TrackingSettings
 from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix
-from pipeline.results.chance import FEW_STEPS, LearnedTask, most_correct_by_chance
+from pipeline.results.chance import FEW_STEPS, LearnedTask, max_correct_by_chance
 from pipeline.results.tables import RunTables
 from pipeline.shell import console
 from pipeline.tracking import mlflow_client
@@ -38,7 +38,7 @@ TASK_WARNING = "task 'digits': "
 @pytest.mark.parametrize("images", [1, 10, 72, 400, 5000])
 def test_the_interval_of_guessing_is_the_binomial_one(images: int, classes: int) -> None:
     upper = binom.interval(0.95, images, 1 / classes)[1]
-    assert most_correct_by_chance(images, classes) == upper
+    assert max_correct_by_chance(images, classes) == upper
 
 
 def test_only_a_task_within_the_interval_is_told_and_the_remedy_fits() -> None:
@@ -109,7 +109,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_pictures: None) -> 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["run", str(path)]) == 0
     run = app.prepare(str(path), [])
-    tables = RunTables.load(run.store.storage, current_record(run))
+    tables = RunTables.load(run.store.storage, find_or_make_record(run))
     page = (folder / "storage" / "runs" / "nothing" / "report.html").read_text()
     return Finished(str(path), printed.getvalue(), tables, page)
 

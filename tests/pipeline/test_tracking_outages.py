@@ -111,7 +111,7 @@ def test_a_refused_login_is_told_once_and_names_the_variables(status: int) -> No
         lambda: None,
         mlflow_client.transient,
         lines.append,
-        mlflow_client.login_refusal,
+        mlflow_client.describe_login_refusal,
     )
 
     def refused() -> None:
@@ -125,7 +125,7 @@ def test_a_refused_login_is_told_once_and_names_the_variables(status: int) -> No
     assert f"(status {status}): {result}" in lines[0]
     for name in ("USERNAME", "PASSWORD", "TOKEN"):
         assert f"MLFLOW_TRACKING_{name}" in lines[0]
-    assert mlflow_client.login_refusal(ConnectionError("refused")) == ""
+    assert mlflow_client.describe_login_refusal(ConnectionError("refused")) == ""
 
 
 def test_each_of_two_outages_is_reported() -> None:

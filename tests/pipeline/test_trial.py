@@ -149,7 +149,7 @@ def test_time_on_gpus_is_counted_by_what_a_kind_of_stage_takes() -> None:
         count.on_event(walk, Event(EventKind.DONE, stage_id, body={"wall_s": 10.0, "workers": 2}))
     assert (count.seconds, count.gpu_seconds) == (60, 20 + 10)
     body = cast(Trial, {"stages": {"run": 3, "reused": 0}, "device_s": 60.0, "gpu_s": 30.0})
-    count.go_on_after(body)
+    count.resume_from(body)
     assert count.gpu_seconds == 30
 
 

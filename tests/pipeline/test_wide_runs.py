@@ -305,7 +305,7 @@ def test_the_list_of_runs_fits_the_terminal(columns: int, monkeypatch: pytest.Mo
 def test_a_live_status_fits_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
-    screen = run_text.show_run("\n".join(["x" * 200] * 60)).splitlines()
+    screen = run_text.fit_to_terminal("\n".join(["x" * 200] * 60)).splitlines()
     assert len(screen) == 23
     assert max(map(len, screen)) == 79
 

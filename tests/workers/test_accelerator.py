@@ -11,11 +11,11 @@ from torch import nn
 from workers.data import accelerator
 from workers.data.accelerator import (
     choose_memory_format,
+    count_free_bytes,
     describe,
-    free_bytes,
     limit_memory,
     make_device,
-    named_device,
+    make_named_device,
 )
 
 GIB = 1 << 30
@@ -87,7 +87,7 @@ def test_a_part_of_a_gpu_has_that_part_of_its_memory(
 ) -> None:
     device = use(monkeypatch, SharedGpu(free, reserved, allocated))
     limit_memory(device, gpus)
-    assert free_bytes(device) == allowed * GIB
+    assert count_free_bytes(device) == allowed * GIB
 
 
 def test_cached_memory_is_returned_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +111,9 @@ def test_the_generators_of_cpu_and_gpu_are_seeded(monkeypatch: pytest.MonkeyPatc
 
 def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     device = use(monkeypatch, SharedGpu())
-    assert device == named_device("cuda") == torch.device("cuda", 3)
+    assert device == make_named_device("cuda") == torch.device("cuda", 3)
     assert describe(device) == "GPU 3"
-    assert make_device(0) == named_device("cpu") == torch.device("cpu")
+    assert make_device(0) == make_named_device("cpu") == torch.device("cpu")
     assert describe(torch.device("cpu")).startswith("cpu (")
 
 

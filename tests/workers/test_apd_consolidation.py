@@ -26,7 +26,7 @@ from torch import Tensor
 from pipeline.testing.lab import SETTINGS
 from pipeline.testing.promises import PROMISES
 from workers.job import Task
-from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, mean_size
+from workers.methods.apd import Apd, ApdSettings, Sparse, cluster, compute_mean_magnitude
 
 
 def test_every_kth_task_ends_with_a_consolidation() -> None:
@@ -77,7 +77,7 @@ def test_consolidation_by_hand() -> None:
     the gap; far. Their mean size is 0.5, so that a gap of 1/8 is 1/16."""
     one = torch.tensor([0.3125, 0.3125, 0.0625, -0.015625, 0.75, 0.5, 2.0])
     two = torch.tensor([0.34375, 0.625, 0.0, 0.03125, 0.75, 0.5625, 0.234375])
-    assert float(mean_size(torch.stack([one, two]))) == 0.5
+    assert float(compute_mean_magnitude(torch.stack([one, two]))) == 0.5
     method = consolidating([one, two], gap=0.125)
     shared = torch.tensor([0.328125, 0.0, 0.0, 0.0078125, 0.75, 0.53125, 0.0])
     for task, tau in (("one", one), ("two", two)):
@@ -139,7 +139,11 @@ def test_consolidation_moves_no_weight_by_more_than_half_the_gap_and_stores_less
     for site in method.sites:
         limit = (
             gap
-            * float(mean_size(torch.stack([before.restore_tau(task, site) for task in before.tau])))
+            * float(
+                compute_mean_magnitude(
+                    torch.stack([before.restore_tau(task, site) for task in before.tau])
+                )
+            )
             / 2
         )
         way = max(

@@ -16,9 +16,9 @@ from workers.analysis import (
     attacked,
     attention_rows,
     logits_with_task,
+    measure_robustness,
+    measure_shifted_accuracy,
     occluded,
-    robustness_rows,
-    shifted_rows,
     slope,
 )
 from workers.job import BackboneSettings, Task
@@ -194,7 +194,7 @@ def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int) 
     rows = attention_rows(run.served(1), job, job.tasks[0], 8)
     assert len({row["network"] for row in rows}) == networks
     assert all(0 < row["entropy_share"] <= 1 + 1e-6 and row["distance"] > 0 for row in rows)
-    assert {row["kind"] for row in robustness_rows(run.served(1), job, job.tasks[0], 8)} >= {
+    assert {row["kind"] for row in measure_robustness(run.served(1), job, job.tasks[0], 8)} >= {
         "occlusion"
     }
 
@@ -331,17 +331,18 @@ def test_answers_are_chosen_among_the_classes_of_the_other_card(lab: Lab) -> Non
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
     one = Task("other", "other", task.data, task.classes[1:2])
-    assert [row["accuracy"] for row in shifted_rows(method, job, task, [one])] == [1, 1], (
-        "there is no other answer"
-    )
+    assert [row["accuracy"] for row in measure_shifted_accuracy(method, job, task, [one])] == [
+        1,
+        1,
+    ], "there is no other answer"
     turned = Task("other", "other", task.data, task.classes[::-1])
     want = next(row for row in run.evaluated(1)["rows"] if row["task"] == task.name)
-    for row in shifted_rows(method, job, task, [turned]):
+    for row in measure_shifted_accuracy(method, job, task, [turned]):
         assert (row["correct"], row["total"]) == (want["correct"], want["total"]), (
             "the order of classes does not count"
         )
     strange = Task("other", "other", task.data, (*task.classes, "9"))
-    assert shifted_rows(method, job, task, [strange]) == []
+    assert measure_shifted_accuracy(method, job, task, [strange]) == []
 
 
 def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab) -> None:
@@ -351,9 +352,9 @@ def test_of_all_outputs_those_of_the_task_are_taken(lab: Lab) -> None:
     want = {row["task"]: row["correct_task_aware"] for row in run.evaluated(1)["rows"]}
     for task in job.tasks:
         assert (
-            shifted_rows(method, job, task, [Task("other", "other", task.data, task.classes)])[0][
-                "correct"
-            ]
+            measure_shifted_accuracy(
+                method, job, task, [Task("other", "other", task.data, task.classes)]
+            )[0]["correct"]
             == want[task.name]
         )
 
@@ -410,7 +411,7 @@ def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(
     job = run.evaluate_job(1)
     want = {row["task"]: (row["correct"], row["total"]) for row in run.evaluated(1)["rows"]}
     for task in job.tasks:
-        rows = robustness_rows(run.served(1), job, task, 10_000)
+        rows = measure_robustness(run.served(1), job, task, 10_000)
         assert [(row["correct"], row["total"]) for row in rows if row["level"] == 0] == [
             want[task.name]
         ] * 2

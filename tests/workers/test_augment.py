@@ -25,7 +25,7 @@ from workers.data.augment import (
     mix_by_blend,
     mix_into,
 )
-from workers.data.order import partner_positions
+from workers.data.order import find_partner_positions
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng
 
@@ -342,7 +342,7 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
     )
     assert targets is not None
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
-    clean, other = plain(pixels, settings), partner_positions(size, size)
+    clean, other = plain(pixels, settings), find_partner_positions(size, size)
     label_weight = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
     label_weight[other == labels] = 1
     torch.testing.assert_close(
@@ -384,7 +384,7 @@ def test_cutmix_targets_count_the_pixels() -> None:
         pixels, labels, size, draw(size)
     )
     assert targets is not None
-    clean, other = plain(pixels, settings), partner_positions(size, size)
+    clean, other = plain(pixels, settings), find_partner_positions(size, size)
     own_pixels, other_pixels = (
         (images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other)
     )
@@ -435,7 +435,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
     pixels, labels = pictures(21, augment.view.side), torch.arange(21) % CLASSES
     images, targets = augment(pixels, labels, CLASSES, draw(21))
     assert targets is not None
-    partner = partner_positions(21, 21)
+    partner = find_partner_positions(21, 21)
     for rank in range(ranks):
         rows = list(range(rank, 21, ranks))
         needed = augment.positions(draw(21, rows), CLASSES)

@@ -22,7 +22,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings, key_inputs
 from workers.methods import METHODS
 from workers.methods.finetune import weight_groups
-from workers.methods.hat import affine_names
+from workers.methods.hat import find_affine_names
 from workers.methods.meat import Meat, MeatSettings
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model import context, vit
@@ -316,7 +316,7 @@ def test_scales_have_no_weight_decay_and_belong_to_what_hat_copies() -> None:
     scales = {id(m.scale) for _, m in context.context_modules(model)}
     assert scales <= exempt
     assert not scales & decayed
-    assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(affine_names(model))
+    assert {f"blocks.{i}.mlp.context.scale" for i in range(3)} <= set(find_affine_names(model))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from workers.data.crops import Box, CropDraws, Cutter, central_box, scaled_box
+from workers.data.crops import Box, CropDraws, Cutter, make_central_box, scale_box
 from workers.data.decoding import Picture, read_picture
 from workers.rng import StepRng
 
@@ -98,7 +98,7 @@ def test_crop_boxes_match_distribution_of_torchvision() -> None:
     ],
 )
 def test_where_no_box_fits_it_is_the_largest_central_one(sides: Any, expected: Box) -> None:
-    assert central_box(*sides) == expected
+    assert make_central_box(*sides) == expected
     if sides[0] != sides[1]:
         assert draws(1, (1.0, 1.0)).box(0, *sides) == expected
 
@@ -133,11 +133,11 @@ def test_reduced_image_gives_same_crop_region() -> None:
     for position in range(20):
         box = boxes.box(position, 300, 400)
         assert boxes.box(position, reduced.height, reduced.width) == box
-        crop = resized(reduced.pixels, scaled_box(box, reduced), 24)
+        crop = resized(reduced.pixels, scale_box(box, reduced), 24)
         assert distance(crop, resized(whole.pixels, box, 24)) < 4
 
 
 @pytest.mark.parametrize("box", [Box(0, 0, 1, 1), Box(999, 0, 1, 1), Box(998, 3, 2, 1)])
 def test_the_smallest_box_has_a_pixel_of_a_much_reduced_image(box: Box) -> None:
     picture = Picture(photograph(9, 3), 1000, 4)
-    assert resized(picture.pixels, scaled_box(box, picture), 5).any()
+    assert resized(picture.pixels, scale_box(box, picture), 5).any()

@@ -30,7 +30,7 @@ from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, Progress
 from workers.methods.ctr import CtrSettings, CtrTsm, masked_bottleneck
 from workers.methods.ctr_full import CtrFull
-from workers.model.masks import annealed_scale
+from workers.model.masks import compute_annealed_scale
 from workers.model.protect import Protector
 from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
@@ -196,7 +196,7 @@ def test_masks_in_the_weights_are_masks_on_the_units() -> None:
         strict=True,
     ):
         assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-4)
-    scale = annealed_scale(2, 4, 10.0)
+    scale = compute_annealed_scale(2, 4, 10.0)
     soft, worth, e = method.mask.sample(scale), torch.randn(4, 35), method.mask.embedding
     assert torch.allclose(soft, torch.sigmoid(scale * e))
     soft.backward(worth)

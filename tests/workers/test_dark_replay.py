@@ -128,7 +128,7 @@ def loop_context(run: Run) -> Any:
 
     job = run.stages(1)[0]
     method = restore.new_method(job)
-    return loop.step_inputs(job, method, restore.load_carried(job), Group(), True).context
+    return loop.prepare_step_inputs(job, method, restore.load_carried(job), Group(), True).context
 
 
 def test_a_memory_without_its_logits_is_refused(lab: Lab) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 from pipeline.data.image_checks import check_image
 from workers.data import decoding
 from workers.data.arena import Arena
-from workers.data.decoding import ImageLimits, Picture, decode, num_scans, read_picture
+from workers.data.decoding import ImageLimits, Picture, count_scans, decode, read_picture
 from workers.errors import UserError
 
 ORIENTATION = 274
@@ -174,10 +174,10 @@ def jpeg_with_scans(repeats: int, side: int = 64) -> bytes:
 @pytest.mark.parametrize("repeats", [0, 5, 90])
 def test_scans_are_counted_by_their_markers(repeats: int) -> None:
     data = jpeg_with_scans(repeats)
-    assert num_scans(data) == 10 + repeats
+    assert count_scans(data) == 10 + repeats
     # a thumbnail has scans of its own, which are not decoded
     thumbnail = data[:2] + b"\xff\xe1\x00\x0a" + b"\xff\xda" * 4 + data[2:]
-    assert num_scans(thumbnail) == 10 + repeats
+    assert count_scans(thumbnail) == 10 + repeats
 
 
 @pytest.mark.parametrize(("repeats", "side", "is_refused"), [(90, 64, 0), (91, 64, 1)])

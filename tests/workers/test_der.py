@@ -28,7 +28,7 @@ from workers.methods.der_p import DerPSettings
 from workers.methods.simple_der import SimpleDerSettings
 from workers.model.distill import kd_ce
 from workers.model.heads import sum_old_targets
-from workers.model.masks import annealed_scale
+from workers.model.masks import compute_annealed_scale
 from workers.model.units import cut_units, magnitudes, masked_weights, pack, unit_sites, unpack
 from workers.model.vit import build, compute_digest
 from workers.storage.artifact import Artifact
@@ -427,7 +427,7 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
 
 # ---- pruning -------------------------------------------------------------------------------------
 def test_the_scale_of_masks_has_the_worked_values() -> None:
-    assert [annealed_scale(step, 5, 10.0) for step in range(5)] == pytest.approx(
+    assert [compute_annealed_scale(step, 5, 10.0) for step in range(5)] == pytest.approx(
         [0.1, 2.575, 5.05, 7.525, 10.0]
     )
 
@@ -436,7 +436,7 @@ def test_the_gradient_of_an_embedding_is_compensated() -> None:
     """What reaches e, over what plain sigmoid(s e) would give, is sigmoid(e)(1 - sigmoid(e)) / (s
     sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
     method = begun("der_p", A, s_max=10.0)
-    e, s = method.mask.embedding, annealed_scale(2, 5, 10.0)
+    e, s = method.mask.embedding, compute_annealed_scale(2, 5, 10.0)
     (gradient,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
     sigmoid, hard = torch.sigmoid(e.detach().double()), torch.sigmoid(s * e.detach().double())
     plain = s * hard * (1 - hard)
@@ -453,7 +453,9 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
     method = begun("der_p", A, s_max=10.0, sparsity=0.3)
     b = batch(A)
     loss, terms = method.loss(b, Progress(0, 1, 1, 5))
-    m = method.by_site(torch.sigmoid(annealed_scale(1, 5, 10.0) * method.mask.embedding.detach()))
+    m = method.by_site(
+        torch.sigmoid(compute_annealed_scale(1, 5, 10.0) * method.mask.embedding.detach())
+    )
     sums = {site: float(site_mask.sum()) for site, site_mask in m.items()}
     left = full = 0.0
     for i in range(2):

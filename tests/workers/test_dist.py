@@ -92,7 +92,7 @@ def test_missing_rank_is_named(tmp_path: Path, collective: str, missing: int) ->
 
 def test_ranks_meet_on_the_host_before_a_sum_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(dist, "shared_store", mock.Mock)
+    monkeypatch.setattr(dist, "get_shared_store", mock.Mock)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_: calls.append("host"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append("device"))
     dist.Group(0, 2).sum(torch.empty(1, device="meta"))
@@ -116,7 +116,7 @@ def test_rank_that_holds_the_store_is_missing_without_an_answer(
     def time_out(tensor: torch.Tensor) -> None:
         raise RuntimeError("[gloo/unbound_buffer.cc] Timed out waiting 600000ms for recv")
 
-    monkeypatch.setattr(dist, "shared_store", SilentStore)
+    monkeypatch.setattr(dist, "get_shared_store", SilentStore)
     monkeypatch.setattr(torch.distributed, "all_reduce", time_out)
     with pytest.raises(dist.MissingRanks, match="rank 0 of its group did not arrive"):
         dist.Group(1, 2).sum(torch.ones(1))

@@ -239,7 +239,7 @@ def test_no_rank_measures_a_canary_that_another_has_no_data_for(lab: Lab) -> Non
 
     job = lab.run("linear").evaluate_job(1)
     lab.run("linear").evaluated(1)
-    method = restore.finished_method(job, Group())
+    method = restore.restore_finished_method(job, Group())
     alone = canary(job, method, job.tasks[0], Group())
     assert alone is not None
     assert alone["task"] == job.tasks[0].name

@@ -16,8 +16,8 @@ from workers.model.exemplars import (
     at_random,
     class_means,
     closest,
+    compute_nearest_mean_logits,
     herding,
-    nearest_mean,
     normalise,
     quota,
     rebuffi_herding,
@@ -124,8 +124,8 @@ def test_the_released_form_lets_an_image_win_again() -> None:
 def test_the_released_form_gives_up_after_its_rounds_and_fills_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert exemplars.REBUFFI_ROUNDS == 1000
-    monkeypatch.setattr(exemplars, "REBUFFI_ROUNDS", 3)
+    assert exemplars.MAX_REBUFFI_ROUNDS == 1000
+    monkeypatch.setattr(exemplars, "MAX_REBUFFI_ROUNDS", 3)
     features = some_class(1)
     first = with_replacement(features, 3)[0]
     assert rebuffi_herding(features, 6, noise()) == [
@@ -207,14 +207,15 @@ def test_a_class_mean_is_the_direction_of_the_mean_of_unit_vectors() -> None:
 def test_answers_are_minus_squared_distances_of_unit_vectors() -> None:
     means, images = class_means(FEATURES, LABELS, 4), some_class(12, 9, 8)
     expected = -(F.normalize(images, dim=1)[:, None] - means).square().sum(2)
-    assert torch.allclose(nearest_mean(images, means), expected, atol=1e-6)
+    assert torch.allclose(compute_nearest_mean_logits(images, means), expected, atol=1e-6)
 
 
 def test_with_one_exemplar_of_each_class_the_nearest_by_cosine_answers() -> None:
     images, stored = some_class(13, 50, 8) - 0.5, some_class(14, 5, 8) - 0.5
     by_cosine = F.cosine_similarity(images[:, None], stored, dim=2).argmax(1)
     assert torch.equal(
-        nearest_mean(images, class_means(stored, torch.arange(5), 5)).argmax(1), by_cosine
+        compute_nearest_mean_logits(images, class_means(stored, torch.arange(5), 5)).argmax(1),
+        by_cosine,
     )
     assert len(by_cosine.unique()) == 5
 
@@ -224,10 +225,14 @@ def test_the_length_of_a_feature_has_no_part_in_answers() -> None:
     lengths = torch.rand(39, 1, generator=noise(16)) * 20 + 0.1
     assert torch.allclose(class_means(FEATURES * lengths[:30], LABELS, 4), means, atol=1e-6)
     assert torch.allclose(
-        nearest_mean(images * lengths[30:], means), nearest_mean(images, means), atol=1e-6
+        compute_nearest_mean_logits(images * lengths[30:], means),
+        compute_nearest_mean_logits(images, means),
+        atol=1e-6,
     )
 
 
 def test_a_feature_of_zeros_has_no_direction_and_is_still_a_number() -> None:
     assert torch.equal(normalise(torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.float64))
-    assert torch.isfinite(nearest_mean(torch.zeros(2, 8), class_means(FEATURES, LABELS, 4))).all()
+    assert torch.isfinite(
+        compute_nearest_mean_logits(torch.zeros(2, 8), class_means(FEATURES, LABELS, 4))
+    ).all()

@@ -623,10 +623,10 @@ def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stream_that_an_exception_may_close_is_not_offered(bucket: Any) -> None:
     system, path = resolve(join(bucket.uri, "a"))
-    assert isinstance(filesystem.without_retries(system), fs.S3FileSystem), (
+    assert isinstance(filesystem.unwrap_filesystem(system), fs.S3FileSystem), (
         "but by what it is made of"
     )
-    assert filesystem.without_retries(resolve("/a")[0]) == resolve("/a")[0]
+    assert filesystem.unwrap_filesystem(resolve("/a")[0]) == resolve("/a")[0]
     with pytest.raises(NotImplementedError):
         system.open_output_stream(path)
     assert not bucket.seen
@@ -643,7 +643,7 @@ def test_json_of_records_comes_back(bucket: Any) -> None:
 
 
 def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.tracking.mlflow_client import bucket_folder, tracking_uri
+    from pipeline.tracking.mlflow_client import get_bucket_folder, tracking_uri
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_S3_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "")
@@ -654,7 +654,9 @@ def test_where_mlflow_keeps_things_beside_a_bucket(monkeypatch: pytest.MonkeyPat
     ):
         tracking_uri("s3://bucket/x")
     assert (
-        bucket_folder("s3://bucket/x?region=eu-west-1&scheme=http&endpoint_override=host%3A9000")
+        get_bucket_folder(
+            "s3://bucket/x?region=eu-west-1&scheme=http&endpoint_override=host%3A9000"
+        )
         == "s3://bucket/x/mlartifacts"
     )
     assert (os.environ["MLFLOW_S3_ENDPOINT_URL"], os.environ["AWS_DEFAULT_REGION"]) == (

@@ -14,22 +14,22 @@ from workers.data.rows import list_keys
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import Task
-from workers.loop import step_inputs
-from workers.methods.gdumb import Gdumb, GdumbSettings, balanced_counts
+from workers.loop import prepare_step_inputs
+from workers.methods.gdumb import Gdumb, GdumbSettings, count_balanced
 
 
 def test_sampler_keeps_the_worked_counts() -> None:
     labels = [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
-    assert balanced_counts(labels, 4) == {0: 1, 1: 1, 2: 2}
-    assert balanced_counts(labels[:5], 4) == {0: 4}
-    assert balanced_counts(labels, 99) == {0: 5, 1: 2, 2: 3}
+    assert count_balanced(labels, 4) == {0: 1, 1: 1, 2: 2}
+    assert count_balanced(labels[:5], 4) == {0: 4}
+    assert count_balanced(labels, 99) == {0: 5, 1: 2, 2: 3}
 
 
 def test_sampler_balances_what_comes_in_any_order() -> None:
     for seed in range(20):
         draw = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, 6, (300,), generator=draw).tolist()
-        counts = balanced_counts(labels, 20)
+        counts = count_balanced(labels, 20)
         assert sum(counts.values()) == 20
         assert max(counts.values()) - min(counts.values()) <= 1
 
@@ -40,7 +40,7 @@ def keys_of(lab: Lab, task: int, memory: int) -> dict[str, list[str]]:
     (job,) = run.stages(task)
     run.prepare(job)
     method: Any = run.fresh(task)
-    _, context, feed = step_inputs(job, method, None, Group(), True)
+    _, context, feed = prepare_step_inputs(job, method, None, Group(), True)
     assert feed is not None
     keys: dict[str, list[str]] = method.memory(context)
     assert feed.num_samples == sum(map(len, keys.values()))

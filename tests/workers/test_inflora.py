@@ -21,7 +21,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import base
 from workers.methods.inflora import InfLora, InfLoraSettings
-from workers.model.lowrank import key_value_rows
+from workers.model.lowrank import expand_key_value_factor
 from workers.model.subspaces import (
     InputMoments,
     Subspace,
@@ -152,7 +152,7 @@ def test_moments_are_those_of_the_inputs_of_attention() -> None:
 
 def test_queries_get_no_update() -> None:
     b = torch.arange(1.0, 13).view(1, 2, 3, 2)
-    rows = key_value_rows(b)
+    rows = expand_key_value_factor(b)
     assert not rows[:, :3].any()
     assert torch.equal(rows[:, 3:].flatten(), b.flatten())
 
@@ -178,7 +178,7 @@ def test_an_update_changes_no_output_for_inputs_in_the_subspace(first: Any) -> N
         earlier = subspace.basis
         if subspace.is_free:
             earlier = torch.linalg.svd(earlier)[0][:, earlier.shape[1] :]
-        change = key_value_rows(method.update.b)[block] @ rows
+        change = expand_key_value_factor(method.update.b)[block] @ rows
         assert (rows @ earlier).abs().max() < 1e-5
         assert (change @ earlier).abs().max() < 1e-5
         assert rows.norm(dim=1).tolist() == close(*[1 / math.sqrt(3)] * 4)

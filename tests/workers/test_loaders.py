@@ -27,7 +27,7 @@ from workers.data.decoding import read_picture
 from workers.data.feed import Feed
 from workers.data.image_maker import ReadPicture
 from workers.data.loaders import LoaderEnded, Loaders, count_cores, count_loaders
-from workers.data.pictures import decoded_rows
+from workers.data.pictures import decode_rows
 from workers.data.rows import select
 from workers.errors import DamagedArtifact
 
@@ -206,7 +206,7 @@ def test_loaders_make_images_of_bucket(counted_bucket: Bucket) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_decoded_rows_equal_direct_decoding(root: Path, workers: int) -> None:
     table = select(str(root), (COLOURS, SHAPES), "train", 0.0)
-    decoded = decoded_rows(table, workers, None, ReadPicture(30))
+    decoded = decode_rows(table, workers, None, ReadPicture(30))
     for row, picture in enumerate(decoded):
         expected = read_picture(table.read_bytes(row), 30)
         assert picture[1:] == expected[1:]

@@ -33,7 +33,7 @@ from workers.methods import METHODS
 from workers.methods.finetune import FineTune
 from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model import vit
-from workers.model.compact import multiply_adds
+from workers.model.compact import count_multiply_adds
 from workers.model.masked import GatedConv2d
 from workers.model.sites import find_sites
 from workers.storage.taskstate import TaskState
@@ -334,7 +334,8 @@ def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(
     assert pruned[0].layer1[0].conv2.weight.shape[1] == state.masks["blocks.0.channels1"].sum()
     assert vit.compute_digest(method.backbone) == method.backbone_digest
     assert (
-        multiply_adds(pruned[0], 3, 224, 224) / multiply_adds(resnet(settings), 3, 224, 224)
+        count_multiply_adds(pruned[0], 3, 224, 224)
+        / count_multiply_adds(resnet(settings), 3, 224, 224)
         == method.flops_share(state)
         < 0.99
     )
@@ -368,7 +369,7 @@ def test_where_channels_depend_on_each_other_none_is_cut(changes: Any) -> None:
 
 def test_multiply_adds_are_counted_by_hand() -> None:
     assert (
-        multiply_adds(
+        count_multiply_adds(
             nn.Sequential(
                 nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(8 * 16, 5)
             ),

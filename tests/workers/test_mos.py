@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import base
-from workers.methods.mos import Mos, MosSettings, contrast_means
+from workers.methods.mos import Mos, MosSettings, compute_mean_contrast
 from workers.model.adapters import Bottlenecks
 from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import Carried, TaskState
@@ -60,7 +60,7 @@ def test_merging_has_the_golden_values() -> None:
 
 def test_the_contrast_has_the_golden_value() -> None:
     means = torch.tensor([[1.0, 0], [0, 1]])
-    contrast = contrast_means(torch.tensor([[1.0, 1]]), means)
+    contrast = compute_mean_contrast(torch.tensor([[1.0, 1]]), means)
     assert contrast.item() == pytest.approx(0.70234648, abs=1e-6)
 
 
@@ -72,7 +72,9 @@ def test_the_contrast_is_a_mean_over_images_that_do_not_see_each_other() -> None
     for row in features:
         matrix = torch.cat([means, row[None]])
         alone.append(F.cross_entropy(matrix @ matrix.T / 0.8, torch.arange(4)))
-    assert torch.allclose(contrast_means(features, means), torch.stack(alone).mean(), atol=1e-6)
+    assert torch.allclose(
+        compute_mean_contrast(features, means), torch.stack(alone).mean(), atol=1e-6
+    )
 
 
 def test_the_ensemble_has_the_golden_values() -> None:
@@ -131,7 +133,7 @@ def test_the_loss_is_that_of_the_equation(learned: Any) -> None:
         features = method.adapted(images(), method.adapters.tensors())
         ce = F.cross_entropy(method.heads["three"](features), batch(classes=4).labels)
         means = torch.cat([method.gaussians[name].means for name in ("two", "one")])
-        expected = ce + 0.5 * contrast_means(features, means)
+        expected = ce + 0.5 * compute_mean_contrast(features, means)
     assert means.shape == (5, 32)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert terms["contrast"] > 0

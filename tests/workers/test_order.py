@@ -21,8 +21,8 @@ from workers.data.order import (
     Ints,
     TableOrder,
     draw,
+    find_partner_positions,
     num_streams,
-    partner_positions,
 )
 from workers.rng import derive_seed
 
@@ -87,12 +87,12 @@ def test_number_of_streams_divides_half_batch(batch: int, expected: int) -> None
 @pytest.mark.parametrize("batch", [2, 3, 4, 7, 64, 96, 100])
 def test_partners_come_in_pairs_of_one_stream_and_of_one_rank(batch: int) -> None:
     for size in {1, 2, batch // 2 + 1, batch - 1, batch}:
-        partners = partner_positions(batch, size)
+        partners = find_partner_positions(batch, size)
         positions = np.arange(size)
         assert (partners[partners].numpy() == positions).all(), "an involution"
         distance = (partners.numpy() - positions) % num_streams(batch)
         assert not distance.any(), "of the same stream"
-    alone = (partner_positions(batch, batch).numpy() == np.arange(batch)).sum()
+    alone = (find_partner_positions(batch, batch).numpy() == np.arange(batch)).sum()
     assert alone == batch % 2
 
 
@@ -110,7 +110,7 @@ def test_copies_of_an_image_are_in_one_stream_and_are_never_partners(
         copies = [row for row in rows.tolist() for _ in range(repeats)][: len(rows)]
         assert repeated_rows[stream :: deal.num_streams].tolist() == copies
     for rows in line(deal):
-        partners = partner_positions(64, len(rows)).numpy()
+        partners = find_partner_positions(64, len(rows)).numpy()
         mixed = partners != np.arange(len(rows))
         assert (rows[partners] != rows)[mixed].all()
     assert len(line(deal)) == len(line(once))

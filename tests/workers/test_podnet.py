@@ -18,7 +18,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods.podnet import PodNet, PodNetSettings
 from workers.model.cosine import nca
-from workers.model.pod import features_and_maps, pod, pool_axes
+from workers.model.pod import compute_features_and_maps, pod, pool_axes
 from workers.model.vit import build, compute_digest
 
 
@@ -79,7 +79,7 @@ def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: Backbone
         block.register_forward_hook(lambda module, inputs, tokens: seen.append(tokens))
     plain = vit(images)
     expected = [*seen]
-    features, maps = features_and_maps(vit, images)
+    features, maps = compute_features_and_maps(vit, images)
     assert torch.equal(features, plain)
     side = vit.patch_embed.grid_size[0]
     assert [tuple(m.shape) for m in maps] == [(2, 32, side, side)] * (len(vit.blocks) - 1)
@@ -99,10 +99,10 @@ def test_podnet_loss_is_nca_with_growing_distillation() -> None:
         counted(batch(A, B, C), A, B, C),
     )
     with torch.no_grad():
-        taught, taught_maps = features_and_maps(method.backbone, b.images)
+        taught, taught_maps = compute_features_and_maps(method.backbone, b.images)
     moved(method)
     loss, terms = method.loss(b, START)
-    features, maps = features_and_maps(method.backbone, b.images)
+    features, maps = compute_features_and_maps(method.backbone, b.images)
     s = torch.cat([method.heads[name].similarity(features) for name in "abc"], 1)
     expected = {
         "nca": nca(s, wide(b, A, B, C), method.heads.scale.item(), 0.6).item(),

@@ -35,8 +35,8 @@ from workers.data.reader import (
     Ranges,
     Reader,
     cut_ranges,
-    sequential_reader,
-    shuffled_reader,
+    make_sequential_reader,
+    make_shuffled_reader,
 )
 from workers.data.rows import Locations, SampleTable, select
 from workers.data.shards import OPEN_SHARE, Shards
@@ -178,7 +178,7 @@ def test_a_node_of_several_reads_its_share_of_the_bytes(
     for rank in range(world):
         counted_bucket.seen.clear()
         cache = Cache(str(tmp_path / f"node-{rank}"), 10**9) if cached else None
-        made = shuffled_reader(colours, deal, world, cache)
+        made = make_shuffled_reader(colours, deal, world, cache)
         rows += read_and_compare(colours, counted_bucket, made, steps_of(deal, rank, world))
         assert counted_bucket.bytes_read() <= 1.1 * runs.total_bytes / world
         requests = counted_bucket.requests()
@@ -195,7 +195,7 @@ def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
     fine_runs(monkeypatch)
     deal, cache = deal_of(colours), Cache(str(tmp_path / "cache"), 10**9)
     pieces = Ranges.of_pieces(colours)
-    made = shuffled_reader(colours, deal, 1, cache)
+    made = make_shuffled_reader(colours, deal, 1, cache)
     read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 1))
     assert counted_bucket.requests() == len(pieces.starts)
     assert counted_bucket.bytes_read() == pieces.total_bytes
@@ -203,7 +203,7 @@ def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
     monkeypatch.setattr(reader, "RUN_BYTES", 2 << 20)
     red = select(URI, (Task("t", "colours", "colours", ("red",)),), "train", 0.0)
     one_by_one = iter(np.arange(len(red)).reshape(-1, 1))
-    read_and_compare(red, counted_bucket, sequential_reader(red, cache), one_by_one)
+    read_and_compare(red, counted_bucket, make_sequential_reader(red, cache), one_by_one)
     assert not counted_bucket.requests(), "other rows of the same shards are in the same pieces"
 
 
@@ -218,7 +218,8 @@ def test_a_few_rows_of_large_shards_are_read_by_themselves(
     counted_bucket.seen.clear()
     one_by_one = iter(np.arange(len(few)).reshape(-1, 1))
     assert (
-        len(read_and_compare(few, counted_bucket, sequential_reader(few, None), one_by_one)) == 18
+        len(read_and_compare(few, counted_bucket, make_sequential_reader(few, None), one_by_one))
+        == 18
     )
     assert counted_bucket.bytes_read() == sizes.sum()
 
@@ -228,7 +229,7 @@ def test_where_two_blocks_have_no_room_records_are_read_by_themselves(
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
-    made = shuffled_reader(colours, deal, 2, Cache(str(tmp_path / "cache"), 10_000))
+    made = make_shuffled_reader(colours, deal, 2, Cache(str(tmp_path / "cache"), 10_000))
     rows = read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 2))
     assert counted_bucket.bytes_read() == colours.locations.sizes[rows].sum()
     assert len(rows) == 450
@@ -243,7 +244,7 @@ def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
     runs.ends[-1] += 50 * runs.total_bytes // len(runs.ends)
     monkeypatch.setattr(Ranges, "of_runs", lambda *_: runs)
     cache = Cache(str(tmp_path / "cache"), int(0.95 * runs.total_bytes))
-    made = shuffled_reader(colours, deal, 8, cache)
+    made = make_shuffled_reader(colours, deal, 8, cache)
     assert isinstance(made, BucketReader)
     assert made.ranges is runs
 
@@ -258,7 +259,7 @@ def test_cache_room_is_per_node(
     num_ranges = {}
     for ranks_of_node in ("", "4", "1"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_node)
-        made = shuffled_reader(colours, deal, 4, cache)
+        made = make_shuffled_reader(colours, deal, 4, cache)
         assert isinstance(made, BucketReader)
         num_ranges[ranks_of_node] = len(made.ranges.starts)
     assert num_ranges[""] == num_ranges["4"] == 900, "records by themselves"
@@ -275,7 +276,7 @@ def test_runs_that_shards_cut_need_little_more_room(
     num_runs = len(table) // deal.rows_per_run
     num_ranges = len(runs_of(table, deal).starts)
     assert num_runs < num_ranges < 1.1 * num_runs
-    made = shuffled_reader(table, deal, 2, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_shuffled_reader(table, deal, 2, Cache(str(tmp_path / "cache"), 10**9))
     assert isinstance(made, BucketReader)
     runs_ahead = deal.num_streams // 2 * deal.block_runs
     assert runs_ahead <= made.num_ahead <= 1.1 * runs_ahead + 1
@@ -323,7 +324,7 @@ def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
 def test_replay_is_fetched_a_few_steps_ahead_although_records_repeat(
     colours: SampleTable, counted_bucket: Bucket
 ) -> None:
-    made = reader.random_reader(colours)
+    made = reader.make_random_reader(colours)
     assert isinstance(made, BucketReader)
     made.num_ahead = 100
     drawn = 0
@@ -565,7 +566,7 @@ def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
     fine_runs(monkeypatch)
     gc.disable()
     try:
-        made = shuffled_reader(colours, deal_of(colours), 2, None)
+        made = make_shuffled_reader(colours, deal_of(colours), 2, None)
         made.read(0)
         threads = made._threads._threads  # type: ignore[attr-defined]
         del made
@@ -574,7 +575,7 @@ def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
             assert not thread.is_alive(), "it waits for the garbage collector"
     finally:
         gc.enable()
-    closed = shuffled_reader(colours, deal_of(colours), 2, None)
+    closed = make_shuffled_reader(colours, deal_of(colours), 2, None)
     closed.read(0)
     closed.close()
     for thread in list(closed._threads._threads):  # type: ignore[attr-defined]
@@ -595,7 +596,7 @@ def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
 ) -> None:
     fine_runs(monkeypatch)
     deal, cache = deal_of(colours), Cache(str(tmp_path / "cache"), 10**9)
-    made = shuffled_reader(colours, deal, 2, cache)
+    made = make_shuffled_reader(colours, deal, 2, cache)
     rows = read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 2))
     row = rows[5]
     record = stored_records(colours, counted_bucket.folder)[row]
@@ -613,7 +614,7 @@ def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
     for path in (tmp_path / "cache" / "shards").iterdir():
         path.unlink()
     for _ in range(2):
-        again = shuffled_reader(colours, deal, 2, cache)
+        again = make_shuffled_reader(colours, deal, 2, cache)
         with pytest.raises(DamagedArtifact, match=key):
             read_all(again, rows)
     assert not capfd.readouterr().err
@@ -632,7 +633,10 @@ def test_a_shard_that_is_gone_or_cut_short_is_damage(
         path.write_bytes(path.read_bytes()[:left])
     cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
     deal = deal_of(colours)
-    for made in (sequential_reader(colours, cache), shuffled_reader(colours, deal, 2, cache)):
+    for made in (
+        make_sequential_reader(colours, cache),
+        make_shuffled_reader(colours, deal, 2, cache),
+    ):
         with pytest.raises(DamagedArtifact, match=rf"{shard} is .*run the same command"):
             read_all(made, range(900))
     assert not list(tmp_path.glob("cache/**/*.part"))
@@ -641,7 +645,7 @@ def test_a_shard_that_is_gone_or_cut_short_is_damage(
 def test_a_disk_that_keeps_nothing_is_a_sentence(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     monkeypatch.setattr(BucketReader, "_record", lambda reader, row: b"other bytes")
     with pytest.raises(UserError, match=r"gives back other bytes .*; name another folder in clus"):
         made.read(3)
@@ -650,7 +654,7 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
 def test_what_made_room_while_it_was_needed_is_fetched_again(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     record = made.read(3)
     for path in (tmp_path / "cache" / "shards").iterdir():
         path.unlink()
@@ -666,7 +670,7 @@ def test_few_files_are_open_however_many_shards_and_data_sets_there_are(
     num_open = len(os.listdir("/proc/self/fd"))
     tables = [select(str(tmp_path), (COLOURS,), "train", 0.0) for _ in range(3)]
     for table in tables:
-        read_all(shuffled_reader(table, deal_of(table), 1, None), range(23))
+        read_all(make_shuffled_reader(table, deal_of(table), 1, None), range(23))
         assert len(os.listdir("/proc/self/fd")) <= num_open + 40 // OPEN_SHARE
     del table, tables
     assert len(os.listdir("/proc/self/fd")) <= num_open, "they are closed with the data sets"

@@ -17,7 +17,13 @@ from test_reader import deal_of, fine_runs, read_all, stored_records
 
 from tests.shard_names import shard_name
 from workers.data.cache import Cache, LocalFile
-from workers.data.reader import BucketReader, DiskReader, Ranges, sequential_reader, shuffled_reader
+from workers.data.reader import (
+    BucketReader,
+    DiskReader,
+    Ranges,
+    make_sequential_reader,
+    make_shuffled_reader,
+)
 from workers.data.rows import SampleTable, select
 from workers.errors import DamagedArtifact, UserError
 
@@ -127,7 +133,7 @@ def test_an_object_that_is_deleted_while_it_is_open_is_damage(
         "AWS Error NO_SUCH_KEY during GetObject operation: The key is gone."
     )
     with pytest.raises(DamagedArtifact, match=rf"{SHARD} is missing; run the same command"):
-        shuffled_reader(colours, deal_of(colours), 2, cache).read(IN_RED)
+        make_shuffled_reader(colours, deal_of(colours), 2, cache).read(IN_RED)
     assert not list(tmp_path.glob("cache/**/*.part"))
 
 
@@ -136,7 +142,7 @@ def test_credentials_that_expire_are_a_sentence(
     cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
-    made = shuffled_reader(colours, deal_of(colours), 2, cache)
+    made = make_shuffled_reader(colours, deal_of(colours), 2, cache)
     made.read(0)
     counted_bucket.refusal = (
         "AWS Error ACCESS_DENIED during GetObject operation: the token has expired"
@@ -177,7 +183,7 @@ def test_a_full_disk_advises_fewer_decoded_images_only_where_such_are_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "truncate", full)
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     with pytest.raises(UserError, match=r"No space left") as caught:
         made.read(0)
     assert "resident_mb" not in str(caught.value)
@@ -192,7 +198,7 @@ def test_a_cached_range_that_the_disk_cannot_read_is_fetched_again(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fine_runs(monkeypatch)
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     records = stored_records(colours, counted_bucket.folder)
     read_all(made, range(900))
     requests = counted_bucket.requests()
@@ -223,7 +229,7 @@ def test_a_cache_whose_disk_reads_nothing_is_a_sentence(
     def fails(*_: Any) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     made.read(0)
     monkeypatch.setattr(LocalFile, "read_at", fails)
     with pytest.raises(UserError) as caught:
@@ -236,7 +242,7 @@ def test_evicted_range_is_fetched_once_more(
     colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     assert isinstance(made, BucketReader)
     records = stored_records(colours, counted_bucket.folder)
     (rows,) = np.nonzero(made.ranges.of_row == made.ranges.of_row[0])
@@ -256,7 +262,7 @@ def test_too_small_cache_is_bypassed(
     fine_runs(monkeypatch)
     pieces = Ranges.of_pieces(colours)
     assert len(pieces.starts) > 15
-    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 20_000))
+    made = make_sequential_reader(colours, Cache(str(tmp_path / "cache"), 20_000))
     assert isinstance(made, BucketReader)
     records = stored_records(colours, counted_bucket.folder)
     for (row,) in made.ahead(iter(np.arange(900).reshape(-1, 1))):

@@ -16,7 +16,12 @@ from workers.job import BackboneSettings, DataSettings, StageJob, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
-from workers.methods.registration import get_code_digest, load_method, register, why_not_importable
+from workers.methods.registration import (
+    explain_not_importable,
+    get_code_digest,
+    load_method,
+    register,
+)
 
 SOURCE = '''
 """A module of somebody."""
@@ -190,7 +195,7 @@ def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
         code = code_digest(class_from(source))
         assert load_method(replace(JOB, method_code=code)).__module__ == "my_methods"
         assert get_code_digest("outside") == code
-        assert why_not_importable("outside") == ""
+        assert explain_not_importable("outside") == ""
     with pytest.raises(UserError, match="my_methods differs between this process and the one"):
         load_method(replace(JOB, method_code="0" * 16))
     missing = replace(JOB, method_module="no_such_module", method_code="0" * 16)
@@ -204,8 +209,10 @@ def test_a_class_that_no_worker_can_import_is_known() -> None:
 
     register(class_from())
     register(Local)
-    assert why_not_importable("outside") == "its class is defined in a notebook or script"
-    assert why_not_importable("local") == "its class is defined inside a function"
+    assert explain_not_importable("outside") == "its class is defined in a notebook or script"
+    assert explain_not_importable("local") == "its class is defined inside a function"
     register(class_from(module="never_imported"))
-    assert "never_imported is not a module that Python imported" in why_not_importable("outside")
-    assert why_not_importable("meat") == ""
+    assert "never_imported is not a module that Python imported" in explain_not_importable(
+        "outside"
+    )
+    assert explain_not_importable("meat") == ""

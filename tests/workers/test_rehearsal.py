@@ -209,8 +209,8 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
     for one, other in zip(alone[:-1], many[:-1], strict=True):
         assert stored(one).meta == stored(other).meta, one.id
     images = torch.cat([run.images(task) for task in (0, 1)])
-    alone_logits = restore.finished_method(alone[-1], Group()).logits(images, None)
-    many_logits = restore.finished_method(many[-1], Group()).logits(images, None)
+    alone_logits = restore.restore_finished_method(alone[-1], Group()).logits(images, None)
+    many_logits = restore.restore_finished_method(many[-1], Group()).logits(images, None)
     assert torch.allclose(alone_logits, many_logits, atol=1e-3)
     rows = Artifact.need(many[-1].root, many[-1].key).manifest["result"]["rows"]
     for row, expected in zip(rows, run.evaluated(1)["rows"], strict=True):

@@ -28,7 +28,7 @@ from workers.methods.base import StepData
 from workers.methods.rpsnet import Rpsnet, RpsnetSettings
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import kd_ce
-from workers.model.paths import Path, PathNetwork, random_path
+from workers.model.paths import Path, PathNetwork, draw_random_path
 from workers.model.vit import build
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
@@ -99,10 +99,10 @@ def test_copied_network_has_independent_paths() -> None:
 
 
 def test_path_draws_one_module_per_bank() -> None:
-    drawn = [random_path(6, 4, seed) for seed in range(40)]
+    drawn = [draw_random_path(6, 4, seed) for seed in range(40)]
     assert all([block for block, _ in each] == [*range(6)] for each in drawn)
     assert {module for each in drawn for _, module in each} == {*range(4)}
-    assert random_path(6, 4, 7) == drawn[7] != drawn[8]
+    assert draw_random_path(6, 4, 7) == drawn[7] != drawn[8]
 
 
 def test_a_path_has_as_many_parameters_as_the_formula_says() -> None:

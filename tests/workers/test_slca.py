@@ -20,9 +20,9 @@ from workers.methods.bases.alignment import (
     AlignmentPlan,
     ClassGaussians,
     align_heads,
+    compute_normalised_loss,
     fit_gaussians,
-    normalised_loss,
-    shrink_factors,
+    list_shrink_factors,
 )
 from workers.methods.slca import Slca, SlcaSettings
 from workers.model.vit import compute_digest
@@ -35,15 +35,15 @@ PLAN = AlignmentPlan(2, 16, 16, 0.1, 0.1, shrinks=True)
 # ---- alignment -----------------------------------------------------------------------------------
 def test_the_loss_has_the_value_of_its_equation() -> None:
     logits = [torch.tensor([[3.0, 4]]), torch.tensor([[0.0, 1]])]
-    loss = normalised_loss(logits, torch.tensor([0]), 0.1)
+    loss = compute_normalised_loss(logits, torch.tensor([0]), 0.1)
     assert float(loss) == pytest.approx(3.36843104, abs=1e-5)
-    scaled = normalised_loss([7 * part for part in logits], torch.tensor([0]), 0.1)
+    scaled = compute_normalised_loss([7 * part for part in logits], torch.tensor([0]), 0.1)
     assert float(scaled) == pytest.approx(float(loss), abs=1e-5)
 
 
 def test_means_of_earlier_tasks_are_shrunk() -> None:
-    assert shrink_factors(4) == pytest.approx([0.925, 0.95, 0.975, 1])
-    assert shrink_factors(1) == pytest.approx([1])
+    assert list_shrink_factors(4) == pytest.approx([0.925, 0.95, 0.975, 1])
+    assert list_shrink_factors(1) == pytest.approx([1])
 
 
 def test_gaussians_are_those_of_the_features() -> None:
@@ -102,7 +102,7 @@ def test_the_first_step_is_that_of_sgd_on_the_loss() -> None:
         features.append(gaussians[name].draw(16, seeds, rho).flatten(0, 1))
     logits = (torch.cat(features) @ weight.T).split([2, 3], 1)
     labels = torch.arange(5).repeat_interleave(16)
-    normalised_loss(logits, labels, 0.1).backward()
+    compute_normalised_loss(logits, labels, 0.1).backward()
     assert weight.grad is not None
     expected = weight - 0.1 * (weight.grad + 5e-4 * weight)
     assert torch.allclose(torch.cat([w for w, _ in aligned.values()]), expected, atol=1e-6)

@@ -22,7 +22,7 @@ from workers.job import StageJob, Task
 from workers.methods import METHODS
 from workers.methods.base import OptimPlan, StepContext, StepData
 from workers.methods.bases.statistics import ClassStatistics
-from workers.methods.ranpac import is_validated, ridge_error, solve_ridge
+from workers.methods.ranpac import compute_ridge_error, is_validated, solve_ridge
 from workers.storage.artifact import Artifact
 
 # classes 0 0 1 1 2 2
@@ -138,7 +138,7 @@ def test_the_ridge_error_follows_from_the_sums() -> None:
     fits, validates = [0, 2, 4], [1, 3, 5]
     gram = torch.stack([projected[rows].T @ projected[rows] for rows in (fits, validates)])
     targets = torch.stack([projected[rows].T @ one_hot[rows] for rows in (fits, validates)])
-    errors = [ridge_error(gram, targets, 3, penalty) for penalty in (0.01, 0.1, 1, 10, 100)]
+    errors = [compute_ridge_error(gram, targets, 3, penalty) for penalty in (0.01, 0.1, 1, 10, 100)]
     assert errors == close(0.33727106, 0.31636846, 0.27979113, 0.30387441, 0.32611455)
     weights = solve_ridge(gram[0], targets[0], 10)
     direct = (projected[validates] @ weights - one_hot[validates]).square().mean()

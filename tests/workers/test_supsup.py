@@ -22,17 +22,17 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import supsup
 from workers.methods.base import ParamGroup, StepContext
-from workers.methods.bases.task_inference import BELOW
+from workers.methods.bases.task_inference import LOGIT_GAP
 from workers.methods.supsup import OUTPUTS, SupSup, SupSupSettings
 from workers.model.masks import TopK, keep_largest
 from workers.model.superposition import (
+    compute_superfluous_share,
     entropy,
     infer_at_once,
     infer_by_halves,
     shares,
     slopes,
     superfluous,
-    superfluous_share,
     superpose,
     values,
 )
@@ -126,7 +126,7 @@ def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(
 ) -> None:
     groups = torch.randn(9, 1, 2)
     whole = judged(range(2), groups)
-    monkeypatch.setattr("workers.model.superposition.GRADIENT_BYTES", 4 * 4 * 2)
+    monkeypatch.setattr("workers.model.superposition.MAX_GRADIENT_BYTES", 4 * 4 * 2)
     assert torch.allclose(judged(range(2), groups), whole)
 
 
@@ -475,7 +475,7 @@ def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[T
         ][picked_index]
         task_logits = answers(method, task, images[row : row + 1])[0]
         assert torch.allclose(logits[row, own_columns], task_logits, atol=1e-5)
-        assert logits[row, other].max() < logits[row, own_columns].min() - 0.99 * BELOW
+        assert logits[row, other].max() < logits[row, own_columns].min() - 0.99 * LOGIT_GAP
         assert torch.allclose(
             logits[row].softmax(0)[own_columns], task_logits.softmax(0), atol=1e-5
         )
@@ -500,7 +500,9 @@ def test_superfluous_outputs_lower_mask_score(
     """By default: the log of the share that all outputs but those of the task's classes have of the
     softmax, however many it has."""
     outputs = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
-    assert superfluous_share(outputs, 2).exp().tolist() == pytest.approx([0.119203, 0.5], abs=1e-6)
+    assert compute_superfluous_share(outputs, 2).exp().tolist() == pytest.approx(
+        [0.119203, 0.5], abs=1e-6
+    )
     method, images = serving(states), samples(COLOURS, 3)[0]
     assert (method.settings.infer, method.settings.objective) == ("brute_force", "superfluous")
     masks = [method.loaded[name] for name in ("stripes", "colours")]

@@ -170,7 +170,7 @@ def test_a_mask_that_goes_on_starts_from_its_bits(
     monkeypatch.setattr(method, "choice", lambda images: 0)
     begun(method, STRIPES, STEPS, chain[1][1])
     stored = serving([chain[0][0]], chain[1][1]).bits(0)
-    first = method.first_scores(0)
+    first = method.draw_first_scores(0)
     for site, mask in method.hard().items():
         assert torch.equal(mask, stored[site])
         sizes = method.masks[site].get_parameter("scores").abs()

@@ -26,8 +26,8 @@ from workers.methods.meat import Meat, MeatSettings
 from workers.methods.piggyback import Piggyback
 from workers.methods.tfm import Tfm, TfmSettings
 from workers.model import vit
-from workers.model.compact import flops, multiply_adds, plan_blocks
-from workers.model.t2t import Performer, TokensToToken, as_image, sinusoids, windows
+from workers.model.compact import count_multiply_adds, flops, plan_blocks
+from workers.model.t2t import Performer, TokensToToken, arrange_as_image, sinusoids, windows
 from workers.model.weights import weight_sites
 from workers.storage.taskstate import TaskState
 
@@ -122,7 +122,7 @@ def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels() -> None:
         )
     second = windows(image, 3, 2, 1)[0]
     assert torch.equal(second[5].view(2, 3, 3), image[0, :, 1:4, 1:4])
-    assert torch.equal(as_image(image.flatten(2).transpose(1, 2), 8, 8), image)
+    assert torch.equal(arrange_as_image(image.flatten(2).transpose(1, 2), 8, 8), image)
 
 
 def test_with_linear_layers_for_performers_the_module_is_three_strided_convolutions() -> None:
@@ -358,7 +358,7 @@ def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:
     state, _ = method.finish()
     embedding = method.backbone.get_submodule("patch_embed")
     block = 17 * 32 * (4 * 32 + 4 * 32) + 2 * 17 * 17 * 32
-    backbone = multiply_adds(embedding, 3, 64, 64) + 3 * block
+    backbone = count_multiply_adds(embedding, 3, 64, 64) + 3 * block
     used = {name: int(m.sum()) for name, m in state.masks.items() if name.endswith(".used")}
     new_channels = used["blocks.0.v.used"] - 32
     new_neurons = used["blocks.0.ff.used"] - 64

@@ -22,7 +22,7 @@ from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.toast import Toast
-from workers.model.compact import multiply_adds
+from workers.model.compact import count_multiply_adds
 from workers.model.top_down_conv import StageTopDown, upsample
 from workers.model.vit import build, compile_blocks, compute_digest
 from workers.storage.taskstate import Carried, TaskState
@@ -446,15 +446,15 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
         (384, 768, 2, 14),
     ]  # c, C, k and the side of what each stage is given
     stages = sum(
-        multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3])
+        count_multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3])
         for i in range(to, top)
     )
     feedback = sum(
         c * k * k * behind * (side // k) ** 2 + c * c * side**2
         for c, behind, k, side in front[to:top]
     )
-    assert share == pytest.approx(1 + (stages + feedback) / multiply_adds(model, 3, 224, 224))
-    assert multiply_adds(model, 3, 224, 224) == pytest.approx(4.45e9, rel=0.01)
+    assert share == pytest.approx(1 + (stages + feedback) / count_multiply_adds(model, 3, 224, 224))
+    assert count_multiply_adds(model, 3, 224, 224) == pytest.approx(4.45e9, rel=0.01)
     assert to or feedback == pytest.approx(318e6, rel=0.01)
 
 

@@ -18,9 +18,9 @@ from torch.func import functional_call
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods.hat import Hat, HatSettings
-from workers.model.masks import AnnealedSigmoid, annealed_scale, initial_embedding
+from workers.model.masks import AnnealedSigmoid, compute_annealed_scale, draw_initial_embedding
 from workers.model.penalties import newly_used
-from workers.model.units import masked_weights, unit_sites, unit_values, weight_values
+from workers.model.units import combine_unit_values, masked_weights, spread_unit_values, unit_sites
 from workers.model.vit import build
 
 
@@ -98,16 +98,16 @@ def test_cutting_unused_units_out_leaves_the_answers() -> None:
 
 def test_the_lock_of_a_weight_is_that_of_its_less_used_side() -> None:
     """The reference's gate example: the factor on gradients is 1 - lock."""
-    lock = weight_values(torch.tensor([1, 0]), torch.tensor([1, 0, 1]))
+    lock = combine_unit_values(torch.tensor([1, 0]), torch.tensor([1, 0, 1]))
     assert (1 - lock).tolist() == [[0, 1, 0], [1, 1, 1]]
-    assert weight_values(
+    assert combine_unit_values(
         torch.tensor([True, False]), torch.tensor([True, False, True])
     ).tolist() == [
         [True, False, True],
         [False, False, False],
     ]
-    assert weight_values(torch.tensor([3, 0]), None).tolist() == [[3], [0]]
-    assert weight_values(None, torch.tensor([3, 0])).tolist() == [[3, 0]]
+    assert combine_unit_values(torch.tensor([3, 0]), None).tolist() == [[3], [0]]
+    assert combine_unit_values(None, torch.tensor([3, 0])).tolist() == [[3, 0]]
 
 
 def test_locks_are_those_of_the_table() -> None:
@@ -117,7 +117,7 @@ def test_locks_are_those_of_the_table() -> None:
     known = dict(model.named_parameters())
     locked = {
         name: lock.expand(known[name].shape).nonzero().tolist()
-        for name, lock in unit_values(model, used).items()
+        for name, lock in spread_unit_values(model, used).items()
     }
     rows = [3, 16 + 3, 32 + 5]
     expected = {
@@ -140,7 +140,7 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> 
     masks = some_units(model)
     before = functional_call(model, masked_weights(model, masks), (images(),))
     known = dict(model.named_parameters())
-    for name, lock in unit_values(model, masks).items():
+    for name, lock in spread_unit_values(model, masks).items():
         held = lock.expand(known[name].shape)
         weight_before = known[name].detach().clone()
         known[name].data = torch.where(held, weight_before, torch.randn_like(weight_before) * 10)
@@ -172,7 +172,7 @@ def test_locks_of_other_families_hold_what_a_task_reads_bit_for_bit(form: dict[s
     masks = some_units(model)
     before = functional_call(model, masked_weights(model, masks), (images(),))
     known = dict(model.named_parameters())
-    locks = unit_values(model, masks)
+    locks = spread_unit_values(model, masks)
     for name, lock in locks.items():
         held = lock.expand(known[name].shape)
         weight_before = known[name].detach().clone()
@@ -200,7 +200,7 @@ def test_a_gated_ffn_makes_a_neuron_of_two_rows() -> None:
     neurons = unit_sites(model)["blocks.0.ff"]
     used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
     used["blocks.0.ff"][3] = True
-    lock = unit_values(model, used)["blocks.0.mlp.fc1.weight"]
+    lock = spread_unit_values(model, used)["blocks.0.mlp.fc1.weight"]
     assert lock.shape == (2 * neurons, 1)
     assert lock.flatten().nonzero().flatten().tolist() == [3, neurons + 3]
 
@@ -318,27 +318,33 @@ def test_embeddings_are_clamped() -> None:
 
 @pytest.mark.parametrize("schedule", ["linear", "official"])
 def test_the_scale_rises_from_its_inverse(schedule: Any) -> None:
-    scales = [annealed_scale(step, 100, 400.0, schedule) for step in range(100)]
+    scales = [compute_annealed_scale(step, 100, 400.0, schedule) for step in range(100)]
     assert scales[0] == 1 / 400
     assert scales == sorted(scales)
     assert math.isclose(scales[-1], 400.0 if schedule == "linear" else 396.0, abs_tol=1e-3)
 
 
 def test_the_other_schedules_and_an_epoch_of_one_step() -> None:
-    assert [round(annealed_scale(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)] == [
+    assert [
+        round(compute_annealed_scale(step, 5, 100.0, "cosine", 1.0), 1) for step in range(5)
+    ] == [
         100,
         50.5,
         1,
         50.5,
         100,
     ]
-    assert annealed_scale(0, 3, 100.0, "linear", 1.0) == 1.0
-    assert annealed_scale(0, 1, 400.0) == annealed_scale(0, 1, 400.0, "cosine") == 400.0
+    assert compute_annealed_scale(0, 3, 100.0, "linear", 1.0) == 1.0
+    assert (
+        compute_annealed_scale(0, 1, 400.0)
+        == compute_annealed_scale(0, 1, 400.0, "cosine")
+        == 400.0
+    )
 
 
 def test_where_embeddings_start() -> None:
     def start(how: Any, tasks: int = 10) -> Tensor:
-        return initial_embedding((50_000,), how, torch.Generator().manual_seed(0), tasks)
+        return draw_initial_embedding((50_000,), how, torch.Generator().manual_seed(0), tasks)
 
     assert start("dense").unique().tolist() == [1]
     assert 0 < float(start("uniform").min()) < float(start("uniform").max()) <= 2

@@ -27,7 +27,7 @@ from torch import Tensor
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods.vpt import Vpt, VptSettings
-from workers.model.prompts import PromptSites, initial_prompts, leave_unbiased
+from workers.model.prompts import PromptSites, draw_initial_prompts, leave_unbiased
 from workers.model.vit import build, compile_blocks, compute_digest
 from workers.storage.taskstate import TaskState
 
@@ -205,7 +205,7 @@ def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
     """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn again."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings())
-    prompts, reach = initial_prompts(12, 100, model), math.sqrt(6 / 960)
+    prompts, reach = draw_initial_prompts(12, 100, model), math.sqrt(6 / 960)
     assert 0.99 * reach < prompts.max() <= reach
     assert -reach <= prompts.min() < -0.99 * reach
     assert float(prompts.std()) == pytest.approx(reach / math.sqrt(3), rel=0.01)
@@ -217,7 +217,7 @@ def test_the_size_is_the_published_one(depth: Any, count: int) -> None:
     """p = 100 on a ViT-B."""
     with torch.device("meta"):
         model = build(BackboneSettings(name="vit_base_patch16_224"))
-        assert initial_prompts(len(PromptSites(model, depth)), 100, model).numel() == count
+        assert draw_initial_prompts(len(PromptSites(model, depth)), 100, model).numel() == count
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [("shallow", 1), ("deep", 2)])

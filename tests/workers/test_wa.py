@@ -14,7 +14,7 @@ from pipeline.testing.lab import Lab, history
 from workers import loop, optim
 from workers.dist import Group
 from workers.job import TrainSettings
-from workers.model.align import weight_ratio
+from workers.model.align import compute_weight_ratio
 from workers.model.distill import kd_ce
 
 OLD = torch.tensor([[3.0, 4.0], [0.0, 5.0]], dtype=torch.float64)
@@ -23,7 +23,7 @@ NEW = torch.tensor([[6.0, 8.0], [0.0, 20.0]], dtype=torch.float64)
 
 # ---- alignment -----------------------------------------------------------------------------------
 def test_the_ratio_has_the_worked_value() -> None:
-    gamma = weight_ratio(OLD, NEW)
+    gamma = compute_weight_ratio(OLD, NEW)
     assert float(gamma) == pytest.approx(1 / 3, abs=1e-12)
     assert torch.allclose(
         gamma * NEW, torch.tensor([[2.0, 8 / 3], [0.0, 20 / 3]], dtype=torch.float64), atol=1e-12

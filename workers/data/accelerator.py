@@ -36,7 +36,7 @@ def make_device(gpus: float) -> torch.device:
     return torch.device(TYPE, functions().current_device()) if gpus else CPU
 
 
-def named_device(name: DeviceName) -> torch.device:
+def make_named_device(name: DeviceName) -> torch.device:
     """Return the device for the name that a user gives, `cpu` or `cuda`."""
     return make_device(float(name != CPU.type))
 
@@ -117,7 +117,7 @@ def limit_memory(device: torch.device, gpus: float) -> None:
         functions().set_per_process_memory_fraction(min(1.0, gpus), device)
 
 
-def free_bytes(device: torch.device) -> int:
+def count_free_bytes(device: torch.device) -> int:
     """Return the number of bytes that this process can still allocate on an accelerator.
 
     Unused memory in torch's caching allocator counts as free.

@@ -23,7 +23,7 @@ from workers.data import randaugment
 from workers.data.crops import CropDraws, View
 from workers.data.image_maker import Normalisation
 from workers.data.memory import TensorPool
-from workers.data.order import Ints, partner_positions
+from workers.data.order import Ints, find_partner_positions
 from workers.data.upload import to_device
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng, derive_seed
@@ -418,7 +418,7 @@ class Augment:
         samples = rng.positions
         if not self._mixes(num_classes):
             return samples
-        partners = partner_positions(rng.batch_size or rng.size, rng.size)[samples]
+        partners = find_partner_positions(rng.batch_size or rng.size, rng.size)[samples]
         missing = partners[~torch.isin(partners, samples)].unique()
         return torch.cat((samples, missing))
 
@@ -435,7 +435,7 @@ class Augment:
         if self._mixes(num_classes):
             index_of = torch.empty(rng.size, dtype=torch.int64)
             index_of[positions] = torch.arange(len(positions))
-            all_partners = partner_positions(rng.batch_size or rng.size, rng.size)
+            all_partners = find_partner_positions(rng.batch_size or rng.size, rng.size)
             partners = index_of[all_partners[rng.positions]]
             mix = self._plan_mix(rng).of(rng.positions)
         schedule = None

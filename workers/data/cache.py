@@ -127,7 +127,9 @@ class Cache:
             self.forget(name)
             return None
 
-    def bad_disk(self, problem: str = "gives back other bytes than were written") -> UserError:
+    def make_disk_error(
+        self, problem: str = "gives back other bytes than were written"
+    ) -> UserError:
         """Return the error for a disk that does not return the data that were written."""
         return UserError(
             f"the disk of {self.folder!r} {problem}; name another folder in cluster.cache"
@@ -367,9 +369,9 @@ class Blocks:
                 self.start + self.nbytes + row * CHECKSUM.itemsize,
             )
         except OSError:
-            raise self.cache.bad_disk() from None
+            raise self.cache.make_disk_error() from None
         if self.row(row).tobytes() != data or not self._is_whole(row):
-            raise self.cache.bad_disk()
+            raise self.cache.make_disk_error()
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class CropDraws:
         attempt = 1
         while not (0 < box_height <= height and 0 < box_width <= width):
             if attempt == ATTEMPTS:
-                return central_box(height, width)
+                return make_central_box(height, width)
             sides = self.sides[index, attempt].tolist()
             box_height = round(root * sides[0])
             box_width = round(root * sides[1])
@@ -150,7 +150,7 @@ def _flat(values: NDArray[np.float64]) -> list[float]:
     return numbers
 
 
-def central_box(height: int, width: int) -> Box:
+def make_central_box(height: int, width: int) -> Box:
     """Return the largest central box of an image with width / height within RATIO."""
     box_height = height
     box_width = width
@@ -163,7 +163,7 @@ def central_box(height: int, width: int) -> Box:
     return Box(top, left, box_height, box_width)
 
 
-def scaled_box(box: Box, picture: Picture) -> Box:
+def scale_box(box: Box, picture: Picture) -> Box:
     """Convert a box of the original image to pixels of a picture, which can be smaller."""
     height, width, _ = picture.pixels.shape
     if (height, width) == (picture.height, picture.width):
@@ -195,14 +195,14 @@ class Cutter:
         self.crop = np.empty((side, side, 3), np.uint8)
         self.crop_planes = self.crop.transpose(2, 0, 1)
         self.mirrored_planes = self.crop[:, ::-1].transpose(2, 0, 1)
-        self.planes = as_planes(torch.from_numpy(self.crop), side, side)
+        self.planes = view_as_planes(torch.from_numpy(self.crop), side, side)
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.windows: dict[tuple[int, int], Window] = {}  # views of `memory` by height and width
 
     def cut(self, crops: CropDraws, index: int, picture: Picture, out: Pixels) -> None:
         """Write the crop of a sample into `out`, uint8 (3, side, side)."""
         box = crops.box(index, picture.height, picture.width)
-        self.resize(picture.pixels, scaled_box(box, picture))
+        self.resize(picture.pixels, scale_box(box, picture))
         out[...] = self.mirrored_planes if crops.are_flipped[index] else self.crop_planes
 
     def resize(self, pixels: Pixels, box: Box) -> Pixels:
@@ -232,12 +232,12 @@ class Cutter:
         if len(self.windows) >= MAX_WINDOWS:
             self.windows.clear()
         pixels = self.memory.numpy()[:num_bytes].reshape(height, width, 3)
-        window = Window(pixels, as_planes(self.memory, height, width))
+        window = Window(pixels, view_as_planes(self.memory, height, width))
         self.windows[height, width] = window
         return window
 
 
-def as_planes(pixels: Tensor, height: int, width: int) -> Tensor:
+def view_as_planes(pixels: Tensor, height: int, width: int) -> Tensor:
     """View the first h * w pixels as planes (1, 3, h, w) in channels-last memory format.
 
     PyTorch resizes this format fastest.

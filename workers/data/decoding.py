@@ -143,7 +143,7 @@ def _check_scans(data: bytes, pixels: int) -> None:
     """Raise ValueError for a JPEG with so many scans that it takes seconds to decode."""
     if data.count(SCAN) <= MAX_SCANS and data.count(SCAN) * pixels <= MAX_SCANNED_PIXELS:
         return
-    scans = num_scans(data)
+    scans = count_scans(data)
     if scans > MAX_SCANS or scans * pixels > MAX_SCANNED_PIXELS:
         raise ValueError(
             f"{scans} scans of {pixels} pixels, more than {MAX_SCANS} scans or "
@@ -151,7 +151,7 @@ def _check_scans(data: bytes, pixels: int) -> None:
         )
 
 
-def num_scans(data: bytes) -> int:
+def count_scans(data: bytes) -> int:
     """Count the scans of a JPEG by its markers. Source: ITU-T T.81, annex B."""
     scans = 0
     position = 2
@@ -198,7 +198,7 @@ def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -
     return image.convert("RGB")
 
 
-def _declared_range(image: Image.Image) -> tuple[float, float]:
+def _find_declared_range(image: Image.Image) -> tuple[float, float]:
     """Return the values of black and white that the format of a deep image declares.
 
     Raises:
@@ -215,7 +215,7 @@ def _declared_range(image: Image.Image) -> tuple[float, float]:
     return (0.0, 4095.0) if bits == 12 else (0.0, float(SIXTEEN_BITS))
 
 
-def _find_value_range(image: Image.Image) -> NDArray[Any]:
+def _read_raw_values(image: Image.Image) -> NDArray[Any]:
     """Return the values of a deep image as they are in the file."""
     values: NDArray[Any] = np.asarray(image)
     tags = getattr(image, "tag_v2", {})
@@ -230,11 +230,11 @@ def _find_value_range(image: Image.Image) -> NDArray[Any]:
 def _scaled(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
     """Scale a deep image to 8 bits. Transparent pixels become white."""
     if value_range is None:
-        low, high = _declared_range(image)
+        low, high = _find_declared_range(image)
         values = np.asarray(image)
     else:
         low, high = value_range
-        values = _find_value_range(image)
+        values = _read_raw_values(image)
     if image.mode == "F" and not np.isfinite(values).all():
         raise ValueError("its float values are not all finite")
     if image.mode == "F" and value_range is None and not 0 <= values.min() <= values.max() <= 1:
@@ -326,7 +326,7 @@ def read_picture(
         ) from None
     if longest_side is None:
         return picture
-    return _reduced(picture, longest_side)
+    return _reduce_picture(picture, longest_side)
 
 
 def _read_jpeg(
@@ -344,7 +344,7 @@ def _read_jpeg(
     _check_size(width, height, max_pixels)
     if not _is_upright(data):
         return None
-    scale = _dct_scale(height, width, longest_side)
+    scale = _choose_dct_scale(height, width, longest_side)
     scaled_height = -(-height // scale)
     scaled_width = -(-width // scale)
     try:
@@ -364,7 +364,7 @@ def _read_jpeg(
 def _read_with_pillow(data: bytes, longest_side: int | None, limits: ImageLimits) -> Picture:
     image = open_image(data, limits.max_pixels)
     width, height = image.size
-    scale = _dct_scale(height, width, longest_side)
+    scale = _choose_dct_scale(height, width, longest_side)
     if scale > 1:
         image.draft(None, (width // scale, height // scale))  # has an effect only on JPEGs
         try:
@@ -390,7 +390,7 @@ def _is_upright(data: bytes) -> bool:
     return bool(orientation == 1)
 
 
-def _dct_scale(height: int, width: int, longest_side: int | None) -> int:
+def _choose_dct_scale(height: int, width: int, longest_side: int | None) -> int:
     """Return the factor by which the decoder reduces an image: 8, 4, 2 or 1."""
     if longest_side is None or max(height, width) < SHORTEST_SCALED:
         return 1
@@ -400,7 +400,7 @@ def _dct_scale(height: int, width: int, longest_side: int | None) -> int:
     return 1
 
 
-def _reduced(picture: Picture, longest_side: int) -> Picture:
+def _reduce_picture(picture: Picture, longest_side: int) -> Picture:
     """Resize a picture if its pixels exceed `longest_side`."""
     height, width, _ = picture.pixels.shape
     if max(height, width) <= longest_side:

@@ -22,7 +22,12 @@ from workers.data.image_maker import ReadPicture
 from workers.data.loaders import count_loaders
 from workers.data.order import Deal, DrawnOrder, Ints, Order, TableOrder
 from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
-from workers.data.reader import Reader, random_reader, sequential_reader, shuffled_reader
+from workers.data.reader import (
+    Reader,
+    make_random_reader,
+    make_sequential_reader,
+    make_shuffled_reader,
+)
 from workers.data.rows import select
 from workers.data.sources import PictureSource, Pixels, PixelSource, Resident, StepSamples
 from workers.data.upload import Pending, SideStream, to_device
@@ -136,8 +141,8 @@ class Feed:
 
     def _make_reader(self, cache: Cache | None) -> Reader:
         if self.augment.training:
-            return shuffled_reader(self.samples, self.deal, self.group.world, cache)
-        return sequential_reader(self.samples, cache)
+            return make_shuffled_reader(self.samples, self.deal, self.group.world, cache)
+        return make_sequential_reader(self.samples, cache)
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
@@ -452,7 +457,7 @@ class ReplayFeed(Feed):
         yield from self._batches(epoch, order, steps, self._micro_batches)
 
     def _make_reader(self, cache: Cache | None) -> Reader:
-        return random_reader(self.samples)
+        return make_random_reader(self.samples)
 
     def _extra_numbers(self, sample_ids: Tensor) -> list[Tensor]:
         return [self.slots[sample_ids]]

@@ -63,7 +63,7 @@ def _too_many(pattern: str) -> UserError:
     )
 
 
-def number_of_shard(name: str) -> int:
+def parse_shard_number(name: str) -> int:
     """Return the number in a name that `shard_name` made."""
     return int(name.rpartition("-")[2].removesuffix(".tar"))
 

@@ -178,7 +178,7 @@ class Loaders:
         """
         num_bytes = Block.size(int(borders[-1]), slot_bytes, data_bytes)
         with self._allocating:
-            block = self._reused(num_bytes)
+            block = self._take_reusable(num_bytes)
         block = block or self._make_block(num_bytes)
         block.lay_out(borders, slot_bytes)
         block.header["spec_page"] = spec.page
@@ -273,7 +273,7 @@ class Loaders:
             )
         raise LoaderEnded(self._failure)
 
-    def _reused(self, num_bytes: int) -> OwnedBlock | None:
+    def _take_reusable(self, num_bytes: int) -> OwnedBlock | None:
         """Return the smallest free block of a suitable size, or None."""
         for _ in range(len(self._returned)):
             block = self._returned.popleft()

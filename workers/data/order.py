@@ -50,7 +50,7 @@ def num_streams(batch_size: int, repeats: int = 1) -> int:
     return max(divisors, key=lambda number: (number & -number, number))
 
 
-def partner_positions(batch_size: int, size: int) -> Tensor:
+def find_partner_positions(batch_size: int, size: int) -> Tensor:
     """Return the position in the global batch of each sample's mixing partner.
 
     The partner is half a batch away. It is in the same stream, and on the same rank if the number

@@ -30,7 +30,7 @@ from workers.data.image_maker import Decode, Normalisation, ReadPicture
 from workers.data.loader_process import ImageSpec
 from workers.data.loaders import Loaders, OwnedBlock, count_work, get_loaders, give_back
 from workers.data.order import Ints
-from workers.data.reader import Reader, sequential_reader
+from workers.data.reader import Reader, make_sequential_reader
 from workers.data.rows import SampleTable
 from workers.data.shared_blocks import make_memory_file
 
@@ -274,13 +274,13 @@ class KeptPictures:
                 return blocks, sides
             file.close()
             cache.forget(name)
-        raise cache.bad_disk()
+        raise cache.make_disk_error()
 
     def _write(self, stream: BinaryIO) -> None:
         sides = np.zeros((len(self.samples), 4), "<u4")
 
         def rows() -> Iterator[Pixels]:
-            decoded = decoded_rows(self.samples, self.workers, self.cache, self.decode)
+            decoded = decode_rows(self.samples, self.workers, self.cache, self.decode)
             for row, picture in enumerate(decoded):
                 sides[row] = *picture.pixels.shape[:2], picture.height, picture.width
                 yield picture.pixels
@@ -340,14 +340,14 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
     return num_rows * mean_bytes <= most_bytes
 
 
-def decoded_rows(
+def decode_rows(
     samples: SampleTable, workers: int, cache: Cache | None, decode: Decode
 ) -> Iterator[Picture]:
     """Yield the picture of every row, in table order. Loaders or threads decode rows in advance.
 
     A picture can be overwritten when the next picture is requested.
     """
-    pictures = StreamedPictures(samples, sequential_reader(samples, cache), decode)
+    pictures = StreamedPictures(samples, make_sequential_reader(samples, cache), decode)
     mean_bytes = max(1, int(samples.locations.sizes.mean()))
     chunk = max(1, min(CHUNK, CHUNK_BYTES // mean_bytes))
     threads = max(1, min(workers, MAX_THREADS))

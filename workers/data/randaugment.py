@@ -171,7 +171,7 @@ def apply(pixels: Tensor, turns: Schedule, fill: tuple[int, ...]) -> Tensor:
 
 
 # ---- lookup tables: operations that map each value of a channel to another -----------------------
-def _looks_up(table_of: Callable[[Tensor], Tensor]) -> Apply:
+def _make_lookup(table_of: Callable[[Tensor], Tensor]) -> Apply:
     """Return an operation that maps values with the tables `table_of(pixels)`, (n, 3, 256)."""
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
@@ -393,8 +393,8 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = {
-    "autocontrast": Operation(_looks_up(_autocontrast)),
-    "equalize": Operation(_looks_up(_equalize)),
+    "autocontrast": Operation(_make_lookup(_autocontrast)),
+    "equalize": Operation(_make_lookup(_equalize)),
     "invert": Operation(_invert),
     "posterize": Operation(_posterize, _bit_mask),
     "solarize": Operation(_solarize, _threshold),

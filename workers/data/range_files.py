@@ -8,7 +8,7 @@ from pyarrow import fs
 
 from workers.data.cache import LocalFile
 from workers.storage.artifact import resolve
-from workers.storage.filesystem import retry, without_retries
+from workers.storage.filesystem import retry, unwrap_filesystem
 from workers.storage.hub_files import HubFile
 from workers.storage.regular_file import regular_descriptor
 from workers.storage.web import WebFile, is_web
@@ -34,7 +34,7 @@ class ObjectFile:
     def __init__(self, system: fs.FileSystem, path: str):
         self.where = system.handler.where
         self.path = path
-        bare = without_retries(system)
+        bare = unwrap_filesystem(system)
         self.file = retry(lambda: bare.open_input_file(path), self.where, f"opening {path}")
         self.size = self.file.size()
 

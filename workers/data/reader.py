@@ -332,7 +332,7 @@ class BucketReader:
                 return data
             if self.cache is None:
                 return self.samples.read_bytes(row)
-            return self._mended(row, self.cache)
+            return self._repair_record(row, self.cache)
         finally:
             self._note_read(int(self.ranges.of_row[row]))
 
@@ -355,7 +355,7 @@ class BucketReader:
                 return file.read_at(size, offset)
             except OSError as error:
                 problem = f"cannot read what was written there ({error.strerror})"
-                raise self.cache.bad_disk(problem) from None
+                raise self.cache.make_disk_error(problem) from None
 
     def _future(self, number: int) -> Future[bytes | None]:
         """Return the running or finished fetch of a range."""
@@ -495,10 +495,10 @@ class BucketReader:
         size = self._size(number)
         data: bytes = shards.read(shard, int(self.ranges.starts[number]), size)
         if len(data) < size:
-            raise shards.cut_short(shard)
+            raise shards.make_truncated_error(shard)
         return data
 
-    def _mended(self, row: int, cache: Cache) -> bytes:
+    def _repair_record(self, row: int, cache: Cache) -> bytes:
         """Return the bytes of a row with a damaged cached copy, after fetching its range again.
 
         One thread fetches the range. Other threads wait for it, and find the new copy.
@@ -520,7 +520,7 @@ class BucketReader:
             )
             self._fetch_or_find(number)
             if not self.samples.is_intact(row, self._record(row)):
-                raise cache.bad_disk()
+                raise cache.make_disk_error()
             return data
 
     def _size(self, number: int) -> int:
@@ -534,11 +534,11 @@ class BucketReader:
         )
 
 
-def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
+def make_sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
     """Create a reader for rows that are read once, in table order."""
     if not is_remote(samples):
         return DiskReader(samples)
-    ranges = pieces_or(samples, Ranges.of_runs(samples))
+    ranges = choose_pieces(samples, Ranges.of_runs(samples))
     num_in_use = 2 * PIECES_AHEAD + FETCH_THREADS
     if (
         cache is not None
@@ -548,14 +548,14 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
     return BucketReader(samples, ranges, cache, PIECES_AHEAD)
 
 
-def random_reader(samples: SampleTable) -> Reader:
+def make_random_reader(samples: SampleTable) -> Reader:
     """Create a reader for rows in any order."""
     if not is_remote(samples):
         return DiskReader(samples)
-    return _record_reader(samples, repeats=True)
+    return _make_record_reader(samples, repeats=True)
 
 
-def _record_reader(samples: SampleTable, repeats: bool = False) -> Reader:
+def _make_record_reader(samples: SampleTable, repeats: bool = False) -> Reader:
     """Create a reader of a bucket that fetches records one by one."""
     records = Ranges.of_records(samples)
     mean_bytes = max(1, records.total_bytes // len(samples))
@@ -563,7 +563,9 @@ def _record_reader(samples: SampleTable, repeats: bool = False) -> Reader:
     return BucketReader(samples, records, None, num_ahead, repeats)
 
 
-def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:
+def make_shuffled_reader(
+    samples: SampleTable, deal: Deal, world: int, cache: Cache | None
+) -> Reader:
     """Create a reader for the epochs of a deal, on one of `world` ranks.
 
     Ranges of runs are fetched if the cache, or without a cache the memory, has room for the current
@@ -588,9 +590,9 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
         limit = cache.limit
     window_bytes = ranges.estimate_bytes(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
-        return _record_reader(samples)
+        return _make_record_reader(samples)
     if world == 1:  # the only rank reads all rows, and pieces need fewer requests
-        pieces = pieces_or(samples, ranges)
+        pieces = choose_pieces(samples, ranges)
         if pieces.total_bytes <= limit:
             ranges = pieces
     return BucketReader(samples, ranges, cache, num_ahead)
@@ -607,7 +609,7 @@ def ranks_of_node(world: int) -> int:
     return max(1, min(world, int(local_world)))
 
 
-def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:
+def choose_pieces(samples: SampleTable, runs: Ranges) -> Ranges:
     """Return the pieces of the shards, or `runs` if they have far fewer bytes."""
     pieces = Ranges.of_pieces(samples)
     if pieces.total_bytes > SPARSE * max(runs.total_bytes, PIECE_BYTES):

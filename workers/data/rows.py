@@ -94,7 +94,7 @@ class SampleTable:
         shards, shard = locations.files[locations.shards[row]]
         data: bytes = shards.read(shard, int(locations.offsets[row]), int(locations.sizes[row]))
         if not self.is_intact(row, data):
-            raise shards.damaged_record(self.table["key"][row].as_py(), shard)
+            raise shards.make_damaged_error(self.table["key"][row].as_py(), shard)
         return data
 
     def is_intact(self, row: int, data: bytes) -> bool:
@@ -172,7 +172,7 @@ def select(
         part = _find_rows(shards[data], task, split, val_fraction)
         _refuse_empty(task, split, part, val_fraction)
         if memory and task.name in memory:
-            part = _remembered(task, split, part, memory[task.name])
+            part = _select_remembered(task, split, part, memory[task.name])
         labels = pc.index_in(part["class"], pa.array(task.classes, pa.string()))
         columns = {
             "label": labels.cast(pa.int64()),
@@ -278,7 +278,7 @@ def list_keys(root: str, task: Task, val_fraction: float) -> dict[str, list[str]
     return keys
 
 
-def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -> pa.Table:
+def _select_remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -> pa.Table:
     expected = set(keys)
     remembered = part.filter(pc.is_in(part["key"], pa.array(sorted(expected), pa.string())))
     if len(remembered) < len(expected):

@@ -207,14 +207,14 @@ class Shards:
         try:
             return self._file(shard).read_at(size, offset)
         except OSError as error:
-            raise self._reading_error(shard, error) from None
+            raise self._make_reading_error(shard, error) from None
 
     def local_path(self, shard: str) -> str:
         """Return the path of a shard on a disk, or an empty string for another location."""
         uri = self.uri(shard)
         return resolve(uri)[1] if is_local(uri) else ""
 
-    def damaged_record(self, record: str, shard: str) -> UserError:
+    def make_damaged_error(self, record: str, shard: str) -> UserError:
         """Return the error for a record with other bytes than at ingest."""
         if self.is_in_place:
             # Withdraw the index: size and time of the shard can be unchanged, so that only another
@@ -228,7 +228,7 @@ class Shards:
             "(sha256 differs from the index); run the same command again to repeat the ingest",
         )
 
-    def cut_short(self, shard: str) -> UserError:
+    def make_truncated_error(self, shard: str) -> UserError:
         """Return the error for a shard that ends before bytes that its index names."""
         if self.is_in_place:
             return self._changed(shard, "it is cut short")
@@ -272,7 +272,7 @@ class Shards:
         self._objects.pop(shard, None)
         _open_files.close(id(self), shard)
 
-    def _reading_error(self, shard: str, error: OSError) -> UserError:
+    def _make_reading_error(self, shard: str, error: OSError) -> UserError:
         """Return the error for a shard that cannot be opened or read."""
         uri = self.uri(shard)
         again = "run the same command again"

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.accelerator import free_bytes, is_accelerator
+from workers.data.accelerator import count_free_bytes, is_accelerator
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, View
@@ -41,7 +41,7 @@ from workers.data.pictures import (
     Pictures,
     SharedSpec,
     abandon,
-    decoded_rows,
+    decode_rows,
     prefetched,
 )
 from workers.data.rows import SampleTable
@@ -113,7 +113,7 @@ class Resident:
         else:
             self.pixels = self.blocks.data.reshape(self.shape)
         self.on_device: Tensor | None = None
-        if is_accelerator(device) and 2 * self.pixels.nbytes < free_bytes(device):
+        if is_accelerator(device) and 2 * self.pixels.nbytes < count_free_bytes(device):
             everything = self._read(np.arange(len(samples)))
             self.on_device = torch.from_numpy(everything).to(device)
             self.blocks = None
@@ -139,7 +139,7 @@ class Resident:
         return self.pixels[rows]
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
-        pictures = decoded_rows(self.samples, self.workers, self.cache, ReadSquare(self.view))
+        pictures = decode_rows(self.samples, self.workers, self.cache, ReadSquare(self.view))
         return (picture.pixels for picture in pictures)
 
     def _decode(self, row: int) -> NDArray[np.uint8]:

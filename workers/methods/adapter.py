@@ -30,9 +30,9 @@ from workers.methods.base import (
 )
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
-from workers.model.compact import flops, multiply_adds, plan_blocks
+from workers.model.compact import count_multiply_adds, flops, plan_blocks
 from workers.model.masked import BlockMasks
-from workers.model.tokens import embed_tokens
+from workers.model.tokens import count_block_tokens
 from workers.storage.taskstate import Carried, TaskState
 
 Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
@@ -164,7 +164,7 @@ class Adapter(Method[AdapterSettings]):
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def flops_share(self, state: TaskState) -> float:
-        return 1 + added_share(self.backbone, 2 * state.copies["down"].numel())
+        return 1 + compute_added_share(self.backbone, 2 * state.copies["down"].numel())
 
 
 def find_adapter_sites(backbone: Any, kind: Kind) -> AdapterSites:
@@ -206,11 +206,11 @@ def draw_dropout(
     if not rate:
         return {}
     # (b, N, S, m)
-    uniform = batch.draw.per_sample("adapter.dropout", embed_tokens(backbone), sites, width)
+    uniform = batch.draw.per_sample("adapter.dropout", count_block_tokens(backbone), sites, width)
     return {"kept": (uniform >= rate).float().permute(2, 0, 1, 3) / (1 - rate)}
 
 
-def added_share(backbone: Any, weights: int) -> float:
+def compute_added_share(backbone: Any, weights: int) -> float:
     """Return the multiply-adds of added layers, divided by those of the plain backbone.
 
     Args:
@@ -218,7 +218,7 @@ def added_share(backbone: Any, weights: int) -> float:
         weights: Number of entries of all added layers, each used for every token.
     """
     if not isinstance(backbone, VisionTransformer):
-        whole = multiply_adds(backbone, 3, *backbone.patch_embed.img_size)
-        return embed_tokens(backbone) * weights / whole
+        whole = count_multiply_adds(backbone, 3, *backbone.patch_embed.img_size)
+        return count_block_tokens(backbone) * weights / whole
     whole_blocks = plan_blocks(backbone, [BlockMasks()] * len(backbone.blocks))
-    return embed_tokens(backbone) * weights / flops(backbone, whole_blocks)
+    return count_block_tokens(backbone) * weights / flops(backbone, whole_blocks)

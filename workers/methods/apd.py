@@ -134,14 +134,14 @@ class Sparse:
         return zeros.masked_scatter_(support, self.values.to(like.device))
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """Return copies of the parts by name; the inverse of `sparse_parts`."""
+        """Return copies of the parts by name; the inverse of `iterate_sparse`."""
         return {
             f"{prefix}/values": self.values.clone(),
             f"{prefix}/{self.kind}": self.where.clone(),
         }
 
 
-def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
+def iterate_sparse(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
     """Yield (owner, site, tensor) of each `KIND/OWNER/SITE` among tensors of a carried state."""
     for name, values in tensors.items():
         if name.startswith(f"{kind}/") and name.endswith("/values"):
@@ -279,7 +279,7 @@ class Apd(Method[ApdSettings]):
         self.loaded.pop(context.task.name, None)
         self.tau.pop(context.task.name, None)
         is_first_task = not self.sigma
-        self.start = self.initial_sigma()
+        self.start = self.compute_initial_sigma()
         self.fix_earlier_tasks()
         self.create_parameters()
         # from `after_backward` to `after_step`: the sign that each entry of tau may have
@@ -305,7 +305,7 @@ class Apd(Method[ApdSettings]):
         self.load_task(state)
         self.consolidate()
 
-    def initial_sigma(self) -> dict[str, Tensor]:
+    def compute_initial_sigma(self) -> dict[str, Tensor]:
         """Return sigma*, sigma at the start of this task, by site.
 
         This is the carried sigma; for the first task it is W / sigmoid(v_start).
@@ -342,7 +342,7 @@ class Apd(Method[ApdSettings]):
             sigma[site] = nn.Parameter(start.clone())
             self.own_v[site] = nn.Parameter(start.new_full((len(start),), s.v_start))
             self.own_tau[site] = nn.Parameter(tau_start)
-        names = copied_names(self.backbone, list(self.sites)) if s.copies else []
+        names = find_copied_names(self.backbone, list(self.sites)) if s.copies else []
         self.own_copies = Copies(self.backbone, names)
         # A ParameterList registers them; a dict would not.
         self.parts = nn.ParameterList(
@@ -482,7 +482,7 @@ class Apd(Method[ApdSettings]):
 
     def warnings(self) -> list[str]:
         if not self.step:
-            return self.losses_of_consolidation()
+            return self.warn_about_replaced_entries()
         if self.metrics()["tau_zeros"] == 1:
             return [
                 f"task {self.task_name!r}: its tau is zero everywhere, so that it has only "
@@ -490,7 +490,7 @@ class Apd(Method[ApdSettings]):
             ]
         return []
 
-    def losses_of_consolidation(self) -> list[str]:
+    def warn_about_replaced_entries(self) -> list[str]:
         """Warn if a consolidation replaced most entries of a task's tau."""
         shares = {
             task: replaced / max(1, entries) for task, (entries, replaced) in self.replaced.items()
@@ -575,7 +575,7 @@ class Apd(Method[ApdSettings]):
                 member_taus = full[members]  # (members, o, i)
                 high = member_taus.amax(0)
                 low = member_taus.amin(0)
-                is_near = high - low <= self.settings.gap * mean_size(member_taus)
+                is_near = high - low <= self.settings.gap * compute_mean_magnitude(member_taus)
                 is_shared = is_near & (member_taus.count_nonzero(0) > 1)
                 if bool(is_shared.any()):
                     midpoints = torch.where(is_shared, (high + low) / 2, 0.0)
@@ -601,11 +601,11 @@ class Apd(Method[ApdSettings]):
         self.step = ""
         self.sigma = _strip_prefix(carried.tensors, "sigma/")
         self.tau = {task: {} for task in carried.meta["tasks"]}
-        for task, site, tau in sparse_parts(carried.tensors, "tau"):
+        for task, site, tau in iterate_sparse(carried.tensors, "tau"):
             self.tau[task][site] = tau
         shared = {
             (site, int(number)): values
-            for number, site, values in sparse_parts(carried.tensors, "shared")
+            for number, site, values in iterate_sparse(carried.tensors, "shared")
         }
         self.shared = {}
         for site, clusters in carried.meta["clusters"].items():
@@ -647,7 +647,7 @@ class Apd(Method[ApdSettings]):
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """Return masks of the nonzero entries of the task's own tau, by site."""
         masks: dict[str, Tensor] = {}
-        for task, site, tau in sparse_parts(carried.tensors, "tau"):
+        for task, site, tau in iterate_sparse(carried.tensors, "tau"):
             if task == state.task:
                 shape = tuple(carried.tensors[f"sigma/{site}"].shape)
                 masks[site] = tau.support(shape)
@@ -685,7 +685,7 @@ class Decomposed(torch.autograd.Function):
         return into_sigma, into_v, into_tau, None, None
 
 
-def mean_size(values: Tensor) -> Tensor:
+def compute_mean_magnitude(values: Tensor) -> Tensor:
     """Return the mean magnitude of the nonzero entries, a scalar tensor; 0 without such entries."""
     return values.abs().sum() / values.count_nonzero().clamp(min=1)
 
@@ -719,7 +719,7 @@ def cluster(points: Tensor, count: int) -> list[int]:
     return labels.tolist()
 
 
-def copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
+def find_copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
     """Return the names of the parameters that each task copies: norms, and biases of `sites`."""
     parameters = dict(backbone.named_parameters())
     biases = [f"{site}.bias" for site in sites]

@@ -229,7 +229,7 @@ class MethodSettings(Frozen):
 S = TypeVar("S", bound=MethodSettings, default=Any)
 
 
-def needs_adamw(mask_lr: float | str, train: TrainSettings) -> None:
+def require_adamw(mask_lr: float | str, train: TrainSettings) -> None:
     """Raise `UserError` for `mask_lr: auto` with SGD.
 
     The automatic rate is derived from the distance that masks should move. This works only for

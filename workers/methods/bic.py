@@ -126,13 +126,13 @@ class Bic(Rehearsal[BicSettings]):
         keys = context.data.keys(context.task)
         held_out = self.held_out(context.task, keys)
         if context.step == "calibrate":
-            return self.validation_keys(context, held_out)
+            return self.find_validation_keys(context, held_out)
         training_keys = []
         for name, class_keys in keys.items():
             training_keys += [key for key in class_keys if key not in held_out[name]]
         return super().memory(context) | {context.task.name: training_keys}
 
-    def validation_keys(
+    def find_validation_keys(
         self, context: StepContext, held_out: dict[str, list[str]]
     ) -> dict[str, list[str]]:
         """Return the keys of each task's held-out images; `held_out` has the current task's."""

@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import ActiveIf, DataSettings, TrainSettings
-from workers.methods.adapter import added_share
+from workers.methods.adapter import compute_added_share
 from workers.methods.base import (
     BLOCK_VITS,
     Method,
@@ -28,18 +28,23 @@ from workers.methods.base import (
     ParamGroup,
     Progress,
     StepContext,
-    needs_adamw,
+    require_adamw,
 )
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites, Bottlenecks
-from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
+from workers.model.masks import (
+    AnnealedSigmoid,
+    Start,
+    compute_annealed_scale,
+    draw_initial_embedding,
+)
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
 # Share of free units below which a task can train little more than its head.
-FEW = 0.01
+FEW_FREE_SHARE = 0.01
 
 
 class CtrSettings(MethodSettings):
@@ -131,7 +136,7 @@ class CtrTsm(Method[S]):
 
     @classmethod
     def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
-        needs_adamw(settings.mask_lr, train)
+        require_adamw(settings.mask_lr, train)
 
     @classmethod
     def changes_past_predictions(cls, scenario: str) -> bool:
@@ -173,7 +178,7 @@ class CtrTsm(Method[S]):
         device = self.device
         s = self.settings
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "ctr", context.task.name))
-        embedding = initial_embedding(
+        embedding = draw_initial_embedding(
             tuple(self.used.shape), s.start, generator, s.expected_tasks
         )  # (S, A + d)
         self.mask = AnnealedSigmoid(embedding.to(device), s.s_max)
@@ -227,7 +232,7 @@ class CtrTsm(Method[S]):
                 "hardened from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        scale = annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        scale = compute_annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
         self.soft = self.mask.sample(scale)
         return self.masked(*self.split(self.soft))
 
@@ -261,13 +266,13 @@ class CtrTsm(Method[S]):
         assert self.task is not None
         free_before = 1 - float(self.used.float().mean())
         free_after = self.metrics()["free"]
-        if free_before < FEW:
+        if free_before < FEW_FREE_SHARE:
             return [
                 f"task {self.task.name!r}: only {free_before:.2%} of the adapters' units were "
                 "free, so it learned little but its head and the choice of units; raise width, or "
                 "c so that tasks use fewer units"
             ]
-        if free_after < FEW:
+        if free_after < FEW_FREE_SHARE:
             return [
                 f"task {self.task.name!r}: {free_after:.2%} of the adapters' units are left for "
                 "later tasks; raise width or c, or set start: sparse"
@@ -327,4 +332,4 @@ class CtrTsm(Method[S]):
         inner = state.masks["inner"].sum(1)  # (S,)
         outer = state.masks["outer"].sum(1)  # (S,)
         weights = int((inner * (self.sites.width + outer)).sum())
-        return 1 + added_share(self.backbone, weights)
+        return 1 + compute_added_share(self.backbone, weights)

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.methods.adapter import added_share
+from workers.methods.adapter import compute_added_share
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import HardSample
-from workers.model.tokens import embed_tokens
+from workers.model.tokens import count_block_tokens
 from workers.storage.taskstate import TaskState
 
 # Kernel sizes of the routing filters, in tokens.
@@ -256,7 +256,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def __init__(self, backbone: nn.Module, settings: CtrFullSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        tokens = embed_tokens(backbone)
+        tokens = count_block_tokens(backbone)
         if tokens < max(KERNELS):
             raise UserError(
                 f"the backbone sees {tokens} tokens, and {self.name} routes by windows of up to "
@@ -325,4 +325,4 @@ class CtrFull(CtrTsm[CtrFullSettings]):
         transfers = tasks * self.capsules.transfer[0, 0].numel()
         routing = (tasks + 1) * self.settings.filters * sum(KERNELS) * channels
         weights = len(self.sites) * (projections + transfers + routing)
-        return super().flops_share(state) + added_share(self.backbone, weights)
+        return super().flops_share(state) + compute_added_share(self.backbone, weights)

@@ -21,12 +21,12 @@ from workers.methods.base import (
     ParamGroup,
     Progress,
     StepContext,
-    needs_adamw,
+    require_adamw,
 )
 from workers.methods.der import Der, DerSettings, Parts
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.compact import multiply_adds
-from workers.model.masks import AnnealedSigmoid, annealed_scale, initial_embedding
+from workers.model.compact import count_multiply_adds
+from workers.model.masks import AnnealedSigmoid, compute_annealed_scale, draw_initial_embedding
 from workers.model.units import cut_units, masked_weights, pack, unit_sites, unpack
 from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
@@ -62,7 +62,7 @@ class PrunedDer(Der[S]):
         # Shape of an image: (channels, height, width).
         self.shape = (3, *backbone.patch_embed.img_size)
         # Multiply-adds of the backbone with all units.
-        self.whole = multiply_adds(backbone, *self.shape)
+        self.whole = count_multiply_adds(backbone, *self.shape)
 
     def by_site(self, units: Tensor) -> dict[str, Tensor]:
         """Split a tensor (all units,) by site: site -> (units of the site,)."""
@@ -116,7 +116,7 @@ class PrunedDer(Der[S]):
     def flops_share(self, state: TaskState) -> float:
         """Return the relative FLOPs of all extractors, each cut to its remaining units."""
         extractors = [*self.finished(), self.backbone]
-        total = sum(multiply_adds(extractor, *self.shape) for extractor in extractors)
+        total = sum(count_multiply_adds(extractor, *self.shape) for extractor in extractors)
         return total / self.whole
 
 
@@ -181,7 +181,7 @@ class DerP(PrunedDer[DerPSettings]):
     def validate(
         cls, settings: DerPSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        needs_adamw(settings.mask_lr, train)
+        require_adamw(settings.mask_lr, train)
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
@@ -198,7 +198,7 @@ class DerP(PrunedDer[DerPSettings]):
         s = self.settings
         num_units = sum(self.sites.values())
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "der", context.task.name))
-        embedding = initial_embedding((num_units,), "uniform", generator)
+        embedding = draw_initial_embedding((num_units,), "uniform", generator)
         self.mask = AnnealedSigmoid(embedding, s.s_max)
         mask_group = {
             "name": "masks",
@@ -220,7 +220,7 @@ class DerP(PrunedDer[DerPSettings]):
                 "hardens its masks from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        scale = annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        scale = compute_annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
         self.soft = self.mask.sample(scale)
         return masked_weights(self.backbone, self.by_site(self.soft))
 

@@ -184,23 +184,23 @@ class DyTox(Rehearsal[DyToxSettings]):
         self.decoder.expect(len(self.class_slices()))
         self.encoder_rests = context.step == "finetune"
         groups: list[ParamGroup] = []
-        for module in self.trained_modules(context.task):
+        for module in self.list_trained_modules(context.task):
             groups += weight_groups(module, context.optim)
         if self.before:
-            self.auxiliary = self.new_auxiliary(context.task)
+            self.auxiliary = self.create_auxiliary(context.task)
             # The auxiliary head is applied to the task's token, so its own token is not trained.
             for group in weight_groups(self.auxiliary, context.optim):
                 params = [p for p in group["params"] if p is not self.auxiliary.token]
                 groups.append({**group, "params": params})
         return groups
 
-    def trained_modules(self, task: Task) -> list[nn.Module]:
+    def list_trained_modules(self, task: Task) -> list[nn.Module]:
         """Return the modules that this step trains, without the auxiliary head."""
         if self.encoder_rests:
             return [self.decoder, *(self.heads[name] for name in self.class_slices())]
         return [self.decoder, self.heads[task.name], self.backbone]
 
-    def new_auxiliary(self, task: Task) -> TokenHead:
+    def create_auxiliary(self, task: Task) -> TokenHead:
         """Return a head with the task's classes and one class for all old classes."""
         seed = derive_seed(self.seed, task.name)
         auxiliary: Any = TokenHeads(self.heads.width).add("auxiliary", 1 + task.num_classes, seed)

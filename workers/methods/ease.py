@@ -196,7 +196,7 @@ class Ease(TaskAdapters[EaseSettings]):
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         own = self.task.name if self.task is not None and self.is_learning else None
         if task is None:
-            return self.all_answers(images, own)
+            return self.compute_all_answers(images, own)
         if task == own:
             return super().logits(images, task)
         self.heads[task]  # raises `UserError` if the task is not loaded
@@ -204,7 +204,7 @@ class Ease(TaskAdapters[EaseSettings]):
         units = normalise_parts(self.features(images), len(self.subspaces[task]))
         return F.linear(units, self.weigh(self.heads[task].weight, -1))
 
-    def all_answers(self, images: Tensor, own: str | None) -> Tensor:
+    def compute_all_answers(self, images: Tensor, own: str | None) -> Tensor:
         """Return logits of all classes so far, (b, A).
 
         Args:
@@ -253,7 +253,7 @@ class Ease(TaskAdapters[EaseSettings]):
         return (factors * F.normalize(prototypes, dim=2)).flatten(1)
 
     def flops_share(self, state: TaskState) -> float:
-        return len(state.meta.get(SUBSPACES, [""])) * self.adapter_share()
+        return len(state.meta.get(SUBSPACES, [""])) * self.compute_adapter_share()
 
 
 def normalise_parts(features: Tensor, parts: int) -> Tensor:

@@ -20,7 +20,7 @@ from workers.methods.bases.importance import (
     IMPORTANCE,
     WeightImportance,
     copy_with_prefix,
-    with_prefix,
+    select_with_prefix,
 )
 from workers.methods.finetune import weight_groups
 from workers.methods.train_defaults import TrainDefaults
@@ -133,8 +133,8 @@ class Ewc(WeightImportance[EwcSettings]):
 
     def load_penalty(self, carried: Carried) -> None:
         """Load the penalty for earlier tasks from the carried state."""
-        self.importance = with_prefix(IMPORTANCE, carried)
-        self.anchors = with_prefix(ANCHORS, carried)
+        self.importance = select_with_prefix(IMPORTANCE, carried)
+        self.anchors = select_with_prefix(ANCHORS, carried)
         self.offset = carried.tensors.get(OFFSET, self.offset)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

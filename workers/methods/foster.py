@@ -67,7 +67,7 @@ class Boosted(nn.Module):
     def __init__(self, backbone: nn.Module, width: int, classes: int):
         super().__init__()
         self.old = copy.deepcopy(backbone)
-        self.joint = _classifier(2 * width, classes)
+        self.joint = _create_classifier(2 * width, classes)
         self.new: nn.Module | None = None
 
     def train(self, mode: bool = True) -> Boosted:
@@ -139,7 +139,7 @@ class Foster(Rehearsal[FosterSettings]):
             boosted.load_state_dict(teacher | self.carried_teacher)
             return groups
         self.start_joint(boosted.joint)
-        self.branch = _classifier(self.heads.width, self.num_classes)
+        self.branch = _create_classifier(self.heads.width, self.num_classes)
         layers = (boosted.joint, self.branch)
         return [
             {
@@ -255,7 +255,7 @@ class Foster(Rehearsal[FosterSettings]):
         super().load_carried(Carried(network, carried.meta))
 
 
-def _classifier(width: int, classes: int) -> nn.Linear:
+def _create_classifier(width: int, classes: int) -> nn.Linear:
     layer = nn.Linear(width, classes)
     nn.init.trunc_normal_(layer.weight, std=0.02)
     nn.init.zeros_(layer.bias)

@@ -36,7 +36,7 @@ class Gdumb(Joint):
 
     Images arrive task by task, those of a task in a random order. With k classes so far, an image
     is kept if there is room or its class has fewer than memory / k images. If the memory is full,
-    one image of the largest class is dropped (`balanced_counts`).
+    one image of the largest class is dropped (`count_balanced`).
 
     Differences from the paper: among equally large classes the class that came first loses an
     image, in the paper a random class. A task may be given, and the backbone may be pretrained.
@@ -79,14 +79,14 @@ class Gdumb(Joint):
                 arrivals.append((owner, class_name))
                 keys.setdefault(arrivals[-1], []).append((task.name, key))
         memory: dict[str, list[str]] = {}
-        for label, count in balanced_counts(arrivals, self.settings.memory).items():
+        for label, count in count_balanced(arrivals, self.settings.memory).items():
             # Images of a class come in random order: the first ones are a random choice.
             for task_name, key in keys[label][:count]:
                 memory.setdefault(task_name, []).append(key)
         return memory
 
 
-def balanced_counts(labels: Iterable[Label], size: int) -> dict[Label, int]:
+def count_balanced(labels: Iterable[Label], size: int) -> dict[Label, int]:
     """Return the number of samples of each class that the greedy sampler keeps (Algorithm 1).
 
     Args:

@@ -28,17 +28,22 @@ from workers.methods.base import (
     Progress,
     Step,
     StepContext,
-    needs_adamw,
+    require_adamw,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.compact import flops, multiply_adds, plan_blocks
+from workers.model.compact import count_multiply_adds, flops, plan_blocks
 from workers.model.masked import BlockMasks
-from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
+from workers.model.masks import (
+    AnnealedSigmoid,
+    Start,
+    compute_annealed_scale,
+    draw_initial_embedding,
+)
 from workers.model.norms import norm_names
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
-from workers.model.tokens import embed_tokens
-from workers.model.units import masked_weights, unit_sites, unit_values
+from workers.model.tokens import count_block_tokens
+from workers.model.units import masked_weights, spread_unit_values, unit_sites
 from workers.model.weights import Copies
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
@@ -167,7 +172,7 @@ class Hat(Method[S]):
 
     @classmethod
     def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
-        needs_adamw(settings.mask_lr, train)
+        require_adamw(settings.mask_lr, train)
         if settings.s_min is not None and settings.s_min >= settings.s_max:
             raise UserError(
                 f"s_min is {settings.s_min} and s_max is {settings.s_max}; the scale of the masks "
@@ -209,7 +214,7 @@ class Hat(Method[S]):
         self.loaded.pop(context.task.name, None)  # else its stored mask would be used
         device = self.device
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", context.task.name))
-        start = initial_embedding(
+        start = draw_initial_embedding(
             tuple(self.uses.shape), self.settings.start, generator, self.settings.expected_tasks
         )
         self.mask = AnnealedSigmoid(
@@ -219,10 +224,10 @@ class Hat(Method[S]):
         # relative: 0 until the first gradient has been measured
         self.price.fill_(1.0 if self.settings.price == "absolute" else 0.0)
         self.copies = Copies(
-            self.backbone, affine_names(self.backbone) if self.settings.per_task_affine else []
+            self.backbone, find_affine_names(self.backbone) if self.settings.per_task_affine else []
         )
         # number of finished tasks that use each entry, by parameter
-        uses_by_name = unit_values(self.backbone, self.by_site(self.uses))
+        uses_by_name = spread_unit_values(self.backbone, self.by_site(self.uses))
         locks = {}
         for name, count in uses_by_name.items():
             if bool(count.any()):
@@ -253,7 +258,7 @@ class Hat(Method[S]):
                 "changes the scale of its masks from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several steps"
             )
-        self.scale = annealed_scale(
+        self.scale = compute_annealed_scale(
             progress.step,
             progress.steps_per_epoch,
             settings.s_max,
@@ -273,10 +278,10 @@ class Hat(Method[S]):
     def after_backward(self) -> None:
         self.protector.gate()
         if self.settings.price == "relative":
-            self.price.copy_(self.relative_price())
+            self.price.copy_(self.measure_relative_price())
 
     @torch.no_grad()
-    def relative_price(self) -> Tensor:
+    def measure_relative_price(self) -> Tensor:
         """Return the root mean square of dCE / da in this step, times the number of free units.
 
         With this price and c = 1, the gradient of R with respect to a mask value has the typical
@@ -325,7 +330,9 @@ class Hat(Method[S]):
     def finish(self) -> tuple[TaskState, Carried]:
         task_mask = self.mask.hard()
         weights = {}
-        for name in unit_values(self.backbone, self.by_site(task_mask)):  # all weights with units
+        for name in spread_unit_values(
+            self.backbone, self.by_site(task_mask)
+        ):  # all weights with units
             weights[name] = self.shared[name].detach().clone()
         state = self.state(
             masks={site: m.clone() for site, m in self.by_site(task_mask.cpu()).items()},
@@ -386,12 +393,12 @@ class Hat(Method[S]):
         vit: Any = self.backbone
         off = {site: ~mask.to(self.device) for site, mask in state.masks.items()}
         removed = 0
-        for name, is_off in unit_values(vit, off).items():
+        for name, is_off in spread_unit_values(vit, off).items():
             parameter = self.shared[name]
             if ".mlp." in name and parameter.ndim == 2:
                 removed += int(is_off.expand_as(parameter).sum())
-        whole = multiply_adds(vit, 3, *vit.patch_embed.img_size)
-        return 1 - embed_tokens(vit) * removed / whole
+        whole = count_multiply_adds(vit, 3, *vit.patch_embed.img_size)
+        return 1 - count_block_tokens(vit) * removed / whole
 
 
 class AdaHatSettings(HatSettings):
@@ -434,7 +441,7 @@ class AdaHat(Hat[AdaHatSettings]):
             rate = self.settings.intensity / (self.settings.eps + regularizer)
             blocked[site] = count / (count + rate)
         locks = {}
-        for name, lock in unit_values(self.backbone, blocked).items():
+        for name, lock in spread_unit_values(self.backbone, blocked).items():
             locks[name] = (self.shared[name], lock)
         self.protector = Protector(locks)
         super().after_backward()
@@ -443,7 +450,7 @@ class AdaHat(Hat[AdaHatSettings]):
         return []  # it continues to learn without free units
 
 
-def affine_names(backbone: Any) -> list[str]:
+def find_affine_names(backbone: Any) -> list[str]:
     """Return the names of the parameters that belong to no unit and are shared by all units.
 
     These are the class token, norms, biases of proj and fc2, and scales of Context Broadcasting.

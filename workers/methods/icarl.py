@@ -18,7 +18,7 @@ from workers.methods.base import Progress
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.distill import kd_ce, kd_sig
-from workers.model.exemplars import nearest_mean
+from workers.model.exemplars import compute_nearest_mean_logits
 
 
 class IcarlSettings(RehearsalSettings):
@@ -102,5 +102,5 @@ class Icarl(Rehearsal[IcarlSettings]):
         """
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)
-        scores = nearest_mean(self.features(images), self.means.to(images.device))
+        scores = compute_nearest_mean_logits(self.features(images), self.means.to(images.device))
         return scores if task is None else scores[:, self.class_slices()[task]]

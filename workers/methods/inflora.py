@@ -19,7 +19,13 @@ from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, Ste
 from workers.methods.bases.class_incremental import SeparateHeads
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites
-from workers.model.lowrank import PROJECTION, branch, compute_weight, key_value_rows, merged_weights
+from workers.model.lowrank import (
+    PROJECTION,
+    branch,
+    expand_key_value_factor,
+    get_projection_weight,
+    merge_updates,
+)
 from workers.model.subspaces import InputMoments, Subspace, extend_subspace, find_directions
 from workers.storage.taskstate import Carried, TaskState
 
@@ -135,7 +141,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
     def __init__(self, backbone: Any, settings: InfLoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
-        self.rows = len(compute_weight(backbone.blocks[0])) // 3
+        self.rows = len(get_projection_weight(backbone.blocks[0])) // 3
         self.loaded: dict[str, Factors] = {}  # finished task -> its update
         self.orders: dict[str, tuple[str, ...]] = {}  # task -> tasks up to it, in order
         self.merged: dict[str, Tensor] = {}  # weights with the updates of earlier tasks
@@ -201,7 +207,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
         return self.merged
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        with self.sites.using({"a": self.update.a, "b": key_value_rows(self.update.b)}):
+        with self.sites.using({"a": self.update.a, "b": expand_key_value_factor(self.update.b)}):
             return super().loss(batch, progress)
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -264,8 +270,10 @@ class InfLora(SeparateHeads[InfLoraSettings]):
         if not updates:
             return {}
         a = torch.cat([update["a"].to(self.device) for update in updates], 1)
-        b = torch.cat([key_value_rows(update["b"].to(self.device)) for update in updates], 2)
-        return merged_weights(self.backbone, a, b)
+        b = torch.cat(
+            [expand_key_value_factor(update["b"].to(self.device)) for update in updates], 2
+        )
+        return merge_updates(self.backbone, a, b)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         """Return the weights with the updates of `task` and of the tasks before it."""

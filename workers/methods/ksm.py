@@ -149,9 +149,9 @@ class Ksm(ThresholdMasks[KsmSettings]):
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
         """Return the masks of a state, with soft coefficients if the state has them."""
-        return {site: self._soft_mask(site, on, state) for site, on in state.masks.items()}
+        return {site: self._build_soft_mask(site, on, state) for site, on in state.masks.items()}
 
-    def _soft_mask(self, site: str, on: Tensor, state: TaskState) -> Tensor:
+    def _build_soft_mask(self, site: str, on: Tensor, state: TaskState) -> Tensor:
         values = state.copies.get(f"{site}.soft")
         if values is None:
             return on

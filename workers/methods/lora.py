@@ -29,13 +29,13 @@ from workers.model.lowrank import (
     LowRank,
     Target,
     branch,
-    compute_weight,
+    compute_factor_shapes,
+    compute_updated_weights,
     factors,
+    get_projection_weight,
     linear_sites,
-    merged_weights,
+    merge_updates,
     shapes,
-    update_shapes,
-    updated_weights,
 )
 from workers.storage.taskstate import Carried, TaskState
 
@@ -110,11 +110,11 @@ class Lora(Method[LoraSettings]):
         self.shapes: dict[str, tuple[int, ...]]
         if is_stacked(backbone, settings):
             self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
-            self.rows, width = compute_weight(backbone.blocks[0]).shape  # type: ignore[index]
+            self.rows, width = get_projection_weight(backbone.blocks[0]).shape  # type: ignore[index]
             self.shapes = shapes(len(self.sites), self.rows, width, settings.rank, settings.target)
         else:
             self.linear_sites = linear_sites(backbone, settings.target)
-            self.shapes = update_shapes(backbone, self.linear_sites, settings.rank)
+            self.shapes = compute_factor_shapes(backbone, self.linear_sites, settings.rank)
         # task -> factors by name; empty for the base task
         self.loaded: dict[str, dict[str, Tensor]] = {}
 
@@ -147,7 +147,9 @@ class Lora(Method[LoraSettings]):
         """Return W + s B A if updates are not stacked; stacked updates are computed in a branch."""
         if self.sites is not None:
             return {}
-        return updated_weights(self.backbone, self.linear_sites, self.update.tensors(), self.scale)
+        return compute_updated_weights(
+            self.backbone, self.linear_sites, self.update.tensors(), self.scale
+        )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         if self.sites is None:
@@ -185,8 +187,8 @@ class Lora(Method[LoraSettings]):
         device = self.device
         on_device = {name: tensor.to(device) for name, tensor in update.items()}
         if self.sites is None:
-            return updated_weights(self.backbone, self.linear_sites, on_device, self.scale)
-        return merged_weights(self.backbone, **self.factors(on_device))
+            return compute_updated_weights(self.backbone, self.linear_sites, on_device, self.scale)
+        return merge_updates(self.backbone, **self.factors(on_device))
 
 
 def is_stacked(backbone: nn.Module, settings: LoraSettings) -> bool:

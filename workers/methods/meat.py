@@ -24,7 +24,7 @@ from workers.methods.base import (
     ParamGroup,
     Progress,
     StepContext,
-    needs_adamw,
+    require_adamw,
 )
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import GumbelHard
@@ -135,7 +135,7 @@ class Meat(Method[MeatSettings]):
         """
         masked = settings.token_masks or settings.ffn_masks != "off"
         if masked:
-            needs_adamw(settings.mask_lr, train)
+            require_adamw(settings.mask_lr, train)
 
     @classmethod
     def check_backbone(

@@ -19,7 +19,7 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import BLOCK_VITS, OptimPlan, ParamGroup
 from workers.methods.der import Der, DerSettings, Parts
-from workers.model.tokens import Arguments, block_arguments, enter_blocks
+from workers.model.tokens import Arguments, enter_blocks, make_block_arguments
 from workers.storage.taskstate import TaskState
 
 
@@ -77,10 +77,10 @@ class Memo(Der[MemoSettings]):
 
     def __init__(self, backbone: Any, settings: MemoSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        own = {id(p) for module in self.own_modules() for p in module.parameters()}
+        own = {id(p) for module in self.list_own_modules() for p in module.parameters()}
         self.own = frozenset(name for name, p in backbone.named_parameters() if id(p) in own)
 
-    def own_modules(self) -> list[nn.Module]:
+    def list_own_modules(self) -> list[nn.Module]:
         """Return the modules of the backbone in training that belong to this task only."""
         vit: Any = self.backbone
         modules = [vit.norm, vit.fc_norm, getattr(vit, "attn_pool", None)]
@@ -108,7 +108,7 @@ class Memo(Der[MemoSettings]):
         super().train(mode)
         if self.step == "train" and self.old:
             self.backbone.eval()
-            for module in self.own_modules():
+            for module in self.list_own_modules():
                 module.train(mode)
         return self
 
@@ -117,7 +117,7 @@ class Memo(Der[MemoSettings]):
         vit: Any = self.backbone
         is_shared_frozen = self.task is None or bool(self.old)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_shared_frozen):
-            arguments = block_arguments(vit)
+            arguments = make_block_arguments(vit)
             tokens = enter_blocks(vit, images)
             for block, extra in zip(vit.blocks[: self.num_shared], arguments, strict=False):
                 tokens = block(tokens, **extra)

@@ -84,10 +84,10 @@ class Mir(Reservoir[MirSettings]):
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.replay is not None
-        ce = self.sample_losses(batch.replay).mean()
+        ce = self.compute_sample_losses(batch.replay).mean()
         return ce, {"replay": ce.detach()}
 
-    def sample_losses(self, replay: Batch) -> Tensor:
+    def compute_sample_losses(self, replay: Batch) -> Tensor:
         """Return the cross-entropy of each sample, (b,)."""
         logits = self.all_logits(self.features(replay.images)).float()
         if self.scenario == "task":
@@ -106,11 +106,11 @@ class Mir(Reservoir[MirSettings]):
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         originals = [parameter.clone() for parameter in trained]
         self.eval()
-        before = [self.sample_losses(replay) for replay in replays]
+        before = [self.compute_sample_losses(replay) for replay in replays]
         for parameter in trained:
             assert parameter.grad is not None
             parameter.sub_(parameter.grad, alpha=float(rate))
-        after = [self.sample_losses(replay) for replay in replays]
+        after = [self.compute_sample_losses(replay) for replay in replays]
         for parameter, original in zip(trained, originals, strict=True):
             parameter.copy_(original)
         self.train()

@@ -70,7 +70,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
 
     - `train` trains the task's head, and adapters that start as a copy of the previous task's.
       After each step theta <- (1 - merge) theta + merge mean(theta of earlier tasks). The loss is
-      the cross-entropy over the task's own classes + contrast x `contrast_means`.
+      the cross-entropy over the task's own classes + contrast x `compute_mean_contrast`.
     - `align` fits a Gaussian of f_t, and computes the mean of f_0, for each class of the task. From
       the second task on, all heads are trained on features drawn from the Gaussians
       (`align_heads`).
@@ -163,7 +163,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
         ce = self.classification_loss(features, batch)
         if not len(self.known) or not self.settings.contrast:
             return ce, {"ce": ce.detach()}
-        contrast = self.settings.contrast * contrast_means(features.float(), self.known)
+        contrast = self.settings.contrast * compute_mean_contrast(features.float(), self.known)
         return ce + contrast, {"ce": ce.detach(), "contrast": contrast.detach()}
 
     @torch.no_grad()
@@ -274,10 +274,10 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
     def flops_share(self, state: TaskState) -> float:
         """Return the relative FLOPs of f_0 and, for later tasks, of the task's own pass."""
         passes = 1 if state.meta.get(FIRST, state.task) == state.task else 2
-        return passes * self.adapter_share()
+        return passes * self.compute_adapter_share()
 
 
-def contrast_means(features: Tensor, means: Tensor) -> Tensor:
+def compute_mean_contrast(features: Tensor, means: Tensor) -> Tensor:
     """Return the contrast of each image with the means of earlier classes, a mean over images.
 
     For one image, M has the means and its features as rows. The contrast is the cross-entropy of

@@ -203,7 +203,11 @@ class PackNet(Method[PackNetSettings]):
         )
         return [
             *groups,
-            {"name": "others", "params": self.trained_others(context.carried), "weight_decay": 0.0},
+            {
+                "name": "others",
+                "params": self.list_trained_others(context.carried),
+                "weight_decay": 0.0,
+            },
         ]
 
     def start(self, task: Task) -> None:
@@ -245,7 +249,7 @@ class PackNet(Method[PackNetSettings]):
             weight.view(-1)[freed] = 0
             self.owners[site].view(-1)[freed] = FREE
 
-    def trained_others(self, carried: Carried | None) -> list[nn.Parameter]:
+    def list_trained_others(self, carried: Carried | None) -> list[nn.Parameter]:
         """Return the trained parameters other than weights and head.
 
         For the base task these are the backbone's other parameters, for a later task its copies.

@@ -19,7 +19,7 @@ from workers.methods.base import BLOCK_VITS, Progress
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.cosine import nca
-from workers.model.pod import cosine_distance, features_and_maps, pod
+from workers.model.pod import compute_features_and_maps, cosine_distance, pod
 
 
 class PodNetSettings(CosineSettings):
@@ -114,9 +114,9 @@ class PodNet(CosineRehearsal[PodNetSettings]):
             return loss, {"nca": loss.detach()}
         assert self.task is not None
         new_classes = self.class_slices()[self.task.name]
-        features, maps = features_and_maps(self.backbone, batch.images)
+        features, maps = compute_features_and_maps(self.backbone, batch.images)
         with torch.no_grad():
-            taught, taught_maps = features_and_maps(self.teacher.backbone, batch.images)
+            taught, taught_maps = compute_features_and_maps(self.teacher.backbone, batch.images)
         loss = self.classification_loss(features, batch)
         distance = cosine_distance(features, taught)
         spatial = pod(maps, taught_maps)

@@ -137,7 +137,8 @@ class Ranpac(FirstSession[RanpacSettings]):
         if not self.num_validated:
             return 1.0
         errors = [
-            ridge_error(self.gram, targets, self.num_validated, penalty) for penalty in PENALTIES
+            compute_ridge_error(self.gram, targets, self.num_validated, penalty)
+            for penalty in PENALTIES
         ]
         return PENALTIES[errors.index(min(errors))]
 
@@ -204,7 +205,7 @@ def solve_ridge(gram: Tensor, targets: Tensor, penalty: float) -> Tensor:
     return torch.cholesky_solve(targets, factor)
 
 
-def ridge_error(gram: Tensor, targets: Tensor, num_validated: int, penalty: float) -> float:
+def compute_ridge_error(gram: Tensor, targets: Tensor, num_validated: int, penalty: float) -> float:
     """Return the mean squared error on the validation images; infinite without a solution.
 
     It is computed from sums over images: (tr(W^T G_v W) - 2 tr(W^T Q_v) + N_v) / (N_v C).

@@ -106,7 +106,7 @@ def get_code_digest(name: str) -> str:
     return code_digest(REGISTERED[name])
 
 
-def why_not_importable(name: str) -> str:
+def explain_not_importable(name: str) -> str:
     """Return why another process cannot import a method; empty if it can try."""
     method = REGISTERED.get(name)
     if method is None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
-from workers.methods.adapter import added_share
+from workers.methods.adapter import compute_added_share
 from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import collect_tensors, save_heads, weight_groups
@@ -29,7 +29,7 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites, houlsby
 from workers.model.distill import Teacher, kd_ce
 from workers.model.heads import Heads
-from workers.model.paths import ModuleIndex, Path, PathNetwork, random_path
+from workers.model.paths import ModuleIndex, Path, PathNetwork, draw_random_path
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -197,7 +197,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         frozen_paths: list[Any] = list(self.frozen.values())
         for path in frozen_paths:
             taken.update(path.indices)
-        drawn = random_path(len(self.sites), self.settings.modules, seed)
+        drawn = draw_random_path(len(self.sites), self.settings.modules, seed)
         indices = [index for index in drawn if index not in taken]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -231,7 +231,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             kd = kd_ce(logits[:, : teacher_logits.shape[1]], teacher_logits, self.settings.tau)
         return torch.stack([ce, kd])
 
-    def candidate_terms(self, images: Tensor, target: Tensor) -> Tensor:
+    def compute_candidate_terms(self, images: Tensor, target: Tensor) -> Tensor:
         """Return (CE, KD) of each candidate, (candidates, 2)."""
         teacher_logits = None if self.teacher is None else self.teacher.joined(images)
         terms = [self.compute_terms(rival, images, target, teacher_logits) for rival in self.rivals]
@@ -240,7 +240,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum over candidates of L = CE + w KD, and the mean of each of its terms."""
         target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
-        ce, kd = self.candidate_terms(batch.images, target).unbind(1)
+        ce, kd = self.compute_candidate_terms(batch.images, target).unbind(1)
         means = {"ce": ce.detach().mean()}
         if self.teacher is not None:
             means["kd"] = kd.detach().mean()
@@ -261,7 +261,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         rank_losses: list[list[float]] = []  # a row per batch, a column per candidate
         for batch in feed.evaluate():
             target = batch.labels + first_class.to(batch.labels.device)[batch.tasks]
-            ce, kd = self.candidate_terms(batch.images, target).double().unbind(1)
+            ce, kd = self.compute_candidate_terms(batch.images, target).double().unbind(1)
             rank_losses.append(((ce + self.kd_weight * kd) * len(batch)).tolist())
         batch_losses: list[list[float]] = []
         for losses_of_rank in feed.group.gather(rank_losses):
@@ -295,7 +295,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         if self.trunk_learns:
             for name, t in collect_tensors(self.backbone).items():
                 tensors[TRUNK + name] = t
-        if self.ends and self.path_ends():
+        if self.ends and self.is_last_task_of_path():
             state.copies = tensors
             state.meta["path"] = self.path.indices
             return state, carried
@@ -306,7 +306,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         return save_heads(self, heads)
 
-    def path_ends(self) -> bool:
+    def is_last_task_of_path(self) -> bool:
         """Return whether this task is the last that trains the path."""
         assert self.task is not None
         names = [task.name for task in self.stream if task.role != "base"]
@@ -352,4 +352,4 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         if self.path is not None:
             paths.append(self.path)
         parameters = sum(2 * path.down.numel() for path in paths)
-        return 1 + added_share(self.backbone, parameters)
+        return 1 + compute_added_share(self.backbone, parameters)

@@ -23,23 +23,23 @@ from typing_extensions import TypeVar
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import ActiveIf, DataSettings, Task, TrainSettings
-from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
+from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, require_adamw
 from workers.methods.bases.task_inference import NOT_GIVEN, ChoosesTask
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
-from workers.model.norms import layers_with_statistics, norm_names
+from workers.model.norms import find_norms_with_statistics, norm_names
 from workers.model.superposition import (
     Objective,
     Rule,
     Weights,
+    compute_superfluous_share,
     entropy,
     infer_at_once,
     infer_by_halves,
     slopes,
     superfluous,
-    superfluous_share,
     values,
 )
 from workers.rng import derive_seed
@@ -167,7 +167,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
     @classmethod
     def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:
-        needs_adamw(settings.mask_lr, train)
+        require_adamw(settings.mask_lr, train)
         if settings.weights == "signed_constant" and settings.start == "weights":
             raise UserError(
                 "start is 'weights' with weights 'signed_constant': in each layer these are all "
@@ -191,7 +191,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        if settings.weights == "signed_constant" and layers_with_statistics(backbone):
+        if settings.weights == "signed_constant" and find_norms_with_statistics(backbone):
             raise UserError(
                 "weights is 'signed_constant', but the backbone has batch norms, whose statistics "
                 "are those of its own weights; use weights=pretrained, or a backbone without "
@@ -462,7 +462,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
                 objectives = []
                 for index in alive:
                     num_classes = slices[index].stop - slices[index].start
-                    objectives.append(partial(superfluous_share, real=num_classes))
+                    objectives.append(partial(compute_superfluous_share, real=num_classes))
             return values(network, weights, alive_masks, groups, objectives)
         objective: Objective = entropy
         if not by_entropy:

@@ -132,7 +132,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return sum(weight.numel() for weight in self.sites.values())
 
     # ---- masks -----------------------------------------------------------------------------------
-    def first_scores(self, mask: int) -> dict[str, Tensor]:
+    def draw_first_scores(self, mask: int) -> dict[str, Tensor]:
         """Return the initial scores of a mask by site, on the CPU, drawn by seed and index."""
         scores: dict[str, Tensor] = {}
         for site in self.sites:
@@ -149,7 +149,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             shapes = {site: tuple(weight.shape) for site, weight in self.sites.items()}
             return by_site(self.bank[mask], shapes)
         if mask not in self.spare:
-            initial_scores = self.first_scores(mask)
+            initial_scores = self.draw_first_scores(mask)
             self.spare[mask] = {site: scores >= 0 for site, scores in initial_scores.items()}
         return self.spare[mask]
 
@@ -197,7 +197,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         mask = self.ranks.broadcast(mask)
         if mask == current:
             return
-        scores = self.first_scores(mask)
+        scores = self.draw_first_scores(mask)
         if mask < known:
             for site, bits in self.bits(mask).items():
                 signs = torch.where(bits.cpu(), 1, -1)

@@ -22,7 +22,7 @@ PENALTY_SHARE = 0.01
 CROSS_ENTROPY = "ce"  # name of the loss term whose value for guessing is known
 
 
-def symptoms_of_training(
+def find_training_symptoms(
     job: StageJob,
     method: Method,
     history: Sequence[Mapping[str, Any]],
@@ -66,7 +66,7 @@ def symptoms_of_training(
     return sentences
 
 
-def divergence_remedy(job: StageJob, method: Method) -> str:
+def describe_divergence_remedy(job: StageJob, method: Method) -> str:
     """Return the settings to change if a loss has become NaN or infinite."""
     label = _label(job)
     section = _section(label, job) if job.task is not None and label != "backbone" else "train"
@@ -101,7 +101,7 @@ def _section(label: str, job: StageJob) -> str:
     return f"methods.{label}.steps.{job.step}"
 
 
-def symptoms_of_masks(state: TaskState) -> list[str]:
+def find_mask_symptoms(state: TaskState) -> list[str]:
     """Return a warning if all masks of a task switch all entries off."""
     masks = list(state.masks.values())
     if not masks or any(bool(mask.any()) for mask in masks):

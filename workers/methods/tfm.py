@@ -32,8 +32,8 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.compact import multiply_adds
-from workers.model.context import uniform_multiply_adds
+from workers.model.compact import count_multiply_adds
+from workers.model.context import count_uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
 
 ALIGNED = 8  # new FFN units come in multiples of this, for fast matrix products
@@ -348,8 +348,8 @@ class Tfm(Method[TfmSettings]):
         """
         vit: Any = self.backbone
         tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
-        embedding = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
-        plain = embedding + uniform_multiply_adds(vit)
+        embedding = count_multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
+        plain = embedding + count_uniform_multiply_adds(vit)
         grown = plain
         for pair in self.pairs:
             columns = self.original[f"{pair.out}.weight"]  # (d, n)

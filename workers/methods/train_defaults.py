@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Settings that are valid only for the optimizer for which they were chosen.
-OF_THE_OPTIMIZER = ("lr", "weight_decay", "clip")
+OPTIMIZER_BOUND = ("lr", "weight_decay", "clip")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TrainDefaults:
         """
         values = self.of_step(step, from_scratch)
         if configured.get("optimizer", values["optimizer"]) != values["optimizer"]:
-            for name in OF_THE_OPTIMIZER:
+            for name in OPTIMIZER_BOUND:
                 del values[name]
         if "batch_size" in configured:
             del values["min_batch_size"]

@@ -109,7 +109,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
             self.settings.top_k,
             self.settings.margin,
         )
-        rank = each.mean() * batch.draw.size / max(self.old_samples(batch), 1)
+        rank = each.mean() * batch.draw.size / max(self.count_old_samples(batch), 1)
         growth = math.sqrt(new_classes.start / (new_classes.stop - new_classes.start))
         weight = self.settings.lambda_ * growth
         return ce + weight * distance + rank, {
@@ -118,7 +118,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
             "rank": rank.detach(),
         }
 
-    def old_samples(self, batch: Batch) -> int:
+    def count_old_samples(self, batch: Batch) -> int:
         """Return the number of samples of old classes in the global batch, over all ranks."""
         assert batch.counts is not None
         return sum(

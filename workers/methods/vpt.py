@@ -27,9 +27,9 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.compact import flops, multiply_adds, plan_blocks
+from workers.model.compact import count_multiply_adds, flops, plan_blocks
 from workers.model.masked import BlockMasks
-from workers.model.prompts import Depth, PromptSites, initial_prompts
+from workers.model.prompts import Depth, PromptSites, draw_initial_prompts
 from workers.storage.taskstate import Carried, TaskState
 
 PROMPTS = "prompts"
@@ -86,7 +86,7 @@ class Vpt(Method[VptSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
-        prompts = initial_prompts(len(self.sites), self.settings.prompts, self.backbone)
+        prompts = draw_initial_prompts(len(self.sites), self.settings.prompts, self.backbone)
         self.prompts = nn.Parameter(prompts.to(self.device))
         return [
             *groups,
@@ -132,10 +132,10 @@ class Vpt(Method[VptSettings]):
         return {} if prompts is None else {PROMPTS: prompts.to(self.device)}
 
     def flops_share(self, state: TaskState) -> float:
-        return prompted_share(self.backbone, self.sites, self.settings.prompts)
+        return compute_prompted_share(self.backbone, self.sites, self.settings.prompts)
 
 
-def prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
+def compute_prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
     """Return the multiply-adds of a forward pass with prompts, divided by those without.
 
     In a VisionTransformer there are `count` more keys in every block, and as many more queries in
@@ -149,8 +149,8 @@ def prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
     if not isinstance(vit, VisionTransformer):
         image = (3, *vit.patch_embed.img_size)
         with sites.using(torch.zeros(1, count, sites.width)):
-            prompted = multiply_adds(vit, *image)
-        return prompted / multiply_adds(vit, *image)
+            prompted = count_multiply_adds(vit, *image)
+        return prompted / count_multiply_adds(vit, *image)
     blocks: Any = vit.blocks
     plans = plan_blocks(vit, [BlockMasks()] * len(blocks))
     prompts = torch.arange(count)

@@ -15,7 +15,7 @@ from workers.job import Task
 from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.align import weight_ratio
+from workers.model.align import compute_weight_ratio
 from workers.model.distill import kd_ce
 
 
@@ -75,7 +75,7 @@ class Wa(Rehearsal[WaSettings]):
         """Scale the weight vectors of `task` to the mean length of those of old classes."""
         new = self.heads[task.name].weight  # (new classes, d)
         old = torch.cat([self.heads[name].weight for name in self.old])  # (old classes, d)
-        gamma = weight_ratio(old, new)
+        gamma = compute_weight_ratio(old, new)
         new.mul_(gamma)
         self.gamma = float(gamma)
 

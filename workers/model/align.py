@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def weight_ratio(old: Tensor, new: Tensor) -> Tensor:
+def compute_weight_ratio(old: Tensor, new: Tensor) -> Tensor:
     """Return gamma, the mean norm of the rows of `old` divided by the mean norm of those of `new`.
 
     `new` times gamma has rows with the same mean norm as `old`. The norms of single rows still

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from workers.data.torch_internals import shapes_only
-from workers.model.context import mixes_all_tokens, uniform_multiply_adds
+from workers.model.context import count_uniform_multiply_adds, mixes_all_tokens
 from workers.model.masked import BlockMasks
 
 
@@ -104,8 +104,8 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
     Norms, activations and means over tokens are not counted.
     """
     width = vit.embed_dim
-    count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
-    count += uniform_multiply_adds(vit)
+    count = count_multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
+    count += count_uniform_multiply_adds(vit)
     for plan in plans:
         queries = len(plan.queries)
         keys = len(plan.keys)
@@ -118,7 +118,7 @@ def flops(vit: Any, plans: list[BlockPlan]) -> int:
 
 
 @torch.no_grad()
-def multiply_adds(model: nn.Module, *shape: int) -> int:
+def count_multiply_adds(model: nn.Module, *shape: int) -> int:
     """Count the multiply-adds for one input (*shape) with fake tensors: nothing is computed.
 
     Linear layers, convolutions and matrix products are counted.
@@ -182,9 +182,9 @@ class CompactBlock(nn.Module):
         self._buffer("kv_weight", attn.qkv.weight[rows:])
         self._buffer("kv_bias", _rows(attn.qkv.bias, slice(rows, None)))
         columns = mask.fc2 if mask.neurons is None else mask.neurons
-        self._buffer("fc1_weight", _times(mlp.fc1.weight, mask.fc1)[plan.neurons])
+        self._buffer("fc1_weight", _multiply_by_mask(mlp.fc1.weight, mask.fc1)[plan.neurons])
         self._buffer("fc1_bias", _rows(mlp.fc1.bias, plan.neurons))
-        self._buffer("fc2_weight", _times(mlp.fc2.weight, columns)[:, plan.neurons])
+        self._buffer("fc2_weight", _multiply_by_mask(mlp.fc2.weight, columns)[:, plan.neurons])
         self._buffer("fc2_bias", mlp.fc2.bias)
         self._buffer("queries", _positions(plan.queries, plan.inputs))
         self._buffer("keys", _positions(plan.keys, plan.inputs))
@@ -287,7 +287,7 @@ def _rows(bias: Tensor | None, rows: slice | Tensor) -> Tensor | None:
     return bias[rows]
 
 
-def _times(weight: Tensor, mask: Tensor | None) -> Tensor:
+def _multiply_by_mask(weight: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return weight
     return weight * mask.to(weight.device)

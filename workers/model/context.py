@@ -167,11 +167,11 @@ def insert(backbone: nn.Module, settings: ContextSettings) -> None:
                 f"{at} block {index} of the backbone has a {type(part).__name__} in its place; "
                 f"choose {PLAIN}"
             )
-        _into(part, settings, index in chosen, backbone.embed_dim)
+        _add_to_block(part, settings, index in chosen, backbone.embed_dim)
     backbone.broadcasts = settings  # type: ignore[assignment]
 
 
-def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
+def _add_to_block(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
     """Add context and hooks to the MLP or the attention of one block.
 
     Args:
@@ -229,7 +229,7 @@ def mixes_all_tokens(block: Any) -> bool:
     return isinstance(getattr(block.mlp, "context", None), Context)
 
 
-def uniform_multiply_adds(backbone: nn.Module) -> int:
+def count_uniform_multiply_adds(backbone: nn.Module) -> int:
     """Count the multiply-adds of additional uniform heads for one image.
 
     The count does not depend on the number of tokens, because only the mean token is projected.

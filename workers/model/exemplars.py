@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 # maximum number of rounds of `rebuffi_herding`; after that the original code adds unused images in
 # arbitrary order
-REBUFFI_ROUNDS = 1000
+MAX_REBUFFI_ROUNDS = 1000
 
 # arguments: features (n, d) of one class, number of images, random generator; result: indices of
 # the chosen rows, best first
@@ -83,7 +83,7 @@ def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) ->
     mean = unit.mean(0)
     direction = mean.clone()
     chosen: dict[int, None] = {}  # ordered set of indices
-    for _ in range(REBUFFI_ROUNDS):
+    for _ in range(MAX_REBUFFI_ROUNDS):
         if len(chosen) >= min(count, len(unit)):
             break
         best = int((unit @ direction).argmax())
@@ -141,7 +141,7 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
     return normalise(sums).to(features.dtype)
 
 
-def nearest_mean(features: Tensor, means: Tensor) -> Tensor:
+def compute_nearest_mean_logits(features: Tensor, means: Tensor) -> Tensor:
     """Return logits (b, classes): the negative squared distances of unit features to class means.
 
     For unit vectors such a logit is 2 cos - 2.

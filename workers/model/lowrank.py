@@ -95,7 +95,7 @@ def factors(a: Tensor, b: Tensor, rows: int, scale: float) -> dict[str, Tensor]:
     return {"a": a.flatten(1, 2), "b": scale * block_diagonal}
 
 
-def key_value_rows(b: Tensor) -> Tensor:
+def expand_key_value_factor(b: Tensor) -> Tensor:
     """Convert B (L, 2, o, r) of keys and values to B (L, 3 o, r) of the fused projection.
 
     The result is a factor for `branch`. The rows of the queries are zero. Keys and values share one
@@ -105,7 +105,7 @@ def key_value_rows(b: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(keys), keys, values], 1)
 
 
-def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+def merge_updates(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """Return W + B A of the projection of each block, by parameter name.
 
     Args:
@@ -116,11 +116,11 @@ def merged_weights(backbone: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     weights = {}
     for index, block in enumerate(backbone.blocks):
         name = f"blocks.{index}.{PROJECTION}.weight"
-        weights[name] = torch.addmm(compute_weight(block), b[index], a[index])
+        weights[name] = torch.addmm(get_projection_weight(block), b[index], a[index])
     return weights
 
 
-def compute_weight(block: Any) -> Tensor:
+def get_projection_weight(block: Any) -> Tensor:
     """Return the weight of a block's projection, (O, d)."""
     weight: Tensor = block.get_submodule(PROJECTION).weight
     return weight
@@ -170,7 +170,7 @@ class LinearUpdates(nn.Module):
         super().__init__()
         self.names: list[str] = []
         self.values = nn.ParameterList()
-        for name, shape in update_shapes(backbone, sites, rank).items():
+        for name, shape in compute_factor_shapes(backbone, sites, rank).items():
             start = torch.zeros(shape)
             if name.endswith(".a"):
                 start.uniform_(-1, 1).div_(math.sqrt(shape[-1]))
@@ -182,13 +182,13 @@ class LinearUpdates(nn.Module):
         return dict(zip(self.names, self.values, strict=True))
 
 
-def update_shapes(
+def compute_factor_shapes(
     backbone: nn.Module, sites: dict[str, int], rank: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the factors of `LinearUpdates` by name."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     for site, parts in sites.items():
-        rows, width = compute_block_weight(backbone, site).shape[:2]
+        rows, width = get_layer_weight(backbone, site).shape[:2]
         part_rows = rows if parts == 1 else rows // 3
         own_rank = min(rank, part_rows, width)
         shapes_by_name[f"{site}.a"] = (parts, own_rank, width)
@@ -196,13 +196,13 @@ def update_shapes(
     return shapes_by_name
 
 
-def compute_block_weight(backbone: nn.Module, site: str) -> Tensor:
+def get_layer_weight(backbone: nn.Module, site: str) -> Tensor:
     """Return the weight of a linear layer (rows, d) or of a convolution (rows, d, 1, 1)."""
     weight: Tensor = backbone.get_submodule(site).weight  # type: ignore[assignment]
     return weight
 
 
-def updated_weights(
+def compute_updated_weights(
     backbone: nn.Module, sites: dict[str, int], update: dict[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
     """Return W + s B A of each site by parameter name, differentiable in the factors.
@@ -215,7 +215,7 @@ def updated_weights(
     """
     weights = {}
     for site, parts in sites.items():
-        weight = compute_block_weight(backbone, site)
+        weight = get_layer_weight(backbone, site)
         change = scale * (update[f"{site}.b"] @ update[f"{site}.a"])  # (P, o, d)
         of_rows = change[0]
         if parts == 2:

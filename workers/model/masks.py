@@ -244,8 +244,8 @@ Start = Literal["normal", "dense", "sparse", "uniform"]
 class AnnealedSigmoid(nn.Module):
     """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large scale.
 
-    See `annealed_scale` for s. The gradient of e is s_max sigmoid(e) sigmoid(-e) times the gradient
-    of a, for any s, and 0 if |s e| > 50. This is the effect of HAT's compensation (Sec. 2.5).
+    See `compute_annealed_scale` for s. The gradient of e is s_max sigmoid(e) sigmoid(-e) times the
+    gradient of a, for any s, and 0 if |s e| > 50. This is the effect of HAT's compensation (Sec. 2.5).
     With compensation `official`, the gradient is computed in two steps like in the released code.
     Then the sigmoid is exactly 1 in fp32 for s e above 17, so a unit that is on late in an epoch
     cannot be switched off, while a unit that is off can be switched on.
@@ -281,7 +281,7 @@ class AnnealedSigmoid(nn.Module):
     @torch.no_grad()
     def slope(self, scale: float) -> Tensor:
         """Return the factor between the gradients of the embedding and of the mask at a scale."""
-        return compensated_slope(
+        return compute_compensated_slope(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
 
@@ -293,7 +293,7 @@ class AnnealedSigmoid(nn.Module):
 
 # smallest value of a soft mask: products of smaller values are subnormal numbers, which make CPU
 # operations several times slower
-FAINTEST = 1e-12
+MIN_MASK_VALUE = 1e-12
 
 
 class AnnealedGate(torch.autograd.Function):
@@ -305,15 +305,15 @@ class AnnealedGate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(embedding)
         ctx.how = scale, s_max, bound, official
-        return torch.sigmoid(scale * embedding).clamp(min=FAINTEST)
+        return torch.sigmoid(scale * embedding).clamp(min=MIN_MASK_VALUE)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (e,) = ctx.saved_tensors
-        return gradient * compensated_slope(e, *ctx.how), None, None, None, None
+        return gradient * compute_compensated_slope(e, *ctx.how), None, None, None, None
 
 
-def compensated_slope(
+def compute_compensated_slope(
     e: Tensor, scale: float, s_max: float, bound: float, official: bool
 ) -> Tensor:
     """Return HAT's compensated derivative da / de: the derivative of sigmoid(e), times s_max.
@@ -338,7 +338,7 @@ def compensated_slope(
     return s_max * torch.sigmoid(e) * torch.sigmoid(-e) * ((scale * e).abs() <= bound)
 
 
-def annealed_scale(
+def compute_annealed_scale(
     step: int,
     steps: int,
     s_max: float,
@@ -366,7 +366,7 @@ def annealed_scale(
     return low + (s_max - low) * share
 
 
-def initial_embedding(
+def draw_initial_embedding(
     shape: tuple[int, ...], how: Start, generator: torch.Generator, tasks: int = 10
 ) -> Tensor:
     """Return initial embeddings.
@@ -389,7 +389,7 @@ def initial_embedding(
     return torch.randn(shape, generator=generator) + mean
 
 
-def digest_of_masks(masks: Mapping[str, Tensor]) -> str:
+def compute_mask_digest(masks: Mapping[str, Tensor]) -> str:
     """Return the sha256 of the values of masks; equal masks have equal digests."""
     digest = hashlib.sha256()
     for mask in masks.values():

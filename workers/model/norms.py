@@ -42,7 +42,7 @@ def _frozen(kind: Any) -> Any:
     return _frozen_classes[kind]
 
 
-def layers_with_statistics(model: nn.Module) -> dict[str, Any]:
+def find_norms_with_statistics(model: nn.Module) -> dict[str, Any]:
     """Return the norms with running statistics by name: batch norms and some norms of timm."""
     return {name: layer for name, layer in model.named_modules() if _has_statistics(layer)}
 
@@ -66,7 +66,7 @@ def freeze_statistics(model: nn.Module) -> None:
                 "images of a batch, so that answers would depend on them; choose a backbone whose "
                 "batch norms have statistics, such as resnet18"
             )
-    for module in layers_with_statistics(model).values():
+    for module in find_norms_with_statistics(model).values():
         if not isinstance(module, FrozenNorm):
             module.__class__ = _frozen(type(module))
         module.eval()

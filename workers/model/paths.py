@@ -18,7 +18,7 @@ from workers.model.adapters import AdapterSites, Bottlenecks
 ModuleIndex = tuple[int, int]  # index of a block, and index of a module in the bank of this block
 
 
-def random_path(blocks: int, modules: int, seed: int) -> list[ModuleIndex]:
+def draw_random_path(blocks: int, modules: int, seed: int) -> list[ModuleIndex]:
     """Draw a path: one module for each block, uniformly.
 
     Args:

@@ -47,7 +47,7 @@ def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     ).mean()
 
 
-def features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+def compute_features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the features (b, d) of a ViT, and the patch tokens after each block but the last.
 
     The patch tokens have the shape of maps (b, d, h, w); prefix tokens are left out. The features

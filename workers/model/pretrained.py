@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import workers.model.convit  # noqa: F401 (registers its model in timm)
 from workers.errors import UserError, describe_error
 from workers.job import Interpolation
-from workers.model.signature import model_class
+from workers.model.signature import find_model_class
 from workers.model.t2t import T2TVit
 from workers.storage import hub
 
@@ -171,7 +171,7 @@ def from_hub(name: str, img_size: int) -> dict[str, Tensor]:
     sized: dict[str, Any] = {}
     try:
         with hub.offline_if_unreachable():
-            kind = model_class(name.partition(".")[0])
+            kind = find_model_class(name.partition(".")[0])
             takes_size = "img_size" in inspect.signature(kind).parameters
             if takes_size and not issubclass(kind, PLAIN_KINDS):
                 sized["img_size"] = img_size

@@ -111,7 +111,7 @@ class PromptSites:
         if depth == "deep":
             self.hooks += [self._behind(block, replace, vit) for block in vit.blocks[:-1]]
         self.out = self._behind(vit.blocks[-1], remove, vit)
-        self.positions = [form for block in vit.blocks for form in _position_forms(block, vit)]
+        self.positions = [form for block in vit.blocks for form in _add_position_forms(block, vit)]
 
     @staticmethod
     def _behind(module: Any, form: Callable[..., Tensor], vit: Any) -> Hook:
@@ -178,7 +178,7 @@ def read_prompts(vit: Any, images: Tensor, prompts: Tensor) -> Tensor:
     return features
 
 
-def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
+def _add_position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
     """Add forms to a block that extend its rotary embedding or position bias by the prompts.
 
     The blocks of a VisionTransformer have neither, so the result is empty.
@@ -198,7 +198,7 @@ def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
     return forms
 
 
-def initial_prompts(blocks: int, prompts: int, vit: Any) -> Tensor:
+def draw_initial_prompts(blocks: int, prompts: int, vit: Any) -> Tensor:
     """Return initial prompts (blocks, p, d), uniform within +-sqrt(6 / (3 h w + d)).
 
     The patches have h x w pixels. This is the range of Xavier's initialisation of the patch

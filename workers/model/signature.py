@@ -42,7 +42,7 @@ class Argument(NamedTuple):
     default: Any
 
 
-def model_class(name: str) -> type[nn.Module]:
+def find_model_class(name: str) -> type[nn.Module]:
     """Return the class of the model `name` in timm's registry.
 
     To find the class, the model is built on the meta device, without memory for its weights.
@@ -55,7 +55,7 @@ def model_class(name: str) -> type[nn.Module]:
 def list_arguments(name: str) -> Mapping[str, Argument]:
     """Return the arguments of timm's model `name`, including those passed to base classes."""
     arguments: dict[str, Argument] = {}
-    for owner in model_class(name).__mro__:
+    for owner in find_model_class(name).__mro__:
         constructor = vars(owner).get("__init__")
         if constructor is None:
             continue

@@ -22,8 +22,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.model.compact import CompactVit, cut_channels, flops, multiply_adds, plan_blocks
-from workers.model.context import PLAIN, uniform_multiply_adds
+from workers.model.compact import CompactVit, count_multiply_adds, cut_channels, flops, plan_blocks
+from workers.model.context import PLAIN, count_uniform_multiply_adds
 from workers.model.masked import (
     BlockMasks,
     GatedConv2d,
@@ -135,14 +135,14 @@ class TokenSites:
 
     def __init__(self, vit: Any, gated: Blocks, entries: Entries, self_loop: bool):
         shape = geometry(vit)
-        if uniform_multiply_adds(vit):
+        if count_uniform_multiply_adds(vit):
             raise UserError(
                 "the backbone has uniform heads beside its attention (backbone.context), which "
                 "would see the tokens that masks take from "
                 "attention; use kind `cb`, `cbs` or `replace`"
             )
         self.vit, self.prefix = vit, shape["prefix"]
-        self.blocks = _chosen(gated, shape["depth"])
+        self.blocks = _list_gated_blocks(gated, shape["depth"])
         self.attention: list[Any] = []  # attention modules with `KeyMasks`
         self.fc2: list[GatedLinear] = []
         self.entries: Shapes = {}
@@ -274,9 +274,9 @@ class ChannelSites:
         residual_blocks = [
             (path, m) for path, m in cnn.named_modules() if isinstance(m, (BasicBlock, Bottleneck))
         ]
-        self.blocks = _chosen(gated, len(residual_blocks))
+        self.blocks = _list_gated_blocks(gated, len(residual_blocks))
         for index, (path, block) in enumerate(residual_blocks):
-            for k, conv in enumerate(_inner(block, index), 1):
+            for k, conv in enumerate(_make_convolutions_maskable(block, index), 1):
                 name = f"blocks.{index}.conv{k}"
                 self.convolutions[name] = (f"{path}.conv{k}.weight", conv)
                 if k > 1 and index in self.blocks:
@@ -329,10 +329,12 @@ class ChannelSites:
     def flops_share(self, masks: Masks) -> float:
         """Return the share for images of 224 pixels; the share hardly depends on the size."""
         compact = self.compact(masks, nn.Identity())
-        return multiply_adds(compact, 3, 224, 224) / multiply_adds(self.cnn, 3, 224, 224)
+        return count_multiply_adds(compact, 3, 224, 224) / count_multiply_adds(
+            self.cnn, 3, 224, 224
+        )
 
 
-def _inner(block: nn.Module, index: int) -> list[GatedConv2d]:
+def _make_convolutions_maskable(block: nn.Module, index: int) -> list[GatedConv2d]:
     """Make the convolutions of a residual block maskable; return them in order."""
     block_name = f"residual block {index}"
     remedy = "a plain ResNet such as resnet18 or resnet50"
@@ -349,7 +351,7 @@ def _inner(block: nn.Module, index: int) -> list[GatedConv2d]:
     return convs
 
 
-def _chosen(gated: Blocks, depth: int) -> tuple[int, ...]:
+def _list_gated_blocks(gated: Blocks, depth: int) -> tuple[int, ...]:
     """Return the indices of the blocks with gates in ascending order.
 
     Args:

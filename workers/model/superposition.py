@@ -27,7 +27,9 @@ Judge = Callable[[Sequence[int], Tensor], Tensor]
 # confidence (g,)
 Rule = Callable[[Judge, Tensor, int], tuple[Tensor, Tensor]]
 
-GRADIENT_BYTES = 256 << 20  # maximum bytes of weight gradients of groups that are judged together
+MAX_GRADIENT_BYTES = (
+    256 << 20
+)  # maximum bytes of weight gradients of groups that are judged together
 
 
 def entropy(outputs: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ def superfluous(outputs: Tensor, real: int) -> Tensor:
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
 
 
-def superfluous_share(outputs: Tensor, real: int) -> Tensor:
+def compute_superfluous_share(outputs: Tensor, real: int) -> Tensor:
     """Return the log of the softmax share of the outputs after the first `real`, (n, s) -> (n,)."""
     outputs = outputs.float()
     return outputs[:, real:].logsumexp(1) - outputs.logsumexp(1)
@@ -96,7 +98,7 @@ def slopes(
 
     gradients_of = vmap(grad(loss), in_dims=(None, 0))
     weight_bytes = 4 * sum(weight.numel() for weight in weights.values())
-    groups_at_once = max(1, GRADIENT_BYTES // weight_bytes)
+    groups_at_once = max(1, MAX_GRADIENT_BYTES // weight_bytes)
     slopes_of_groups = []
     for part in groups.split(groups_at_once):
         with sdpa_kernel(SDPBackend.MATH):  # fused attention does not support vmap

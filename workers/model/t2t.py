@@ -107,8 +107,10 @@ class TokensToToken(nn.Module):
         height, width = images.shape[-2:]
         x = self.attention1(windows(images, 7, 4, 2))  # (B, HW / 16, token_dim)
         # (B, HW / 64, token_dim)
-        x = self.attention2(windows(as_image(x, height // 4, width // 4), 3, 2, 1))
-        tokens: Tensor = self.project(windows(as_image(x, height // 8, width // 8), 3, 2, 1))
+        x = self.attention2(windows(arrange_as_image(x, height // 4, width // 4), 3, 2, 1))
+        tokens: Tensor = self.project(
+            windows(arrange_as_image(x, height // 8, width // 8), 3, 2, 1)
+        )
         return tokens
 
 
@@ -124,7 +126,7 @@ def windows(images: Tensor, size: int, stride: int, padding: int) -> Tensor:
     return F.unfold(images, size, stride=stride, padding=padding).transpose(1, 2)
 
 
-def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
+def arrange_as_image(tokens: Tensor, height: int, width: int) -> Tensor:
     """Arrange tokens as an image: (B, H W, C) -> (B, C, H, W)."""
     image: Tensor = tokens.transpose(1, 2).unflatten(2, (height, width))
     return image

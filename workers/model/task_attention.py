@@ -116,7 +116,7 @@ class TokenHeads(Heads):
 
 
 @lru_cache(maxsize=64)
-def class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def find_class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the indices of the columns that are not padding, for the logits of all tasks.
 
     The logits of each task are padded to the largest number of classes and concatenated. The result
@@ -171,7 +171,7 @@ class TokenNetwork(nn.Module):
         biases = pad_sequence([head.bias for head in heads], batch_first=True)
         padded = torch.einsum("btd,tkd->btk", e, weights) + biases
         sizes = tuple(head.out_features for head in heads)
-        logits: Tensor = padded.flatten(1)[:, class_columns(sizes, padded.device)]
+        logits: Tensor = padded.flatten(1)[:, find_class_columns(sizes, padded.device)]
         return logits
 
     def forward(self, images: Tensor) -> Tensor:

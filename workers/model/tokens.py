@@ -16,7 +16,7 @@ from torch import Tensor, cat, nn
 Arguments = dict[str, Any]  # keyword arguments of a block in addition to its tokens
 
 
-def embed_tokens(vit: Any) -> int:
+def count_block_tokens(vit: Any) -> int:
     """Return the number of tokens in a block: patches, class token and register tokens."""
     return int(vit.num_prefix_tokens + vit.patch_embed.num_patches)
 
@@ -43,7 +43,7 @@ def _with_class_token(vit: Any, patches: Tensor) -> Tensor:
     return dropped
 
 
-def block_arguments(vit: Any) -> list[Arguments]:
+def make_block_arguments(vit: Any) -> list[Arguments]:
     """Return the keyword arguments of each block in addition to its tokens.
 
     The arguments do not depend on the images.
@@ -69,7 +69,7 @@ def _rotary_embedding(vit: Any) -> Tensor:
     return embedding
 
 
-def value_layer(attn: Any) -> nn.Linear | None:
+def find_value_layer(attn: Any) -> nn.Linear | None:
     """Return the linear layer that has the values as its last A outputs.
 
     None: the module has no such layer.
@@ -81,8 +81,8 @@ def value_layer(attn: Any) -> nn.Linear | None:
     return None
 
 
-def value_weight(attn: Any) -> Tensor:
-    """Return W_v, (A, D), of an attention with a `value_layer`."""
+def get_value_weight(attn: Any) -> Tensor:
+    """Return W_v, (A, D), of an attention with a `find_value_layer`."""
     if isinstance(attn.qkv, nn.Linear):
         fused: Tensor = attn.qkv.weight
         return fused.chunk(3)[2]
@@ -91,11 +91,11 @@ def value_weight(attn: Any) -> Tensor:
 
 
 def value_bias(attn: Any) -> Tensor | None:
-    """Return the bias of the values, (A,), of an attention with a `value_layer`."""
+    """Return the bias of the values, (A,), of an attention with a `find_value_layer`."""
     separate: Tensor | None = getattr(attn, "v_bias", None)
     if separate is not None:
         return separate
-    layer = value_layer(attn)
+    layer = find_value_layer(attn)
     assert layer is not None
     bias: Tensor | None = layer.bias
     if bias is None or layer is not attn.qkv:
@@ -104,7 +104,7 @@ def value_bias(attn: Any) -> Tensor | None:
 
 
 def call_value_layer(attn: Any) -> None:
-    """Make an attention module call its `value_layer`, so that hooks on this layer run.
+    """Make an attention module call its `find_value_layer`, so that hooks on this layer run.
 
     If the biases of queries and values are separate parameters, timm would otherwise read only the
     weight of the layer. With this setting, timm calls the layer and adds the biases afterwards.

@@ -20,16 +20,16 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.model.adapters import Hook
-from workers.model.compact import flops, multiply_adds, plan_blocks
+from workers.model.compact import count_multiply_adds, flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.tokens import (
-    block_arguments,
     call_value_layer,
-    embed_tokens,
+    count_block_tokens,
     enter_blocks,
+    find_value_layer,
+    get_value_weight,
+    make_block_arguments,
     value_bias,
-    value_layer,
-    value_weight,
 )
 from workers.model.vit import geometry
 
@@ -108,7 +108,7 @@ class TopDown:
         self.hooks = [Hook(add_to_values) for _ in self.steered]
         for index, block in enumerate(self.steered, self.start):
             attn = getattr(block, "attn", None)
-            layer = value_layer(attn)
+            layer = find_value_layer(attn)
             if layer is None:
                 raise UserError(
                     f"block {index} of the backbone has no 'attn.qkv' whose values could be "
@@ -117,7 +117,7 @@ class TopDown:
                 )
             call_value_layer(attn)
             layer.register_forward_hook(self.hooks[index - self.start])
-        widths = {len(value_weight(block.attn)) for block in self.steered}
+        widths = {len(get_value_weight(block.attn)) for block in self.steered}
         if len(widths) > 1:
             raise UserError(
                 f"the values of the steered blocks are of widths {sorted(widths)}, and feedback is "
@@ -169,7 +169,7 @@ class TopDown:
                 chain = layer if chain is None else layer @ chain
                 chains.insert(0, chain)
             # W_v: (S, A, D)
-            values = torch.stack([value_weight(block.attn) for block in self.steered])
+            values = torch.stack([get_value_weight(block.attn) for block in self.steered])
             matrix = (values @ w2 @ torch.stack(chains)).flatten(0, 1)
         biases = [value_bias(block.attn) for block in self.steered]
         stated = [bias for bias in biases if bias is not None]
@@ -189,7 +189,7 @@ class TopDown:
         vit = self.backbone
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             x = enter_blocks(vit, images)
-            arguments = block_arguments(vit)
+            arguments = make_block_arguments(vit)
             entered = x
             for index, block in enumerate(vit.blocks[: self.stop]):
                 if index == self.start:
@@ -221,7 +221,7 @@ class TopDown:
         if stream is None:
             stream = []
         stream.append(x)
-        arguments = block_arguments(self.backbone)
+        arguments = make_block_arguments(self.backbone)
         with self.adding(added.chunk(len(self), -1)):
             for index, block in enumerate(self.steered, self.start):
                 x = block(x, **arguments[index])
@@ -260,14 +260,14 @@ class TopDown:
         return 1 + added / one_pass
 
     def measured_share(self) -> float:
-        """Return `flops_share`, with the multiply-adds counted by `multiply_adds`."""
+        """Return `flops_share`, with the multiply-adds counted by `count_multiply_adds`."""
         vit = self.backbone
-        tokens = embed_tokens(vit)
+        tokens = count_block_tokens(vit)
         added = 0
         for block in self.steered:
-            added += multiply_adds(block, tokens, self.width)
-            added += tokens * value_weight(block.attn).numel()
-        return 1 + added / multiply_adds(vit, 3, *vit.patch_embed.img_size)
+            added += count_multiply_adds(block, tokens, self.width)
+            added += tokens * get_value_weight(block.attn).numel()
+        return 1 + added / count_multiply_adds(vit, 3, *vit.patch_embed.img_size)
 
     @contextmanager
     def adding(self, added: Sequence[Tensor]) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.errors import UserError
-from workers.model.compact import multiply_adds
+from workers.model.compact import count_multiply_adds
 from workers.model.top_down import selection
 
 SIDE = 224  # side of images in pixels for `flops_share`, which hardly depends on it
@@ -247,8 +247,8 @@ class StageTopDown:
             reduction = self.backbone.feature_info[self.start + position]["reduction"]
             side = self.strides[position] * (SIDE // reduction)  # side of the stage's input map
             feedback = side**2 * c_in * (c_out + c_in)
-            extra_operations += multiply_adds(stage, c_in, side, side) + feedback
-        return 1 + extra_operations / multiply_adds(self.backbone, 3, SIDE, SIDE)
+            extra_operations += count_multiply_adds(stage, c_in, side, side) + feedback
+        return 1 + extra_operations / count_multiply_adds(self.backbone, 3, SIDE, SIDE)
 
 
 def _get_stride(stage: Any) -> int:

@@ -26,7 +26,7 @@ KINDS = ("qk", "v", "ff")
 ATTENTIONS = (Attention, AttentionRope, EvaAttention, BeitAttention)
 FFNS = (Mlp, GluMlp, SwiGLU)  # in a gated FFN, two rows of the first layer belong to a neuron
 FC1 = ("fc1", "fc1_g", "fc1_x")  # first layer of an FFN; in SwiGLU, its layers for gates and values
-# cache of `unit_rows`, by backbone
+# cache of `list_unit_rows`, by backbone
 _rows_of: WeakKeyDictionary[nn.Module, list[UnitRows]] = WeakKeyDictionary()
 
 
@@ -93,7 +93,7 @@ def _has_units(attn: Any, mlp: Any) -> bool:
     return is_linear and acts_by_unit and not is_gated and has_equal_heads
 
 
-def unit_rows(vit: Any) -> list[UnitRows]:
+def list_unit_rows(vit: Any) -> list[UnitRows]:
     """Return the parameters of `vit` with entries of units; weights of a block precede its biases.
 
     In attention it is enough to mask the queries, because scores are products of queries and keys.
@@ -156,7 +156,7 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     factors: dict[tuple[str, ...], Tensor] = {}  # factors of weights, used again for biases
-    for rows in unit_rows(vit):
+    for rows in list_unit_rows(vit):
         if not rows.num_masked:
             continue
         sites = _list_sites(rows)
@@ -200,7 +200,7 @@ def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor,
     return qk, v, ff
 
 
-def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+def spread_unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the value of the unit that each parameter entry belongs to, by parameter name.
 
     For example, the value of a unit is whether earlier tasks use it. Then the result is a lock for
@@ -213,7 +213,7 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     joined: dict[tuple[str, ...], Tensor] = {}  # values for weights, used again for biases
-    for rows in unit_rows(vit):
+    for rows in list_unit_rows(vit):
         sites = _list_sites(rows)
         if sites not in joined:
             joined[sites] = _joined([values[site] for site in sites])
@@ -221,9 +221,9 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
         if vit.get_parameter(rows.name).ndim == 1:
             tensors[rows.name] = of_rows
         elif rows.are_columns:
-            tensors[rows.name] = weight_values(None, of_rows)
+            tensors[rows.name] = combine_unit_values(None, of_rows)
         else:
-            tensors[rows.name] = weight_values(of_rows, None)
+            tensors[rows.name] = combine_unit_values(of_rows, None)
     return tensors
 
 
@@ -242,9 +242,9 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
     for index, block in enumerate(vit.blocks):
         name = f"blocks.{index}"
         qkv = block.attn.qkv
-        query, key, value = into_units(qkv).chunk(3)
+        query, key, value = append_bias_column(qkv).chunk(3)
         key_weights = key[:, : qkv.in_features]
-        neuron = into_units(block.mlp.fc1)
+        neuron = append_bias_column(block.mlp.fc1)
         out_of_values = block.attn.proj.weight.detach().norm(dim=0)
         out_of_neurons = block.mlp.fc2.weight.detach().norm(dim=0)
         sizes[f"{name}.qk"] = query.norm(dim=1) * key_weights.norm(dim=1)
@@ -253,7 +253,7 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
     return sizes
 
 
-def into_units(linear: nn.Linear) -> Tensor:
+def append_bias_column(linear: nn.Linear) -> Tensor:
     """Return the weights of a layer with the bias as the last column, (out, in + 1).
 
     Without a bias, the result is (out, in).
@@ -265,7 +265,7 @@ def into_units(linear: nn.Linear) -> Tensor:
     return torch.cat([weight, bias], 1)
 
 
-def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
+def combine_unit_values(out: Tensor | None, into: Tensor | None) -> Tensor:
     """Return the value min(out_i, into_j) of each weight between two layers of units (HAT, Eq. 2).
 
     Args:
@@ -294,7 +294,7 @@ def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
         vit: The backbone.
         masks: Boolean masks, by site.
     """
-    locks = unit_values(vit, masks)
+    locks = spread_unit_values(vit, masks)
     tensors = {}
     for name, parameter in vit.named_parameters():
         if name in locks:
@@ -328,7 +328,7 @@ def unpack(
             "backbone of its run"
         )
     unpacked: dict[str, Tensor] = {}
-    locks = unit_values(vit, masks)
+    locks = spread_unit_values(vit, masks)
     for name, tensor in tensors.items():
         parameter = parameters[name]
         size = tuple(parameter.shape)

@@ -32,7 +32,7 @@ from workers.storage.taskstate import load_tensors
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 # maximum number of elements in all parameters and buffers of a backbone (40 GB in fp32); a file
 # from an unknown source may ask for any number
-MAX_NUMBERS = 10_000_000_000
+MAX_ELEMENTS = 10_000_000_000
 EXAMPLES = "vit_tiny_patch16_224, convnext_atto, resnet18 or mobilenetv3_small_100"
 NOISE_IMAGES = 32  # number of noise images in `measure_statistics`
 MAX_OUTLINES = 16  # maximum size of `_outlines`
@@ -89,10 +89,10 @@ def build(settings: BackboneSettings) -> nn.Module:
             f"options {settings.options}: {reason:.300}; change img_size or the options, or "
             f"choose another timm model, such as {EXAMPLES}"
         ) from None
-    return _prepared(made, settings)
+    return _prepare_model(made, settings)
 
 
-def _prepared(model: Any, settings: BackboneSettings) -> nn.Module:
+def _prepare_model(model: Any, settings: BackboneSettings) -> nn.Module:
     """Check a model from timm, and replace its stochastic depth and norms in place.
 
     Returns:
@@ -153,7 +153,7 @@ def measure_statistics(model: nn.Module, img_size: int) -> None:
     For the noise, the outputs of each batch norm then have about unit variance, as in training
     mode. The noise is always the same.
     """
-    layers = [*norms.layers_with_statistics(model).values()]
+    layers = [*norms.find_norms_with_statistics(model).values()]
     if not layers:
         return
     noise = torch.randn(
@@ -214,11 +214,11 @@ def outline(settings: BackboneSettings) -> nn.Module:
     with torch.device("meta"):
         model = build(settings)
         count = count_bytes(model)
-        if count > MAX_NUMBERS:
+        if count > MAX_ELEMENTS:
             raise UserError(
                 f"backbone {settings.name!r} at img_size {settings.img_size} with options "
                 f"{settings.options} has {count} weights, more than "
-                f"{MAX_NUMBERS}; make it smaller"
+                f"{MAX_ELEMENTS}; make it smaller"
             )
         _check_features(model, settings)
     return model

@@ -28,7 +28,7 @@ from torch import nn
 
 from workers.data.decoding import ANY_RANGE, ImageLimits
 from workers.errors import UserError, describe_error
-from workers.job import BackboneSettings, StageJob, Task, with_neutral
+from workers.job import BackboneSettings, StageJob, Task, add_neutral_values
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.methods.registration import describe_unknown, require_plugins
@@ -43,10 +43,10 @@ from workers.serving.model_file import (
     REMAKE,
     find_place,
     read_model,
+    remove_places,
     sealed,
     state_file,
     task_body,
-    without_places,
     write_model,
 )
 from workers.storage.artifact import (
@@ -105,9 +105,9 @@ class Bundle:
     def of_job(cls, job: StageJob, limits: ImageLimits = ANY_RANGE) -> Bundle:
         """Return a bundle of the stored states from which an evaluation job builds its method.
 
-        `restore.finished_method` loads the same states. Files are read lazily, by `fetch`. Only
-        carried states of methods with `Method.training_only` are read now, because they are stored
-        in the bundle without these entries, so they have another size and digest.
+        `restore.restore_finished_method` loads the same states. Files are read lazily, by `fetch`.
+        Only carried states of methods with `Method.training_only` are read now, because they are
+        stored in the bundle without these entries, so they have another size and digest.
 
         Args:
             job: An evaluation of all tasks.
@@ -243,7 +243,7 @@ class Bundle:
         check_new(uri)
         for name in self.body["files"]:
             write_bytes(join(uri, name), self.read(name))
-        write_model(uri, without_places(self.body))
+        write_model(uri, remove_places(self.body))
 
     def backbone(self) -> nn.Module:
         """Build the frozen backbone on the CPU, without the weights and modules of any task.
@@ -255,7 +255,7 @@ class Bundle:
         body = self.body
         try:
             settings = BackboneSettings.model_validate(
-                with_neutral(BackboneSettings, body["backbone"])
+                add_neutral_values(BackboneSettings, body["backbone"])
             )
         except ValidationError as error:
             raise self._unusable_settings(error) from None
@@ -293,7 +293,7 @@ class Bundle:
         try:
             require_plugins(body.get("plugins", ()), self.where)
             cls = METHODS[body["method"]].Settings
-            settings = cls.model_validate(with_neutral(cls, body["settings"]))
+            settings = cls.model_validate(add_neutral_values(cls, body["settings"]))
         except KeyError as error:
             raise UserError(
                 f"{self.where}: its settings cannot be used here (method {error} is not known: "

@@ -182,7 +182,7 @@ def find_place(body: Mapping[str, Any], name: str) -> str:
     return str(body["files"][name].get("at") or name)
 
 
-def without_places(body: Mapping[str, Any]) -> dict[str, Any]:
+def remove_places(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body without `at`, for a folder in which the path of each file is its name."""
     files: dict[str, Any] = {}
     for name, info in body["files"].items():

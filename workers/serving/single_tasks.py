@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from workers.errors import UserError
-from workers.job import Frozen, Task, with_neutral
+from workers.job import Frozen, Task, add_neutral_values
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.serving.bundle import Bundle, carried_file
@@ -245,7 +245,7 @@ def _remove(versions: Versions, name: str) -> str:
         load_reference(bundle)  # raises an error if the file is damaged
         new_files[REFERENCE] = forget_task(bundle.read(REFERENCE), name)
     changed = bundle.with_tasks(remaining, new_files, new_names)
-    if not same_answers(bundle, changed):
+    if not has_same_answers(bundle, changed):
         raise UserError(
             f"{uri}: task {name!r} cannot be removed, because other tasks of method "
             f"{bundle.body['method']!r} use its state; run the stream without it instead"
@@ -270,7 +270,7 @@ def trains_shared(method: type[Method]) -> bool:
 
 
 @torch.no_grad()
-def same_answers(before: Bundle, after: Bundle) -> bool:
+def has_same_answers(before: Bundle, after: Bundle) -> bool:
     """Return whether the tasks of `after` have bit-identical logits in both bundles, on noise."""
     images = _make_noise(before)
     old_method = before.method()
@@ -298,7 +298,7 @@ def complete_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
     """
     cls = METHODS[method].Settings
     try:
-        settings = cls.model_validate(with_neutral(cls, written))
+        settings = cls.model_validate(add_neutral_values(cls, written))
     except ValidationError:
         return written
     return settings.model_dump(by_alias=True, mode="json")

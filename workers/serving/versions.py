@@ -31,8 +31,8 @@ from workers.serving.model_file import (
     PLACE,
     find_place,
     read_model,
+    remove_places,
     sealed,
-    without_places,
     write_model,
 )
 from workers.storage.artifact import (
@@ -40,10 +40,10 @@ from workers.storage.artifact import (
     is_local,
     join,
     link_file,
+    list_stored_files,
     read_bytes,
     read_json,
     resolve,
-    stored_files,
     write_bytes,
 )
 from workers.storage.lock import file_lock
@@ -186,7 +186,7 @@ class Versions:
     def __init__(self, uri: str):
         self.uri = uri
         self.body = read_model(uri)
-        self.stored = stored_files(uri)
+        self.stored = list_stored_files(uri)
         self.bodies = self._read_bodies()
         self.dropped = self._read_dropped()
         # If two versions are equal, the later one is current.
@@ -228,7 +228,7 @@ class Versions:
         Returns:
             The number of the current version.
         """
-        if without_places(bundle.body)["sha256"] == without_places(self.body)["sha256"]:
+        if remove_places(bundle.body)["sha256"] == remove_places(self.body)["sha256"]:
             return self.current
         self._number_current()
         number = max(self.bodies) + 1
@@ -281,10 +281,10 @@ class Versions:
         The file of a version is deleted after its other files, so a later call can continue.
         """
         kept = self.kept
-        needed = _places(self.bodies[number] for number in kept)
+        needed = _list_places(self.bodies[number] for number in kept)
         unneeded = [path for path in self.stored if PARTIAL.fullmatch(path)]
         for number in sorted(self.bodies.keys() - {*kept}):
-            unneeded += sorted(_places([self.bodies[number]]) - needed)
+            unneeded += sorted(_list_places([self.bodies[number]]) - needed)
             unneeded.append(version_file(number))
         for path in [*unneeded, DROPPED]:
             if path in self.stored:
@@ -337,7 +337,7 @@ class Versions:
             kept_body = self.bodies[number]
             for name, info in kept_body["files"].items():
                 placed[find_place(kept_body, name)] = info["sha256"]
-        plain = without_places(body)
+        plain = remove_places(body)
         files: dict[str, Any] = {}
         for name, info in plain["files"].items():
             place = self._choose_place(name, info["sha256"], placed)
@@ -369,7 +369,7 @@ def version_file(number: int) -> str:
     return f"versions/{number}.json"
 
 
-def _places(bodies: Iterable[Mapping[str, Any]]) -> set[str]:
+def _list_places(bodies: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the paths of all files of some versions."""
     return {find_place(body, name) for body in bodies for name in body["files"]}
 
@@ -394,7 +394,7 @@ def _find_missing(uri: str, body: Mapping[str, Any], file: str) -> str | None:
         body: Content of the version's file.
         file: Path of the version's own file, which must exist too.
     """
-    stored = stored_files(uri)
+    stored = list_stored_files(uri)
     if file not in stored:
         return file
     for name, info in body["files"].items():

@@ -293,7 +293,7 @@ class StoredFile(NamedTuple):
     written: float
 
 
-def stored_files(uri: str) -> dict[str, StoredFile]:
+def list_stored_files(uri: str) -> dict[str, StoredFile]:
     """List all files below `uri`: path relative to `uri` -> file; {} if `uri` is missing.
 
     On an object store this takes one request per thousand files.
@@ -310,7 +310,7 @@ def stored_files(uri: str) -> dict[str, StoredFile]:
 
 def list_files(uri: str) -> dict[str, int]:
     """List all files below `uri`: path relative to `uri` -> bytes; {} if `uri` is missing."""
-    return {path: file.size_bytes for path, file in stored_files(uri).items()}
+    return {path: file.size_bytes for path, file in list_stored_files(uri).items()}
 
 
 def link_file(source: str, target: str) -> None:
@@ -480,7 +480,7 @@ def compute_sha256(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def content_digest(manifest: Mapping[str, Any]) -> str:
+def compute_content_digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest of the content of a result, which does not depend on measured times.
 
     The digest covers the images of an ingest, the numbers of an evaluation, or the states of
@@ -499,7 +499,7 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
+def cache_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]:
     """Context manager that yields key -> content digest of the published results among `keys`.
 
     Inside the block, and in its thread, `Artifact.open` returns these artifacts without reading
@@ -511,7 +511,7 @@ def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]
         artifact = Artifact.open(root, key)
         if artifact:
             artifacts[root, key] = artifact
-            digests[key] = content_digest(artifact.manifest)
+            digests[key] = compute_content_digest(artifact.manifest)
     token = _cached.set({**_cached.get(), **artifacts})
     try:
         yield digests
@@ -519,7 +519,7 @@ def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]
         _cached.reset(token)
 
 
-def names_own_files_only(manifest: Mapping[str, Any]) -> bool:
+def has_only_own_files(manifest: Mapping[str, Any]) -> bool:
     """Return whether all file names of a manifest are valid paths inside the attempt's folder.
 
     This check is needed because anyone can write a manifest with a correct digest.
@@ -564,7 +564,7 @@ class Artifact:
             return None
         if not isinstance(manifest, dict) or manifest.get("sha256") != compute_sha256(manifest):
             return None
-        if not names_own_files_only(manifest):
+        if not has_only_own_files(manifest):
             return None
         return cls(root, key, cast(Manifest, manifest))
 
@@ -666,7 +666,7 @@ def withdraw(root: str, key: str) -> None:
         system.move(path, path + DAMAGED_SUFFIX)
 
 
-def withdrawn_attempt(root: str, key: str) -> str | None:
+def read_withdrawn_attempt(root: str, key: str) -> str | None:
     """Return the name of the attempt in the last withdrawn manifest, or None."""
     try:
         manifest = read_json(join(root, key, MANIFEST + DAMAGED_SUFFIX))

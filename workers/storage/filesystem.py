@@ -227,7 +227,7 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
     )
 
 
-def without_retries(system: fs.FileSystem) -> fs.FileSystem:
+def unwrap_filesystem(system: fs.FileSystem) -> fs.FileSystem:
     """Return the filesystem that a retrying filesystem wraps, for callers that open streams."""
     if isinstance(system, fs.PyFileSystem):
         return system.handler.system

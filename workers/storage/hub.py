@@ -19,7 +19,7 @@ from workers.storage.filesystem import SILENT_S, StorageUnavailable
 DEADLINE_S = 5.0
 
 
-def connection_problem() -> str:
+def find_connection_problem() -> str:
     """Return the reason why the hub cannot be reached, in one line; "" if it gives any answer.
 
     The request is made in a thread, because the resolution of a host name has no timeout. This
@@ -55,7 +55,7 @@ def check_reachable() -> None:
     """
     from huggingface_hub import constants
 
-    if reason := connection_problem():
+    if reason := find_connection_problem():
         raise StorageUnavailable(
             f"the Hugging Face hub at {constants.ENDPOINT} cannot be reached ({reason}); fix "
             "the network, "
@@ -74,7 +74,7 @@ def offline_if_unreachable() -> Iterator[None]:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or bool(connection_problem())
+    constants.HF_HUB_OFFLINE = before or bool(find_connection_problem())
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 from workers.errors import UserError, describe_error
 from workers.storage import hub
 from workers.storage.filesystem import retry
-from workers.storage.web import FileVersion, version_number
+from workers.storage.web import FileVersion, hash_version
 
 
 def open_hub(uri: str) -> tuple[Any, str]:
@@ -45,7 +45,7 @@ def list_hub_folder(uri: str) -> dict[str, FileVersion]:
     versions: dict[str, FileVersion] = {}
     for info in infos:
         if info["type"] == "file":
-            number = version_number(str(info.get("blob_id") or info.get("xet_hash") or ""))
+            number = hash_version(str(info.get("blob_id") or info.get("xet_hash") or ""))
             versions[info["name"].rpartition("/")[2]] = FileVersion(int(info["size"]), number)
     return versions
 

@@ -189,10 +189,10 @@ async def _parse_part(response: Any, url: str, offset: int, count: int) -> Part:
     if len(data) != expected:
         raise OSError(f"Connection closed ({len(data)} bytes of {expected})")
     text = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    return Part(bytes(data), FileVersion(size, version_number(text)))
+    return Part(bytes(data), FileVersion(size, hash_version(text)))
 
 
-def version_number(text: str) -> int:
+def hash_version(text: str) -> int:
     """Convert the version of a file that a server reports to a number; 0 without a version."""
     if not text:
         return 0

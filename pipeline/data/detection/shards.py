@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.text import format_count
-from pipeline.data.braces import with_braces
+from pipeline.data.braces import format_braces
 from pipeline.data.detection.archives import Files, assign_files, build_patterns, note_unused
 from pipeline.data.detection.columns import MAX_SPLIT_VALUES, LabelUnclear, classify_split_column
 from pipeline.data.detection.data_set import DataSet, format_splits, read_labelled, to_yaml
@@ -170,7 +170,7 @@ def read_shards(files: Files) -> DataSet:
         source["numbers"] = numbers
     if is_in_place:
         source["path"] = files.base
-        source["splits"] = {split: with_braces(sorted(names)) for split, names in splits.items()}
+        source["splits"] = {split: format_braces(sorted(names)) for split, names in splits.items()}
         files = files.with_splits(source["splits"])
     else:
         source["path"] = files.path

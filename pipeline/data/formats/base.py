@@ -132,7 +132,7 @@ class Format:
     list_shards: Callable[[Card], list[Entry] | None] | None = None
     list_files: Callable[[Card, int | None], list[Entry] | None] | None = None
     entries_of_split: Callable[[Card, Split, list[Entry]], list[Entry]] = (
-        lambda card, split, entries: entries_matching(card, split, entries)
+        lambda card, split, entries: find_matching_entries(card, split, entries)
     )
     list_items: Callable[[Card, list[Entry]], Iterator[Item]] | None = None
     check: Callable[[Card, list[Entry]], None] | None = None
@@ -156,7 +156,7 @@ def is_single_file(card: Card, entries: Sequence[Entry]) -> bool:
     return len(entries) == 1 and entries[0].name == posixpath.basename(path)
 
 
-def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
+def find_matching_entries(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
     """Return the files of a split.
 
     The card names them by folders, files, globs or prefixes of file names. With a split column,
@@ -194,7 +194,7 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatch(name, glob) for glob in globs)
 
 
-def archives_of_split(
+def find_archives(
     card: Card, split: Split, entries: Sequence[Entry], suffixes: frozenset[str]
 ) -> tuple[list[str], list[Item]]:
     """Return the URIs of the files that contain many images, and items for all other files.
@@ -206,14 +206,14 @@ def archives_of_split(
     other_items: list[Item] = []
     base = base_uri(card)
     is_single = is_single_file(card, entries)
-    for entry in entries_matching(card, split, entries):
+    for entry in find_matching_entries(card, split, entries):
         if entry.problem and not entry.problem.startswith("other file"):
             raise UserError(
                 f"card {card.name!r}: {printable(entry.name)} in its source {source_uri(card)} is "
                 f"left out ({entry.problem}), and it may hold many images; fix or remove it"
             )
         if entry.problem or get_suffix(entry.name) not in suffixes:
-            problem = entry.problem or other_file(entry.name)
+            problem = entry.problem or describe_other_file(entry.name)
             other_items.append(Item(split, entry.name, "", None, problem))
         else:
             uris.append(base if is_single else join(base, entry.name))
@@ -301,12 +301,12 @@ def class_names(card: Card) -> ClassNames:
 
 
 # ---- items ---------------------------------------------------------------------------------------
-def other_file(name: str) -> str:
+def describe_other_file(name: str) -> str:
     """Return the problem of a file that is not an image of this format."""
     return f"other file: {os.path.splitext(name)[1] or 'no extension'}"
 
 
-def size_problem(size: int) -> str | None:
+def find_size_problem(size: int) -> str | None:
     """Return the problem of an image with more than MAX_IMAGE_BYTES, or None."""
     if size > MAX_IMAGE_BYTES:
         return f"corrupt: {size} bytes are more than {MAX_IMAGE_BYTES}"
@@ -336,7 +336,7 @@ def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def units_of_items(items: list[Item]) -> list[Unit]:
+def build_units(items: list[Item]) -> list[Unit]:
     """Divide items into units. The bytes of each item must be readable on their own."""
     units: list[Unit] = []
     for part in unit_slices([_bytes_to_read(item) for item in items]):

@@ -23,10 +23,10 @@ from pipeline.data.formats.base import (
     MapFn,
     SplitValues,
     Unit,
-    other_file,
-    size_problem,
+    build_units,
+    describe_other_file,
+    find_size_problem,
     source_uri,
-    units_of_items,
     visible,
 )
 from pipeline.data.labels import Label, normalize_label
@@ -286,7 +286,7 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Divide the rows into units of work."""
-    return units_of_items(list(list_items(card, entries)))
+    return build_units(list(list_items(card, entries)))
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
@@ -304,9 +304,9 @@ def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
         if entry is None:
             yield Item(image.split, name, stem, image.label, image.problem)
             continue
-        problem = entry.problem or size_problem(entry.size)
+        problem = entry.problem or find_size_problem(entry.size)
         if problem is None and get_suffix(name) not in IMAGE_FILES:
-            problem = other_file(name)
+            problem = describe_other_file(name)
         uri = join(root, name)
         yield Item(image.split, name, stem, image.label, problem, uri, 0, entry.size)
 

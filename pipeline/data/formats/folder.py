@@ -20,10 +20,10 @@ from pipeline.data.formats.base import (
     MapFn,
     Unit,
     base_uri,
-    other_file,
-    size_problem,
+    build_units,
+    describe_other_file,
+    find_size_problem,
     source_uri,
-    units_of_items,
     visible,
 )
 from pipeline.data.listing import Entry, list_entries, list_folders
@@ -58,7 +58,7 @@ class SplitFolder(NamedTuple):
             if re.search(r"[*?\[{]", part):
                 break
             names.append(part)
-        return cls(split, tuple(map(_part_pattern, texts)), tuple(names))
+        return cls(split, tuple(map(_compile_part, texts)), tuple(names))
 
     def match(self, path: Sequence[str]) -> tuple[bool, str | None]:
         """Return whether a path is in this folder, and the label from its folders or None."""
@@ -78,7 +78,7 @@ class SplitFolder(NamedTuple):
         return True, label
 
 
-def _part_pattern(text: str) -> re.Pattern[str]:
+def _compile_part(text: str) -> re.Pattern[str]:
     if LABEL in text:
         before, _, after = text.partition(LABEL)
         return re.compile(f"{_glob(before)}(?P<label>.+){_glob(after)}", re.DOTALL)
@@ -236,7 +236,7 @@ def _class_folders(card: Card, split: Split) -> set[str]:
             continue
         patterns = [*folder.parts]
         if not any("label" in pattern.groupindex for pattern in patterns):
-            patterns.append(_part_pattern(LABEL))
+            patterns.append(_compile_part(LABEL))
         waiting: list[tuple[str, ...]] = [folder.names]
         for pattern in patterns[len(folder.names) :]:
             below: list[tuple[str, ...]] = []
@@ -259,7 +259,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     items = _sorted_items(card, entries)
     units: list[Unit] = []
     for split in SPLITS:
-        units += units_of_items([item for item in items if item.split == split])
+        units += build_units([item for item in items if item.split == split])
     return units
 
 
@@ -286,9 +286,9 @@ def _item(base: str, found: LabelledEntry) -> Item:
     stem = os.path.splitext(entry.name.rpartition("/")[2])[0]
     problem = entry.problem
     if not problem and get_suffix(entry.name) in IMAGE_FILES:
-        problem = size_problem(entry.size)
+        problem = find_size_problem(entry.size)
     elif not problem:
-        problem = other_file(entry.name)
+        problem = describe_other_file(entry.name)
     label = None if found.label is None else nfc(found.label)
     uri = entry.name if "://" in entry.name else join(base, entry.name)
     return Item(found.split, entry.name, stem, label, problem, uri, 0, entry.size)

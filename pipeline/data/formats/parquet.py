@@ -30,12 +30,12 @@ from pipeline.data.formats.base import (
     MapFn,
     SplitValues,
     Unit,
-    archives_of_split,
+    build_units,
     check_unfolding,
+    find_archives,
+    find_size_problem,
     row_name,
-    size_problem,
     unit_slices,
-    units_of_items,
 )
 from pipeline.data.labels import MAX_LABEL_BYTES, NUMBERS_HINT, Label, normalize_label
 from pipeline.data.listing import Entry, open_file
@@ -66,7 +66,7 @@ def list_parquet_files(card: Card, entries: list[Entry]) -> tuple[list[ParquetFi
     other_items: list[Item] = []
     splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
     for split in splits:
-        uris, items = archives_of_split(card, split, entries, COLUMN_FILES)
+        uris, items = find_archives(card, split, entries, COLUMN_FILES)
         of_file = split if card.source.split is None else None
         files += [ParquetFile(card, of_file, uri) for uri in uris]
         other_items += items
@@ -76,9 +76,9 @@ def list_parquet_files(card: Card, entries: list[Entry]) -> tuple[list[ParquetFi
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return units of consecutive row groups. The groups of each file are listed by `map_fn`."""
     files, other_items = list_parquet_files(card, entries)
-    units = units_of_items(other_items)
+    units = build_units(other_items)
     for file, groups in zip(files, map_fn(list_row_groups, files), strict=True):
-        units += _units_of_file(file, groups)
+        units += _divide_file(file, groups)
     return units
 
 
@@ -122,7 +122,7 @@ def _check_columns(file: ParquetFile, schema: Schema) -> None:
         )
 
 
-def _units_of_file(file: ParquetFile, groups: list[RowGroup]) -> list[Unit]:
+def _divide_file(file: ParquetFile, groups: list[RowGroup]) -> list[Unit]:
     first_rows = list(accumulate([group.rows for group in groups], initial=0))
     units: list[Unit] = []
     for part in unit_slices([group.size for group in groups]):
@@ -211,7 +211,7 @@ class DeclaredLabels:
                 "fetch the file again, or name another column in source.label"
             )
         if value is not None and not isinstance(value, (str, bytes, int, float)):
-            raise no_classes(self.uri, self.column)
+            raise no_classes_error(self.uri, self.column)
         label = normalize_label(value)
         if isinstance(label, int) and 0 <= label < len(self.names):
             return nfc(self.names[label])
@@ -226,7 +226,7 @@ def _item(split: str, uri: str, row: int, image: Any, label: Label) -> ItemBytes
         data = image.get("bytes")
     problem: str | None = "corrupt: the row holds no bytes"
     if isinstance(data, bytes):
-        problem = size_problem(len(data))
+        problem = find_size_problem(len(data))
     stem = f"{row:08d}"
     if isinstance(path, str) and path:
         stem = PurePosixPath(path).stem
@@ -251,7 +251,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
             continue
         for column in (source.label, *source.split_columns()):
             if pa.types.is_nested(schema.types[column]):
-                raise no_classes(file.uri, column)
+                raise no_classes_error(file.uri, column)
         labels = DeclaredLabels(card, file.uri)
         values = SplitValues(card, printable(file.uri))
         columns = [source.label, *source.split_columns()]
@@ -263,12 +263,12 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
                 split = file.split or values.find(_split_value(values, cells), row)
                 label = labels.find(cells[0], row)
                 if isinstance(cells[0], float) and isinstance(label, str):
-                    raise no_classes(file.uri, source.label)
+                    raise no_classes_error(file.uri, source.label)
                 if split != IGNORE:
                     counts[split, label] += number
             row += len(batch)
             if len(counts) > MAX_VALUES:
-                raise no_classes(file.uri, source.label)
+                raise no_classes_error(file.uri, source.label)
     return counts
 
 
@@ -302,7 +302,7 @@ def batch_counts(
     yield from Counter(zip(*cells, strict=True)).items()
 
 
-def no_classes(uri: str, label: str) -> UserError:
+def no_classes_error(uri: str, label: str) -> UserError:
     """Return the error for a column whose values are not classes."""
     return UserError(
         f"{printable(uri)}: the values of column {quoted(label)} are not classes (too many, or "

@@ -22,10 +22,10 @@ from pipeline.data.formats.base import (
     MapFn,
     SplitValues,
     Unit,
-    archives_of_split,
+    build_units,
     class_names,
-    size_problem,
-    units_of_items,
+    find_archives,
+    find_size_problem,
 )
 from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, normalize_label
 from pipeline.data.listing import Entry, open_file, open_source
@@ -53,7 +53,7 @@ MORE_DATA = "data behind its end mark, as of several archives in one file"
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
 
-def damaged_tar(uri: str, error: Exception) -> UserError:
+def damaged_tar_error(uri: str, error: Exception) -> UserError:
     """Return the error for a tar that `tarfile` cannot read. `error` is one of DAMAGE."""
     return UserError(
         f"{printable(uri)} is cut short or no uncompressed tar "
@@ -89,7 +89,7 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     return f"{folder}/{stem}" if folder else stem, suffix.lower()
 
 
-def is_passed_over(member: tarfile.TarInfo) -> bool:
+def is_skipped_member(member: tarfile.TarInfo) -> bool:
     """Return whether to skip a member: a folder, or a file of an operating system (`._x.jpg`)."""
     name = member.name.removeprefix("./")
     is_litter = any(part.lower() in LITTER or part.startswith("._") for part in name.split("/"))
@@ -162,7 +162,7 @@ def read_field(source: str, data: bytes) -> Any:
     return None if isinstance(value, bool) else value
 
 
-def name_contradicts(names: ClassNames, label: Label, text: Any) -> str | None:
+def find_contradiction(names: ClassNames, label: Label, text: Any) -> str | None:
     """Return the problem of a sample if its `.txt` names another class than its label."""
     said = normalize_label(text)
     if said is None or said not in names.by_name or label is None:
@@ -193,7 +193,7 @@ def check_header_size(header_bytes: int) -> None:
 def iterate_members(
     tar: tarfile.TarFile, stream: HeaderStream, size: int
 ) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar in bounded memory, except skipped ones (`is_passed_over`).
+    """Yield the members of a tar in bounded memory, except skipped ones (`is_skipped_member`).
 
     Args:
         tar: The open tar. Its lists of members and of global headers are emptied.
@@ -213,7 +213,7 @@ def iterate_members(
             raise tarfile.ReadError(
                 f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
             )
-        if not is_passed_over(member):
+        if not is_skipped_member(member):
             yield member
 
 
@@ -280,7 +280,7 @@ def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
     """Return whether the keys of a tar contain dots, judged by its first members."""
     names: list[str] = []
     for member in islice(open_tar(HeaderReader(file, is_in_bucket)), PEEKED_MEMBERS):
-        if not is_passed_over(member):
+        if not is_skipped_member(member):
             names.append(member.name)
         if len(names) == 1 and names[0].rpartition("/")[2].count(".") < 2:
             return False
@@ -334,7 +334,7 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
     except UserError:
         raise
     except DAMAGE as error:
-        raise damaged_tar(uri, error) from None
+        raise damaged_tar_error(uri, error) from None
 
 
 # ---- the format ----------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def list_jobs(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item
     other_items: list[Item] = []
     splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
     for split in splits:
-        uris, items = archives_of_split(card, split, entries, SUFFIXES)
+        uris, items = find_archives(card, split, entries, SUFFIXES)
         of_tar = split if card.source.split is None else None
         jobs += [TarJob(card, of_tar, uri) for uri in uris]
         other_items += items
@@ -365,7 +365,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     for samples in map_fn(list_tar, jobs):
         check_unicode_forms(f"source of card {card.name!r}", [item.name for item in samples])
         items += samples
-    return units_of_items(items)
+    return build_units(items)
 
 
 def list_tar(job: TarJob) -> list[Item]:
@@ -416,9 +416,9 @@ def list_tar(job: TarJob) -> list[Item]:
             items.append(Item(split, name, stem, label, problem))
             continue
         image = members[images[0]]
-        problem = size_problem(image.size)
+        problem = find_size_problem(image.size)
         if source == LABEL_SUFFIX:
-            problem = problem or name_contradicts(names, label, texts.get(NAME_SUFFIX))
+            problem = problem or find_contradiction(names, label, texts.get(NAME_SUFFIX))
         offset = image.offset_data
         items.append(Item(split, name, stem, label, problem, job.uri, offset, image.size))
     return items

@@ -30,7 +30,7 @@ from pipeline.data.formats.base import (
     MapFn,
     Unit,
     class_names,
-    size_problem,
+    find_size_problem,
 )
 from pipeline.data.formats.tar import (
     DAMAGE,
@@ -47,14 +47,14 @@ from pipeline.data.formats.tar import (
     TWO_IMAGES,
     TarJob,
     check_header_size,
-    damaged_tar,
+    damaged_tar_error,
+    find_contradiction,
     image_endings,
     is_image_ending,
     iterate_members,
     label_suffix,
     list_tar,
     member_suffix,
-    name_contradicts,
     peek_dots,
     read_field,
     split_name,
@@ -266,7 +266,7 @@ def read_shard(job: ReadJob, summary: ShardSummary | None = None) -> Iterator[It
     except UserError:
         raise
     except DAMAGE as error:
-        raise damaged_tar(job.url, error) from None
+        raise damaged_tar_error(job.url, error) from None
     except OSError as error:
         reason = printable(" ".join(str(error).split())[:300])
         raise UserError(
@@ -346,11 +346,11 @@ class Sample:
                 self._reject("corrupt: two labels for one key")
                 return
             self.found.add("label")
-            self.label = normalize_label(_field(job.label, member, stream))
+            self.label = normalize_label(_read_field(job.label, member, stream))
         elif is_image_ending(suffix, job.endings):
             self._add_image(suffix, member, stream, job)
         elif suffix == NAME_SUFFIX and job.label == LABEL_SUFFIX:
-            self.text = _field(NAME_SUFFIX, member, stream)
+            self.text = _read_field(NAME_SUFFIX, member, stream)
 
     def _add_image(
         self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ReadJob
@@ -370,7 +370,7 @@ class Sample:
     def _take_image(self, member: tarfile.TarInfo, stream: ShardStream) -> None:
         self.offset = member.offset_data
         self.size = member.size
-        problem = size_problem(member.size)
+        problem = find_size_problem(member.size)
         if problem is None:
             stream.seek(member.offset_data)
             self.data = stream.take(member.size)
@@ -391,7 +391,7 @@ class Sample:
             self._reject(HIDDEN_SAMPLE)
         elif not has_image:
             self._reject("corrupt: no image in the sample" if "label" in self.found else NO_SAMPLE)
-        contradiction = name_contradicts(names, self.label, self.text)
+        contradiction = find_contradiction(names, self.label, self.text)
         if contradiction is not None:
             self._reject(contradiction)
         return Item(
@@ -406,7 +406,7 @@ class Sample:
         )
 
 
-def _field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
+def _read_field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
     """Return the value of a member, or None if it cannot be read."""
     stream.seek(member.offset_data)
     if not source.startswith(JSON_PREFIX):

@@ -20,11 +20,13 @@ VARIABLES: dict[str, Split] = {"trnid": "train", "valid": "train", "tstid": "tes
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images. A class is named by its three-digit number, because no list has names."""
-    labels = matlab.whole_numbers(files.matlab(LABELS, ["labels"])["labels"], files.where(LABELS))
+    labels = matlab.require_integers(
+        files.matlab(LABELS, ["labels"])["labels"], files.where(LABELS)
+    )
     numbers = files.matlab(SPLITS, list(VARIABLES))
     where = files.where(SPLITS)
     for name, split in VARIABLES.items():
-        for number in matlab.whole_numbers(numbers[name], where):
+        for number in matlab.require_integers(numbers[name], where):
             if not 1 <= number <= len(labels):
                 raise UserError(
                     f"{where}: image {number} is none of the {len(labels)} that {LABELS} has; "

@@ -31,7 +31,7 @@ WORDNET_ID = re.compile("n[0-9]{8}")
 def read_with_kit(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images of train and val."""
     yield from read_train(files, "train")
-    classes = wordnet_ids(files)
+    classes = read_wordnet_ids(files)
     truth = files.need(TRUTH)
     for image, (number,) in enumerate(files.rows(truth, 1), start=1):
         label = look_up_value(classes, number, files.where(files.need(META)))
@@ -64,14 +64,14 @@ def read_train(files: OfficialFolder, folder: str) -> Iterator[LabelledImage]:
             yield LabelledImage("train", label, path)
 
 
-def wordnet_ids(files: OfficialFolder) -> dict[str, str]:
+def read_wordnet_ids(files: OfficialFolder) -> dict[str, str]:
     """Map the number of each class in the development kit to its WordNet id."""
     name = files.need(META)
     where = files.where(name)
     rows = matlab.require_structs(files.matlab(name, ["synsets"])["synsets"], where, SYNSET_FIELDS)
     ids: dict[str, str] = {}
     for row in rows:
-        number = matlab.whole_number(row["ILSVRC2012_ID"], where)
+        number = matlab.require_integer(row["ILSVRC2012_ID"], where)
         ids[str(number)] = _wordnet_id(matlab.require_text(row["WNID"], where), where)
     return ids
 

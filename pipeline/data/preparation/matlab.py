@@ -239,7 +239,7 @@ def unpacked(body: bytes) -> bytes:
 
 
 # ---- expected values -----------------------------------------------------------------------------
-def whole_numbers(value: Value, where: str) -> list[int]:
+def require_integers(value: Value, where: str) -> list[int]:
     """Return a value as a list of integers; raise `UserError` for another value."""
     if not isinstance(value, np.ndarray):
         raise _other_kind(where, "whole numbers")
@@ -253,9 +253,9 @@ def _other_kind(where: str, kind: str) -> UserError:
     return UserError(f"{where} has no {kind} where the official file has; fetch it again")
 
 
-def whole_number(value: Value, where: str) -> int:
+def require_integer(value: Value, where: str) -> int:
     """Return a value as a single integer; raise `UserError` for another value."""
-    numbers = whole_numbers(value, where)
+    numbers = require_integers(value, where)
     if len(numbers) != 1:
         raise UserError(
             f"{where}: {len(numbers)} numbers where one is expected; fetch the official file again"

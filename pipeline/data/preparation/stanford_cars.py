@@ -50,7 +50,7 @@ def read_one_folder(files: OfficialFolder) -> Iterator[LabelledImage]:
     values = files.matlab(ALL[0], ["annotations", "class_names"])
     classes = _classes(values, where)
     for row in _annotations(values, where, "relative_im_path", "test"):
-        is_train = matlab.whole_number(row["test"], where) == 0
+        is_train = matlab.require_integer(row["test"], where) == 0
         path = matlab.require_text(row["relative_im_path"], where)
         yield LabelledImage(
             choose_split(is_train), _label(row, classes, where), path, _box(row, where)
@@ -68,11 +68,11 @@ def _annotations(values: dict[str, Value], where: str, *fields: str) -> list[dic
 
 
 def _label(row: dict[str, Value], classes: dict[str, str], where: str) -> str:
-    return look_up_value(classes, str(matlab.whole_number(row["class"], where)), where)
+    return look_up_value(classes, str(matlab.require_integer(row["class"], where)), where)
 
 
 def _box(row: dict[str, Value], where: str) -> ImageBox:
-    left, top, right, bottom = (matlab.whole_number(row[side], where) for side in SIDES)
+    left, top, right, bottom = (matlab.require_integer(row[side], where) for side in SIDES)
     return ImageBox(left - 1, top - 1, right, bottom)
 
 

@@ -84,8 +84,9 @@ class AlignmentPlan:
         draws: Number of features drawn per class and epoch.
         batch_size: Number of features per step.
         lr: Initial learning rate of SGD. It follows a cosine schedule over the epochs.
-        tau: Temperature of normalised logits (`normalised_loss`). None: plain cross-entropy.
-        shrinks: Whether to shrink the class means of earlier tasks (`shrink_factors`).
+        tau: Temperature of normalised logits (`compute_normalised_loss`). None: plain
+            cross-entropy.
+        shrinks: Whether to shrink the class means of earlier tasks (`list_shrink_factors`).
     """
 
     epochs: int
@@ -121,7 +122,7 @@ def align_heads(
         [weight, bias], plan.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
     )
     labels = torch.arange(sum(counts)).repeat_interleave(plan.draws)
-    shrinks = shrink_factors(len(heads)) if plan.shrinks else [1.0] * len(heads)
+    shrinks = list_shrink_factors(len(heads)) if plan.shrinks else [1.0] * len(heads)
     for epoch in range(plan.epochs):
         optimizer.param_groups[0]["lr"] = (
             plan.lr * (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
@@ -139,7 +140,7 @@ def align_heads(
             if plan.tau is None:
                 loss = F.cross_entropy(torch.cat(logits, 1), targets)
             else:
-                loss = normalised_loss(logits, targets, plan.tau)
+                loss = compute_normalised_loss(logits, targets, plan.tau)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -147,7 +148,7 @@ def align_heads(
     return dict(zip(heads, zip(weights, biases, strict=True), strict=True))
 
 
-def normalised_loss(logits: Sequence[Tensor], labels: Tensor, tau: float) -> Tensor:
+def compute_normalised_loss(logits: Sequence[Tensor], labels: Tensor, tau: float) -> Tensor:
     """Return the mean cross-entropy of z / (nu tau), nu = mean over tasks s of |z_s| + 1e-7.
 
     Args:
@@ -160,7 +161,7 @@ def normalised_loss(logits: Sequence[Tensor], labels: Tensor, tau: float) -> Ten
     return F.cross_entropy(torch.cat([*logits], 1) / (nu * tau), labels)
 
 
-def shrink_factors(tasks: int) -> list[float]:
+def list_shrink_factors(tasks: int) -> list[float]:
     """Return rho of each task t = 0, 1, ...: 0.9 + 0.1 (t + 1) / tasks, so 1 for the newest."""
     return [0.9 + 0.1 * (task + 1) / tasks for task in range(tasks)]
 

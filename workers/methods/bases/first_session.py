@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import ActiveIf, Neutral, Task
-from workers.methods.adapter import added_share, draw_dropout, find_adapter_sites
+from workers.methods.adapter import compute_added_share, draw_dropout, find_adapter_sites
 from workers.methods.base import (
     BLOCK_VITS,
     EXAMPLES,
@@ -33,10 +33,10 @@ from workers.methods.base import (
 from workers.methods.bases.statistics import ClassStatistics
 from workers.methods.finetune import weight_groups
 from workers.methods.train_defaults import TrainDefaults
-from workers.methods.vpt import prompted_share
+from workers.methods.vpt import compute_prompted_share
 from workers.model.adapters import Bottlenecks
 from workers.model.cosine import CosineHeads
-from workers.model.prompts import PromptSites, initial_prompts
+from workers.model.prompts import PromptSites, draw_initial_prompts
 from workers.model.scale_shift import ScaleShiftSites
 from workers.storage.taskstate import Carried, TaskState
 
@@ -296,7 +296,7 @@ class Adapters(Adaptation):
             return backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, backbone: nn.Module) -> float:
-        return 1 + added_share(backbone, 2 * self.bottlenecks.down.numel())
+        return 1 + compute_added_share(backbone, 2 * self.bottlenecks.down.numel())
 
 
 class Prompts(Adaptation):
@@ -309,7 +309,7 @@ class Prompts(Adaptation):
     def __init__(self, backbone: nn.Module, count: int, is_deep: bool):
         super().__init__()
         self.sites = PromptSites(backbone, "deep" if is_deep else "shallow")
-        self.prompts = nn.Parameter(initial_prompts(len(self.sites), count, backbone))
+        self.prompts = nn.Parameter(draw_initial_prompts(len(self.sites), count, backbone))
 
     def groups(self, optim: OptimPlan) -> list[ParamGroup]:
         return [{"name": "prompts", "params": [self.prompts], "weight_decay": optim.weight_decay}]
@@ -319,7 +319,7 @@ class Prompts(Adaptation):
             return backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, backbone: nn.Module) -> float:
-        return prompted_share(backbone, self.sites, self.prompts.shape[1])
+        return compute_prompted_share(backbone, self.sites, self.prompts.shape[1])
 
 
 class ScalesAndShifts(Adaptation):

@@ -165,7 +165,7 @@ class OneAnchor(WeightImportance[S]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.carried is not None:
             self.load_carried(context.carried)
-            self.importance = with_prefix(IMPORTANCE, context.carried)
+            self.importance = select_with_prefix(IMPORTANCE, context.carried)
         groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         self.anchors = {name: p.detach().clone() for name, p in self.protected().items()}
         return groups
@@ -200,7 +200,7 @@ class OneAnchor(WeightImportance[S]):
             parameter.grad.addcmul_(importance, distance, value=2 * self.weight())
 
 
-def with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
+def select_with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
     """Return the carried tensors whose names start with `prefix`, without that prefix."""
     tensors = {}
     for name, tensor in carried.tensors.items():

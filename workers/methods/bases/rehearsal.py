@@ -237,7 +237,7 @@ class Rehearsal(CarriesMemory[S]):
             memory[task.name][class_name] = keys
         self.exemplars = memory
         if self.uses_class_means:
-            self.means = self.exemplar_means(batch)
+            self.means = self.compute_exemplar_means(batch)
 
     def count_exemplars(self, sharers: int) -> dict[tuple[str, str], int]:
         """Return the number of exemplars of each task and class.
@@ -263,7 +263,7 @@ class Rehearsal(CarriesMemory[S]):
             for name, share in task.shares.items()
         }
 
-    def exemplar_means(self, batch: FeatureBatch) -> Tensor:
+    def compute_exemplar_means(self, batch: FeatureBatch) -> Tensor:
         """Return the mean feature (classes so far, d) of the exemplars of each class."""
         names = self.task_names()
         exemplar_keys: dict[str, set[str]] = {}  # by task

@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.adapter import added_share, draw_dropout, find_adapter_sites
+from workers.methods.adapter import compute_added_share, draw_dropout, find_adapter_sites
 from workers.methods.base import (
     BLOCK_VITS,
     MethodSettings,
@@ -128,10 +128,10 @@ class TaskAdapters(SeparateHeads[S]):
         with self.sites.using(adapters):
             return self.backbone(images)  # type: ignore[no-any-return]
 
-    def adapter_share(self) -> float:
+    def compute_adapter_share(self) -> float:
         """Return the FLOPs of a forward pass with adapters, divided by those without."""
         entries = 2 * len(self.sites) * self.settings.width * self.sites.width
-        return 1 + added_share(self.backbone, entries)
+        return 1 + compute_added_share(self.backbone, entries)
 
 
 def take_adapters(carried: Carried) -> Adapters:

@@ -12,7 +12,7 @@ from workers.methods.bases.class_incremental import ClassIncremental
 
 # Distance by which the logits of other tasks' classes are below those of the inferred task. It is
 # so large that their softmax is zero.
-BELOW = 100.0
+LOGIT_GAP = 100.0
 NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # marks settings of task inference
 
 
@@ -54,6 +54,6 @@ class ChoosesTask(ClassIncremental[S]):
             rows = (choices == index).nonzero().squeeze(1)
             if len(rows):
                 task_logits = self.logits(images[rows], name).to(logits.dtype)
-                logits[rows] = task_logits.amin(1, keepdim=True) - BELOW
+                logits[rows] = task_logits.amin(1, keepdim=True) - LOGIT_GAP
                 logits[rows, columns] = task_logits
         return logits

@@ -20,9 +20,9 @@ from workers.methods.base import (
     ParamGroup,
     Progress,
     StepContext,
-    needs_adamw,
+    require_adamw,
 )
-from workers.model.masks import digest_of_masks
+from workers.model.masks import compute_mask_digest
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 
@@ -94,7 +94,7 @@ class WeightMasks(Method[S]):
         }
         # Registers the masks for `state_dict` and `to`, which ignore the dict.
         self.mask_modules = nn.ModuleList(self.masks.values())
-        self.first_masks = digest_of_masks(self.hard())
+        self.first_masks = compute_mask_digest(self.hard())
         self.copies = Copies(self.backbone, self.copied())
         by_rate: dict[float, list[nn.Parameter]] = {}
         for site, mask in self.masks.items():
@@ -131,7 +131,7 @@ class WeightMasks(Method[S]):
         symptom = ""
         if all(bool((mask == 1).all()) for mask in masks.values()):
             symptom = "no mask entry was switched off"
-        elif digest_of_masks(masks) == self.first_masks:
+        elif compute_mask_digest(masks) == self.first_masks:
             symptom = "no mask entry changed"
         if not symptom:
             return []
@@ -227,7 +227,7 @@ class ThresholdMasks(WeightMasks[T]):
 
     @classmethod
     def validate(cls, settings: T, train: TrainSettings, data: DataSettings, scenario: str) -> None:
-        needs_adamw(settings.mask_lr, train)
+        require_adamw(settings.mask_lr, train)
         if not settings.is_start_on():
             raise UserError(
                 f"start is {settings.start} with theta {settings.theta}: every entry would "

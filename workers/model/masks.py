@@ -245,8 +245,8 @@ class AnnealedSigmoid(nn.Module):
     """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large scale.
 
     See `compute_annealed_scale` for s. The gradient of e is s_max sigmoid(e) sigmoid(-e) times the
-    gradient of a, for any s, and 0 if |s e| > 50. This is the effect of HAT's compensation (Sec. 2.5).
-    With compensation `official`, the gradient is computed in two steps like in the released code.
+    gradient of a, for any s, and 0 if |s e| > 50: the effect of HAT's compensation (Sec. 2.5). With
+    compensation `official`, the gradient is computed in two steps like in the released code.
     Then the sigmoid is exactly 1 in fp32 for s e above 17, so a unit that is on late in an epoch
     cannot be switched off, while a unit that is off can be switched on.
 

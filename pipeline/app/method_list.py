@@ -163,12 +163,12 @@ def describe_method(name: str) -> str:
     lines += _wrapped(f"keeps for each task: {method.keeps}")
     if method.paper:
         lines += _wrapped(f"paper: {method.paper}")
-    lines += ["", "training where a config is silent (`train`, methods.NAME.train):"]
+    lines += ["", "default training settings (`train`, methods.NAME.train):"]
     for text in describe_train_defaults(method):
         lines += _wrapped(text)
     lines.append("")
     if settings:
-        lines.append(f"settings, below methods.{name}; where the paper has another")
+        lines.append(f"settings, below methods.{name}; if the paper has another value")
         lines.append(
             f"value than the default, it is given too (from {find_paper_config(name).name})"
         )

@@ -398,7 +398,7 @@ def _describe_forced_result(before: Lookup, outcome: Outcome, stage_id: str) -> 
         return "it had no result before"
     if compute_content_digest(before.manifest) == compute_content_digest(after):
         return "run again, with the same content as before"
-    return "run again, with another content than before; what was made of it was run again"
+    return "run again with a different result; the stages that depend on it were run again"
 
 
 def _run_and_record(

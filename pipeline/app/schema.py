@@ -122,12 +122,12 @@ def _method_schema(definitions: Schema, name: str) -> Schema:
     own_of_task = {key: own["properties"][key] for key in sorted(method.per_task)}
     task = _object({"train": train, "steps": steps, **own_of_task})
     shared = {
-        "method": {"const": name, "description": "the method, where the label is another word"},
+        "method": {"const": name, "description": "the method, if the label is not its name"},
         "train": train,
         "data": data,
         "steps": {**steps, "description": "training settings of a step, over `train`"},
         "tasks": {
-            "description": "what differs for one task, by its name",
+            "description": "settings of one task, by name of the task",
             "type": "object",
             "additionalProperties": task,
         },

@@ -234,7 +234,7 @@ def run(args: argparse.Namespace) -> int:
     if config.name != config.base_name:
         print(
             f"run {config.name}: "
-            f"--set changes what {config.base_name} computes, so this is a run of its own"
+            f"--set changes the settings of {config.base_name}, so this is a run of its own"
         )
     selection = StageSelection(
         args.only_stages, args.from_stages, args.until_stages, args.force_stages

@@ -28,7 +28,7 @@ GROUPS = (
     CommandGroup(
         "look at runs", ("runs", "status", "logs", "report", "compare", "analyse", "ui"), "status"
     ),
-    CommandGroup("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
+    CommandGroup("use trained models", ("predict", "bundle", "tasks", "serve"), "predict"),
     CommandGroup("keep house", ("gc", "completion"), "gc"),
 )
 # command -> example command line, without the name of the program

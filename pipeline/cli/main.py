@@ -175,8 +175,8 @@ def parser(program: str = "") -> argparse.ArgumentParser:
         "--log-level",
         choices=run_log.LEVELS,
         default="warning",
-        help="what is logged on stderr, before COMMAND (default: warning); a run logs at info into "
-        "driver.log beside its record",
+        help="level of the log on stderr, before COMMAND (default: warning); a run logs at level "
+        "info into driver.log beside its record",
     )
     top.add_argument(
         "--plugin",

@@ -116,7 +116,7 @@ def _add_state_commands(add_command: AddCommand) -> None:
     logs_parser = add_command(
         "logs",
         logs,
-        "print what happened in a run or a stage, with the traceback of each failure",
+        "print the events of a run or a stage, with the traceback of each failure",
         config=False,
     )
     for sub in (status_parser, logs_parser):

@@ -169,7 +169,8 @@ class StreamSettings(Frozen):
     """The tasks in the order in which they are learned."""
 
     tasks: tuple[TaskEntry, ...] = Field(
-        min_length=1, description="in order; a card's name alone stands for a task of all of it"
+        min_length=1,
+        description="in order; a card's name alone is a task with all classes of the card",
     )
     scenario: Literal["task", "class", "domain"] = Field(
         "task",
@@ -541,16 +542,17 @@ class Config(Frozen):
     storage: str = Field(
         "storage", min_length=1, description="folder or URI of all results, checkpoints and records"
     )
-    stream: StreamSettings = Field(description="the tasks, and what is known at test time")
+    stream: StreamSettings = Field(description="the tasks, and the scenario")
     backbone: BackboneChoice = Field(
         BackboneChoice(), description="the network that all tasks share, and its initial weights"
     )
     data: DataSettings = Field(
-        DataSettings(), description="how images are read and augmented, and what is held out"
+        DataSettings(), description="how images are read, augmented and held out"
     )
     train: TrainSettings = Field(
         TrainSettings(),
-        description="how all methods are trained; what is not set is each method's own",
+        description="training of all methods; each method has its own default for a setting that "
+        "is not given",
     )
     methods: dict[str, MethodEntry] = Field(
         min_length=1,

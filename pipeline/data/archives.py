@@ -26,7 +26,9 @@ OfficialLayout = Literal[
 class Archive(Frozen):
     """The official files of a data set that the user downloads by hand."""
 
-    address: str = Field(min_length=1, description="where a person fetches them, and what they are")
+    address: str = Field(
+        min_length=1, description="where to download them by hand, and their content"
+    )
     layout: OfficialLayout | None = Field(
         None,
         description="how they are laid out, for `accrete data prepare`; null: they are used as "

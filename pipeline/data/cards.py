@@ -191,8 +191,8 @@ class Card(Frozen):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the data set in configs"
     )
-    title: str = Field("", description="what the data set is, in a few words")
-    source: Source = Field(description="where the raw data lies, and how it is laid out")
+    title: str = Field("", description="the data set in a few words")
+    source: Source = Field(description="path and layout of the raw data")
     licence: str = Field(description="the licence of the images, as their authors state it")
     cite: str = Field("", description="the paper, or the page, to be cited")
     classes: tuple[str, ...] = Field(
@@ -205,7 +205,7 @@ class Card(Frozen):
         None, ge=0, le=2**32 - 1, description="permutes `classes` by numpy's RandomState(seed)"
     )
     test_fraction: float = Field(
-        0.0, ge=0, lt=1, description="share held out as test where the source has no test split"
+        0.0, ge=0, lt=1, description="share held out as test if the source has no test split"
     )
     hold_out: Annotated[Literal["rank", "threshold"], Neutral("rank")] = Field(
         "rank",
@@ -214,9 +214,7 @@ class Card(Frozen):
         "each image decides by its own digest and stays on its side, so that shares are not exact",
     )
     counts: Counts | None = Field(None, description="images that must be found, after rejections")
-    content: str | None = Field(
-        None, description="sha256 of the ingested index; what is found must equal it"
-    )
+    content: str | None = Field(None, description="expected sha256 of the ingested index")
     duplicates: Literal["keep", "drop"] = Field(
         "keep", description="exact copies inside a split are listed; `drop` leaves them out"
     )
@@ -250,7 +248,7 @@ class Card(Frozen):
         "out, one a line: the path below the source, or the sha256 of the image",
     )
     archive: Annotated[Archive | None, Neutral(None)] = Field(
-        None, description="the official files, where a person fetches them by hand"
+        None, description="the official files, and where to download them by hand"
     )
     verified: Annotated[str, Neutral("")] = Field(
         "",

@@ -60,9 +60,9 @@ def read_catalogue() -> Catalogue:
 def note(program: str) -> str:
     """Return the explanation below the list of cards. `program` is the command for Accrete."""
     return (
-        "verified no: the card was written without the data, from what its authors state.\n"
-        f"by hand: {program} data list cub200 tells where the files of cub200 are to be fetched.\n"
-        "All else by torchvision:NAME or hf://datasets/OWNER/NAME in place of a path: "
+        "verified no: the card was written without the data, from the statements of its authors.\n"
+        f"by hand: {program} data list cub200 prints where to download the files of cub200.\n"
+        "Any other data set: torchvision:NAME or hf://datasets/OWNER/NAME in place of a path: "
         f"{program} run torchvision:SVHN"
     )
 

@@ -195,7 +195,7 @@ def config_text(
         f"# {format_count(num_classes, 'class')} in {format_count(len(tasks), 'task')}. "
         f"Written by `{_comment(command)}`; edit it.\n"
         f"# Run it with  {_comment(run_command)}\n"
-        "# After a change only what it touches runs again; a task that is added runs alone.\n"
+        "# After a change only the affected stages run again; an added task runs alone.\n"
     )
     text += _line("name", name)
     text += _line("seed", 0)
@@ -237,15 +237,15 @@ def config_text(
     text += _line("options", options, indent=2)
     text += "data:\n"
     text += _line("val_fraction", val_fraction, held_out, 2)
-    text += _line("flip", 0.0, "0.5: where a mirrored image has the same class", 2)
+    text += _line("flip", 0.0, "0.5: if a mirrored image has the same class", 2)
     text += _train_text(has_gpu)
-    text += "# Side by side. docs/methods.md lists all that there are.\nmethods:\n"
+    text += "# Trained side by side. docs/methods.md lists all methods.\nmethods:\n"
     if not in_domains:
         text += _line("linear", {}, "a frozen backbone, a head per task: forgets nothing", 2)
     text += _line("finetune", {}, "all weights keep learning: forgets", 2)
     if in_domains:
         text += _line("replay", {}, "learns with images of earlier tasks: forgets less", 2)
-        text += _line("joint", {}, "learns all tasks together: what could be reached", 2)
+        text += _line("joint", {}, "learns all tasks together: an upper bound", 2)
     else:
         text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
     told = "one pass over frozen features; {} for a pretrained backbone"

@@ -38,7 +38,7 @@ def describe_source(card: Card, program: str) -> str:
     advice = f"{printable(folder)} {describe_contents(entries or [])}"
     command = starter.suggest(_short(uri), program)
     if command is not None:
-        advice += f"; a card for what is there: `{command}`"
+        advice += f"; to write a card for the existing files: `{command}`"
     return f"; {advice}"
 
 

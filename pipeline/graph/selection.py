@@ -120,7 +120,7 @@ def select_stages_to_run(
             if not lookups[parent].hit and parent not in chosen:
                 raise UserError(
                     f"stage {stage.id} needs {parent}, which has no result and is not selected; "
-                    f"--until {stage.id} runs what it needs too"
+                    f"--until {stage.id} also runs its dependencies"
                 )
     return chosen
 

@@ -131,6 +131,6 @@ def check_gpus(cluster: ClusterSettings) -> None:
     for name, gpus in settings.items():
         if gpus:
             raise UserError(
-                f"cluster.{name} is {gpus}, but this machine "
-                "has no GPU that torch can use; set it to 0 or run where there is one"
+                f"cluster.{name} is {gpus}, but this machine has no GPU that torch can use; set it "
+                "to 0, or use a machine with a GPU"
             )

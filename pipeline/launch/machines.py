@@ -75,5 +75,5 @@ def choose_machine(cloud: str, size: Size) -> Machine:
             return machine
     raise UserError(
         f"no known machine of {cloud} has {size.cpus} CPUs, {size.gpus} GPUs and "
-        f"{size.memory_gb} GB; lower --ranks-per-node or what a rank takes"
+        f"{size.memory_gb} GB; lower --ranks-per-node or the resources of a rank"
     )

@@ -75,5 +75,5 @@ def text(steps: Iterable[StepTraining]) -> str:
     if not lines:
         return ""
     return "\n".join(
-        ["training, with the methods' own defaults where the config is silent:", *lines]
+        ["training settings (defaults of the method, if the config has none):", *lines]
     )

@@ -367,8 +367,8 @@ def draw_map_pictures(
             names_without_maps.append(name)
             continue
         caption = (
-            "Test images, and over each what the class token looks at, a mean over heads; "
-            "1 is what uniform attention gives to a patch."
+            "Test images with the attention of the class token to each patch, averaged over "
+            "heads; 1 is the value of uniform attention."
         )
         if any(task_maps.selected is not None for _, task_maps in entries):
             caption += (
@@ -415,8 +415,8 @@ def build_robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
         tables.append(([kind, *levels], body))
     captions = {
         "occlusion": "Accuracy when the centre of images is hidden.",
-        "fgsm": "Accuracy when every pixel goes a step uphill in the loss, of methods whose "
-        "answers have a gradient in the image.",
+        "fgsm": "Accuracy after a gradient step on the pixels that increases the loss, for methods "
+        "whose predictions have a gradient with respect to the image.",
         "shifted": "Accuracy on the test images of another card, answers chosen among its classes "
         "alone, beside that on the task's own images of these classes.",
     }

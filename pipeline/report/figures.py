@@ -77,7 +77,7 @@ def size_accuracy_figure(tables: RunTables) -> CaptionedFigure | None:
     if not any(row["growth"] for row in summary):
         return None
     caption = (
-        "What a method stores besides the shared backbone "
+        "Bytes that a method stores besides the shared backbone "
         "(masks as packed bits, tokens, heads, copies, and the state carried to the next task) "
         "against its average accuracy. Best is top left."
     )

@@ -81,7 +81,7 @@ def format_value(value: Any, kind: str) -> str:
             return f"{value:,.0f}"
         case "seconds":
             return format_seconds(value)
-    raise ValueError(f"kind {kind!r} is none of rate, bytes, times, count, seconds")
+    raise ValueError(f"kind {kind!r} is not one of rate, bytes, times, count, seconds")
 
 
 def format_rate(value: float) -> str:

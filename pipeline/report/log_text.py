@@ -76,7 +76,7 @@ def run_text(
     files = find_failures(storage)
     failed = [stage for stage in record["stages"] if stage["key"] in files]
     if failed:
-        lines += ["", "what failed, and what prints its traceback:"]
+        lines += ["", "failures, each with the command that prints its traceback:"]
     for stage in failed:
         count = len(files[stage["key"]])
         tries = "1 failed try" if count == 1 else f"{count} failed tries"

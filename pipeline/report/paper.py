@@ -275,7 +275,7 @@ def budget_html_rows(comparison: Comparison) -> HtmlRows:
 
 def budgets_latex(comparison: Comparison) -> str:
     """Return the table of budgets as a LaTeX `tabular` in the style of booktabs."""
-    caption = "What each method was given, without the backbone; mean of a replica."
+    caption = "Training budget of each method, without the backbone; mean over replicas."
     heading = ["method", *(title for title, _ in BUDGET_COLUMNS.values())]
     rows = []
     for name, budget in budgets(comparison).items():

@@ -380,7 +380,7 @@ def collect_search_keys(storage: str) -> set[str]:
         search = load(storage, name)
         if search.problems:
             raise UserError(
-                f"search {name!r}: {search.problems[0]}; so what it needs is not known: "
+                f"search {name!r}: {search.problems[0]}; so its stages are not known: "
                 f"start the search again, or remove {join(folder, name)}"
             )
         for trial in search.trials:

@@ -462,7 +462,7 @@ def _check_key(key: str, labels: Sequence[str], path: str) -> None:
     if top in NOT_SEARCHABLE:
         raise UserError(
             f"{path}: space.{key} cannot be searched, "
-            "because it does not change what is learned (or only by chance); take it out"
+            "because it does not change the trained model (or only by chance); remove it"
         )
     label = rest.partition(".")[0]
     if top == "methods" and label not in labels:

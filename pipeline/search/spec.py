@@ -93,8 +93,8 @@ class SearchSettings(Frozen):
     )
     protocol: Literal["end_of_stream", "first_k_tasks", "per_task", "two_streams"] = Field(
         "end_of_stream",
-        description="what trials are judged on: the whole stream, its first tasks, each task in "
-        "turn, or another stream",
+        description="data that trials are judged on: the whole stream, its first tasks, each task "
+        "in turn, or another stream",
     )
     first_tasks: PositiveInt | None = Field(
         None, description="first_k_tasks: number of tasks that trials are judged on"
@@ -131,7 +131,7 @@ class SearchSettings(Frozen):
     objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(
         ("accuracy",),
         min_length=1,
-        description="what is searched for: accuracy alone, or also few bytes for each task",
+        description="objective: accuracy alone, or also few bytes per task",
     )
     tolerance: NonNegativeFloat = Field(
         0.0,

@@ -66,12 +66,12 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
             return
         if path.exists() and path.stat().st_size:
             aside = path.with_name(
-                f"{path.name}.half-made-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+                f"{path.name}.incomplete-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
             )
             path.rename(aside)
             filesystem.notify(
-                f"{path} was left half-made, with no run in it, by a process that was killed "
-                f"or by another version of MLflow; it is now {aside.name}, and made again"
+                f"{path} was incomplete and without runs, because its process was killed or used "
+                f"another version of MLflow; it was renamed to {aside.name}, a new one is created"
             )
         else:
             path.unlink(missing_ok=True)

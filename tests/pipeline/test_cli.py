@@ -759,7 +759,7 @@ def test_a_run_with_another_seed_is_another_run(
     before = (run_copy.storage / "runs" / "small" / "run.json").read_text()
     text = output(capsys, "run", run_copy.config(), "--set", "seed=7")
     assert (
-        "run small-seed-7: --set changes what small computes, so this is a run of its own" in text
+        "run small-seed-7: --set changes the settings of small, so this is a run of its own" in text
     )
     assert (run_copy.storage / "runs" / "small" / "run.json").read_text() == before
     record = json.loads((run_copy.storage / "runs" / "small-seed-7" / "run.json").read_text())

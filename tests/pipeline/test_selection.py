@@ -82,7 +82,7 @@ def test_a_forced_stage_runs_though_it_has_a_result() -> None:
     ("names", "sentence"),
     [
         ({"only": ["m/b/train"]}, "stage m/b/train needs m/a/train, which has no result"),
-        ({"start": ["m/b/train"]}, "--until m/b/train runs what it needs too"),
+        ({"start": ["m/b/train"]}, "--until m/b/train also runs its dependencies"),
         (
             {"until": ["m/a/trian"]},
             "'m/a/trian' is not a stage of run 'r'; did you mean 'm/a/train'",

@@ -92,9 +92,11 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     path.touch()
     prepare_two_tables(path)
     assert is_whole(path, lambda: REVISION)
-    aside = [entry for entry in tmp_path.iterdir() if "half-made" in entry.name]
+    aside = [entry for entry in tmp_path.iterdir() if "incomplete" in entry.name]
     assert len(aside) == len(lines) == (left != "empty")
-    assert all("was left half-made" in line and aside[0].name in line for line in lines)
+    assert all(
+        "was incomplete and without runs" in line and aside[0].name in line for line in lines
+    )
 
 
 def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_killed_database_creation_is_recovered(
     left = [
         entry.name
         for entry in tmp_path.iterdir()
-        if entry.name.startswith("mlflow.db") and "half-made" not in entry.name
+        if entry.name.startswith("mlflow.db") and "incomplete" not in entry.name
     ]
     assert left == ["mlflow.db"]
 

@@ -234,7 +234,7 @@ def test_a_cache_whose_disk_reads_nothing_is_a_sentence(
     monkeypatch.setattr(LocalFile, "read_at", fails)
     with pytest.raises(UserError) as caught:
         made.read(1)
-    assert "cannot read what was written there (Input/output error)" in str(caught.value)
+    assert "cannot read back the written data (Input/output error)" in str(caught.value)
     assert "name another folder in cluster.cache" in str(caught.value)
 
 

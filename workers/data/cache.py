@@ -343,9 +343,8 @@ class Blocks:
         if bad:
             assert self.cache is not None, "memory keeps what is written"
             filesystem.notify(
-                f"cache: {len(bad)} decoded images in {self.cache.folder} are not what was "
-                "written there, and are "
-                "made again; look after that disk if this comes again"
+                f"cache: {len(bad)} decoded images in {self.cache.folder} differ from "
+                "the written data, and are decoded again; check that disk if this repeats"
             )
         for row in bad:
             self._mend(row)

@@ -354,7 +354,7 @@ class BucketReader:
             try:
                 return file.read_at(size, offset)
             except OSError as error:
-                problem = f"cannot read what was written there ({error.strerror})"
+                problem = f"cannot read back the written data ({error.strerror})"
                 raise self.cache.make_disk_error(problem) from None
 
     def _future(self, number: int) -> Future[bytes | None]:
@@ -515,8 +515,8 @@ class BucketReader:
             cache.forget(self._name(number))
             data = self.samples.read_bytes(row)
             filesystem.notify(
-                f"cache: image {self.samples.table['key'][row].as_py()!r} in {cache.folder} is not "
-                "what was written there; its part of the shard is fetched again"
+                f"cache: image {self.samples.table['key'][row].as_py()!r} in {cache.folder} "
+                "differs from the written data; its part of the shard is downloaded again"
             )
             self._fetch_or_find(number)
             if not self.samples.is_intact(row, self._record(row)):

@@ -98,9 +98,9 @@ class Lora(Method[LoraSettings]):
         sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         if settings.rank > sites.width:
             raise UserError(
-                f"rank is {settings.rank}, and the backbone's weights have no more than "
-                f"{sites.width}: an update of low rank would be larger than "
-                f"what it updates; give at most {sites.width}"
+                f"rank is {settings.rank}, but the backbone's weights have at most rank "
+                f"{sites.width}, so the update would be larger than the weights; give at most "
+                f"{sites.width}"
             )
 
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):

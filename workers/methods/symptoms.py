@@ -60,7 +60,7 @@ def find_training_symptoms(
     if length["steps"] < FEW_STEPS_SHARE * own_steps:
         sentences.append(
             f"task {job.task.name!r}: {length['steps']} optimizer steps of {job.step!r} are few, "
-            f"{method.name} takes {own_steps} where nothing is set; leave out train.epochs and "
+            f"{method.name} takes {own_steps} by default; leave out train.epochs and "
             f"train.batch_size, or --set {section}.min_steps={own_steps}"
         )
     return sentences
@@ -107,7 +107,6 @@ def find_mask_symptoms(state: TaskState) -> list[str]:
     if not masks or any(bool(mask.any()) for mask in masks):
         return []
     return [
-        f"task {state.task!r}: every entry of every mask is switched off, so that nothing of the "
-        "backbone is used; lower the rate of masks (mask_lr, mask_travel), or what asks for "
-        "sparse masks"
+        f"task {state.task!r}: every entry of every mask is switched off, so the backbone is not "
+        "used; lower the rate of masks (mask_lr, mask_travel), or the penalty for dense masks"
     ]

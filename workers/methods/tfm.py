@@ -67,8 +67,8 @@ class TfmSettings(MethodSettings):
     )
     first: Literal["adapted", "trained"] = Field(
         "adapted",
-        description="what the first task trains: `adapted`: new units only, the backbone is "
-        "frozen; `trained`: also the whole backbone",
+        description="parameters that the first task trains: `adapted`: new units only, the "
+        "backbone is frozen; `trained`: also the whole backbone",
     )
 
 
@@ -280,7 +280,7 @@ class Tfm(Method[TfmSettings]):
             if width > columns.shape[1]:
                 raise UserError(
                     f"{pair.name}: a task's state has {width} units, the carried weights have "
-                    f"{columns.shape[1]}; use those that this task or a later one handed on"
+                    f"{columns.shape[1]}; use the carried state of this task or of a later one"
                 )
             if width < columns.shape[1]:
                 # exactly the network before the later tasks, bit for bit

@@ -62,7 +62,7 @@ class ToastSettings(MethodSettings):
     pretune: bool = Field(
         True,
         description="whether to tune the initial feedback layers and prior on unlabelled "
-        "images or on the base task, where the stream has such",
+        "images or on the base task, if the stream has them",
     )
     variational: Annotated[NonNegativeFloat, ActiveIf("pretune", (True,))] = Field(
         0.1,
@@ -144,7 +144,7 @@ class Toast(Method[S]):
         top = settings.feedback_from or depth
         if not settings.feedback_to < top <= depth:
             raise UserError(
-                f"feedback goes from {unit} {top} down to {unit} {settings.feedback_to}, and "
+                f"feedback is sent from {unit} {top} down to {unit} {settings.feedback_to}, and "
                 f"the backbone has {depth}; keep "
                 f"0 <= feedback_to < feedback_from <= {depth}"
             )

@@ -74,9 +74,9 @@ class Ucir(CosineRehearsal[UcirSettings]):
     ) -> None:
         if data.mixup or data.cutmix:
             raise UserError(
-                "data.mixup or data.cutmix is above 0, and ucir's margin holds one class of an "
-                "image apart from others, of which a mixed image "
-                "has two; set both to 0 for this method"
+                "data.mixup or data.cutmix is above 0, but ucir's margin separates the class of an "
+                "image from others, and a mixed image has two classes; set both to 0 for this "
+                "method"
             )
 
     @classmethod

@@ -41,8 +41,8 @@ class VptSettings(MethodSettings):
     prompts: PositiveInt = Field(5, description="p, number of prompt tokens that a block gets")
     depth: Depth = Field(
         "shallow",
-        description="which blocks get prompts: `shallow`: the first, whose outputs go on "
-        "through all blocks; `deep`: each block its own",
+        description="which blocks get prompts: `shallow`: the first block, whose outputs "
+        "pass through all blocks; `deep`: each block has its own",
     )
 
 

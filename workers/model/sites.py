@@ -217,7 +217,7 @@ class TokenSites:
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
         if not isinstance(self.vit, VisionTransformer):
             raise UserError(
-                "inference without what masks drop is written for timm's VisionTransformer, and "
+                "inference without the masked parts needs timm's VisionTransformer, and "
                 f"the backbone is a {type(self.vit).__name__}; serve it with its masks, or choose "
                 f"{PLAIN}"
             )

@@ -646,7 +646,7 @@ class Artifact:
             if error.errno == errno.EFBIG:
                 return self._size_problem(name), b""
             if error.errno in (errno.EINVAL, errno.EISDIR):
-                return f"is none ({error.strerror})", b""
+                return f"is not a regular file ({error.strerror})", b""
             raise
         if len(data) != expected["bytes"]:
             sizes = f"{len(data)} bytes, the manifest says {expected['bytes']}"

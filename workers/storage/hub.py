@@ -121,7 +121,7 @@ def model_file(weights: str, name: str, may_connect: bool = True) -> str:
             return hf_hub_download(match[1], name, revision=match[2], local_files_only=is_offline)
     except errors.LocalEntryNotFoundError:
         reason = f"its {name} is not in the cache of this machine, and the hub is not asked"
-        remedy = "run the same config with `run` where there is a network, which fetches it"
+        remedy = "run the same config with `run` on a machine with a network, which downloads it"
     except errors.EntryNotFoundError:
         reason = f"it has no {name}"
         remedy = "choose a model that timm has stored there as safetensors"

@@ -68,7 +68,7 @@ def stage_lock(
             if is_held:
                 break
             if not wait:
-                raise BlockingIOError(f"another process has the claim on {key!r}")
+                raise BlockingIOError(f"another process holds the lock of {key!r}")
             timeout_s = ROUND_S
             if is_first and on_wait is not None:
                 on_wait()

@@ -363,7 +363,7 @@ def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> 
             raise SplitUnclear(
                 f"{files.where}: the paths in column {quoted(column)} lie in "
                 f"{listed(sorted(words))}, which looks like a split, but all rows would be train; "
-                "write a file for each split, add a column `split`, or say that there is none: "
+                "write a file for each split, add a column `split`, or declare that there is none: "
                 f"`{files.request.command('source.split=null')}`"
             )
 

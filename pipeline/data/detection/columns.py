@@ -356,7 +356,9 @@ def _parse_split_column(columns: Columns, column: str, values: Iterable[str] | N
         f"source.splits={{train: [{examples or '...'}], test: [...], ignore: [...]}}",
     )
     none = columns.request.command("source.split=null")
-    remedy = f"say what its values mean, as in `{example}`, or that it is not a split: `{none}`"
+    remedy = (
+        f"declare the meaning of its values, as in `{example}`, or that it is not a split: `{none}`"
+    )
     try:
         words = parse_split_words(known)
         if words.unknown and all(map(find_role, known)):

@@ -321,7 +321,7 @@ class Checks:
                 raise SplitUnclear(
                     f"{self.where}: no row names {quoted(entry.name)}, which looks like a {role} "
                     "image; name the table of each split, as in "
-                    f"`{self.request.command(format_splits(TABLES))}`, or say that there is none: "
+                    f"`{self.request.command(format_splits(TABLES))}`, or set none: "
                     f"`{self.request.command('source.split=null')}`"
                 )
 
@@ -344,7 +344,7 @@ class Checks:
                 ignore = [posixpath.join(p, LABEL, part) for p in prefixes]
                 remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
-                f"{self.where}: {format_count(number, 'image')} lie in folders {quoted(part)}, "
+                f"{self.where}: {format_count(number, 'image')} are in folders {quoted(part)}, "
                 "which "
                 f"may hold something other than training photos; {remedy}, or name all "
                 "classes with --set 'classes=[...]'"

@@ -217,7 +217,7 @@ def _check_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
                     f"source.split={to_yaml(source)}",
                     format_splits(by_split or {"train": known[:1], "test": known[1:]}),
                 )
-                remedy = f"say what the values mean, as in `{example}`, or: `{none}`"
+                remedy = f"declare the meaning of the values, as in `{example}`, or: `{none}`"
             raise SplitUnclear(
                 f"{files.where}: {source} of its samples looks like a split "
                 f"({listed(sorted(values))}), but all samples would be {split}; {remedy}"
@@ -374,9 +374,8 @@ def _no_label_error(files: Files, survey: Survey) -> UserError:
             command = build_unpack_command(paths, "", files.request.program)
         advice = f"unpack it: `{command}`" if command else "unpack them and give the folder"
         return UserError(
-            f"{files.where}: its {format_count(num_images, 'image')} have no label beside them "
-            "and lie "
-            f"in {listed(sorted(survey.folders))}; {advice}"
+            f"{files.where}: its {format_count(num_images, 'image')} have no label file and "
+            f"are in {listed(sorted(survey.folders))}; {advice}"
         )
     known = ", ".join(f".{name}" for name in LABEL_MEMBERS)
     others = listed(sorted(ending for ending in survey.endings if ending not in survey.images))

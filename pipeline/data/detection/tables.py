@@ -539,7 +539,7 @@ def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | N
         if unread or "train" not in roles:
             problem = f"{quoted(unread[0])} is in none of them" if unread else "none is train"
             raise SplitUnclear(
-                f"{where}: its images lie in {listed(sorted(words))}, which looks like a split, "
+                f"{where}: its images are in {listed(sorted(words))}, which looks like a split, "
                 f"but {problem}; add a column `split`, or say that it is not a split: `{none}`"
             )
         return parse_split_words(words, exact=False)
@@ -620,7 +620,7 @@ def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRol
     is_direct = placement.patterns == ("{}",)
     if not is_direct and len({posixpath.dirname(name) for name in tables.names}) > 1:
         raise SplitUnclear(
-            f"{where} and {listed(tables.names)} lie in several folders and name images elsewhere; "
+            f"{where} and {listed(tables.names)} are in several folders and name images elsewhere; "
             "put the tables into one folder"
         )
     if placement.num_found * 2 < len(rows):

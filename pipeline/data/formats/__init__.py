@@ -88,7 +88,7 @@ def require_entries(card: Card) -> list[Entry]:
         source = f"{card.source.path} with the shards {'; '.join(card.source.splits.values()):.200}"
     raise UserError(
         f"card {card.name!r}: its source {source} {state}; put the data there, "
-        "or point source.path of the card (or the environment variable in it) to where it is"
+        "or set source.path of the card (or the environment variable in it) to the data's folder"
     )
 
 

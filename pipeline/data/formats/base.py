@@ -286,8 +286,8 @@ class SplitValues:
             if value and name.startswith(value) and not name[len(value) :][:1].isalnum():
                 return split
         raise SplitUnclear(
-            f"{self.where}: row {row} names {printable(path)!r:.120}, whose folders and name are "
-            "none of those in source.splits of the card; add one there, to train, val, test or "
+            f"{self.where}: row {row} names {printable(path)!r:.120}, but source.splits of the "
+            "card has none of its folders, nor its name; add one there, to train, val, test or "
             "ignore"
         )
 

@@ -151,7 +151,7 @@ class OfficialFolder:
         except OSError:
             return "is missing"
         if not self._is_inside[folder]:
-            return "lies behind a link out of the folder"
+            return "is reached by a link that leaves the folder"
         return None if stat.S_ISREG(info.st_mode) else "is not a file"
 
     def absolute(self, name: str) -> str:

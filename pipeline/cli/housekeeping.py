@@ -90,7 +90,8 @@ def collect_garbage(args: argparse.Namespace) -> int:
         print(describe_kept_folders(len(needed_again), "a new run needs"))
     if busy:
         print(describe_kept_folders(len(busy), "a process is computing"))
-    print("deleted")
+    if len(paths) > len(needed_again) + len(busy):
+        print("deleted")
     return 0
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 
 from pipeline.cli.arguments import AddCommand, add_method_option, add_storage_option
-from pipeline.config import invocation
 from pipeline.tracking import ui as mlflow_ui
 from workers.errors import UserError
 from workers.storage import secrets
@@ -46,7 +45,7 @@ def _add_analyse_command(add_command: AddCommand) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="test images of each task, about (default: 256)",
+        help="at most so many test images of each task (default: 256)",
     )
     analyse_parser.add_argument(
         "--maps",
@@ -187,11 +186,14 @@ def analyse(args: argparse.Namespace) -> int:
     from pipeline.app import runs as app  # imports torch
     from pipeline.shell import console
 
-    command = [invocation.this_command(), "analyse", *args.config, "--on", *args.on]
+    options = [*args.config[1:], "--images", str(args.images), "--maps", str(args.maps)]
+    options += ["--robustness"] * args.robustness
+    if args.on:
+        options += ["--on", *args.on]
     result = analysis.analyse(
         (app.prepare(config, args.overrides) for config in args.config),
         console.Console,
-        " ".join(command),
+        app.format_command("analyse", args.config[0], args.overrides, options),
         images=args.images,
         map_images=args.maps,
         robustness=args.robustness,

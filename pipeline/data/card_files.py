@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pipeline.config.settings import describe_validation_error
 from pipeline.config.yaml_files import CARDS, expand, is_path_of_card, read_yaml
-from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, permuted
+from pipeline.data.cards import FROM_SOURCE, MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.names import nfc
 from pipeline.data.source_classes import Memory, find_source_labels
 from workers.errors import UserError, did_you_mean
@@ -24,7 +24,6 @@ from workers.storage.regular_file import read_regular
 
 SEED = re.compile("[0-9]{1,9}")  # a class order may be the seed of a permutation
 MAX_LIST_BYTES = 256 << 20  # maximum size of a file that lists images
-FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
 
 
 def load(name: str, memory: Memory | None = None) -> Card:

@@ -23,6 +23,7 @@ MAX_PIXELS_PER_BYTE = 2000
 # Separator of a list in one text, as in WebDataset's lists of shards. The product avoids a literal
 # that security checkers take for the IPv6 address of all interfaces.
 LIST_MARK = 2 * ":"
+FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from pipeline.config import settings as configs
 from pipeline.config.yaml_files import dump_yaml
-from pipeline.data.card_files import FROM_SOURCE
-from pipeline.data.cards import Card
+from pipeline.data.cards import FROM_SOURCE, Card
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets

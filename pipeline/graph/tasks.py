@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pipeline.config.settings import Config, TaskEntry
 from pipeline.data import card_files, in_place
-from pipeline.data.cards import Card
+from pipeline.data.cards import FROM_SOURCE, Card
 from pipeline.data.errors import UnfitSource
 from pipeline.data.names import nfc
 from pipeline.data.source_checks import check_source
@@ -98,7 +98,7 @@ def load_card(name: str, store: Store) -> Card:
         card = card_files.load_without_source(name)
     except UserError:
         raise load_error from None
-    if card.classes != (card_files.FROM_SOURCE,):
+    if card.classes != (FROM_SOURCE,):
         raise load_error from None
     raise UnfitSource(str(load_error), card) from None
 

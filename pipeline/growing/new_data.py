@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.config.settings import Config
 from pipeline.config.text import format_count
 from pipeline.data import card_files
-from pipeline.data.cards import Card
+from pipeline.data.cards import FROM_SOURCE, Card
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.formats import count_labels, list_source
@@ -194,7 +194,7 @@ def _find_in_source(
         counts = count_labels(by_name, entries)
         classes = find_counted_labels(by_name, entries, counts, "train", min_classes=1).classes
     before = raw_data.read_last_files(store, card)
-    on_card = () if card.classes == (card_files.FROM_SOURCE,) else card.classes
+    on_card = () if card.classes == (FROM_SOURCE,) else card.classes
     left_out = {*map(nfc, card.without_classes)}
     candidates = [name for name in classes if nfc(name) not in known | left_out]
     seen = set() if takes_all else {nfc(name) for name in (*before, *on_card)}

@@ -14,7 +14,7 @@ from pipeline.config.settings import Config, TaskEntry
 from pipeline.config.text import format_count
 from pipeline.config.yaml_files import CARDS
 from pipeline.data import card_files
-from pipeline.data.cards import Card, permuted
+from pipeline.data.cards import FROM_SOURCE, Card, permuted
 from pipeline.data.formats.folder import class_folders
 from pipeline.data.names import listed, nfc, printable
 from pipeline.data.proposal import card_text, make_relative
@@ -163,7 +163,7 @@ def find_unlisted(
         task_classes: Classes of each task.
         classes: Further classes that the card needs.
     """
-    if used.card.classes == (card_files.FROM_SOURCE,):
+    if used.card.classes == (FROM_SOURCE,):
         return []
     tasks = list_card_tasks(config, used, task_classes)
     of_tasks = [name for task in tasks for name in task_classes[task]]
@@ -555,7 +555,7 @@ class StreamEditor:
                 "removed before; take them out of that list, and repeat the command"
             )
         card = used.card
-        if card.classes != (card_files.FROM_SOURCE,):
+        if card.classes != (FROM_SOURCE,):
             missing = find_unlisted(self.config, used, self.task_classes, new.classes)
             if not missing:
                 return

@@ -37,7 +37,7 @@ SEQUENTIAL = "YlGnBu"
 DPI = 150
 MAX_SLANTED = 12  # maximum number of horizontal or slanted x labels; more labels are vertical
 MAX_SPANS = 12  # maximum number of span labels in a panel; of more spans every n-th has a label
-MAX_MARKERS = 12  # a line of more points has 12 to 23 markers
+MAX_MARKERS = 12  # per line
 MAX_DOTTED = 60  # maximum number of epochs for which curves have a dot per epoch
 LETTER_INCHES = 0.065  # approximate width of a letter at 7.5 points
 # Lock around drawing: matplotlib is not thread-safe, and MLflow recording and the report draw in
@@ -355,7 +355,7 @@ def _draw_chance(axes: Axes, matrices: Sequence[Matrix]) -> None:
 
 def marker_step(count: int) -> int:
     """Return the step between the points with markers, for a line of `count` points."""
-    return max(1, count // MAX_MARKERS)
+    return max(1, math.ceil(count / MAX_MARKERS))
 
 
 def nested_line_style(index: int) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from pipeline.results.trials import (
     completed,
     forgetting,
     gpu_hours,
+    has_score,
     load,
     pareto,
     score,
@@ -297,7 +298,7 @@ def _find_winner(search: SearchRecord) -> Trial | None:
 
 def explain_choice(search: SearchRecord, trial: Trial) -> str:
     """Explain why this trial was chosen, by accuracy, tolerance and size (see `best`)."""
-    finished = [candidate for candidate in search.of(trial["phase"]) if _has_finished(candidate)]
+    finished = [candidate for candidate in search.of(trial["phase"]) if has_score(candidate)]
     ruled = best(finished, search.tolerance)
     accuracy = format_rate(score(trial))
     if ruled != trial["number"]:
@@ -333,10 +334,6 @@ def explain_choice(search: SearchRecord, trial: Trial) -> str:
     if math.isnan(size(trial)) or sizes.count(size(trial)) > 1:
         return f"{text}comes first among those that store the fewest bytes per task."
     return f"{text}stores the fewest bytes per task: {format_bytes(size(trial))}."
-
-
-def _has_finished(trial: Trial) -> bool:
-    return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
 def _test_values(search: SearchRecord, trial: Trial) -> dict[str, Any] | None:

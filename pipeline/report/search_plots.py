@@ -38,7 +38,7 @@ from pipeline.report.plots import (
     style_axes,
     task_colours,
 )
-from pipeline.results.trials import SearchRecord, Trial, as_number, pareto, score, size
+from pipeline.results.trials import SearchRecord, Trial, as_number, has_score, pareto, score, size
 
 trial_number = itemgetter("number")
 WINNER = COLOURS[1]
@@ -488,17 +488,13 @@ def draw_history(search: SearchRecord) -> Figure:
 
 def _draw_highest(axes: Axes, trials: Sequence[Trial]) -> None:
     """Draw the highest accuracy of finished trials so far. Draw nothing without finished trials."""
-    finished = [trial for trial in trials if _has_finished(trial)]
+    finished = [trial for trial in trials if has_score(trial)]
     if finished:
         xs = list(map(trial_number, finished))
         highest = np.maximum.accumulate(list(map(score, finished)))
         xs.append(trials[-1]["number"])
         ys = [*highest, highest[-1]]
         axes.step(xs, ys, where="post", color=FINISHED, linewidth=1.6, alpha=0.6)
-
-
-def _has_finished(trial: Trial) -> bool:
-    return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
 def draw_curves(search: SearchRecord) -> Figure:
@@ -545,7 +541,7 @@ def sizes_differ(search: SearchRecord) -> bool:
     """Return whether finished trials store different numbers of bytes."""
     sizes = set()
     for trial in search.trials:
-        if _has_finished(trial) and not math.isnan(size(trial)):
+        if has_score(trial) and not math.isnan(size(trial)):
             sizes.add(size(trial))
     return len(sizes) > 1
 
@@ -566,7 +562,7 @@ def draw_front(search: SearchRecord) -> Figure:
     front: list[Trial] = []
     drawn: list[Trial] = []
     for phase, colour in zip(search.phases, colours, strict=True):
-        trials = [t for t in search.of(phase) if _has_finished(t) and size(t) > 0]
+        trials = [t for t in search.of(phase) if has_score(t) and size(t) > 0]
         front_numbers = pareto(trials)
         phase_front = []
         dominated = []

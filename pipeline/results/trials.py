@@ -248,6 +248,11 @@ def score(trial: Trial) -> float:
     return as_number(trial["results"][-1].get("accuracy")) if trial["results"] else math.nan
 
 
+def has_score(trial: Trial) -> bool:
+    """Return whether a trial has finished with an accuracy."""
+    return trial["status"] == "finished" and not math.isnan(score(trial))
+
+
 def size(trial: Trial) -> float:
     """Return the bytes per task after the last completed task; NaN if unknown."""
     return as_number(trial["results"][-1].get("bytes")) if trial["results"] else math.nan
@@ -328,7 +333,7 @@ def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:
 def _scored(trials: Iterable[Trial]) -> list[_Scored]:
     scored = []
     for trial in trials:
-        if trial["status"] == "finished" and not math.isnan(score(trial)):
+        if has_score(trial):
             size_or_inf = math.inf if math.isnan(size(trial)) else size(trial)
             scored.append(_Scored(trial["number"], score(trial), size_or_inf))
     return scored

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline.data import card_files
-from pipeline.data.cards import Card
+from pipeline.data.cards import FROM_SOURCE, Card
 from pipeline.data.formats import count_labels, require_entries
 from pipeline.data.in_place import index_shards
 from pipeline.data.ingest import ingest
@@ -185,7 +185,7 @@ def test_values_that_are_no_classes_are_refused(tmp_path: Path) -> None:
 def test_a_card_without_its_source_keeps_the_mark(tmp_path: Path) -> None:
     path = write_card(tmp_path, {"format": "folder", "path": "data"})
     card = card_files.load_without_source(path)
-    assert card.classes == (card_files.FROM_SOURCE,)
+    assert card.classes == (FROM_SOURCE,)
     assert isinstance(card, Card)
     with pytest.raises(UserError):
         require_entries(card)

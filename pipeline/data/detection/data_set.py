@@ -21,7 +21,7 @@ from pipeline.config.settings import checked
 from pipeline.config.text import format_count
 from pipeline.config.yaml_files import dump_yaml
 from pipeline.data.account import Account, build_account, collect_problems
-from pipeline.data.cards import LIST_MARK, Card, Source
+from pipeline.data.cards import FROM_SOURCE, LIST_MARK, Card, Source
 from pipeline.data.formats import count_labels, get_format, list_source, require_entries, units
 from pipeline.data.formats.base import LIBRARIES, Item, LabelCounts, read_items
 from pipeline.data.formats.folder import LABEL, class_folders
@@ -39,7 +39,6 @@ MAX_FILES = 1_000_000  # files that `init` lists below one path
 MAX_SIZED = 16  # images whose size is read
 MAX_PREVIEWED = 4000  # images read from archives for a preview
 MAX_PREVIEW_BYTES = 64 << 20  # bytes read from one archive for a preview
-FROM_SOURCE = "from_source"  # value of `classes` on a card: take them from the source
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def get_shared_store() -> Any:
 
 
 def make_arrival_key(rank: int) -> str:
-    """Return the store key under which a rank records the number of its last collective."""
+    """Return the store key for the number of a rank's last collective."""
     return f"arrivals/{rank}"
 
 

@@ -33,7 +33,7 @@ class SourceChanged(UserError):
 
 
 def describe_error(error: BaseException, only_first_line: bool = False) -> str:
-    """Return the text of an error in one line, or the name of its type if it has no text.
+    """Return an error's text in one line, or the name of the error's type if it has no text.
 
     Args:
         error: The error.

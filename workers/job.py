@@ -211,7 +211,7 @@ def _same(value: Any, neutral: Any) -> bool:
 # timm; `workers/model/signature.py` compares names and types with the model's signature.
 MAX_BLOCKS = 200  # maximum number of blocks of a backbone; the deepest timm models have about 60
 MAX_OPTION = 65_536  # maximum of every other option, such as widths, heads and sides of patches
-MAX_OPTION_VALUES = 16  # maximum number of values of an option that is a list
+MAX_OPTION_VALUES = 16  # maximum number of values of a list option
 BLOCK_COUNTS = frozenset({"depth", "depths", "layers"})
 OPTION_NAME = re.compile(r"[a-z][A-Za-z0-9_]{0,39}")
 OPTION_WORD = re.compile(r"[A-Za-z0-9_]{0,40}")
@@ -592,7 +592,7 @@ class Task:
 
     name: str
     card: str
-    data: str  # key of the ingest stage of its data set
+    data: str  # key of the data set's ingest stage
     classes: tuple[str, ...]
     # "task"; "base": the backbone was trained on this task; "unlabelled": labels have no meaning
     role: str = "task"
@@ -664,8 +664,7 @@ class StageJob:
     provenance: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
     features: str | None = None
-    # For a method from outside of this project: the module that registers it, and the digest of its
-    # code.
+    # For a method from outside of this project: the module that registers it, and its code digest.
     method_module: str = ""
     method_code: str = ""
     # The result does not depend on the following fields.

@@ -471,7 +471,7 @@ def train_epochs(
 def count_validation(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
     """Return `val_correct`, the number of correctly classified validation images, and `val_total`.
 
-    The result is {} if there are no validation images.
+    Without validation images, the result is {}.
     """
     if val is None:
         return {}
@@ -489,7 +489,7 @@ def train_step(
 ) -> dict[str, torch.Tensor]:
     """Take one optimizer step over the global batch. `batches` are this rank's micro-batches.
 
-    Return this rank's parts of the loss and of its terms, by name. The sum of a value over all
+    Return this rank's parts of the loss and of the loss terms, by name. The sum of a value over all
     ranks is its mean over the global batch.
     """
     lr_factor = optim.compute_lr_factor(

@@ -97,8 +97,7 @@ def load_installed() -> tuple[dict[str, Any], dict[str, str]]:
     A package that fails to load raises no error, because the other methods do not need it.
 
     Returns:
-        The loaded objects by the name of their entry point, and the reason of each failure by the
-        name of its entry point.
+        The loaded objects, and the reasons for failures, both by the name of the entry point.
     """
     loaded: dict[str, Any] = {}
     broken: dict[str, str] = {}

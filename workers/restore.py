@@ -41,8 +41,8 @@ def load_backbone(job: StageJob) -> torch.nn.Module:
 
 @functools.lru_cache(maxsize=1)
 def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
-    # This takes more than a second of CPU time for a ViT-B, half of it for random weights that are
-    # then replaced. A worker process that runs several stages does it once.
+    # This takes more than a second of CPU time for a ViT-B, half of that time for random weights,
+    # which are then replaced. A worker process that runs several stages does it once.
     artifact = Artifact(root, key, json.loads(manifest))
     backbone = vit.build(BackboneSettings.model_validate_json(settings))
     vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")

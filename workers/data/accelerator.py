@@ -56,8 +56,8 @@ def describe(device: torch.device) -> str:
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed torch's default random generators of this process, on the CPU and on the GPU.
 
-    `torch.manual_seed` is not used: it also formats a stack trace for each backend that is not
-    initialized. On a machine without a GPU this takes 1 ms, which is too long for a training step.
+    `torch.manual_seed` is not used: it also formats a stack trace for each uninitialized backend.
+    On a machine without a GPU this takes 1 ms, which is too long for a training step.
     """
     torch.default_generator.manual_seed(seed)
     if is_accelerator(device):
@@ -85,11 +85,11 @@ def choose_memory_format(
     """Choose the memory format of training images.
 
     CNNs on a GPU use channels last, the format in which Tensor Cores compute convolutions, unless
-    the precision is fp32. A convolution computes in the format of its input and returns the same
-    format. Therefore the images determine the format of the whole network, or of its part up to the
-    first group norm, which returns a contiguous tensor on CUDA. Weights stay contiguous, because
-    methods, optimizers and checkpoints read them. A network with at most one convolution does not
-    count as a CNN, because a ViT has one convolution, in its patch embedding.
+    the precision is fp32. A convolution computes in its input's format and returns the same format.
+    Therefore the images determine the format of the whole network, or of the layers up to the first
+    group norm, which returns a contiguous tensor on CUDA. Weights stay contiguous, because methods,
+    optimizers and checkpoints read them. A network with at most one convolution does not count as a
+    CNN, because a ViT has one convolution, in its patch embedding.
 
     Args:
         network: The backbone.

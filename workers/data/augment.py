@@ -101,7 +101,7 @@ def draw_boxes(
     """Draw a box inside a square of `side` pixels for each sample of the global batch.
 
     The box is the first of ATTEMPTS random boxes that fits, or the whole square if none fits. The
-    share of the area that a random box covers is uniform in `area`. The logarithm of its height /
+    share of the area that a random box covers is uniform in `area`. The logarithm of height /
     width is uniform, and height / width is within `ratio`.
     """
     u = torch.rand(
@@ -146,7 +146,7 @@ def blend_into(images: Tensor, others: Tensor, share: Tensor) -> Tensor:
     """Return images * (1 - share) + others * share, with shapes that broadcast to (b, C, s, s).
 
     `images` and `others` are overwritten. With a share of 0 or 1, the result is bit-identical to
-    one of them.
+    `images` or `others`.
     """
     return images.mul_(1 - share).add_(others.mul_(share))
 
@@ -205,7 +205,7 @@ def mix_into(mixed: Tensor, images: Tensor, partners: Tensor, mix: Mix) -> Tenso
     Args:
         mixed: Output (b, 3, s, s).
         images: Images (k, 3, s, s).
-        partners: For each of the first b images, the index of its partner in `images`, (b,).
+        partners: For each of the first b images, its partner's index in `images`, (b,).
         mix: Weights and boxes.
 
     Returns:
@@ -250,7 +250,7 @@ class Plan:
         windows: Top and left of the crop, and whether it is mirrored, (k, 3). None if the crop is
             central, or if the pixel source cuts the crop.
         schedule: Schedule of RandAugment, or None.
-        erased: Top, bottom, left and right of the erased box, and start of its noise, (k, 5). None
+        erased: Top, bottom, left and right of the erased box, and start of the noise, (k, 5). None
             without erasing.
         partners: Index of each sample's partner among the k samples, (b,). None without mixing.
         mix: Mixing of the b samples, or None.
@@ -508,7 +508,7 @@ class Augment:
         return mix_by_blend(images, plan.partners, plan.mix)
 
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
-        """Draw N(0, 1) noise, the same on all ranks. Each sample uses a window of it.
+        """Draw N(0, 1) noise, the same on all ranks. Each sample uses a window of the noise.
 
         With separate noise for each sample, each rank would draw the noise of the global batch.
         """
@@ -537,8 +537,8 @@ class Augment:
     def _plan_mix(self, draw: StepRng) -> Mix:
         """Draw mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) for the global batch.
 
-        If both are on, each sample uses one of them, with probability 0.5 each. Each sample has its
-        own weight or box. timm by default draws one weight or one box per batch.
+        If both are on, each sample uses mixup or cutmix, with probability 0.5 each. Each sample has
+        its own weight or box. timm by default draws one weight or one box per batch.
         """
         size = draw.size
         side = self.side

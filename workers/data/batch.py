@@ -74,7 +74,7 @@ class Batch:
         )
 
     def device_tensors(self) -> list[Tensor]:
-        """Return the tensors that are on the device."""
+        """Return the tensors on the device."""
         tensors = [self.images, self.labels, self.tasks, self.draw.positions_on_device]
         tensors += [t for t in (self.targets, self.slots) if t is not None]
         return tensors

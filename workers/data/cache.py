@@ -130,7 +130,7 @@ class Cache:
     def make_disk_error(
         self, problem: str = "gives back other bytes than were written"
     ) -> UserError:
-        """Return the error for a disk that does not return the data that were written."""
+        """Return the error for a disk that does not return the written data."""
         return UserError(
             f"the disk of {self.folder!r} {problem}; name another folder in cluster.cache"
         )

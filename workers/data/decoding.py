@@ -310,7 +310,8 @@ def read_picture(
         data: Bytes of the file.
         longest_side: Limit of the long side in pixels. None: no limit.
         limits: Limits of the data set.
-        arena: Memory for the pixels. The result can be a view of it, valid until `arena.clear`.
+        arena: Memory for the pixels. The result can be a view into the arena, valid until
+            `arena.clear`.
 
     Raises:
         UserError: If the bytes cannot be decoded.

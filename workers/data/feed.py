@@ -37,7 +37,7 @@ from workers.rng import StepRng, derive_seed
 
 EVAL_BATCH = 128  # images per evaluation batch
 PREFETCH_THREADS = 2  # threads that make batches before they are needed
-PREFETCH_BATCHES = 2  # maximum number of batches that are made before they are needed
+PREFETCH_BATCHES = 2  # maximum number of batches made before they are needed
 
 
 class MicroBatch(NamedTuple):
@@ -80,7 +80,7 @@ class Feed:
             `Method.memory`.
 
     Attributes:
-        replay: Feed of replayed samples. Each batch of `epoch` gets one of its batches as
+        replay: Feed of replayed samples. Each batch of `epoch` gets one replayed batch as
             `Batch.replay`.
 
     Raises:
@@ -412,8 +412,8 @@ class ReplayFeed(Feed):
         job: See `Feed`.
         tasks: See `Feed`.
         group: See `Feed`.
-        memory: Keys of the memory by task, in the order of its slots. A task of `tasks` has no
-            samples if its keys are empty or missing.
+        memory: Keys of the memory by task, in slot order. A task of `tasks` has no samples
+            if its keys are empty or missing.
         draw_sizes: Number of samples in each independent draw of a step (`DrawnOrder`).
         num_steps: Number of steps of an epoch of the other feed.
     """

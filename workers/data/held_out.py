@@ -54,7 +54,7 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
     if rule == "threshold":
         below = find_held_out(table["sha256"], fraction, "val")
         return table.filter(pc.invert(below)), table.filter(below)
-    # image -> lowest sha256 of its keys, and the class of this key
+    # image -> lowest sha256 of the image's keys, and the class of this key
     first: dict[str, tuple[bytes, str]] = {}
     columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
     for name, key, image in zip(*columns, strict=True):

@@ -32,7 +32,7 @@ def expand(patterns: tuple[str, ...]) -> list[str]:
     Raises:
         UserError: If braces are not balanced, or the result has more than MAX_SHARDS.
     """
-    from braceexpand import braceexpand  # optional: needed only for shards that are used in place
+    from braceexpand import braceexpand  # optional: needed only for shards used in place
 
     urls: list[str] = []
     for pattern in patterns:

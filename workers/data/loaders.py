@@ -38,7 +38,7 @@ from workers.storage import filesystem
 
 START_AFTER_S = 2.0  # CPU seconds of work on images in this process before it starts loaders
 MIN_LOADERS = 2  # minimum number of loader processes with `loader_workers: auto`
-MAX_FREE = 8  # maximum number of unused blocks that are kept for reuse
+MAX_FREE = 8  # maximum number of unused blocks kept for reuse
 MAX_END_S = 5.0  # seconds after which loaders that do not exit are killed
 MAX_OVERSIZE = 4  # a reused block is smaller than this many times the requested size
 RECEIVED_BYTES = TOKEN.size * 512  # maximum bytes of one read from the reply pipe
@@ -73,7 +73,7 @@ class OwnedBlock(Block):
     """A block in the process of the rank, which allocates it.
 
     Attributes:
-        num_pending: Number of requested chunks that are not finished.
+        num_pending: Number of requested but unfinished chunks.
         owner: Id of the process that allocated the block.
     """
 

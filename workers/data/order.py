@@ -147,9 +147,9 @@ class Deal:
         batch_size: Size of a full global batch B.
         seed: Seed of the feed.
         repeats: Number r of consecutive copies of an image. With r > 1, a stream of l samples has
-            only the first ceil(l / r) of its rows, each r times, cut off after l samples. As with
-            DeiT's sampler, copies of an image are in the same global batch, unless the batch ends
-            between them. Unlike there, they are on one rank, which decodes the image once.
+            only its first ceil(l / r) rows, each r times, cut off after l samples. As with DeiT's
+            sampler, copies of an image are in the same global batch, unless the batch ends between
+            them. Unlike there, they are on one rank, which decodes the image once.
     """
 
     def __init__(self, num_rows: int, num_bytes: int, batch_size: int, seed: int, repeats: int = 1):
@@ -173,7 +173,7 @@ class Deal:
 
 
 class EpochOrder:
-    """The order of one epoch. A block of a stream is computed when one of its rows is requested.
+    """The order of one epoch. A block of a stream is computed when a row of the block is requested.
 
     Sample i = step * B + p of the epoch is sample i // C of stream i mod C.
     """
@@ -189,9 +189,8 @@ class EpochOrder:
         count, num_longer = divmod(deal.num_rows, deal.num_streams)
         self.starts = streams * count + np.minimum(streams, num_longer)
         self.lengths = count + (streams < num_longer)
-        # A step has B / C samples of a stream. They are in at most two blocks, because a block that
-        # is not the only one of its stream has more than block_rows / 2 rows, which is B / C or
-        # more.
+        # A step has B / C samples of a stream. They are in at most two blocks, because if a
+        # stream has several blocks, each has more than block_rows / 2 rows, which is B / C or more.
         per_step = -(-deal.batch_size // deal.num_streams)
         block_rows = max(deal.block_runs * deal.rows_per_run, 2 * per_step)
         self.num_blocks = np.maximum(1, -(-self.lengths // block_rows))
@@ -246,7 +245,7 @@ class EpochOrder:
 
     @cached_property
     def _runs(self) -> Ints:
-        """Indices of the whole runs, shuffled, (m,). If there is no whole run, (1,)."""
+        """Indices of the whole runs, shuffled, (m,). Without a whole run, (1,)."""
         seed = derive_seed(self.deal.seed, "runs", self.epoch)
         num_runs = max(1, self.num_rows // self.deal.rows_per_run)
         return np.argsort(draw(seed, num_runs), kind="stable")

@@ -135,7 +135,7 @@ class Ranges:
 
     @classmethod
     def of_records(cls, samples: SampleTable) -> Ranges:
-        """Make each record a range of its own."""
+        """Make one range for each record."""
         locations = samples.locations
         ends = locations.offsets + locations.sizes
         return cls(np.arange(len(samples)), locations.shards, locations.offsets, ends)

@@ -232,8 +232,8 @@ def _find_rows(shards: Shards, task: Task, split: str, val_fraction: float) -> p
 def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
     """Return the rows of a data set's split that belong to a task.
 
-    If the task is a slice of a stream, these are parts of its classes (`Task.parts`). Copies of an
-    image stay together.
+    If the task is a slice of a stream, these are parts of the task's classes (`Task.parts`). Copies
+    of an image stay together.
 
     Raises:
         UserError: If a class of a slice has no train image in the data.

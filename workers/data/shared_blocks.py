@@ -44,7 +44,7 @@ REQUEST = np.dtype(
         ("is_made", "?"),  # set by the loader when the image is finished
         ("slot", "<u4"),  # index of the image in the step
         # Offset of the image file in its shard, or in the data of this block. For a kept picture:
-        # offset of its pixels in the file of kept pictures.
+        # offset of the pixels in the file of kept pictures.
         ("offset", "<u8"),
         ("size", "<u8"),  # size of the image file
         ("digest", "S64"),  # hexadecimal sha256 of the image file

@@ -305,7 +305,7 @@ class PictureSource:
         """Write some images of a step. Adjacent copies of an image are decoded once."""
         try:
             maker = self.free.pop()
-        except IndexError:  # other threads have taken all of them
+        except IndexError:  # other threads have taken all makers
             maker = ImageMaker(self.view, self.normalisation)
         with count_work():
             pictures = self.pictures.read(samples.rows[indices], maker.arena)

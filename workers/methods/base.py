@@ -278,7 +278,7 @@ class MethodPlan(Generic[S]):
     # True: in scenario `domain` one head serves all tasks. False: each task has its own head, and
     # the largest of the outputs of a class counts.
     shares_head: ClassVar[bool] = False
-    # Training data of a step. `task`: of its task; `seen`: of all tasks so far (joint training).
+    # Training data of a step. `task`: of this task; `seen`: of all tasks so far (joint training).
     trains_on: ClassVar[Literal["task", "seen"]] = "task"
     # Data that a stage needs before it can start. None: the training data. A rehearsal memory needs
     # `seen`.
@@ -342,7 +342,7 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return the settings that a step does not read. They are not part of its key.
+        """Return the settings that a step does not read. They are not part of the step's key.
 
         The step gets their default values.
         """
@@ -460,7 +460,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return self.backbone(images)  # type: ignore[no-any-return]
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of the samples, each with the head of its own task."""
+        """Return the mean cross-entropy of the samples, each with its own task's head."""
         if len(self.training_tasks) == 1:
             logits = self.heads[self.training_tasks[0].name](features).float()
             targets = batch.labels if batch.targets is None else batch.targets

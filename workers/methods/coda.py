@@ -56,9 +56,9 @@ class Coda(PromptBank[CodaSettings]):
     is the cross-entropy over the classes of the task + mu * sum over P, K, a of mean((Z Z^T -
     I)^2).
 
-    If the task is given, its own and earlier components serve it, as at the end of its training, so
-    its logits never change. Otherwise all components serve all tasks, and later components change
-    the outputs of earlier tasks. Stored per task: a head.
+    If the task is given, its own and earlier components serve it, as at the end of the task's
+    training, so its logits never change. Otherwise all components serve all tasks, and later
+    components change the outputs of earlier tasks. Stored per task: a head.
     """
 
     name = "coda"
@@ -198,7 +198,7 @@ class Coda(PromptBank[CodaSettings]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of two forward passes, one of them with prefixes."""
+        """Return the relative FLOPs of two forward passes, one with prefixes."""
         return 2 + self.prefix_share([self.settings.length] * len(self.sites))
 
 

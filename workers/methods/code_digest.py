@@ -1,4 +1,4 @@
-"""A digest of the code of a class that is defined outside of this project.
+"""A digest of the code of a class defined outside of this project.
 
 It covers the class, its bases, and the functions, classes and values that its functions refer to.
 Code is included if it belongs to the package of the class, or to a module that is not part of this

@@ -77,8 +77,8 @@ class Der(Rehearsal[S]):
     Differences from the paper: extractors keep all their units (see `der_p`). The paper's warm-up,
     after which classifier and auxiliary head are initialised again, is the setting `restart`. It is
     off by default, because it is meant for 170 epochs from random weights. The optimizer's moments
-    are not reset. A base task uses the head of its own training, including the bias, until W
-    replaces it.
+    are not reset. A base task uses its own trained head, including the bias, until W replaces
+    it.
     """
 
     name = "der"
@@ -340,5 +340,5 @@ class Der(Rehearsal[S]):
         return True
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the number of extractors: every image passes through all of them."""
+        """Return the number of extractors: every image passes through all extractors."""
         return float(len(self.class_slices()))

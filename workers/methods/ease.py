@@ -80,9 +80,9 @@ class Ease(TaskAdapters[EaseSettings]):
     of a class of task i is sum_j w_ij cos(f_j, W[c, j]), w_ij = 1 for j = i, else alpha / t, with t
     other tasks.
 
-    If the task is given, only its own and earlier subspaces score its classes, as at the end of its
-    training, so its logits never change. Stored per task: adapters, and (t + 1) d floats per class.
-    An image costs a forward pass for each subspace.
+    If the task is given, only its own and earlier subspaces score its classes, as at the end of
+    the task's training, so its logits never change. Stored per task: adapters, and (t + 1) d floats
+    per class. An image costs a forward pass for each subspace.
     """
 
     name = "ease"
@@ -209,8 +209,7 @@ class Ease(TaskAdapters[EaseSettings]):
 
         Args:
             images: Images (b, 3, H, W).
-            own: The task in training, which has no prototypes yet; the outputs of its cosine head
-                are used.
+            own: The task in training, which has no prototypes yet; its cosine head is used.
         """
         names = [name for name in self.class_slices() if name != own]
         parts = []

@@ -42,7 +42,7 @@ class Fecam(ClassStatistics[FecamSettings]):
 
     C_c is the correlation matrix of the shrunk covariance of the class, Sigma_c + gamma_1 V_1 I +
     gamma_2 V_2 (1 - I), where V_1 and V_2 are the means of the diagonal and of the other entries of
-    Sigma_c, the unbiased covariance of its features.
+    Sigma_c, the unbiased covariance of the class's features.
     """
 
     name = "fecam"
@@ -59,7 +59,7 @@ class Fecam(ClassStatistics[FecamSettings]):
         super().__init__(backbone, settings, seed)
         self.heads = DerivedHeads(self.heads.width)
         self.means: dict[str, Tensor] = {}  # task -> (K, d)
-        self.precisions: dict[str, Tensor] = {}  # task -> C^-1 of its classes, (K, d, d)
+        self.precisions: dict[str, Tensor] = {}  # task -> C^-1 per class, (K, d, d)
 
     def collect(self, task: Task, batch: FeatureBatch) -> None:
         unit = normalise(batch.features)

@@ -67,7 +67,7 @@ class Gdumb(Joint):
         # (task, class) of each image, in the order of arrival. The task is "" if the tasks are
         # slices of a stream, which share classes.
         arrivals: list[tuple[str, str]] = []
-        keys: dict[tuple[str, str], list[tuple[str, str]]] = {}  # -> (task, key) of its images
+        keys: dict[tuple[str, str], list[tuple[str, str]]] = {}  # -> (task, key) of each image
         for task in context.stream:
             images = []
             for class_name, class_keys in context.data.keys(task).items():

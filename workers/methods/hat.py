@@ -374,7 +374,7 @@ class Hat(Method[S]):
         )
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of a forward pass without the neurons that are not used.
+        """Return the relative FLOPs of a forward pass without the unused neurons.
 
         Attention channels that the task does not use are still computed, and count.
         """

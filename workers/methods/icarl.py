@@ -98,7 +98,7 @@ class Icarl(Rehearsal[IcarlSettings]):
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """Return the negative squared distances to the class means.
 
-        Return the outputs instead if there are no class means, or if `infer` is `argmax`.
+        Without class means, or if `infer` is `argmax`, return the outputs instead.
         """
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)

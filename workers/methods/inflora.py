@@ -85,8 +85,8 @@ class InfLora(SeparateHeads[InfLoraSettings]):
       it holds a share eps_t = threshold + (final_threshold - threshold) t / expected_tasks.
 
     A forward pass costs no more than the backbone's: updates are merged into the weights. If the
-    task is given, its own and earlier updates serve it, as at the end of its training, so its
-    logits never change. Otherwise all updates serve all tasks, and later updates change earlier
+    task is given, its own and earlier updates serve it, as at the end of the task's training, so
+    its logits never change. Otherwise all updates serve all tasks, and later updates change earlier
     outputs. Stored per task: 3 L r d floats and a head.
 
     Differences from the released code: R is measured without augmentation; if no direction is left,

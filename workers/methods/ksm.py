@@ -47,8 +47,8 @@ class KsmSettings(ThresholdSettings):
     norms: bool = Field(
         True, description="whether each task trains its own copies of the norms' weights and biases"
     )
-    # The default is larger than Piggyback's, because a kernel that is off keeps a part of its
-    # weights.
+    # The default is larger than Piggyback's, because switched-off kernels keep a part
+    # of their weights.
     mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         2.0,
         description="for `mask_lr: auto`: distance that a random walk of all Adam steps "

@@ -106,7 +106,7 @@ class Lora(Method[LoraSettings]):
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites: AdapterSites | None = None  # sites of stacked updates
-        self.linear_sites: dict[str, int] = {}  # sites of updates that are not stacked
+        self.linear_sites: dict[str, int] = {}  # sites of the other updates
         self.shapes: dict[str, tuple[int, ...]]
         if is_stacked(backbone, settings):
             self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)

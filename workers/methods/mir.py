@@ -73,7 +73,7 @@ class Mir(Reservoir[MirSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        # For each output the index of its task in `context.training_tasks`, or -1.
+        # For each output, its task's index in `context.training_tasks`, or -1.
         names = [task.name for task in context.training_tasks]
         output_tasks = []
         for name, outputs in self.class_slices().items():

@@ -1,6 +1,6 @@
 """PackNet: every weight belongs to one task.
 
-A task trains the free weights, frees a part of them again, and keeps the rest permanently.
+A task trains the free weights, frees some again, and keeps the rest permanently.
 
 Mallya, Lazebnik: PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR
 2018.
@@ -143,7 +143,7 @@ class PackNet(Method[PackNetSettings]):
     )
     carries = ("weights", "owners")
     steps = (Step("train"), Step("prune", trains=False, measured=True), Step("retrain"))
-    needs_states = True  # for the head of a base task that has steps of its own
+    needs_states = True  # for the head of a base task that has its own steps
     freezes_backbone = False
     Settings = PackNetSettings
     per_task = frozenset({"prune", "per_task_affine"})

@@ -185,7 +185,7 @@ class Ranpac(FirstSession[RanpacSettings]):
 
 
 def is_validated(key: str) -> bool:
-    """Return whether an image is used for validation, by a hash of its key."""
+    """Return whether an image is used for validation, by a hash of the key."""
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0
 

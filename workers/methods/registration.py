@@ -1,4 +1,4 @@
-"""Methods that are defined outside of this project: in a notebook, a script or a module."""
+"""Methods defined outside of this project: in a notebook, a script or a module."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def load_method(job: StageJob) -> type[Method[Any]]:
     """Return the class of a job's method, imported if another process registered it.
 
     Raises:
-        UserError: If this process cannot import it, or has another version of it.
+        UserError: If this process cannot import the method, or has another version.
     """
     if not job.method_code or get_code_digest(job.method) == job.method_code:
         return METHODS[job.method]

@@ -238,7 +238,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return torch.stack(terms)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum over candidates of L = CE + w KD, and the mean of each of its terms."""
+        """Return the sum over candidates of L = CE + w KD, and the mean of each term."""
         target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
         ce, kd = self.compute_candidate_terms(batch.images, target).unbind(1)
         means = {"ce": ce.detach().mean()}

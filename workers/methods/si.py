@@ -35,7 +35,7 @@ class Si(OneAnchor[SiSettings]):
     a task, with Delta_i the distance of the weight from its start, Omega_i = max(0, Omega_i +
     omega_i / (Delta_i^2 + xi)).
 
-    A base task is not protected, because the path of its weights is not known.
+    A base task is not protected, because the path of the weights in its training is not known.
 
     Differences from the paper: Omega is clamped at 0 after the sum over tasks, as in the authors'
     code. A negative Omega would push weights away from the anchor.

@@ -16,7 +16,7 @@ from workers.model.cosine import CosineHeads
 
 
 class SimpleCil(ClassStatistics[MethodSettings]):
-    """A star. The weight of class c is the mean mu_c of its features; the logit is cos(f, mu_c).
+    """A star. The weight of class c is its mean feature mu_c; the logit is cos(f, mu_c).
 
     The features are those of the frozen backbone, not normalised before they are averaged.
     """

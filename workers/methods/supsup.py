@@ -256,7 +256,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
                 self.fixed[name] = self.constant(values)
 
     def constant(self, values: Tensor) -> nn.Parameter:
-        """Register values as a parameter that is not trained, and return it."""
+        """Register values as an untrained parameter, and return it."""
         parameter = nn.Parameter(values, requires_grad=False)
         self.constants.append(parameter)
         return parameter
@@ -279,8 +279,8 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         """Return the scores before the first step, on the CPU.
 
         They are uniform in +-1 / sqrt(inputs), or proportional to |W| with the same mean magnitude.
-        With `scores: threshold`, scores from |W| are shifted so that the share `density` of them is
-        at least 0.
+        With `scores: threshold`, scores from |W| are shifted so that the share `density` of the
+        scores is at least 0.
         """
         weight = self.sites[site].detach().cpu()
         bound = self.width(site)

@@ -105,7 +105,7 @@ class Toast(Method[S]):
       the last norm. From stage to stage W1_l is a transposed convolution with the stage's stride as
       kernel, W2_l is 1 x 1; the feedback is added to the input of the stage, and W1_l should invert
       the stage on this input. W1 starts by copying the first channels of the map to all positions
-      of its kernel.
+      of the kernel.
     """
 
     name = "toast"

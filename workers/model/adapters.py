@@ -1,7 +1,7 @@
 """Adapters: small trained layers after or parallel to modules of a frozen backbone.
 
-Forward hooks insert them into any timm ViT with plain blocks, without a change of its modules.
-Axes: S sites (positions of an adapter, in the order of blocks), B images, N tokens, d width of the
+Forward hooks insert them into any timm ViT with plain blocks; its modules do not change. Axes:
+S sites (positions of an adapter, in the order of blocks), B images, N tokens, d width of the
 backbone, m width of the bottleneck. All adapters of a task are stacked: each kind of weight is one
 tensor with the sites as its first axis.
 """

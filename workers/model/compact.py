@@ -136,7 +136,7 @@ def count_multiply_adds(model: nn.Module, *shape: int) -> int:
 
 
 class CompactBlock(nn.Module):
-    """A block that computes only the tokens and neurons of its plan.
+    """A block that computes only the tokens and neurons in its plan.
 
     It shares the modules for norms, projection and layer scale with the backbone.
     """

@@ -54,7 +54,7 @@ class ScaledContext(Context):
 
     a = Lambda = 1/2 is CB; a = 1 and Lambda = 0 changes nothing. Difference from the paper: its
     formula was not available, and a = 1 is our interpretation. By default Lambda starts at 0:
-    weights that were trained without this module give the same outputs until Lambda is trained.
+    weights trained without this module give the same outputs until Lambda is trained.
 
     Args:
         pool: Definition of c, see `Context`.

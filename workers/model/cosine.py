@@ -80,8 +80,9 @@ def imprint(
 ) -> Tensor:
     """Return initial class vectors (classes, P, d) from the features of images.
 
-    The vectors of a class have the directions of the centres of P clusters of its features, which
-    are first scaled to unit length. With one cluster, this is the direction of the class mean.
+    The features of a class are scaled to unit length and grouped into P clusters. The vectors of
+    the class have the directions of the cluster centres. With one cluster, this is the direction of
+    the class mean.
 
     Args:
         features: Features, (n, d).

@@ -133,7 +133,7 @@ def linear_sites(backbone: nn.Module, target: Target) -> dict[str, int]:
         backbone: Any timm model.
         target: `linear`: all linear layers and 1 x 1 convolutions (which are linear layers on each
             pixel), each with one part. `qkv`, `qv`: the projections of attention, fused or split.
-            For `qv`, a fused projection has two parts: the first and the last third of its rows.
+            For `qv`, a fused projection has two parts: the first and the last third of the rows.
     """
     sites = {}
     for name, module in backbone.named_modules():
@@ -156,8 +156,8 @@ def _is_pointwise(module: nn.Module) -> bool:
 class LinearUpdates(nn.Module):
     """The trained factors of linear layers: A (P, r, d) and B (P, o, r) for each layer.
 
-    If a side of a layer (or of its part) is smaller than `rank`, that side is the rank of the
-    layer. The factors are initialised like those of `LowRank`. In a task's state their names are
+    If a side of a layer (or of a part) is smaller than `rank`, that side is the rank of the layer.
+    The factors are initialised like those of `LowRank`. In a task's state their names are
     `SITE.a` and `SITE.b`.
 
     Args:

@@ -79,7 +79,7 @@ def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
     """Join the modules of all paths at a block into one bottleneck with all their units.
 
     Returns:
-        A list with one tensor per block, by name of the tensor. Empty if there are no paths.
+        A list with one tensor per block, by name of the tensor. Empty without paths.
     """
     parts: dict[str, list[list[Tensor]]] = {}
     for path in paths:

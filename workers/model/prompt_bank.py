@@ -1,4 +1,4 @@
-"""A bank of prompts with keys: an image selects prompts by the cosines of its query to the keys.
+"""A bank of prompts with keys: images select prompts by the cosines of their queries to the keys.
 
 The prompts of an image depend only on this image, never on other images of the batch. All functions
 compute in fp32 or fp64. Axes: B images, L blocks, M prompts in the bank, d width of queries and

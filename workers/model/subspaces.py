@@ -24,7 +24,7 @@ NEGLIGIBLE = 1e-6
 
 
 class Subspace(NamedTuple):
-    """The subspace of the earlier inputs of a layer, given by its basis or that of its complement.
+    """The subspace of the earlier inputs of a layer, given by its basis or the complement's basis.
 
     The smaller basis is stored.
 
@@ -86,7 +86,7 @@ def find_directions(moments: Tensor, subspace: Subspace | None, rank: int) -> Te
 
     Args:
         moments: R of the new inputs.
-        subspace: The subspace of earlier inputs. None: there are no earlier inputs.
+        subspace: The subspace of earlier inputs. None: no earlier inputs.
         rank: r.
     """
     outside = moments if subspace is None else subspace.project(moments)
@@ -104,7 +104,7 @@ def extend_subspace(subspace: Subspace | None, moments: Tensor, threshold: float
     fourth powers.
 
     Args:
-        subspace: The subspace of earlier inputs. None: there are no earlier inputs.
+        subspace: The subspace of earlier inputs. None: no earlier inputs.
         moments: R of the new inputs.
         threshold: eps, in (0, 1].
     """

@@ -25,7 +25,7 @@ SIDE = 224  # side of images in pixels for `flops_share`, which hardly depends o
 
 
 def upsample(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """Apply a transposed convolution without bias whose kernel has the size of its stride k.
+    """Apply a transposed convolution without bias; the kernel size equals the stride k.
 
     It is computed as a 1 x 1 convolution and a pixel shuffle, which are deterministic; cuDNN's
     transposed convolution may not be.
@@ -202,7 +202,7 @@ class StageTopDown:
         return normalised
 
     def propagate_feedback(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return td_l of each steered stage in the shape of its input.
+        """Return td_l of each steered stage, with the shape of the stage's input.
 
         Args:
             r: The selected map s z, (B, C, H, W).

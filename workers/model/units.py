@@ -2,9 +2,9 @@
 
 A block has three kinds of units: `qk`, channels of queries and keys; `v`, channels of values; `ff`,
 hidden neurons of the FFN. A site is all units of one kind in one block, for example `blocks.0.qk`.
-Channels of the residual stream are not units, because every task uses all of them. The biases of
-proj and fc2, norms, layer scales and tokens act on this stream, so they belong to all tasks. The
-same holds for biases of relative positions.
+Channels of the residual stream are not units, because every task uses all these channels. The
+biases of proj and fc2, norms, layer scales and tokens act on this stream, so they belong to all
+tasks. The same holds for biases of relative positions.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def combine_unit_values(out: Tensor | None, into: Tensor | None) -> Tensor:
 def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all parameters of `vit` by name, without the entries of units that are off.
 
-    A parameter that has entries of units becomes a vector of its remaining entries.
+    A parameter that has entries of units becomes a vector of the remaining entries.
 
     Args:
         vit: The backbone.

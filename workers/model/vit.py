@@ -179,7 +179,7 @@ def compile_blocks(model: Any, **options: Any) -> None:
 
     Compiled blocks are used for every way to call the backbone, for example forward_features or
     stage by stage. All blocks of a ViT, and those of a stage of a ConvNeXt, are equal, so the code
-    that is compiled for the first block is used for all of them.
+    compiled for the first block is used for all these blocks.
 
     Args:
         model: The backbone.
@@ -252,7 +252,7 @@ def most_bytes(model: nn.Module) -> int:
 
 
 def _check_features(model: Any, settings: BackboneSettings) -> None:
-    """Check that the model returns one feature vector of its declared width per image.
+    """Check that the model returns one feature vector of the declared width per image.
 
     This can fail, because options can change the head of the model. On the meta device nothing is
     computed.

@@ -1,4 +1,4 @@
-"""A bundle (model folder): one folder with all files that are needed to serve a finished method.
+"""A bundle (model folder): one folder with all files needed to serve a finished method.
 
 A bundle can be used without a store and without cards. It contains no pickle.
 
@@ -69,7 +69,7 @@ class BundleFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files that are needed to serve a finished method, in a folder or in a store.
+    """The files needed to serve a finished method, in a folder or in a store.
 
     Args:
         body: Content of `model.json`.
@@ -412,7 +412,7 @@ class Bundle:
 
 
 def check_new(uri: str) -> None:
-    """Raise `UserError` if `uri` is a folder that is not empty, or a file."""
+    """Raise `UserError` if `uri` is a non-empty folder or a file."""
     system, path = resolve(uri)
     from pyarrow import fs
 

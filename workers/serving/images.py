@@ -61,7 +61,7 @@ class PixelBudget:
     """Limits the memory that threads use for decoding.
 
     Args:
-        limit: Maximum number of pixels of all images that are decoded at the same time.
+        limit: Maximum number of pixels of all images decoded at the same time.
     """
 
     def __init__(self, limit: int):

@@ -41,7 +41,7 @@ MAX_RULE_PASSES = 4096  # limit of 2 * tasks * tasks * images per task
 
 
 def with_measurements(bundle: Bundle) -> Bundle:
-    """Add measurements to a bundle: references of its tasks, and the accuracy of rules.
+    """Add measurements to a bundle: references of tasks, and the accuracy of rules.
 
     The measurements use images of the run's storage. For the references, at most
     `MAX_TRAIN_IMAGES` (or one per class) and `MAX_TEST_IMAGES` images per task are read. If the

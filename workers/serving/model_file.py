@@ -207,7 +207,7 @@ def state_file(task: str) -> str:
 
 
 def task_rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each served task: its name, number of classes and bytes of its state."""
+    """Return a row for each served task: its name, number of classes and state size in bytes."""
     rows: list[dict[str, Any]] = []
     for task in body["tasks"]:
         info = body["files"][state_file(task["name"])]

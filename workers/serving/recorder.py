@@ -32,7 +32,7 @@ from workers.serving.server import Answer, Predictor
 from workers.storage.artifact import resolve
 
 WRITE_S = 5.0  # seconds between two writes; a killed process loses the counts since the last write
-SERVER_SHARE = 0.05  # maximum share of a server's time that is used to measure distances
+SERVER_SHARE = 0.05  # maximum share of a server's time used to measure distances
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class InputRecorder:
     Args:
         predictor: The predictor. Its answers are counted until `close`.
         model_uri: The model folder, on a local disk.
-        share: Maximum share of the time that is used to measure distances. 1: every image is
+        share: Maximum share of the time used to measure distances. 1: every image is
             measured, and answers wait for earlier measurements.
         today: Function that returns the current day in UTC.
     """

@@ -23,7 +23,7 @@ SEED = 0  # seed of the random projection
 class Router:
     """A ridge regression of all classes on random features of the frozen backbone.
 
-    The score of a task is the score of its best class.
+    The score of a task is its highest class score.
 
     Args:
         bundle: The model. The router loads its own copy of the frozen backbone, without weights

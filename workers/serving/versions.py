@@ -5,7 +5,7 @@ versions/NUMBER.json    the `model.json` of each version, including the current 
 versions/dropped.json   the numbers of versions to delete
 
 The path of a file is usually its name. If a kept version has a file with other bytes at this path,
-the path of the new file contains a part of its sha256 (`at` in `model.json`). Equal bytes are
+the path of the new file contains a part of the sha256 (`at` in `model.json`). Equal bytes are
 stored once.
 
 A version is published in this order: its file in `versions`, the missing files, and `model.json`.

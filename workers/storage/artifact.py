@@ -287,7 +287,7 @@ def is_leftover(name: str) -> bool:
 
 
 class StoredFile(NamedTuple):
-    """Size of a file, and the time of its last change in seconds since the epoch."""
+    """Size of a file, and the time of the last change in seconds since the epoch."""
 
     size_bytes: int
     written: float
@@ -369,7 +369,7 @@ class Attempt:
     Attributes:
         root: Folder or URI of the results.
         key: Key of the result.
-        name: Name of the attempt and of its folder.
+        name: Name of the attempt and its folder.
         files: Name of a written file -> its size and digest.
     """
 
@@ -634,7 +634,7 @@ class Artifact:
         return f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
 
     def _read(self, name: str) -> tuple[str | None, bytes]:
-        """Read a file. Return a description of its damage, or None, and its bytes."""
+        """Read a file. Return a description of the damage, or None, and the bytes."""
         expected = self.manifest["files"].get(name)
         if expected is None:
             return "is not in the manifest", b""

@@ -97,9 +97,9 @@ class CosineRehearsal(Rehearsal[S]):
 
     @torch.no_grad()
     def imprint(self, task: Task) -> None:
-        """Set the task's class vectors from the features of its images.
+        """Set the task's class vectors from the features of the task's images.
 
-        The features use the evaluation transform, and each rank computes a part of them.
+        The features use the evaluation transform, and each rank computes a part.
         """
         features, labels, tasks, _ = self.extract_features()
         task_index = [t.name for t in self.training_tasks].index(task.name)

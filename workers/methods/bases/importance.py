@@ -22,7 +22,7 @@ IMPORTANCE = "importance/"  # prefix of names in the carried state; a name of `s
 
 
 class WeightImportance(ClassIncremental[S]):
-    """A chain that carries the network and the importance of its weights for earlier tasks.
+    """A chain that carries the network and the importance of weights for earlier tasks.
 
     All weights of the backbone are protected. So are the heads of earlier tasks, except in scenario
     `task`, where they are no longer trained.
@@ -75,7 +75,7 @@ class WeightImportance(ClassIncremental[S]):
         """Return the mean over images of a value per protected weight, by parameter name.
 
         The network is in evaluation mode, and images are not augmented. Each rank adds the values
-        of its part of the images.
+        for its part of the images.
 
         Args:
             keys: Keys of the images.

@@ -118,5 +118,5 @@ def keep_reservoir(samples: Memory, size: int, seed: int) -> Memory:
 
 
 def list_slots(memory: Memory) -> list[tuple[str, str]]:
-    """Return the task and the key of each sample of a memory, in the order of its slots."""
+    """Return the task and the key of each sample of a memory, in slot order."""
     return [(task, key) for task, keys in flatten(memory).items() for key in keys]

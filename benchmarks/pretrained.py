@@ -4,7 +4,8 @@
 statistics at 224 px: the stages of a task against one forward pass over its decoded images, and the
 solution of the ridge regression. Prompts at 96 px: a training step against a query pass and a
 prompted pass that are written by hand. Rehearsal at 96 px: a step with a replayed batch against
-fine-tuning on as many images. Weights are random, which does not change the amount of work.
+fine-tuning on as many images. Adapters at 96 px: the prediction of EASE and MOS after ten tasks, in
+forward passes of the backbone. Weights are random, which does not change the amount of work.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from benchmarks.methods import BACKBONE, BATCH, CLASSES, Conditions, Training
+from pipeline.graph.stage import IngestJob
 from workers import dist, feature_stage, loop, restore
 from workers.data.feed import Feed
 from workers.methods.ranpac import PENALTIES, solve_ridge
@@ -176,6 +178,51 @@ def compare_replay(report: Report) -> None:
         report.at_most(what, timing.ratio(name, "plain"), REPLAY_DEMAND)
 
 
+# ---- adapters ------------------------------------------------------------------------------------
+def compare_inference(report: Report, folder: Path, tasks: int = 10) -> None:
+    """Time predictions without the task, after `tasks` tasks, against a forward pass."""
+    card = stream.draw_images(folder, 2 * tasks, train=4, test=1, sides=(96,))
+    store, graph, _ = stream.plan(
+        folder,
+        card,
+        tasks,
+        stream={
+            "scenario": "class",
+            "tasks": [{"card": card, "name": "t", "split": tasks}],
+        },
+        backbone={"name": "vit_tiny_patch16_224", "img_size": 96, "crop_pct": 1.0},
+        train={"epochs": 1},
+        methods={"ease": {}, "mos": {}},
+    )
+    stream.ingest(store, graph)
+    last = {}
+    for stage in graph:
+        if isinstance(stage.job, IngestJob) or stage.step == "report":
+            continue
+        if stage.step == "evaluate":
+            last[stage.method] = stream.job_of(graph, stage.id)
+        else:
+            loop.run_stage(stream.job_of(graph, stage.id), GROUP, ignore)
+    images = torch.randn(BATCH, 3, 96, 96)
+    for name in ("ease", "mos"):
+        method: Any = restore.restore_finished_method(last[name], GROUP)
+
+        @torch.no_grad()
+        def predict(method: Any = method) -> Tensor:
+            logits: Tensor = method.logits(images, None)
+            return logits
+
+        @torch.no_grad()
+        def forward(method: Any = method) -> Tensor:
+            features: Tensor = method.backbone(images)
+            return features
+
+        timing = interleave({"forward": forward, name: predict}, ROUNDS)
+        ratio = timing.ratio(name, "forward")
+        what = f"{name}, a prediction without the task after {tasks} tasks"
+        report.note(what, f"{ratio:.2f} forward passes")
+
+
 def main() -> None:
     """Measure all of it."""
     start()
@@ -184,6 +231,7 @@ def main() -> None:
     compare_replay(report)
     with tempfile.TemporaryDirectory() as temporary:
         compare_statistics(report, Path(temporary))
+        compare_inference(report, Path(temporary) / "adapters")
     report.exit()
 
 

@@ -164,7 +164,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
 
     Args:
         path: Path of the search file.
-        **overrides: Settings of the search file or of its base config, like `--set`.
+        **overrides: Settings of the search file or the base config, like `--set`.
 
     Raises:
         UserError: If one of the files is invalid.
@@ -243,7 +243,7 @@ def remove_data(
 ) -> Results:
     """Remove a task, a class or images from a run, like `accrete remove --yes`.
 
-    All results that were trained on the removed data are deleted without confirmation. Pass one of
+    All results trained on the removed data are deleted without confirmation. Pass one of
     `task`, `class_name` and `images`.
 
     Args:
@@ -315,7 +315,7 @@ def compare(
     Args:
         *runs: Experiments, results, names of runs in a storage, paths of configs, files that
             `Results.save` wrote, or accuracy matrices as CSV or JSON.
-        storage: Storage of the runs that are given by name.
+        storage: Storage of the runs given by name.
 
     Raises:
         UserError: If a run cannot be read, or the runs have no common task.
@@ -370,7 +370,7 @@ def remove_task(folder: AnyPath, task: str) -> str:
         task: Name of the task.
 
     Returns:
-        A note about files that were kept, or "".
+        A note about kept files, or "".
 
     Raises:
         UserError: If other tasks need the task.
@@ -418,10 +418,10 @@ def rollback_model(folder: AnyPath) -> int:
     """Restore the previous version of a model folder, and drop the current one.
 
     Returns:
-        The number of the version that is now current.
+        The number of the restored version.
 
     Raises:
-        UserError: If no earlier version is kept, or one of its files is missing.
+        UserError: If no earlier version is kept, or a file of that version is missing.
     """
     from pipeline.config.yaml_files import absolute
     from workers.serving import versions
@@ -521,7 +521,7 @@ def data_sets() -> pd.DataFrame:
 def prepare_data(
     card: str, source: AnyPath, folder: AnyPath | None = None, copy: bool = False
 ) -> pd.DataFrame:
-    """Sort official files that were downloaded by hand into class folders, like `data prepare`.
+    """Sort manually downloaded official files into class folders, like `data prepare`.
 
     Args:
         card: Name or path of the card.

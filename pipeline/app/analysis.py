@@ -53,7 +53,7 @@ class AnalysisResult:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about measurements that were not possible."""
+        """Notes about impossible measurements."""
         return self.analysis.notes
 
 
@@ -69,7 +69,7 @@ def analyse(
     """Measure the attention of finished runs, and add the results to their reports and records.
 
     The tables and pictures are stored in the folder of the first run. The numbers of each method
-    are added to the MLflow record of its own run.
+    are added to the MLflow record of the method's run.
 
     Args:
         finished_runs: The runs. The iterator is advanced only after the previous run was checked,

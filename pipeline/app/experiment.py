@@ -386,7 +386,7 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
 
     Args:
         folder: Working directory at the time of loading.
-        loaded: The experiment or search that was loaded in `folder`, for the error message.
+        loaded: The experiment or search loaded in `folder`, for the error message.
 
     Yields:
         The prefix `cd FOLDER && ` for command lines, or an empty string if `folder` already is the

@@ -25,7 +25,7 @@ def find_garbage(
         store: The store.
         changed: Names of runs with a changed config. The records of their earlier configs are
             ignored, so results that only these records need are included.
-        older_than_s: Include only folders that were last written at least this many seconds ago.
+        older_than_s: Include only folders last written at least this many seconds ago.
             0: all.
         keep_bytes: Leave out the newest folders, up to this total size in bytes.
 

@@ -153,7 +153,7 @@ def describe_method(name: str) -> str:
     """Describe a method: its family and paper, its default training, and its settings.
 
     Raises:
-        UserError: If there is no such method.
+        UserError: If no such method exists.
     """
     from workers.methods import METHODS  # imports torch
 
@@ -189,7 +189,7 @@ def list_settings(name: str) -> list[Setting]:
     """Return the settings of a method.
 
     Raises:
-        UserError: If there is no such method.
+        UserError: If no such method exists.
     """
     from workers.methods import METHODS  # imports torch
     from workers.methods.registration import describe_unknown

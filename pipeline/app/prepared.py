@@ -1,4 +1,4 @@
-"""A config with its store and graph, ready to run, and the plan of its run."""
+"""A config with its store and graph, ready to run, and the run plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PreparedRun:
     Attributes:
         has_jobs: Whether the stages of `graph` can be run. False for a graph from the cache, which
             contains no jobs; `runs.with_jobs` builds them.
-        replicas: Replicas of a run with several seeds or class orders, each a run of its own. In
+        replicas: Replicas of a run with several seeds or class orders, each a separate run. In
             this case `graph` contains the stages of all replicas, and `tasks` are the tasks of the
             first replica.
     """

@@ -115,7 +115,7 @@ def _find_earlier_failures(run: PreparedRun) -> dict[str, str]:
 def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
     """Run the report stage: build and commit the files of the report, and return its manifest.
 
-    If several drivers run the same stage, one of them builds the report. The others wait for it and
+    If several drivers run the same stage, one driver builds the report. The others wait for it and
     return its manifest.
     """
     return run.store.compute_once(stage.key, lambda: _make_report(run, record, stage))

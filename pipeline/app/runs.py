@@ -127,7 +127,7 @@ class IngestedData(NamedTuple):
 
     @property
     def rejected_text(self) -> str:
-        """The rejected images by reason, as text; empty if there are none."""
+        """The rejected images by reason, as text; empty without rejected images."""
         return counts_text(self.rejected)
 
 
@@ -148,7 +148,7 @@ def prepare(
         to_run: Prepare to run stages: check that the storage is writable, delete temporary files of
             killed processes, and read raw data that was rewritten in place. If false, a data source
             on another machine is not contacted if its data was ingested.
-        say: Called with each line about raw data that was rewritten in place.
+        say: Called with each line about raw data rewritten in place.
         with_jobs: Build stages that can be run. If false, the graph is read from the cache if
             nothing that it is built from has changed, without importing torch.
         several: Accept a config with several seeds or class orders.
@@ -593,7 +593,7 @@ class Walks:
             record: Record of the run.
             lookups: Look-up of each stage.
             todo: Ids of the stages to run.
-            ingested: Outcome of the ingest stages. None if none of them ran.
+            ingested: Outcome of the ingest stages. None if no ingest stage ran.
             recorder: Logs to MLflow.
         """
         # imported here to keep the start-up fast: they import torch
@@ -682,7 +682,7 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
 
 
 def _read_account(store: Store, key: str) -> tuple[list[str], str]:
-    """Return the account of the files of an ingest stage, and the location of its preview page.
+    """Return the account of the files of an ingest stage, and the location of the preview page.
 
     Both are empty for results of older versions.
     """

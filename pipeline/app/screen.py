@@ -24,7 +24,7 @@ class Screen(Watcher, Protocol):
         """Show one line of text."""
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context manager that shows the text of `describe` if there is no output for a while."""
+        """Context manager that shows the text of `describe` after a while without output."""
 
 
 OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]

@@ -266,7 +266,7 @@ def search(args: argparse.Namespace) -> int:
         prepared,
         SearchScreen(prepared),
         app.format_command("search", args.config, args.overrides),
-        # For a plain config `report` writes the report of its run, not of the search.
+        # For a plain config, `report` writes the report of the run, not of the search.
         app.format_command(
             "report" if searches.is_search(args.config) else "search", args.config, args.overrides
         ),

@@ -49,6 +49,6 @@ def logs_command(storage: str, name: str) -> str:
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the current folder if the path is inside of it, else unchanged."""
+    """Return a path inside the current folder as a relative path, and another path unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

@@ -62,7 +62,7 @@ ELSEWHERE = (
     "cluster",
     "tracking",
     "plugins",
-)  # settings that are not part of the key of any result
+)  # settings that do not affect the key of any result
 MAX_SUFFIX_CHARACTERS = 60  # characters that overrides add to the name of a run, without a digest
 MAX_PROBLEM_TEXT = 500  # characters of an error; further mistakes of a file are only counted
 MAX_VALUE_CHARACTERS = 80  # characters of a value in an error
@@ -671,7 +671,7 @@ class Config(Frozen):
         )
 
     def backbone_train(self) -> TrainSettings:
-        """Return the training settings of a backbone that is trained on the base task.
+        """Return the training settings of a backbone trained on the base task.
 
         The backbone is fine-tuned. Values that `train` does not set are the defaults of `finetune`.
         """
@@ -731,7 +731,7 @@ def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, A
 
 
 def build_settings_path(label: str, task: str | None = None) -> str:
-    """Return the dotted path of a method's settings in a config, or of its settings for a task."""
+    """Return the dotted path of a method's settings in a config, or of the settings for a task."""
     path = f"methods.{label}"
     if task:
         path += f".tasks.{task}"

@@ -2,7 +2,7 @@
 
 Scalars follow the core schema of YAML 1.2. Only true and false are booleans: `no`, `on` and `off`
 are strings. 010 is ten, 0o10 is eight, 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are strings. A
-setting that is a number or a boolean also accepts a string with an unambiguous meaning: 1_000 is a
+numeric or boolean setting also accepts a string with an unambiguous meaning: 1_000 is a
 thousand, `yes` is true.
 """
 
@@ -45,7 +45,7 @@ UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
 
 class ScalarKind(NamedTuple):
-    """A kind of scalar that is not a string. `first` has the possible first characters."""
+    """A kind of scalar other than a string. `first` has the possible first characters."""
 
     pattern: str
     first: list[str]
@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         return text
 
     def construct_plain_scalar(self, node: Any) -> Any:
-        """Return a null, a boolean or a number. An explicit tag can require one of them."""
+        """Return a null, a boolean or a number. An explicit tag can require a type."""
         kind = node.tag.removeprefix(TAG)
         text = self.construct_scalar(node)
         if not re.fullmatch(SCALARS[kind].pattern, text):
@@ -257,7 +257,7 @@ def find_config(path: str) -> Path:
 
     Args:
         path: Path of the config. If `configs/...` does not exist in the current folder, the file
-            that is shipped with Accrete is used, and its path is printed.
+            shipped with Accrete is used, and its path is printed.
     """
     file = Path(path)
     shipped = find_shipped(file)
@@ -277,7 +277,7 @@ def find_shipped(file: Path) -> Path:
 def find_base(folder: Path, name: str) -> Path:
     """Return the path of the config `name`, relative to `folder`. It need not exist.
 
-    If `configs/...` does not exist in `folder`, the file that is shipped with Accrete is used, and
+    If `configs/...` does not exist in `folder`, the file shipped with Accrete is used, and
     its path is printed.
     """
     file = folder / name
@@ -390,7 +390,7 @@ def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
         bases: Names of the files that the config extends. None: read them from the file.
 
     Returns:
-        The name without its extension, or "" if there is no such file.
+        The name without its extension, or "" if the config has no such file.
     """
     if file.resolve().parent == STREAMS:
         return file.stem
@@ -538,7 +538,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise UserError(
             f"{where} is not of the form key=value; write for example --set train.epochs=3"
         )
-    if any("\ud800" <= sign <= "\udfff" for sign in override):  # bytes that were not decodable
+    if any("\ud800" <= sign <= "\udfff" for sign in override):  # undecodable bytes
         raise UserError(
             f"{where} has letters that the locale of this shell does not know; set LC_ALL=C.UTF-8"
         )

@@ -236,7 +236,7 @@ def _shorten(names: list[str]) -> list[str]:
 
 
 def collect_problems(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Map each file to its problem. The problem is None if at least one row of the file has none.
+    """Map each file to its problem, or to None if at least one row of the file has no problem.
 
     Args:
         items: A pair (file, problem) per row.

@@ -100,7 +100,7 @@ def read_image_lines(path: str | Path) -> list[str]:
 
 
 def _resolve_files(card: Card, file: Path) -> Card:
-    """Return a card with resolved source paths, and with the content of its list of images."""
+    """Return a card with resolved source paths, and with the content of the list of images."""
     if card.without_images:
         listed = resolve_image_list(file, card.without_images)
         if not listed.exists():

@@ -111,7 +111,7 @@ def describe(name: str, program: str) -> str:
         program: Command that starts Accrete.
 
     Raises:
-        UserError: If there is no such card.
+        UserError: If no such card exists.
     """
     card = card_files.load_without_source(name)
     row = dict(zip(HEADING, make_entry(card).cells, strict=True))

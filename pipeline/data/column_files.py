@@ -49,7 +49,7 @@ class Schema(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Rows of a file that are read together.
+    """Rows of a file to read together.
 
     Attributes:
         rows: Number of rows.

@@ -15,7 +15,7 @@ from typing import Any
 
 # characters that begin a formula; the last four are full-width forms of =, +, - and @
 FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
-# text that is not changed: numbers, and `-` for an empty value
+# unchanged text: numbers, and `-` for an empty value
 HARMLESS = re.compile(r"-|[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
 

@@ -59,7 +59,7 @@ def digest_classes(index: pa.Table, is_in_place: bool, salt: str = "") -> ClassD
     """Compute a digest of the images of each class in each split.
 
     The digest covers the keys and the sha256 of the images. It depends neither on other classes nor
-    on the division into shards. For shards that are used in place, the digest also covers the shard
+    on the division into shards. For shards used in place, the digest also covers the shard
     and the offset of each image, because images are read in this order.
 
     Args:

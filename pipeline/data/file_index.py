@@ -151,7 +151,7 @@ class FileFinder:
         self.moved: tuple[str, str] | None = None
 
     def find(self, row: NamedRow) -> tuple[list[str], str | None]:
-        """Return the files that a row may name, and the problem if there are none."""
+        """Return the files that a row may name, and the problem if no file is found."""
         if not row.text or "\0" in row.text:
             return [], NO_PATH
         path = parse_path(row.text, self.base)

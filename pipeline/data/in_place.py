@@ -1,4 +1,4 @@
-"""Index shards that are used in place: each shard is read once and hashed, and nothing is copied.
+"""Index shards in place: each shard is read once and hashed, and nothing is copied.
 
 The table of a shard is written after the shard was read, so a killed run continues with the next
 shard. Shards of an earlier ingest with the same URL, size and time are not read again.
@@ -65,10 +65,10 @@ from workers.storage.parquet import read_table
 
 INFO = b"shard"  # metadata key of a shard's table: size and digest of the shard
 PICTURES = b"pictures"  # metadata key: small images for the preview, as a shard is read only once
-PLACES = ("more", "path", "splits")  # settings of a source with the location of its shards
+PLACES = ("more", "path", "splits")  # settings of a source with the location of the shards
 MAX_PICTURES = 40  # preview images per shard
 SHOWN_SHARDS = 200  # approximate number of shards with preview images
-TABLE_READERS = 8  # tables of shards that are read in parallel
+TABLE_READERS = 8  # tables of shards read in parallel
 
 
 class IndexJob(NamedTuple):
@@ -218,7 +218,7 @@ class KnownShards(NamedTuple):
 
     Attributes:
         rows: Rows of all samples, with the columns of `packs.ROWS`.
-        runs: Stamp of a shard -> index of its first row, and index after its last row.
+        runs: Stamp of a shard -> index of the first row, and index after the last row.
         num_rows: Number of rows by stamp, see `known_images.read_num_rows`.
         pictures: Stamp of a shard -> encoded pictures.
         infos: Name of a shard in the earlier ingest -> its size and digest.

@@ -94,7 +94,7 @@ from workers.storage.artifact import (
 REVISION = 2  # increase it if a change of the code gives other images or keys for the same source
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
 SMALL_BYTES = 8 << 20  # a source up to this size with few images is packed by this process
-TABLE_READERS = 8  # tables of finished units that are read in parallel
+TABLE_READERS = 8  # tables of finished units read in parallel
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -107,7 +107,7 @@ class IngestProgress:
         report: Called with each report.
         doing: Name of the pass.
         total: Number of images.
-        num_before: Number of images that were finished before this process started.
+        num_before: Number of images finished before this process started.
     """
 
     report: Report

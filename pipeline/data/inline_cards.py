@@ -20,7 +20,7 @@ LONGEST_CARD = 16 << 20  # maximum bytes of an existing card file
 
 
 def write_inline_cards(body: dict[str, Any]) -> None:
-    """Write the cards of a stream that are mappings to the current folder, as `NAME-card.yaml`.
+    """Write the inline cards of a stream to the current folder, as `NAME-card.yaml`.
 
     Args:
         body: Plain values of a config. In it, the path of the file replaces each mapping.

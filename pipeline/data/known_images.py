@@ -1,7 +1,7 @@
 """Images that an earlier ingest has read, and their location in the storage.
 
 An image is identified by its stamp: the name, size and modification time of the file, and the
-position of the bytes in the file. Rows of a table that are read together have the same stamp. Known
+position of the bytes in the file. Table rows read together have the same stamp. Known
 images are neither read nor decoded again; their bytes are copied from the earlier shards. Unchanged
 shards are linked. If another image has the bytes of an earlier image, for example in a renamed
 file, it is read but not decoded.
@@ -296,7 +296,7 @@ class KnownImages:
 
 
 def find_runs(column: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
-    """Map each value of a column to the start and stop of its last run of equal values."""
+    """Map each value of a column to the start and stop of the last run of this value."""
     values = column.combine_chunks().dictionary_encode()
     codes = pc.fill_null(values.indices, -1).to_numpy()
     is_first = np.ones(len(codes), bool)
@@ -400,7 +400,7 @@ def read_num_rows(table: pa.Table) -> dict[str, int]:
 
 
 class Changes(NamedTuple):
-    """Numbers of images of a source that were added, changed, removed or moved."""
+    """Numbers of added, changed, removed and moved images of a source."""
 
     added: int
     changed: int

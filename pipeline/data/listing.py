@@ -152,7 +152,7 @@ def list_entries(
     Args:
         uri: URI of a folder, or of a single file, which is listed under its base name.
         folders: Folders below the source to visit first; "" is the source. A link in these folders
-            to a folder of the source is followed, unless the target is also in one of them.
+            to a folder of the source is followed, unless the target is also in these folders.
         suffixes: Suffixes of the files to read. They only affect the problem of a broken link.
         most: Stop after this number of files; only for local folders.
 
@@ -228,7 +228,7 @@ class FolderWalk:
         self.ancestors: set[str] = set()  # real paths of the parents of visited folders
         self.entries: list[Entry] = []
         self.links: list[str] = []  # links to folders, which are followed after the folders
-        self.followed: set[str] = set()  # links that were read, or skipped with a reason
+        self.followed: set[str] = set()  # links already read, or skipped with a reason
         self.hidden: list[str] = []  # hidden folders
 
     def list_entries(self, folders: Sequence[str]) -> list[Entry]:

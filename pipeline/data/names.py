@@ -65,7 +65,7 @@ def get_suffix(name: str) -> str:
 
 
 def get_file_name(text: str, default: str = "data") -> str:
-    """Convert any text to a name that is valid for cards, tasks and files."""
+    """Convert any text to a valid name for cards, tasks and files."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", plain)
     name = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", name)[:MAX_NAME]

@@ -36,7 +36,7 @@ from workers.storage.artifact import is_local, join, read_bytes, resolve, write_
 PACK_BYTES = 256 << 20
 PACK_ROWS = 1 << 16
 TABLE_SUFFIX = ".parquet"
-RANGE_GAP = 64 << 10  # unneeded bytes that are read to avoid a second request
+RANGE_GAP = 64 << 10  # unneeded bytes read to avoid a second request
 RANGE_BYTES = 8 << 20  # bytes of one request, unless a single image is larger
 LEFT_OUT = "left out by the card"  # problem of images in `without_classes` or `without_images`
 READERS = 8  # concurrent requests to a bucket
@@ -272,7 +272,7 @@ class _PackWriter:
         """Check an image and store it, unless this pack already contains the same bytes.
 
         Therefore a table that repeats one value a million times does not create a pack with a
-        million images. An image that was ingested before is not decoded: a file can have a new
+        million images. An already ingested image is not decoded: a file can have a new
         modification time and the same bytes.
         """
         earlier = self.earlier.get(raw_digest)

@@ -20,7 +20,7 @@ from pipeline.data.names import printable
 MAX_BAD = 0.05  # tolerated share of corrupt images, in addition to those known to be bad
 MAX_TASKS = 5  # tasks into which one data set is divided
 MIN_CLASSES = 2  # classes of a task
-BASE_SHARE = 0.4  # share of the classes of one data set that are in the base task
+BASE_SHARE = 0.4  # share of the classes of one data set in the base task
 # Train images per class for `hold_out: threshold`. With fewer images, a share of 1/5 could by
 # chance select almost no image.
 MIN_PER_CLASS = 30

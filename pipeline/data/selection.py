@@ -79,7 +79,7 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
         rows: Rows with the columns of `packs.ROWS`, except `raw` and `stamp`.
 
     Raises:
-        UserError: If there are no images, too many images are corrupt, a class has no train images,
+        UserError: If no images exist, too many images are corrupt, a class has no train images,
             or `check_pixels` or `check_leaks` fails.
     """
     _require_rows(card, len(rows))
@@ -466,7 +466,7 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
 
 
 def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
-    """Raise `UserError` if a class has no train images, or there are no test images.
+    """Raise `UserError` if a class has no train images, or no class has test images.
 
     Args:
         card: The card.

@@ -147,7 +147,7 @@ def _build_index(shard: Shard, offsets: list[int]) -> pa.Table:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a member and return the offset of its data.
+    """Add a member and return the offset of the data.
 
     The member has no time and no owner, so that equal images give equal bytes.
     """

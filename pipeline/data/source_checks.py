@@ -26,7 +26,7 @@ _PROBLEMS = pa.schema([(name, pa.large_string()) for name in ("split", "name", "
 
 
 def check_source(card: Card, entries: list[Entry]) -> None:
-    """Raise `UserError` if ingest would refuse a source regardless of the content of its images.
+    """Raise `UserError` if ingest would refuse a source regardless of the content of the images.
 
     Args:
         card: The card.

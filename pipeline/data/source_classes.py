@@ -51,7 +51,7 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
         memory: Remembers the classes for a source that no longer exists or is unchanged.
 
     Raises:
-        UserError: If there are no classes, and none are remembered.
+        UserError: If no classes are found or remembered.
     """
     if card.source.label is None:
         raise UserError(
@@ -202,7 +202,7 @@ def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers 
 
 
 def find_declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
-    """Return the classes that the files or the library declare, or None if there are none.
+    """Return the classes that the files or the library declare, or None without such classes.
 
     The meaning of numbers is `places` if all files list the classes in the same order, `names` if
     the orders differ, and None for a library.

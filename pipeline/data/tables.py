@@ -20,7 +20,7 @@ from workers.errors import UserError
 DELIMITERS = (",", ";", "\t", "|")
 MAX_LINE = 1 << 20  # characters of a line
 MAX_COLUMNS = 1000
-MAX_TEXT = 1 << 16  # characters of a cell that are inspected
+MAX_TEXT = 1 << 16  # inspected characters of a cell
 MAX_COMMENTS = 100  # comment lines before the header
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 END = "\x03\x04\x03"  # line added after the last one; it becomes part of a cell with an open quote

@@ -1,4 +1,4 @@
-"""Resolve the backbone settings of a config: the timm model supplies values that are not set."""
+"""Resolve the backbone settings of a config: the timm model supplies missing values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
         may_connect: Contact the Hugging Face hub if the config names a hub model.
 
     Raises:
-        UserError: If there is no such backbone, or its weights cannot be used.
+        UserError: If no such backbone exists, or its weights cannot be used.
     """
     choice = config.backbone
     model = hub_model(config, store, may_connect)

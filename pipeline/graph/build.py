@@ -225,7 +225,7 @@ class TaskTopology:
     In a chain, every task starts from the carried states of the last steps of the previous task. In
     a star, all tasks start from the stages of the shared steps (`Method.starts_from`), which are
     trained on images without labels or on the base task. If the tasks of a star train on the data
-    of all tasks so far, the state of the newest task serves all of them.
+    of all tasks so far, the state of the newest task serves all tasks.
 
     Attributes:
         method: The class of the method.
@@ -252,7 +252,7 @@ class TaskTopology:
 
         Args:
             steps: Steps of the task.
-            stages: Ids of its stages, by step.
+            stages: Ids of the task's stages, by step.
         """
         shared = {step: stages[step] for step in self.method.starts_from if step in stages}
         self.shared_stages = self.shared_stages | shared
@@ -298,7 +298,7 @@ def add_method(
         The ids of the evaluation stages.
 
     Raises:
-        UserError: If the method needs a base task and there is none.
+        UserError: If the method needs a base task and the stream has none.
     """
     method = builder.method(label)
     if base is None and method.needs_base(builder.settings(label)):
@@ -353,7 +353,7 @@ class MethodStages:
 
         Args:
             task: The task.
-            seen: The tasks so far; `task` is the last of them.
+            seen: The tasks so far; `task` is the last one.
             steps: The steps to train.
             start: Ids of the stages that the first steps start from, by step.
 
@@ -439,7 +439,7 @@ class MethodStages:
 
         It measures all tasks in `seen` if the method can change predictions for earlier tasks.
         Otherwise it measures the last task, and the previous one as a check. A task is left out if
-        neither the source of its data nor the ingested shards exist any more, unless a result of
+        neither its data source nor the ingested shards exist any more, unless a result of
         the complete evaluation exists. Therefore a new task can still be added; the values that
         cannot be measured stay empty in the accuracy matrix.
 

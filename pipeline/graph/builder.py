@@ -33,9 +33,9 @@ class Builder:
         backbone: Backbone settings as in a job; `add_backbone` sets them.
         stages: The stages so far.
         keys: Stage id -> key.
-        images: Name of a card -> digests of its images; None if they are not ingested yet.
+        images: Name of a card -> digests of the images; None if they are not ingested yet.
         cards_without_data: Names of cards with neither a source nor ingested shards.
-        code_digests: Name of a method -> digest of its code; "" for a built-in method.
+        code_digests: Name of a method -> digest of the code; "" for a built-in method.
         provisional: Ids of stages with placeholder keys: their images are not ingested yet.
     """
 

@@ -67,7 +67,7 @@ def _row_name(stage: Stage) -> str:
 
 
 def _method_line(stages: Sequence[Stage], status: Mapping[str, str]) -> str:
-    """Return the training stages of a method in order, and the number of its evaluations."""
+    """Return the training stages of a method in order, and the number of evaluations."""
     line = ""
     previous: Stage | None = None
     evaluations = 0

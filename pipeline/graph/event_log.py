@@ -66,8 +66,8 @@ class EventLog:
 
         Args:
             kind: Kind of the event.
-            values: JSON values of the event. Secrets in strings are redacted. Values that are "",
-                None or {} are left out.
+            values: JSON values of the event. Secrets in strings are redacted. The values "",
+                None and {} are left out.
         """
         event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}
         for name, value in values.items():

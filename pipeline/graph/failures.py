@@ -1,4 +1,4 @@
-"""Failure files: the traceback of each failed try of a stage, and the end of its log.
+"""Failure files: the traceback of each failed try of a stage, and the end of the log.
 
 Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. The time has
 nanoseconds, so that each try has its own file. `gc` deletes the files of stages that have a result,
@@ -32,7 +32,7 @@ LIBRARIES = tuple({f"{path}{os.sep}" for path in sysconfig.get_paths().values()}
 MAX_MESSAGE = 500  # characters of an error message in `describe`; the file has the full message
 MAX_WRITE_ERROR = 200  # characters of the reason why a file was not written
 STDERR = 2  # file descriptor
-LOG_LINES = 50  # number of lines that are copied from the end of a log
+LOG_LINES = 50  # number of lines to copy from the end of a log
 LOG_BYTES = 16 << 10  # maximum size of these lines
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colour codes, which Ray inserts into tracebacks
 
@@ -50,8 +50,8 @@ def describe(error: Exception) -> str:
 def find_frame(error: BaseException) -> str:
     """Return the innermost traceback frame in the user's code, such as a method in a notebook.
 
-    Without such a frame, return the innermost frame below `pipeline/` or `workers/`, or an empty
-    string if there is none. If Ray transferred the error from another process, the frames of that
+    Without such a frame, return the innermost frame below `pipeline/` or `workers/`, or else an
+    empty string. If Ray transferred the error from another process, the frames of that
     process are searched.
 
     Example of a result: `workers/loop.py:120 in train_step`.

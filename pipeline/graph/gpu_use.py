@@ -136,7 +136,7 @@ class GpuUse:
         return figures
 
     def _advice(self, use: Use) -> str:
-        """Return settings that use a GPU better, as text; empty if there are none."""
+        """Return settings that use a GPU better, as text, or ""."""
         groups = self.count_fitting_groups(use)
         if use.busy >= BUSY or groups < 2:
             return ""

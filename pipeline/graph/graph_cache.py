@@ -50,7 +50,7 @@ class BuildInputs:
 
     Attributes:
         digest: Digest of all inputs.
-        sources: Name of a card -> state of its raw data.
+        sources: Name of a card -> state of the raw data.
     """
 
     digest: str
@@ -136,7 +136,7 @@ def package_versions() -> dict[str, str]:
 
 
 def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None:
-    """Return the graph that was built from these inputs, or None.
+    """Return the graph built from these inputs, or None.
 
     Args:
         run_store: Store of the run.
@@ -156,7 +156,7 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
 
 
 def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
-    """Store a graph that was built from these inputs, and delete the oldest graphs above MAX_FILES.
+    """Store a graph built from these inputs, and delete the oldest graphs above MAX_FILES.
 
     An error while writing is only logged, because the cache only saves time. A graph with an
     external method is not stored, because a later start cannot know whether the code of the method
@@ -199,7 +199,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
 
 
 def _task_json(task: Task) -> dict[str, Any]:
-    """Return a task without the locations of its shards: these must come from the card."""
+    """Return a task without shard locations: these must come from the card."""
     fields = asdict(task)
     del fields["shard_urls"]
     return fields

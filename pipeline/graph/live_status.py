@@ -107,7 +107,7 @@ class GpuFigure(TypedDict, total=False):
         gpu: Index of the GPU on that machine.
         busy: Share of the time in which the GPU computed; absent if it could not be measured.
         reason: Why `busy` could not be measured.
-        advice: Settings that would use the GPU better; empty if there are none.
+        advice: Settings that would use the GPU better; may be empty.
         ranks: Average number of ranks that trained on the GPU at the same time.
         sampled_at: Time of the last sample, in seconds since the epoch.
     """
@@ -176,7 +176,7 @@ def status_uri(storage: str, name: str) -> str:
 def write_status(storage: str, status: LiveStatus) -> None:
     """Write the status of a run atomically.
 
-    On a disk there is no fsync, because the status is not needed after a crash of the machine.
+    On a disk, fsync is not called, because the status is not needed after a crash of the machine.
 
     Args:
         storage: URI of the storage.
@@ -206,7 +206,7 @@ def write_status(storage: str, status: LiveStatus) -> None:
 
 
 def read_status(storage: str, name: str) -> LiveStatus | None:
-    """Return the last status of a run, or None if there is no valid status."""
+    """Return the last status of a run, or None without a valid status."""
     try:
         status = read_json(status_uri(storage, name))
     except (FileNotFoundError, ValueError):

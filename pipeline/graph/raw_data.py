@@ -55,11 +55,11 @@ class KnownSource:
     Attributes:
         fingerprint: Digest of the paths and sizes of the files.
         modified: Digest of the modification times; "" if unknown.
-        edition: "" for the content that was ingested first, else a prefix of the digest of the raw
+        edition: "" for the first ingested content, else a prefix of the digest of the raw
             content.
         contents: Edition -> digest of the raw content.
         present: Whether the files exist.
-        note: Warning for the user; "" if there is none.
+        note: Warning for the user, or "".
         entries: The files. None if this look-up did not list them.
     """
 
@@ -176,7 +176,7 @@ def compare_rewritten_source(store: Store, card: Card, say: Callable[[str], None
     before = known["contents"].get(known["edition"])
     inputs = stage_inputs(card, KnownSource(**known))
     if before is None and Artifact.open(store.root, compute_key(inputs, ())) is None:
-        pass  # the source was never ingested, so there is no earlier content to compare with
+        pass  # the source was never ingested, so it has no earlier content to compare with
     elif before is None:
         say(
             f"data/{card.name}: its raw files were written again; "
@@ -370,7 +370,7 @@ def _name_of_source(card: Card, fingerprint: str) -> str:
 
 
 def _load_known(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
-    """Return the saved fields of a `KnownSource`; a field that was not saved has its default."""
+    """Return the saved fields of a `KnownSource`; an unsaved field has its default."""
     stored = store.remembered(_name_of_source(card, fingerprint))
     known: dict[str, Any] = {
         "fingerprint": fingerprint,

@@ -74,7 +74,7 @@ def _replica_name(config: Config, order: str, seed: int) -> str:
 
 
 def _order_name(orders: Sequence[str], order: str) -> str:
-    """Return the name of a class order, without the name of its card if the rest is unique."""
+    """Return the name of a class order, without the card name if the rest is unique."""
     stems = [other.rpartition("/")[2] for other in orders]
     stem = order.rpartition("/")[2]
     name = stem if stems.count(stem) == 1 else order.replace("/", "-")

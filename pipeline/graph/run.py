@@ -2,7 +2,7 @@
 
 The scheduler is the walk (walk.py), a state machine that decides when each stage runs. This module
 carries out the decisions of the walk. A stage is a node of the graph. A result is valid if it is
-complete and was computed from the results of the parents that are stored now.
+complete and was computed from the currently stored results of the parents.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Outcome:
         failures: Error messages of the failed stages, by id.
         seconds: Duration of the run.
         manifests: Manifests of the results, by id, from the executor or the look-up.
-        left_out: Ids of missing stages that were not selected to run.
+        left_out: Ids of missing stages not selected to run.
     """
 
     states: dict[str, State]
@@ -283,7 +283,7 @@ class GraphRun:
             self._notify(decision)
 
     def _has_other_images(self, event: Event) -> bool:
-        """Return whether an ingest found other images than the keys of its children stand for."""
+        """Return whether an ingest found other images than the keys of the children stand for."""
         graph = self.walk.graph
         before = self.contents.get(event.stage)
         return (
@@ -297,7 +297,7 @@ class GraphRun:
         """Schedule outdated stages again after a stage has finished, and return the decisions.
 
         If the content of a parent changed while the stage ran, the stage itself is outdated.
-        Otherwise, each finished child that was computed from another content of the stage is
+        Otherwise, each finished child computed from another content of the stage is
         outdated.
         """
         reason = self._why_outdated(stage_id)
@@ -332,7 +332,7 @@ def raise_if_failed(outcome: Outcome, command: str, logs_command: str = "") -> N
         outcome: Outcome of the run.
         command: Command that resumes the run.
         logs_command: Command that prints the log of a stage; the message appends the id of the
-            stage. Empty if there are no logs.
+            stage. Empty without logs.
 
     Raises:
         UserError: If a stage failed.

@@ -157,7 +157,7 @@ def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
 def build_recorded_graph(record: RunRecord) -> Graph:
     """Return the graph of a recorded run, for display.
 
-    The stages have no jobs. A stage is left out if the record lacks one of its parents.
+    The stages have no jobs. A stage is left out if the record lacks a parent.
     """
     stages: dict[str, Stage] = {}
     for entry in record["stages"]:  # in topological order
@@ -205,13 +205,13 @@ def can_be_shown(record: RunRecord) -> bool:
     """Return whether a record is complete enough to display the run.
 
     The storage may be untrusted, so the types of all values are checked. `needed_keys` accepts
-    records that are less complete.
+    less complete records.
     """
     return isinstance(record.get("config"), dict) and all(map(_is_complete, record["stages"]))
 
 
 def _is_complete(entry: Mapping[str, Any]) -> bool:
-    """Return whether a stage of a record has all values that are needed to display it."""
+    """Return whether a stage of a record has all values needed to display it."""
     parents = entry.get("parents")
     names = [entry["id"], entry["step"], entry.get("replica", "")]
     names += [entry[key] for key in ("label", "task") if entry.get(key) is not None]

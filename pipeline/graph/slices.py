@@ -13,12 +13,12 @@ from pipeline.config.settings import Slices
 from workers.errors import UserError
 from workers.rng import derive_seed
 
-# class -> part [start, stop) of its images, as fractions in [0, 1] (see `Task.parts`)
+# class -> part [start, stop) of the images, as fractions in [0, 1] (see `Task.parts`)
 Parts = dict[str, tuple[float, float]]
 
 
 def cut_slices(slices: Slices, classes: Sequence[str], name: str) -> list[Parts]:
-    """Return the parts of each task: for each of its classes, which part of the images it has.
+    """Return the parts of each task: for each class, which part of the images the task has.
 
     Each image is in exactly one task. The same seed results in the same parts.
 

@@ -1,6 +1,6 @@
 """The store of a storage: keys of stages, look-ups of results, and records of runs.
 
-A look-up without a result (a miss) explains why there is none.
+A look-up without a result (a miss) gives the reason.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from workers.storage.artifact import (
 from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
 from workers.storage.lock import stage_lock
 
-EARLIER = "earlier"  # subfolder of a run with the records of its earlier configs
-NOT_FINISHED = "not finished"  # reason of a miss: the last run had this stage, but no result of it
+EARLIER = "earlier"  # subfolder of a run with the records of earlier configs
+NOT_FINISHED = "not finished"  # reason of a miss: the last run had this stage, but no result
 MAX_CHANGES = 4  # maximum number of changed versions that a note lists
 
 
 def compute_key(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
-    """Return the content address of a stage: a hash of its inputs and the keys of its parents.
+    """Return the content address of a stage: a hash of the inputs and the parents' keys.
 
     Values are tagged with their types, so 1, 1.0, "1" and True result in different keys. The order
     of the parents matters, the order of the inputs does not.
@@ -89,7 +89,7 @@ class Lookup:
 
     Attributes:
         hit: Whether there is a valid result.
-        reason: Why there is no valid result, as text. "stands" for a hit.
+        reason: Why a valid result is missing, as text. "stands" for a hit.
         manifest: Manifest of the result, if it was read.
         must_withdraw: Whether there is an invalid result (damaged, outdated or forced to run again)
             that must be withdrawn before the stage runs.
@@ -257,7 +257,7 @@ class Store:
         """Return the manifest of a result, and compute the result if it is missing.
 
         The lock of the result is held during the computation. If several drivers need the result,
-        one of them computes it, and the others wait (see `stage_lock`).
+        one driver computes it, and the others wait (see `stage_lock`).
 
         Args:
             key: Key of the result.
@@ -372,8 +372,8 @@ class Store:
         """Delete the earlier records of some runs, except records that still need a result.
 
         Args:
-            remaining_keys: Keys of results that only earlier records need, and that were not
-                deleted. An unreadable record may need any of them.
+            remaining_keys: Keys of undeleted results that only earlier records need. An
+                unreadable record may need any of these results.
             runs: Names of the runs.
         """
         system, _ = resolve(self.storage)
@@ -439,7 +439,7 @@ class Store:
             area: list_stored_files(join(self.storage, area))
             for area in ("stages", CHECKPOINTS, failures.FOLDER)
         }
-        standing: dict[str, str] = {}  # key of a valid result -> name of its attempt folder
+        standing: dict[str, str] = {}  # key of a valid result -> name of the attempt folder
         for key in unclear(files_in) & needed:
             artifact = Artifact.open(self.root, key)
             if artifact:
@@ -449,7 +449,7 @@ class Store:
             for path, file in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
-                if not rest:  # a file that is not in the folder of a key
+                if not rest:  # a file outside the folder of a key
                     continue
                 if key not in needed or (area != "stages" and key in standing):
                     folder = key
@@ -477,7 +477,7 @@ class Store:
         )
 
     def remembered(self, identity: str) -> Any:
-        """Return the value that `remember` stored last, or None if there is no readable value."""
+        """Return the value that `remember` stored last, or None without a readable value."""
         try:
             return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -507,7 +507,7 @@ def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
 def explain_outdated(
     graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
 ) -> str | None:
-    """Return the reason why a result does not match the results of its parents any more.
+    """Return the reason why a result does not match the results of the parents any more.
 
     This happens if a parent was computed again with the same key, but with another content.
 
@@ -523,7 +523,7 @@ def explain_outdated(
     """
     made_of = (manifest or {}).get("made_of") or {}
     for parent in stage.parents if made_of else ():
-        if graph[parent].step == "ingest":  # the key of `stage` contains digests of its images
+        if graph[parent].step == "ingest":  # the key of `stage` contains image digests
             continue
         before, now = made_of.get(graph[parent].key), contents.get(parent)
         if before and now and before != now:
@@ -563,7 +563,7 @@ def version_notes(
 ) -> list[str]:
     """Describe the effect of an upgrade of Accrete or of packages on the results of a run.
 
-    Results with another key version are not found any more. Results that were computed with other
+    Results with another key version are not found any more. Results computed with other
     versions of the code or of packages stay valid.
 
     Args:

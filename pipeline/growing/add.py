@@ -61,8 +61,8 @@ def add(
 ) -> RunResult:
     """Add data to a run: edit its config, run the affected stages, and update the model folder.
 
-    The command can be repeated after an interruption, because data that was added already changes
-    no file. If the changed config is invalid, or the new images cannot be ingested, the previous
+    The command can be repeated after an interruption, because already added data changes no
+    file. If the changed config is invalid, or the new images cannot be ingested, the previous
     files are restored.
 
     Args:

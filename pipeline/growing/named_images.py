@@ -147,7 +147,7 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
 
 
 def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
-    """Yield the images of the last ingest. There are none if it did not store their names."""
+    """Yield the images of the last ingest, if it stored their names."""
     artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
     if artifact is None or SOURCE not in artifact.manifest["files"]:
         return
@@ -172,7 +172,7 @@ def _has_ingested_files(store: Store, card: Card) -> bool:
 def _list_names(card: Card) -> Iterator[SourceImage]:
     """Yield the images of a source without reading them.
 
-    There are none if the format stores several images in one file.
+    Nothing is yielded if the format stores several images in one file.
     """
     list_items = get_format(card).list_items
     if list_items is None:

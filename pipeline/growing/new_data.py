@@ -54,8 +54,8 @@ class NewData:
         images: Known class -> number of new files; 0 if only existing files have changed. Empty if
             the files of a grown source contain several images each.
         all_classes: All classes of the data.
-        passed_over: Classes of a grown source that no task has, but that are not new: the card
-            lists them, or an earlier ingest has read them.
+        passed_over: Known classes of a grown source that no task has: the card lists them, or
+            an earlier ingest has read them.
     """
 
     card: UsedCard | None

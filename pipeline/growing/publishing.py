@@ -213,7 +213,7 @@ def _check_alike(model: str, old: Bundle, new: Bundle) -> None:
 
 
 def _check_names(model: str, old: Bundle, names: Collection[str]) -> None:
-    """Raise `UserError` if a model folder serves a task that is not in `names`."""
+    """Raise `UserError` if a model folder serves a task outside `names`."""
     lost = [task.name for task in old.tasks if task.name not in names]
     if lost:
         raise UserError(

@@ -23,7 +23,7 @@ from pipeline.growing.stream_edits import (
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
 
-MAX_PATHS = 20  # maximum number of raw files that are listed
+MAX_PATHS = 20  # maximum number of listed raw files
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Removal:
 def find_removal(target: Target, path: str, config: Config, store: Store) -> Removal:
     """Find the data to remove, and the resulting edits. Write nothing.
 
-    The command can be repeated after an interruption: there are no edits for data that was removed
-    from the config before.
+    The command can be repeated after an interruption: data already removed from the config
+    needs no edits.
 
     Args:
         target: The item to remove.

@@ -40,7 +40,7 @@ def describe_training(plan: RunPlan) -> list[str]:
 
 
 def describe_cost(plan: RunPlan) -> str:
-    """Describe the expected wall time of a run, or return "" if there is no estimate."""
+    """Describe the expected wall time of a run, or return "" without an estimate."""
     forecast = plan.forecast()
     if not forecast.costs:
         return ""

@@ -86,7 +86,7 @@ class YamlText:
         _get(expected, parents)[last] = value
         node = _child(parent, last)
         if node is not None:
-            # a block collection ends at the end of its last value, not after later comments
+            # a block collection ends at the end of the last value, not after later comments
             start, end = node.start_mark.index, _end(node)
             indent = " " * parent.start_mark.column
             text = _wrapped(value).replace("\n", f"\n{indent}")

@@ -55,7 +55,7 @@ TOKEN_REMEDY = (
 )
 NAMESPACE = "accrete"  # namespace of the actors that drivers register
 SEARCH_SUFFIX = "-search"  # end of the name of a search's actor
-# Resource request that places an actor on the head node. Without that node, there is no cluster.
+# Resource request that places an actor on the head node. Every cluster has that node.
 HEAD = {ray_internals.HEAD_NODE_RESOURCE: 1e-3}
 # Packages that affect results: other versions could give other results.
 PACKAGES = (
@@ -70,7 +70,7 @@ PACKAGES = (
     "safetensors",
     "pydantic",
 )
-# Paths that are not sent to the nodes, as patterns of .gitignore. A leading / limits a pattern to
+# Paths not sent to the nodes, as patterns of .gitignore. A leading / limits a pattern to
 # the root of the checkout; for example, `workers/storage` contains code and must be sent.
 EXCLUDED_PATHS = [
     "/.venv", "/.git", "/build", "/dist", "/storage", "/tests", "/benchmarks", "__pycache__"
@@ -489,7 +489,7 @@ def ask_facts(ray: Any, node: Node, probe: str) -> Any:
 
 
 def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
-    """Check the answer of a node to `ask_facts`. A node that was lost meanwhile raises no error.
+    """Check the answer of a node to `ask_facts`. A node lost meanwhile raises no error.
 
     Raises:
         UserError: If the node cannot run this project, has other versions, or cannot read the

@@ -63,7 +63,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     if not args.hours:
         try:
             forecast = forecast_of(args.config, args.overrides)
-        except UserError as error:  # the nodes may have data that is not on this machine
+        except UserError as error:  # the nodes may have data that this machine lacks
             note = f"no forecast: {error}"
     size = choose_size(run.config, forecast, args.ranks_per_node, args.hours)
     folder = args.out or f"{run.config.name}-{args.on}"

@@ -133,7 +133,7 @@ Sources = Mapping[SourceKind, list[Measured]]
 
 
 class Estimate(NamedTuple):
-    """A forecast in seconds, with the limits of its likely range."""
+    """A forecast in seconds, with the limits of the likely range."""
 
     expected: float
     low: float

@@ -61,7 +61,7 @@ def describe(
 ) -> str:
     """Return a sentence about the dead workers of a group.
 
-    If the stage is known, Ray's report about each worker and the end of its log are written to a
+    If the stage is known, Ray's report about each worker and the end of each log are written to a
     file below `storage`, as for other failed attempts at the stage.
 
     Args:

@@ -69,7 +69,7 @@ class SharedExecutor:
         return [] if self._executor is None else self._executor.poll()
 
     def close(self) -> None:
-        """Stop the running stages. A stage that is submitted later gets a new executor."""
+        """Stop the running stages. A stage submitted later gets a new executor."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()

@@ -183,7 +183,7 @@ class RayExecutor(Executor):
         self.groups: dict[int, WorkerGroup] = {}
         self.rank_nodes: dict[int, list[str]] = {}  # running group -> node id of each rank
         self.used_nodes: set[str] = set()  # ids of nodes that have run a group
-        self.stages: dict[str, Stage] = {}  # all stages that were submitted to groups, by id
+        self.stages: dict[str, Stage] = {}  # all stages submitted to groups, by id
         self.outbox: list[ReadyStage] = []
         self.last_time_check = -math.inf
         self.reported_groups: dict[str, int] = {}  # body of the last event of kind GROUPS
@@ -629,7 +629,7 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
 def sweep(store: Store, owner: str) -> None:
     """Delete the folders of Ray Train for the groups of this driver.
 
-    Also delete the folders of drivers that were killed on this machine.
+    Also delete the folders of drivers killed on this machine.
 
     Args:
         store: Store with the folders.

@@ -47,10 +47,10 @@ def sample_gpu(device: torch.device) -> GpuSample:
 
 
 def find_gpu_number(device: torch.device) -> str:
-    """Return the number of a GPU among all GPUs of its machine.
+    """Return the number of a GPU among all GPUs of the machine.
 
-    It can differ from `device.index`, which counts only the GPUs of CUDA_VISIBLE_DEVICES. An entry
-    of that variable that is no number, such as a UUID, is returned unchanged.
+    It can differ from `device.index`, which counts only the GPUs of CUDA_VISIBLE_DEVICES. A
+    non-numeric entry of that variable, such as a UUID, is returned unchanged.
     """
     index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -23,7 +23,7 @@ from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 VOLUME = "/storage"  # mount path of the storage volume in pods
-SERVICE_SUFFIX = "-model"  # appended to the name of a config in the name of its service
+SERVICE_SUFFIX = "-model"  # appended to the name of a config to name the service
 RUN_FOLDER = "/home/ray/run"  # mount path of the config files in the head pod
 IMAGE = "accrete:ray2.60.0-py311"
 MAX_NAME_LENGTH = 40  # KubeRay appends to the name, and the limit of Kubernetes is 63 characters
@@ -61,7 +61,7 @@ class Pods:
         image: Name and tag of the image without the suffix `-cpu` or `-gpu`, which is appended.
         selector: Labels of the nodes for workers, `KEY=VALUE`.
         tolerations: Taints that workers tolerate, `KEY` or `KEY=VALUE`.
-        account: Service account of Kubernetes. A cloud can bind one of its roles to it.
+        account: Service account of Kubernetes. A cloud can bind a role to it.
         secret: Name of a Secret. Its keys become environment variables.
     """
 
@@ -134,7 +134,7 @@ def list_array_seeds(config: Config) -> tuple[int, ...]:
     """Return the seeds of a config, which become the indices of a job array.
 
     Raises:
-        UserError: If there are no seeds, or a seed is larger than the largest index.
+        UserError: If the config has no seeds, or a seed is larger than the largest index.
     """
     if not config.seeds:
         raise UserError("--array makes a job per seed, but the config has no `seeds`; add them")

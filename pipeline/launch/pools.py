@@ -54,7 +54,7 @@ class Pools:
     def _find_pool(self, cluster: ClusterSettings, step: str) -> int:
         """Return the index of the pool with the resources per rank of `cluster`.
 
-        If there is no such pool, add one for `step`.
+        Without such a pool, add one for `step`.
         """
         amounts = resources_per_worker(cluster)
         for index, pool in enumerate(self.pools):
@@ -97,14 +97,14 @@ class Pools:
 
         If there are several pools, the pools with the deepest stages get room first. A pool gets at
         most as many groups as it has stages. A running group without a stage is kept if room is
-        left and there is no other driver.
+        left and no other driver exists.
 
         Args:
             state: State of the cluster.
             name: See `compute_group_sizes`.
             width: See `compute_group_sizes`.
             outstanding: Stages that wait or run.
-            groups: Number of a started group -> number of its workers.
+            groups: Number of a started group -> number of workers.
         """
         if len(self.pools) == 1:
             return dict(enumerate(compute_group_sizes(state, self.pools[0].cluster, name, width)))

@@ -78,7 +78,7 @@ class ReadyQueue:
     def take(self, last: Stage | None = None) -> Stage | None:
         """Remove and return the next stage for a group.
 
-        This is the stage that is reserved for the group, or else a stage of the largest depth.
+        This is the stage reserved for the group, or else a stage of the largest depth.
         Among stages of equal depth, a child of `last` is preferred.
 
         Args:
@@ -208,7 +208,7 @@ class Queue:
 
         Args:
             groups: Numbers of the groups.
-            at_once: Whether a group saves the state of its current stage and ends immediately.
+            at_once: Whether a group saves the state of the current stage and ends immediately.
                 Otherwise, it finishes this stage first.
         """
         for group in groups:

@@ -87,7 +87,7 @@ def list_draining_node_ids() -> Iterable[str]:
 
 
 def list_orphaned_placement_groups() -> list[Any]:
-    """Return the placement groups of this job that were created by actors that are dead now.
+    """Return the placement groups of this job that dead actors created.
 
     These groups still reserve resources, or wait for them. Ray removes them only when the driver of
     the creator ends.

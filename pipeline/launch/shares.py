@@ -1,6 +1,6 @@
 """Compute how many workers fit into the cluster, and the share of this driver.
 
-All Ray jobs on a cluster get equal shares. The trials of a search divide the share of its job.
+All Ray jobs on a cluster get equal shares. The trials of a search divide the share of their job.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Sharing:
     busy: Busy
 
     def stretch(self, running: int) -> float:
-        """Return the slowdown of the stages that share GPUs, while `running` of them run.
+        """Return the slowdown of the stages that share GPUs, while `running` stages run.
 
         The ranks of these stages fill one GPU before they use the next one.
         """
@@ -92,7 +92,7 @@ def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy)
 
 
 def count_ranks_per_gpu(cluster: ClusterSettings) -> int:
-    """Return the maximum number of ranks of a run that are on one GPU at a time."""
+    """Return the maximum number of ranks of a run on one GPU at a time."""
     if not cluster.workers:  # without Ray, one process runs one stage at a time
         return 1
     ranks = compute_ranks_per_gpu(cluster.gpus_per_worker)

@@ -17,7 +17,7 @@ MEMORY_GB_PER_CPU = 4  # memory of a node whose ranks reserve no memory
 RAY_MEMORY_GB = 2  # per node, in addition to the memory that ranks reserve
 MARGIN = 2  # factor on the forecast, which does not include ingest, report and the start of Ray
 MIN_HOURS = 1  # smallest time limit
-HOURS = 8  # time limit if there is no forecast
+HOURS = 8  # time limit without a forecast
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def choose_size(
 
     Args:
         config: The config.
-        forecast: Forecast of the run; None if there is no forecast.
+        forecast: Forecast of the run, or None.
         ranks_per_node: Number of ranks on each node; 0: as many ranks as share a GPU, or 1 if ranks
             do not share a GPU.
         hours: Time limit; 0: derive it from the forecast.

@@ -47,7 +47,7 @@ class Speed(NamedTuple):
 
 
 def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) -> Speed:
-    """Return the speed that is estimated from the FLOPs of a backbone.
+    """Estimate the speed from the FLOPs of a backbone.
 
     Args:
         settings: Settings of the backbone.

@@ -29,7 +29,7 @@ def render(file: str, /, **values: Any) -> str:
         The text of the file, with a line break at its end.
 
     Raises:
-        jinja2.UndefinedError: If the template uses a variable that is missing in `values`.
+        jinja2.UndefinedError: If the template uses a variable that `values` lacks.
     """
     return _ENVIRONMENT.get_template(f"{file}.j2").render(values)
 
@@ -55,7 +55,7 @@ def format_yaml(value: Any) -> str:
 
 
 def indent_lines(text: str, columns: int) -> str:
-    """Indent all lines of a text that are not blank."""
+    """Indent all non-blank lines of a text."""
     return indent(text, " " * columns)
 
 

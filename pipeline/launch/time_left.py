@@ -3,7 +3,7 @@
 The work of a stage is measured in epochs, and the work of an evaluation in tasks. The seconds per
 epoch or task are the median of finished stages of the same method and step, or else of finished
 stages of any method in the same step. If a stage is late by more than the remaining time of the
-run, the estimate is useless, and there is no result.
+run, the estimate is useless and not returned.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def estimate_time_left(
     unit_s = _measure_seconds_per_unit(graph, stages)
     todo: set[str] = set()
     seconds: dict[str, float] = {}
-    latest_s = 0.0  # delay of the stage that is most overdue
+    latest_s = 0.0  # delay of the most overdue stage
     without = 0
     for stage in graph:
         live = stages[stage.id]

@@ -223,7 +223,7 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
     `method` is the model of the last evaluation that tests the task. Each model is loaded once.
 
     Raises:
-        UserError: If a stored result that is needed to build a model is missing or damaged.
+        UserError: If a stored result needed to build a model is missing or damaged.
     """
     job_by_task: dict[Task, StageJob] = {}
     for stage in list_evaluations(run):
@@ -393,7 +393,7 @@ def build_robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
     A table has one line per method, with the accuracy in per cent at each level.
 
     Args:
-        part: Name of the part, which is also the name of its files.
+        part: Name of the part, which is also the name of the files.
         rows: Rows of `measure_robustness` or `measure_shifted_accuracy`.
     """
     kinds = list(dict.fromkeys(row["kind"] for row in rows))

@@ -21,7 +21,7 @@ from pipeline.report.plots import (
     style_axes,
 )
 
-ROBUSTNESS_TITLES = {  # kind of measurement -> title of the panel, label of its x axis
+ROBUSTNESS_TITLES = {  # kind of measurement -> title of the panel, label of the x axis
     "occlusion": ("Occluded centre", "share of the image"),
     "fgsm": ("FGSM", "epsilon (1/255)"),
     "shifted": ("Images of another card", ""),

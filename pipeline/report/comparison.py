@@ -75,7 +75,7 @@ class Spread:
 
 @dataclass
 class RunGroup:
-    """Runs that are compared as replicas of each other.
+    """Runs to compare as replicas of each other.
 
     Their settings are equal, except for IGNORED_SETTINGS and, for the replicas of one run, the
     class order.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.results.tables import RunTables
 
 MAX_CHARACTERS = 120  # maximum length of a folder name, before a hash is added
-# name of a run, path of its config, path of a results file, or loaded results
+# name of a run, path of a config, path of a results file, or loaded results
 RunSource = str | Sequence["RunTables"]
 
 
@@ -68,7 +68,7 @@ def compare(
 
     Args:
         sources: The runs.
-        storage: Storage of runs that are given by name.
+        storage: Storage of runs given by name.
         must_write: Whether a read-only storage is an error. If False, `page` and `folder` of the
             result are empty for a read-only storage.
 
@@ -129,7 +129,7 @@ def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
 
 
 def load_runs(run: str, storage: str) -> list[RunTables]:
-    """Load the results of a run, or of its replicas if it has several seeds or class orders.
+    """Load the results of a run, or of the replicas if it has several seeds or class orders.
 
     Args:
         run: Name of a run in `storage`, path of a config, or path of a results file.

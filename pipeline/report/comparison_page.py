@@ -54,7 +54,7 @@ def render_page(comparison: Comparison) -> Markup:
 
 
 def select_known_metrics(entries: Sequence[ComparedMethod]) -> list[Metric]:
-    """Return the metrics that are known for at least one entry."""
+    """Return the metrics known for at least one entry."""
 
     def is_known(metric: Metric) -> bool:
         return any(not math.isnan(entry.spread(metric.name).mean) for entry in entries)
@@ -144,7 +144,7 @@ def draw_curve(
         entry: The entry.
         metric: `average_accuracy` or `forgetting`.
         index: Index of the entry, which determines its style.
-        scale: Factor for the width of the line and the size of its markers.
+        scale: Factor for the line width and the marker size.
     """
     num_steps = min(matrix.finished for matrix in entry.matrices.values())
     if num_steps == 0:
@@ -172,7 +172,7 @@ def draw_curve(
 def matrix_pictures(comparison: Comparison) -> list[FigureFile]:
     """Return pictures of accuracy matrices.
 
-    A picture shows a base (see `Comparison.base`) and entries that are compared with it. The
+    A picture shows a base (see `Comparison.base`) and entries compared with it. The
     differences from the base are below the matrices.
     """
     families: dict[str, list[ComparedMethod]] = {}

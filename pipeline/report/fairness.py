@@ -41,7 +41,7 @@ class Conditions:
         backbone: Name, image size and other settings of the backbone.
         weights: Initial weights of the backbone.
         order: The shared tasks in stream order, with their classes.
-        validation: Share of the training images that is held out.
+        validation: Share of held-out training images.
         seeds: Seeds, or other names of replicas.
         exemplars: Maximum number of stored images of earlier tasks.
         epochs: Mean number of epochs per task.
@@ -79,7 +79,7 @@ def find_advantages(best: Conditions, other: Conditions) -> list[str]:
     """Return the titles of the conditions in which `best` may have had an advantage over `other`.
 
     A condition in SAME is one if it differs, a condition in NO_MORE if `best` had more. A condition
-    that is unknown for one of the methods also counts as an advantage.
+    unknown for one of the methods also counts as an advantage.
     """
 
     def is_fair(name: str) -> bool:

@@ -17,8 +17,8 @@ from pipeline.results.stage_log import RunEvent, find_failures, read_events, rea
 from workers.errors import UserError, did_you_mean
 from workers.storage.secrets import printable
 
-MAX_EVENTS = 40  # number of latest events that are printed without --all
-MAX_TRIES = 3  # number of latest failed tries that are printed without --all
+MAX_EVENTS = 40  # number of latest events to print without --all
+MAX_TRIES = 3  # number of latest failed tries to print without --all
 LONGEST_LINE = 2 * MAX_TEXT  # maximum characters of a line
 MAX_NAMES = 8  # maximum number of stages that an error message lists
 DECISION = "decision_"
@@ -26,7 +26,7 @@ ROUTINE = ("progress", "decision_launch")  # kinds of events that the log of a r
 
 
 def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False) -> str:
-    """Return the log of a run, or of one of its stages.
+    """Return the log of a run or of one stage.
 
     Args:
         storage: Storage of the run.

@@ -29,7 +29,7 @@ SIDE = 160  # width of the captions to the left of a row
 TITLE = 44  # height of the title of the picture
 HEAD = 62  # height of the headings of a task
 FOOT = 96  # height of the colour bars below the last task
-TASK_GAP = 20  # gap between tasks that are side by side
+TASK_GAP = 20  # horizontal gap between tasks
 WIDEST = 1700  # maximum width of the picture, unless a single task is wider
 OPACITY_RANGE = (0.35, 0.8)  # opacity of the lowest and of the highest value of a map
 SELECTED = "selected"
@@ -157,7 +157,7 @@ def _draw_task(
         task: Name of the task.
         maps: Images of the task with their maps.
         titles: Titles of all columns with maps.
-        tops: Kind of map -> end of its colour scale.
+        tops: Kind of map -> end of the colour scale.
     """
     sheet.write(left + 8, top + 16, task, fontsize=8.5, fontweight="bold")
     image_x = left + SIDE

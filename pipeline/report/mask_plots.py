@@ -42,7 +42,7 @@ from pipeline.results.masks import (
 
 MAX_KINDS = 5  # maximum number of kinds of masks, each of which has a panel
 MAX_NAMED = 10  # maximum number of tasks in a legend; of more tasks, evenly spaced ones are listed
-# colours of patches if there is no image
+# colours of patches without an image
 KEPT = "#56B4E9"
 DROPPED = "#22303c"
 SHARES = PercentFormatter(1, decimals=0)
@@ -54,7 +54,7 @@ class TokenMasks(NamedTuple):
     Attributes:
         task: Name of the task.
         masks: Kept patches per block, (blocks, patches).
-        image: A test image of the task, (H, W, 3); None if there is none.
+        image: A test image of the task, (H, W, 3), or None.
     """
 
     task: str

@@ -221,7 +221,7 @@ def render_picks(tables: RunTables, label: str) -> Markup:
 def size_cells(tables: RunTables) -> tuple[list[str], list[list[str]]]:
     """Return the heading and the cells of the table of stored bytes after each task.
 
-    There are no cells until the first task is finished.
+    No cells are returned until the first task is finished.
     """
     rows: list[Row] = []
     for label in tables.labels:
@@ -275,7 +275,7 @@ def anchor(stage_id: str) -> str:
 def _fit_graph(svg: str) -> Markup:
     """Return the picture of the graph as HTML.
 
-    A picture that is narrower than MAX_FITTED_WIDTH is shrunk to the width of the page.
+    A picture narrower than MAX_FITTED_WIDTH is shrunk to the width of the page.
     """
     body = svg[svg.index("<svg") :] if "<svg" in svg else ""
     width = re.search(r'<svg[^>]* width="([0-9.]+)', body)

@@ -50,7 +50,7 @@ class Cell(NamedTuple):
     Attributes:
         spread: Mean and deviation over replicas.
         interval: 95 % interval of the mean.
-        is_best: Whether the number is the winner of its column (see `Comparison.winner`).
+        is_best: Whether the number is the winner of the column (see `Comparison.winner`).
     """
 
     spread: Spread

@@ -45,7 +45,7 @@ class Parameter:
     high: float = 1.0
 
     def position(self, trial: Trial) -> float:
-        """Return the value of a trial as a number, or the index of its category.
+        """Return the value of a trial as a number, or the index of the category.
 
         The result is NaN if the trial does not have the parameter.
         """
@@ -70,7 +70,7 @@ class Parameter:
             return not 0.02 < self.axis_share(value) < 0.98
         try:
             order = sorted(self.categories, key=float)
-        except ValueError:  # the categories are not numbers, so there is no end
+        except ValueError:  # the categories are not numbers, so they have no end
             return False
         return len(order) > 2 and format_setting(value) in (order[0], order[-1])
 
@@ -85,7 +85,7 @@ def format_setting(value: Any) -> str:
 def search_parameters(search: SearchRecord) -> list[Parameter]:
     """Return all parameters, in the order of the space.
 
-    Parameters that are missing in the space and only used by trials come last.
+    Parameters used by trials but missing in the space come last.
     """
     space = search.record["space"]
     keys = dict.fromkeys(space)

@@ -434,7 +434,7 @@ def _chance_levels(rows: Sequence[Row]) -> set[float]:
 
 
 def _write_bar_value(axes: Axes, y: int, value: float) -> None:
-    """Write a share in per cent to the right of its bar."""
+    """Write a share in per cent to the right of the bar."""
     style: dict[str, Any] = {"va": "center", "fontsize": 9}
     style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
     if math.isnan(value):
@@ -558,7 +558,7 @@ def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesB
 
 # ---- training ------------------------------------------------------------------------------------
 FIXED_COLUMNS = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
-History = Sequence[tuple[str, Sequence[Row]]]  # (name of the stage, rows of its epochs), in order
+History = Sequence[tuple[str, Sequence[Row]]]  # (name of the stage, rows of the epochs), in order
 
 
 def draw_curves(histories: History, title: str = "") -> Figure | None:

@@ -135,7 +135,7 @@ def trial_columns(search: SearchRecord) -> list[str]:
 def trial_rows(search: SearchRecord) -> list[files.Row]:
     """Return one row per trial, with one column per setting.
 
-    The values of a setting are written as text if one of them is not a number.
+    The values of a setting are written as text if one is not a number.
     """
     text_keys = set()
     for parameter in search_parameters(search):
@@ -217,7 +217,7 @@ def render_page(
 
 
 def _has_failed(search: SearchRecord) -> bool:
-    """Return whether all trials of the last phase failed, so that there is no winner."""
+    """Return whether all trials of the last phase failed, so that the search has no winner."""
     trials = search.of(search.phases[-1]) if search.trials else []
     return bool(trials) and all(trial["status"] == "failed" for trial in trials)
 

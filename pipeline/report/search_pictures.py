@@ -23,7 +23,7 @@ class Drawn:
 
     Attributes:
         search: The search.
-        parameters: The parameters that are drawn.
+        parameters: The parameters to draw.
         num_varied: Number of all parameters.
         shares: Key of a parameter -> importance, largest first.
     """
@@ -77,7 +77,7 @@ class Drawn:
 
     @property
     def left_out_text(self) -> str:
-        """A sentence about the parameters that are not drawn, or ""."""
+        """A sentence about the left-out parameters, or ""."""
         if len(self.parameters) == self.num_varied:
             return ""
         return (

@@ -52,7 +52,7 @@ DARK = LinearSegmentedColormap.from_list(
 )
 PER_CENT = FuncFormatter(lambda share, _: f"{100 * share:.4g}%")
 Style = dict[str, Any]
-STATUS_STYLES: dict[str, Style] = {  # status of a trial -> style of its point
+STATUS_STYLES: dict[str, Style] = {  # status of a trial -> style of the point
     "finished": {"marker": "o", "color": FINISHED, "markersize": 6, "label": "finished"},
     "stopped": {
         "marker": "o",
@@ -626,7 +626,7 @@ def _fit_front(axes: Axes, trials: Sequence[Trial]) -> None:
 
 
 def _write_number(axes: Axes, trial: Trial) -> None:
-    """Write a trial's number to the top left of its point, away from the line of the front."""
+    """Write a trial's number to the top left of the point, away from the line of the front."""
     axes.annotate(
         str(trial["number"]),
         (size(trial), score(trial)),

@@ -18,7 +18,7 @@ from pipeline.results.metrics import Accuracies
 from pipeline.results.tables import RunTables
 
 ImageId = tuple[str, str]  # key of the ingested data, key of the image
-# names of values that are drawn in addition to metrics; `{}` is the position of a task
+# names of values drawn in addition to metrics; `{}` is the position of a task
 ACCURACY_AFTER = "average_accuracy after {}"
 FORGETTING_AFTER = "forgetting after {}"
 ACCURACY_ON = "accuracy on {}"
@@ -40,7 +40,7 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Test images that are drawn together, because they share a task in every replica.
+    """Test images drawn together, because they share a task in every replica.
 
     Attributes:
         rows: Replica -> index of the task, and positions (images,) of the images in the task.

@@ -91,7 +91,7 @@ def open_folder(folder: str) -> Bundle:
 
 
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
-    """Write a bundle, with measurements on the images of its run (see `with_measurements`).
+    """Write a bundle, with measurements on the images of the run (see `with_measurements`).
 
     Args:
         bundle: Bundle to write.
@@ -156,7 +156,7 @@ def remove_task(folder: str, task: str) -> str:
         task: Name of the task.
 
     Returns:
-        A note about files that were kept, or "".
+        A note about kept files, or "".
 
     Raises:
         UserError: If other tasks need the state of this task.

@@ -17,7 +17,7 @@ def data_frame(rows: list[Row], columns: Iterable[str] = ()) -> pd.DataFrame:
 
     Args:
         rows: The rows.
-        columns: Columns of the data frame if there are no rows.
+        columns: Columns of an empty data frame.
 
     Raises:
         UserError: If pandas is not installed.

@@ -95,9 +95,9 @@ class Results:
         return frame
 
     def masks(self, task: str, label: str | None = None) -> pd.DataFrame:
-        """Return one row per mask of a task, and one row per block of its token masks.
+        """Return one row per mask of a task, and one row per block of the token masks.
 
-        A mask keeps `kept` of its `size` entries; `share` is the ratio.
+        A mask keeps `kept` of `size` entries; `share` is the ratio.
 
         Args:
             task: Name of the task.

@@ -44,7 +44,7 @@ class ImportedTables(RunTables):
         methods: Label -> results of the method.
         stream_scenario: `task`, `class` or `domain`.
         versions: Property of the environment, such as a package -> its values.
-        digests: Task -> digest of its images.
+        digests: Task -> digest of the images.
         has_task_names: Whether the file names the tasks. False if they only have positions.
     """
 
@@ -97,7 +97,7 @@ class ImportedTables(RunTables):
         return list(self.methods[label].sizes)
 
     def image_digests(self) -> dict[str, str]:
-        """Return task -> digest of its images, for the tasks whose digest is in the file."""
+        """Return task -> digest of the images, for the tasks whose digest is in the file."""
         return dict(self.digests)
 
     def environment(self) -> dict[str, list[str]]:

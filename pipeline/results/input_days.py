@@ -45,8 +45,8 @@ class InputRow:
         unsure: Share of `inputs` whose predicted class has a probability below 0.5.
         classes: Number of images by predicted class.
         measured: Number of images whose distance to the nearest class mean was measured.
-        far: Number of measured images that are farther than 95 % of the test images.
-        beyond_median: Number of measured images that are farther than half of the test images.
+        far: Number of measured images farther than 95 % of the test images.
+        beyond_median: Number of measured images farther than half of the test images.
         distance: Median distance divided by the median distance of the test images; None if
             `measured` is 0.
         finding: Sentence on how the inputs differ from the test images; "" if they do not differ.
@@ -76,7 +76,7 @@ class InputReport:
         model: sha256 of the current model of the folder.
         rows: Rows by day, model and task.
         findings: The findings of all rows.
-        notes: Sentences on values that are unknown, with the reason.
+        notes: Sentences on unknown values, with the reason.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """Read a plain accuracy matrix from a file: CSV with task names, or JSON as a list of lists.
 
-A row is the state after learning a task, a column is the task that is tested. Values are accuracies
+A row is the state after learning a task, a column is the tested task. Values are accuracies
 from 0 to 1. An empty cell was not measured. Values above the diagonal, on tasks not learned yet,
 are ignored because no metric uses them.
 """
@@ -35,7 +35,7 @@ def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
     """Read a CSV file as a run with one method.
 
     The first row contains the task names. Its first cell is ignored. Each other row starts with the
-    task that was just learned.
+    last learned task.
 
     Args:
         path: Path of the file, for messages.
@@ -117,7 +117,7 @@ def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
 
 
 def _check_names(path: str, names: Sequence[str]) -> None:
-    """Raise `UserError` if there are no tasks, too many tasks, or invalid or duplicate names."""
+    """Raise `UserError` for zero tasks, too many tasks, or invalid or duplicate names."""
     if not names:
         raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
     if len(names) > MAX_TASKS:

@@ -2,7 +2,7 @@
 
 R[t, i] is the accuracy on task i after stage t, shape (T, T). It is given as integer counts
 `correct` and `total` of this shape, or as rates with the default `total=1`, which gives all tasks
-the same weight. Entries above the diagonal belong to tasks that are not learned yet, and no metric
+the same weight. Entries above the diagonal belong to tasks not learned yet, and no metric
 reads them. Forward transfer (GEM) is not included: a future task has no head, and if the task is
 not given, the model has no outputs for its classes.
 
@@ -444,7 +444,7 @@ METRICS = {metric.name: metric for metric in _ENTRIES}
 
 
 def metrics_for(place: Place) -> list[Metric]:
-    """Return the metrics that are shown in a place, in the order of METRICS."""
+    """Return the metrics shown in a place, in the order of METRICS."""
     return [metric for metric in METRICS.values() if place in metric.shown_in]
 
 

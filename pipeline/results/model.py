@@ -131,7 +131,7 @@ class Model:
 
     @property
     def sizes(self) -> pd.DataFrame:
-        """One row per task: its number of classes, and the bytes of its state."""
+        """One row per task: the number of classes, and the bytes of the state."""
         return data_frame(task_rows(self.bundle.body))
 
     def save(self, folder: AnyPath) -> None:

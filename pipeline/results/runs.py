@@ -100,7 +100,7 @@ class StageStatus:
         wall_s: Duration in seconds; None if unknown.
         tries: Number of failed tries.
         message: Why the stage failed or waits again.
-        progress: Progress report of a stage that is running.
+        progress: Progress report of a running stage.
         is_saved: Whether no process runs the stage and the next run resumes from its checkpoint.
     """
 
@@ -127,7 +127,7 @@ class Driver:
         host: Name of the host.
         pid: Process id.
         age_s: Seconds since the start of the process.
-        quiet_s: Seconds since the last update of its status file.
+        quiet_s: Seconds since the last update of the status file.
         message: Reason why the run failed.
         command: Command that resumes the run.
     """
@@ -172,7 +172,7 @@ class RunStatus:
 
 
 def list_runs(storage: str) -> list[RunOverview]:
-    """Return the runs of a storage. The run that was started last comes first.
+    """Return the runs of a storage. The last started run comes first.
 
     Raises:
         UserError: If the storage does not exist.

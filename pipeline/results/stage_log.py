@@ -1,4 +1,4 @@
-"""Read the events of a run, and the tracebacks of failed tries of its stages.
+"""Read the events of a run, and the tracebacks of failed tries of the stages.
 
 The storage may be untrusted: the size of files is limited, and invalid events are skipped.
 """
@@ -66,7 +66,7 @@ def _list_events(data: bytes) -> Iterator[RunEvent]:
 
 
 def find_failures(storage: str) -> dict[str, list[str]]:
-    """Return key of a stage -> names of the files of its failed tries, oldest first."""
+    """Return key of a stage -> names of the files of the failed tries, oldest first."""
     files: dict[str, list[str]] = {}
     for path in sorted(list_files(join(storage, failures.FOLDER))):
         key, _, file = path.partition("/")

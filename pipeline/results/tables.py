@@ -43,7 +43,7 @@ Row = dict[str, Any]
 # prediction is correct if the model chooses among the outputs of the task only.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
 TOP_CLASSES = 5
-# columns of `RunTables.sizes` that are not bytes
+# columns of `RunTables.sizes` other than bytes
 NOT_BYTES = ("label", "after_index", "after", "role", "growth", "trained_parameters", "flops_share")
 STATE_KINDS = ("masks", "tokens", "head", "copies")
 
@@ -66,7 +66,7 @@ class PickCounts(NamedTuple):
 class Matrix:
     """The accuracy matrix R of one method.
 
-    A row is the state after learning a task, a column is the task that is tested.
+    A row is the state after learning a task, a column is the tested task.
 
     Attributes:
         label: Label of the method.
@@ -96,7 +96,7 @@ class Matrix:
 
     @property
     def test_images(self) -> list[int | None]:
-        """Number of test images of each task; None for a task that was not measured."""
+        """Number of test images of each task; None for an unmeasured task."""
         return [_whole(float(np.nan_to_num(c, nan=-1.0).max())) for c in self.total.T]
 
     @cached_property
@@ -160,7 +160,7 @@ class RunTables:
         Args:
             storage: Folder or URI of the storage.
             record: The record of the run.
-            known: Stage id -> manifest that is known and therefore not read.
+            known: Stage id -> known manifest, which is therefore not read.
         """
         root = join(storage, "stages")
         known = known or {}
@@ -536,7 +536,7 @@ class RunTables:
 
     # ---- evaluations -----------------------------------------------------------------------------
     def evaluation_rows(self, label: str, after: str) -> list[Row]:
-        """Return the evaluation rows that were measured after learning `after`.
+        """Return the evaluation rows measured after learning `after`.
 
         If the tasks form a chain, these are all entries in a row of the matrix. If the tasks are
         independent (a star), these are the new task and its canary: the previous task, which is
@@ -601,9 +601,9 @@ class RunTables:
     def picks(self, label: str) -> list[Row]:
         """Return how well a method infers the task; empty for methods that do not infer the task.
 
-        There is one row for each learned task and each task that was tested after it, with the
-        number of images that were assigned to the right task, and the mean confidence of right and
-        of wrong assignments.
+        There is one row for each learned task and each task tested after it, with the number of
+        images assigned to the right task, and the mean confidence of right and of wrong
+        assignments.
         """
         rows = []
         for index, after in enumerate(self.tasks(label)):
@@ -658,8 +658,8 @@ class RunTables:
         """Return the confusion matrix on `task` after learning `after`.
 
         Returns:
-            Counts (true class, predicted class) and the class names. None if there are no
-            predictions, or if they do not match the classes.
+            Counts (true class, predicted class) and the class names. None if the
+            predictions are missing or do not match the classes.
         """
         table = self.table(self.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
@@ -754,7 +754,7 @@ class RunTables:
         return rows
 
     def image_digests(self) -> dict[str, str]:
-        """Return task -> digest of its images, for the tasks whose data are ingested."""
+        """Return task -> digest of the images, for the tasks whose data are ingested."""
         contents = {artifact.key: artifact.manifest.get("content") for artifact in self.ingested()}
         digests = {}
         for task in self.record["tasks"]:
@@ -852,7 +852,7 @@ class TaskSizes(NamedTuple):
 
 
 def matrix_rows(matrix: Matrix) -> list[Row]:
-    """Return a matrix in long format: one row per entry, without tasks that are not learned yet."""
+    """Return a matrix in long format: one row per entry, without tasks not learned yet."""
     rows = []
     for t, i in np.ndindex(matrix.source.shape):
         if matrix.source[t, i] == "ahead":

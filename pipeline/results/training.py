@@ -22,8 +22,8 @@ class StepTraining:
         label: Label of the method; the step for stages without a method.
         step: Name of the step, for example `train` or `finetune`.
         train: Training settings.
-        tasks: Tasks that are trained with these settings.
-        lengths: Task -> length of its training. Tasks with an unknown length are missing.
+        tasks: Tasks trained with these settings.
+        lengths: Task -> length of the training. Tasks with an unknown length are missing.
     """
 
     label: str
@@ -86,7 +86,7 @@ def sum_budget(
     """Return the budget of a method.
 
     Args:
-        manifests: Manifest of each training stage; None for one that is not finished.
+        manifests: Manifest of each training stage; None for an unfinished stage.
         num_tasks: Number of trained tasks.
         stored_bytes: See `TrainingBudget`.
     """

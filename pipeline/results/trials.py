@@ -85,7 +85,7 @@ class Trial(TypedDict):
         status: One of STATUSES.
         message: Why the trial failed or was stopped.
         results: Results after each task.
-        stages: Numbers of stages that were run and reused.
+        stages: Numbers of executed and reused stages.
         device_s: Seconds of stages times their number of workers.
         rounds: Rounds of population-based training.
         gpu_s: Seconds of stages times their number of GPUs; missing in old records.
@@ -300,11 +300,11 @@ class _Scored(NamedTuple):
 def pareto(trials: Iterable[Trial]) -> list[int]:
     """Return the sorted numbers of the finished trials on the Pareto front of accuracy and bytes.
 
-    Of trials that are equal in both, all or none are on the front. An unknown size counts as
+    If trials are equal in both, all or none are on the front. An unknown size counts as
     infinite.
     """
     front: list[int] = []
-    smallest: float | None = None  # bytes of the trials that are more accurate
+    smallest: float | None = None  # bytes of the more accurate trials
     by_accuracy = sorted(_scored(trials), key=lambda trial: -trial.accuracy)
     for _, group in itertools.groupby(by_accuracy, key=lambda trial: trial.accuracy):
         equal = list(group)
@@ -343,7 +343,7 @@ def _scored(trials: Iterable[Trial]) -> list[_Scored]:
 def load(storage: str, name: str) -> SearchRecord:
     """Read `<storage>/searches/NAME`.
 
-    Files that are damaged or unexpected are omitted and listed in `problems`.
+    Damaged or unexpected files are omitted and listed in `problems`.
 
     Raises:
         UserError: If the search does not exist.
@@ -369,7 +369,7 @@ def load(storage: str, name: str) -> SearchRecord:
 
 
 def lock_key(name: str) -> str:
-    """Return the key of the lock that is held by the process that runs a search."""
+    """Return the key of the lock held by the process that runs a search."""
     return f"search-{name}"
 
 

@@ -71,7 +71,7 @@ class SearchResults:
         """Config of the winner as a dict, which `pipeline.load` accepts.
 
         Raises:
-            UserError: If there is no winner yet.
+            UserError: If the search has no winner yet.
         """
         path = join(folder_of(self.storage, self.name), searches.WINNER_CONFIG)
         if self.records.winner is None:
@@ -118,8 +118,8 @@ class SearchExperiment:
     def run(self, quiet: bool = False) -> SearchResults:
         """Run trials until the budget is used up, and measure the winner on test data.
 
-        Trials run on Ray. The search is recorded in its report and in MLflow. A search that was
-        interrupted is resumed.
+        Trials run on Ray. The search is recorded in its report and in MLflow. An interrupted
+        search is resumed.
 
         Args:
             quiet: Whether to print nothing. Otherwise, a line is printed for each finished trial

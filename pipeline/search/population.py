@@ -38,8 +38,8 @@ def choose_start(
 
     For each trial in the lower quarter by accuracy, a trial in the upper quarter is drawn. If the
     drawn trial is better by more than a rounding error, the poor trial continues from it, with
-    perturbed parameters. All other trials continue unchanged. There is one round per task, so there
-    is no exchange after the last task.
+    perturbed parameters. All other trials continue unchanged. There is one round per task, so no
+    exchange follows the last task.
 
     Args:
         number: Number of the trial, which has learned tasks 0 to `position` - 1.

@@ -1,6 +1,6 @@
 """Run a search: phases of trials on Ray Tune, then the winner on test data.
 
-A search is resumed from the records of its trials, and not from the state of Ray Tune.
+A search is resumed from the trial records, and not from the state of Ray Tune.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run_search(
         The winner.
 
     Raises:
-        UserError: If there is no winner.
+        UserError: If the search has no winner.
     """
     started = time.monotonic()
     session = {"started": now(), "wall_s": 0.0}
@@ -264,7 +264,7 @@ def execute(
         report_command: Command that writes the report and the MLflow record again.
 
     Raises:
-        UserError: If another process runs the search, or there is no winner.
+        UserError: If another process runs the search, or the search has no winner.
     """
     screen.say(screen.head())
     screen.say(f"its page, from now on: {get_page_path(search)}")

@@ -26,7 +26,7 @@ class SearchScreen:
 
     Args:
         search: The search.
-        stream: Output stream of the search and of its runs. Default: standard output.
+        stream: Output stream of the search and its runs. Default: standard output.
     """
 
     def __init__(self, search: Search, stream: TextIO | None = None):
@@ -68,7 +68,7 @@ class SearchScreen:
         self.heartbeat.touch()
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context manager that prints the text of `describe` if there is no output for a while."""
+        """Context manager that prints the text of `describe` after a while without output."""
         return self.heartbeat.activity(describe)
 
     def _show_activity(self, activity: str, seconds: float) -> None:

@@ -101,7 +101,7 @@ class Uniform(Conditional):
         return [self.low, self.high]
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value that is 20 % smaller or larger, clipped to the range."""
+        """Return a 20 % smaller or larger value, clipped to the range."""
         return min(max(value * rng.choice((0.8, 1.2)), self.low), self.high)
 
 
@@ -154,7 +154,7 @@ class Int(Conditional):
         return [self.low, self.high]
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value that is smaller or larger by 20 %, at least by 1, clipped to the range."""
+        """Return a value smaller or larger by 20 %, at least by 1, clipped to the range."""
         step = max(1, round(abs(value) / 5))
         return min(max(value + rng.choice((-step, step)), self.low), self.high)
 
@@ -211,7 +211,7 @@ class Space:
 
     A dimension `methods.LABEL...` applies only to points with that method, and a dimension with
     `when` only to points that match its conditions. A point contains only the dimensions that
-    apply, so each of its keys has an effect.
+    apply, so each key has an effect.
     """
 
     def __init__(self, dimensions: Mapping[str, Dimension]):

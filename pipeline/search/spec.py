@@ -451,7 +451,7 @@ def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, 
     Args:
         path: Path of the config as the user gave it, for error messages.
         file: Resolved path of the config, which becomes the base config.
-        overrides: Overrides in the form of `--set`. One of them must name the method.
+        overrides: Overrides in the form of `--set`. One must name the method.
 
     Raises:
         UserError: If the overrides do not name exactly one method, or the method has no predefined

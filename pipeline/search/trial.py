@@ -530,7 +530,7 @@ def compute_result(
         position: Index of the task in the stream.
 
     Raises:
-        UserError: If there is no accuracy after the task.
+        UserError: If the accuracy after the task is missing.
     """
     tables = RunTables.load(store.storage, record)
     matrix = tables.matrix(label)

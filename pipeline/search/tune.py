@@ -1,6 +1,6 @@
 """Run the trials of a search with Ray Tune.
 
-A killed search is resumed from the records of its trials, and not from the state of Tune.
+A killed search is resumed from the trial records, and not from the state of Tune.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Optuna:
     """Suggests points with Optuna's tree-structured Parzen estimator, for one or two objectives.
 
     Each suggestion has its own seed, derived from the number of the trial. It depends on the
-    results that were reported so far.
+    results reported so far.
     """
 
     def __init__(self, search: Search):
@@ -389,7 +389,7 @@ class RecordCallback(TrialProgressCallback):
 
         Args:
             trial: Tune's trial.
-            end_status: Status to write if the trial ended without a status of its own; "": the
+            end_status: Status to write if the trial ended without its own status; "": the
                 trial is running.
         """
         search = self.search
@@ -449,7 +449,7 @@ def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
 def make_scheduler(search: Search) -> ASHAScheduler | None:
     """Create the scheduler `asha`, with the number of learned tasks as time, or return None.
 
-    There is no rung at the last task, because a trial that has learned the last task is finished.
+    The last task has no rung, because a trial that has learned the last task is finished.
     """
     settings = search.settings
     if settings.scheduler != "asha":

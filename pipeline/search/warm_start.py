@@ -155,7 +155,7 @@ def is_reusable_trial(trial: Trial, settings: WarmStartSettings) -> bool:
 
 
 def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
-    """Return the point of `space` with the settings of a trial, or None if there is no such point.
+    """Return the point of `space` with the settings of a trial, or None if no such point exists.
 
     Args:
         space: Space of the new search.

@@ -111,7 +111,7 @@ class Hosts:
     """The host names that clients may use to reach the server.
 
     With DNS rebinding, a page of another site lets the site's name resolve to this machine. The
-    header `Host` of its requests then contains the name of that site. IP addresses cannot be
+    header `Host` of the requests then contains the name of that site. IP addresses cannot be
     rebound, so a server that listens on all interfaces accepts every IP address.
 
     Args:
@@ -267,7 +267,7 @@ class Front:
             self.release(upload)
 
     def check_host(self, request: Request) -> None:
-        """Raise `Refused` if the header `Host` or `Origin` contains a host that is not allowed."""
+        """Raise `Refused` if the header `Host` or `Origin` contains a forbidden host."""
         host = request.headers.get("host", "")
         if not self.hosts.allow(host):
             raise Refused(
@@ -475,7 +475,7 @@ class Connection(H11Protocol):
         self.await_head(self.front.bounds.head_s)
 
     def handle_events(self) -> None:
-        """Parse the received bytes. If a head is complete, start the deadline of its request."""
+        """Parse the received bytes. If a head is complete, start the deadline of the request."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and not self.cycle.response_complete:

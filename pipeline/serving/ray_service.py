@@ -74,7 +74,7 @@ def application(args: dict[str, Any]) -> Application:
 
     Args:
         args: Values of `ServiceArguments`. Ray Serve does not validate them itself, because it does
-            not evaluate annotations that are strings, as in this module.
+            not evaluate string annotations, as in this module.
     """
     arguments = ServiceArguments.model_validate(args)
     open_model = partial(Bundle.open, arguments.bundle)

@@ -156,7 +156,7 @@ def read_token(path: str) -> str:
         path: File with the token; "": read the environment variable ACCRETE_SERVE_TOKEN.
 
     Returns:
-        The token, or "" if there is none.
+        The token, or "".
 
     Raises:
         UserError: If the file cannot be read, if the token has fewer than 16 characters, or if it
@@ -183,7 +183,7 @@ def read_token(path: str) -> str:
 
 @contextmanager
 def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
-    """Context manager that serves the model of a source, and each later version of it.
+    """Context manager that serves the model of a source, and each later version.
 
     Args:
         source: The source of the model.

@@ -21,7 +21,7 @@ class Updates:
 
     Args:
         source: The source of the model.
-        version: The version that is served now.
+        version: The version served now.
         deploy: Serves a bundle instead of the previous bundle. If it raises `UserError`, the
             previous bundle must still be served.
     """

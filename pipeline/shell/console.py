@@ -426,7 +426,7 @@ def _cell_text(rate: float) -> str:
 
 
 def _format_metric(value: float | None, unit: str) -> str:
-    """Format a value in the unit of its `Metric`; `-` for a missing value."""
+    """Format a metric value in its unit; `-` for a missing value."""
     if unit == "rate":
         return format_percent(value)
     if unit == "bytes":

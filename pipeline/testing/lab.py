@@ -386,7 +386,7 @@ def other_values(method: str) -> dict[str, Any]:
 
 
 def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
-    """Return a value other than the usual one that is valid for a setting.
+    """Return a valid value of a setting, other than the usual one.
 
     Args:
         settings: Type of the settings.

@@ -572,7 +572,7 @@ def generators() -> dict[str, Any]:
 def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     lab: Lab, method: str, optimizer: str
 ) -> None:
-    """A stage that is interrupted and resumed gives the same bytes.
+    """An interrupted and resumed stage gives the same bytes.
 
     All state of the training must be in the checkpoint. A plain tensor attribute is not in it.
     """
@@ -609,7 +609,7 @@ def assert_same_results(stage: str, repeated: Artifact, stored: Artifact) -> Non
 
 
 class Interrupted(RuntimeError):
-    """Error that ends a stage in the middle of its training."""
+    """Error that ends a stage in the middle of training."""
 
 
 class interrupted_after:

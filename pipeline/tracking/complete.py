@@ -1,6 +1,6 @@
 """Check whether the record of a run in MLflow is complete and need not be written again.
 
-After a record was written completely, a digest of its content is stored next to the run's own
+After a record was written completely, a digest of the content is stored next to the run's own
 record. A run without missing stages compares this digest and does not import MLflow, which takes
 seconds.
 """
@@ -46,7 +46,7 @@ def compute_state(
         settings: Settings of tracking.
         storage: Folder or URI of the storage.
         record: Record of the run.
-        manifests: Id of a stage -> manifest of its result.
+        manifests: Id of a stage -> manifest of the result.
         files: Name -> content of the files of the report.
     """
     content = {

@@ -119,7 +119,7 @@ def tracking_uri(storage: str, uri: str = "") -> str:
     The URI is `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder.
 
     Raises:
-        UserError: If a password in the URI is not quoted, or a storage that is not local has no
+        UserError: If a password in the URI is not quoted, or a non-local storage has no
             tracking server.
     """
     configured = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -290,7 +290,7 @@ def get_bucket_folder(storage: str) -> str:
 def transient(error: Exception) -> bool:
     """Return whether the same call can succeed later.
 
-    This is the case if there is no connection or no answer, and for internal errors of a server or
+    This is the case without a connection or an answer, and for internal errors of a server or
     database. It is not the case for a full disk or a damaged database.
     """
     from mlflow.exceptions import MlflowException

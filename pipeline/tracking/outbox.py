@@ -28,7 +28,7 @@ class Outbox:
     Args:
         name: Name of the server, for messages.
         answers: Function that returns whether the server answers.
-        forget: Function that is called after a failure, before the next attempt, because cached
+        forget: Function to call after a failure, before the next attempt, because cached
             data of the server may be outdated.
         transient: Function that returns whether an action can succeed later after an error. After
             any other error the action is dropped, and a sentence is added to `warnings`.

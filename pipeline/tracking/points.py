@@ -1,4 +1,4 @@
-"""Points of metric curves, pictures and tables that are logged to MLflow for finished stages."""
+"""Points of metric curves, pictures and tables logged to MLflow for finished stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.results.tables import EXTRA_COUNTS, NOT_BYTES, Matrix, Row, RunTab
 from pipeline.tracking.mlflow_client import Point, key_name
 
 ROUNDING = 1e-12  # tolerance of equality, because means of equal numbers can differ by rounding
-# Columns of a training history that are not logged as curves.
+# Columns of a training history not logged as curves.
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
 
 
@@ -98,7 +98,7 @@ def matrix_points(matrix: Matrix) -> list[Point]:
 
 
 def drop_constant_curves(points: Sequence[Point]) -> list[Point]:
-    """Keep only the first point of each curve that is constant, up to rounding.
+    """Keep only the first point of each constant curve, up to rounding.
 
     MLflow shows a metric with one point as a number, and other metrics as charts.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
-    """Yield the metrics of a run from its status and the graph of its stages."""
+    """Yield the metrics of a run from its status and stage graph."""
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,

@@ -1,4 +1,4 @@
-"""Log a bundle as a model to the run of its method in MLflow, and register the model.
+"""Log a bundle as a model to the method's run in MLflow, and register the model.
 
 Then the URI `models:/NAME@champion` can be loaded and served on any machine.
 """
@@ -68,7 +68,7 @@ def log(
 ) -> Published:
     """Log the bundle in a folder to a run, and register it if `name` is given.
 
-    The run can be finished: its status and times do not change. A bundle that is already logged is
+    The run can be finished: its status and times do not change. An already logged bundle is
     not logged again.
 
     Args:

@@ -47,7 +47,7 @@ WriteBundle = Callable[[str, str], None]  # writes a bundle: (label of a method,
 class Recorder:
     """Records one run: call `start`, `stage` for each finished stage, then `finish`.
 
-    Only `finish` waits. `start` also records stages that were finished before, so a run without
+    Only `finish` waits. `start` also records stages finished before, so a run without
     missing stages has a complete record.
 
     Args:
@@ -282,7 +282,7 @@ def answers(settings: TrackingSettings, storage: str) -> bool:
 
 
 def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
-    """Wait for an outbox, and warn if some of its content was not written.
+    """Wait for an outbox, and warn if some content was not written.
 
     Args:
         outbox: The outbox.

@@ -37,7 +37,7 @@ MAX_TAG = 4000  # characters of the value of a tag
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"  # the tag with the description of a run
 CONFIG_FILE = "config.yaml"
-# Settings that are logged as parameters of a graph's run if they are set. Other settings are in
+# Settings logged as parameters of a graph's run if they are set. Other settings are in
 # CONFIG_FILE and in the runs of the methods, because MLflow shows a column for each parameter.
 MAIN_PARAMS = (
     "seed",
@@ -124,7 +124,7 @@ class RunWriter:
         self.location: RecordLocation | None = None
         self.artifacts: dict[str, Artifact] = {}  # id of a stage -> its result
         self.mask_views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
-        # labels of methods with an evaluation that was recorded since the last `finish`
+        # labels of methods with an evaluation recorded since the last `finish`
         self.newly_evaluated: set[str] = set()
         self.pictured: dict[str, float] = {}  # label -> monotonic time of the last pictures
         self.forget()
@@ -198,7 +198,7 @@ class RunWriter:
         return self.identity.key or run_key(self.record)
 
     def _run(self, label: str, task: str) -> Run:
-        """Return the run of a method or of one of its tasks. Create a missing run."""
+        """Return the run of a method, or of a method's task. Create a missing run."""
         if (label, task) not in self.runs:
             parent = self._run(label, "") if label and task else self.parent
             run = self._create(label, task, parent.info.run_id)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.settings import TrackingSettings
 
-# status of an ended trial -> status of its run in MLflow
+# status of an ended trial -> status of the MLflow run
 RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # options of `dump_yaml`
 ONE_LINE_YAML = {
@@ -69,7 +69,7 @@ class SearchLocation(NamedTuple):
 
 
 def search_identity(search: Mapping[str, Any]) -> str:
-    """Return the identity of a search: its name and a digest of its base config and space."""
+    """Return the identity of a search: its name and a digest of the base config and space."""
     body = json.dumps([search["config"], search["space"]], sort_keys=True, default=str)
     return f"{search['name']}-{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
@@ -402,7 +402,7 @@ class SearchRecorder:
 
 
 def _trial_points(trial: Trial) -> list[Point]:
-    """Return points of accuracy and size after each task of a trial, and of its final costs."""
+    """Return points of accuracy and size after each task of a trial, and of the final costs."""
     points = []
     for result in trial["results"]:
         tasks = result["position"] + 1

@@ -63,7 +63,7 @@ METHODS_VIEW = {
 
 
 class RecordedRun(NamedTuple):
-    """A run in MLflow and the ids of its child runs: methods of a run, or trials of a search."""
+    """A run in MLflow and the ids of the child runs: methods of a run, or trials of a search."""
 
     name: str
     run_id: str
@@ -262,7 +262,7 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
     Args:
         host: Address that the server listens on.
         port: Its port.
-        what: Verb phrase for the warning: the actions that are possible for other machines.
+        what: Verb phrase for the warning: the possible actions of other machines.
     """
     if not is_loopback(host):
         print(
@@ -370,7 +370,7 @@ def print_links(client: MlflowClient, base: str, experiment_id: str) -> None:
 def explain_server_exit(
     server: subprocess.Popen[str], log: Iterable[str], host: str, port: int
 ) -> str:
-    """Explain why a server ended before it answered, with the last line of its log."""
+    """Explain why a server ended before it answered, with the last line of the log."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "no output"
     remedy = "fix the reported problem and try again"

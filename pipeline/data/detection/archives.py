@@ -338,7 +338,7 @@ def is_cache(name: str) -> bool:
 
 
 def _check_other_columns(files: Files, first: str, schema: Schema) -> None:
-    """Raise SplitUnclear if a file has a split column that is not in the schema of `first`."""
+    """Raise SplitUnclear if a file has a split column that the schema of `first` lacks."""
     for name, uri in zip(files.names, files.uris(files.names), strict=True):
         for column in read_schema(uri).names:
             if column not in schema.names and classify_split_column(column):

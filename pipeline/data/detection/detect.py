@@ -83,7 +83,7 @@ def detect(request: Request) -> list[DataSet]:
     """Detect the data sets at a path or URI.
 
     Raises:
-        UserError: If there is no data set, or the path can be read in several ways.
+        UserError: If the path contains no data set, or can be read in several ways.
     """
     path = request.path
     if not is_utf8(path) or "${" in path or "\0" in path or not path.strip():
@@ -176,7 +176,7 @@ class SourceFolder:
         """Return the data sets in this folder: one, or one per subfolder.
 
         Raises:
-            UserError: If there is no data set, or the folder can be read in several ways.
+            UserError: If the folder contains no data set, or can be read in several ways.
         """
         data_sets = self._read()
         if len(data_sets) == 1:
@@ -500,7 +500,7 @@ class SourceFolder:
     ) -> UserError:
         """Choose the most helpful error: of a table, else of archives, else of folders.
 
-        `NoTable` is a weak error of a table. It is used if there is no better one.
+        `NoTable` is a weak error of a table. It is used if no better error exists.
         """
         if table is not None and (not isinstance(table, NoTable) or folders is None):
             return table

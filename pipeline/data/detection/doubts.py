@@ -254,7 +254,7 @@ class Checks:
         return find_role(part) if not is_label or is_generic_split_name(part) else None
 
     def _find_conflicting_roles(self, image: ReadImage) -> set[Role]:
-        """Return the roles of the first and last word of its name that contradict its split."""
+        """Return the roles of the image name's first and last word that contradict its split."""
         tokens = [token for token in tokenize_name(image.stem) if not token.isdecimal()]
         ends = [token for token in {*tokens[:1], *tokens[-1:]} if not is_weak(token)]
         roles = {role for token in ends if (role := parse_role(token)) is not None}

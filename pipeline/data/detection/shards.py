@@ -290,7 +290,7 @@ def _choose_label_member(
 def _find_candidates(survey: Survey) -> list[str]:
     """Return the members that may be the label: members with few distinct values.
 
-    Members with a single value are returned only if there are no others.
+    Members with a single value are returned only if no other candidates exist.
     """
     num_images = sum(survey.images.values())
     candidates = [

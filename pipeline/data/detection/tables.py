@@ -388,7 +388,7 @@ def _has_file(tables: Tables, text: str) -> bool:
 
 
 def _find_image_columns(tables: Tables, sample: Values) -> list[str]:
-    """Return the columns of file names, or if there are none, of ids without an extension."""
+    """Return the columns of file names, or else the columns of ids without an extension."""
     resolved = [name for name, texts in sample.items() if _resolves(tables, texts)]
     return [name for name in _find_path_columns(sample) if name in resolved] or resolved
 
@@ -462,7 +462,7 @@ def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[s
 
     Raises:
         LabelUnclear: If another column can be the label.
-        NoTable: If there are no labels.
+        NoTable: If no labels are found.
     """
     others = {name: texts for name, texts in columns.sample.items() if name not in taken}
     paths = filter(None, columns.sample[image])
@@ -655,10 +655,10 @@ def group_tables(names: Sequence[str]) -> Iterator[dict[str, str]]:
     """Group the tables of one data set, for example `train.csv` and `test.csv`.
 
     The paths of such tables differ only in a split word. Another example is `train/metadata.csv`
-    and `test/metadata.csv`. Each remaining table is a group of its own.
+    and `test/metadata.csv`. Each remaining table is a separate group.
 
     Yields:
-        A dict from table to split. The split is "" if the table is a group of its own.
+        A dict from table to split. The split is "" if the table is a separate group.
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name in names:

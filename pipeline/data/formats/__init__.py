@@ -29,7 +29,7 @@ def get_format(card: Card) -> Format:
 def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
     """List all files below a card's source, sorted.
 
-    For shards that are used in place, only the shards that the card names are listed.
+    For shards used in place, only the shards that the card names are listed.
 
     Args:
         card: Card of the source.
@@ -114,7 +114,7 @@ class SourceState(NamedTuple):
 
 
 def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState | None:
-    """Return the state of the files that the card's splits use, or None if there are none.
+    """Return the state of the files that the card's splits use, or None without such files.
 
     Args:
         card: The card.

@@ -35,7 +35,7 @@ UNIT_ITEMS = 4096  # maximum number of files, members or rows of a unit
 MIN_UNIT_BYTES = 8 << 20
 MAX_UNIT_BYTES = 256 << 20
 UNITS = 64  # approximate number of units of a source of medium size
-RUN_GAP = 64 << 10  # unneeded bytes that are read to avoid a second read
+RUN_GAP = 64 << 10  # unneeded bytes read to avoid a second read
 RUN_BYTES = 8 << 20  # maximum bytes of one read of several images
 AHEAD_BYTES = 64 << 20  # bytes read ahead from a bucket
 READERS = 8  # concurrent reads from a bucket
@@ -117,7 +117,7 @@ class Format:
         count_labels: Counts images by split and label, without decoding images.
         suffixes: Suffixes of the files with images. Empty if a library downloads the data.
         first_folders: Returns the folders of a source to list before the others.
-        list_shards: Lists the shards that the card names. Only for shards that are used in place.
+        list_shards: Lists the shards that the card names. Only for shards used in place.
         list_files: Lists the files of a source, if they are not only in the folder at its path.
         entries_of_split: Returns the files that a split uses.
         list_items: Lists all images with their labels. Only for formats that can do this without
@@ -316,7 +316,7 @@ def find_size_problem(size: int) -> str | None:
 def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
     """Yield slices of consecutive parts of a source; each slice is a unit.
 
-    The result depends only on the sizes, so a run that is resumed on another cluster has the same
+    The result depends only on the sizes, so a run resumed on another cluster has the same
     units.
 
     Args:

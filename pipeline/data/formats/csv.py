@@ -61,7 +61,7 @@ class TableImage(NamedTuple):
         text: Path in that row.
         label: Label.
         name: Name of the file below the source. Empty if there is a problem.
-        problem: Reason why there is no file.
+        problem: Reason why the row has no file.
     """
 
     split: str
@@ -197,7 +197,7 @@ def _images_of_table(
         base: Folder of the source.
         table: The table.
         index: Index of the image files.
-        links: Name of a linked folder that is not read -> the reason. It becomes the problem of
+        links: Name of an unread linked folder -> the reason. It becomes the problem of
             missing files in this folder.
     """
     source = card.source

@@ -109,7 +109,7 @@ class Root(NamedTuple):
     """A folder that a card reads: its source, or a folder in `source.more`.
 
     Attributes:
-        prefix: Prefix of the names of its files, for example `../more/`. Empty for the source.
+        prefix: Prefix of the file names, for example `../more/`. Empty for the source.
         card: The card with this folder as its source.
     """
 

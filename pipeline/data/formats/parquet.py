@@ -177,7 +177,7 @@ class DeclaredLabels:
     """Maps the numbers in a file to the class names that the file declares (ClassLabel).
 
     Files can list their classes in different orders. A number means the class at this position in
-    the list of its own file.
+    the list of the same file.
 
     Raises:
         UserError: If `source.numbers` of the card is not `names`, and a declared class has another

@@ -124,7 +124,7 @@ def is_image_ending(suffix: str, endings: frozenset[str] | tuple[str, ...]) -> b
 def image_suffixes(suffixes: Iterable[str], endings: frozenset[str] | tuple[str, ...]) -> list[str]:
     """Return the extensions in a sample that can be its image.
 
-    Extensions such as `seg.png` are returned only if there is no plain one such as `png`.
+    Extensions such as `seg.png` are returned only if no plain one such as `png` exists.
     """
     suffixes = [suffix for suffix in suffixes if is_image_ending(suffix, endings)]
     return [suffix for suffix in suffixes if suffix in endings] or suffixes
@@ -208,7 +208,7 @@ def iterate_members(
         stream.header_bytes = 0
         member.pax_headers = {}
         state["members"] = []  # a shard may have millions of members
-        state["pax_headers"] = {}  # global headers; a malicious file can have gigabytes of them
+        state["pax_headers"] = {}  # global headers; a malicious file can have gigabytes
         if not 0 <= member.size <= size - member.offset_data:
             raise tarfile.ReadError(
                 f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"

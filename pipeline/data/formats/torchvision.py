@@ -67,7 +67,7 @@ def load_data_set(path: str, name: str, split_names: str, download: bool) -> Any
         download: Download missing files.
 
     Raises:
-        UserError: If there is no such data set or split, or it cannot be loaded.
+        UserError: If the data set or split does not exist or cannot be loaded.
     """
     parts = [_load_split(path, name, part, download) for part in split_names.split("+")]
     if len(parts) == 1:
@@ -103,7 +103,7 @@ def _find_data_set_class(name: str) -> Any:
     """Return the class of a data set of torchvision.
 
     Raises:
-        UserError: If there is no such class, or its splits cannot be downloaded.
+        UserError: If no such class exists, or its splits cannot be downloaded.
     """
     from torchvision import datasets  # slow import
 
@@ -148,7 +148,7 @@ def read_torchvision(
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of images by split and label. Downloads the data set if it is missing.
 
-    No image is decoded. If a data set has no list of labels, the label of all its images is None.
+    No image is decoded. If a data set has no list of labels, all its images have the label None.
     """
     counts: LabelCounts = Counter()
     for split in filter(card.source.splits.get, SPLITS):

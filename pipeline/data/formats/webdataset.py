@@ -1,4 +1,4 @@
-"""WebDataset shards that are used in place: each shard is read once, in sequence, and not copied.
+"""WebDataset shards used in place: each shard is read once, in sequence, and not copied.
 
 A sample is `key.jpg` with `key.cls`, `key.txt` or `key.json`; its members are consecutive. Offsets
 come from the headers, which are read while a shard is hashed, so an `.idx` file would save no time.
@@ -99,7 +99,7 @@ def list_shards(card: Card) -> list[Entry] | None:
     """List the shards of a card under their names in the index.
 
     Returns:
-        The shards, or None if all of them are missing.
+        The shards, or None if all are missing.
 
     Raises:
         UserError: If some shards are missing, or a server or storage does not answer.

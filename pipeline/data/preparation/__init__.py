@@ -106,7 +106,7 @@ def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolde
     """Return the folder with the official files, at `source` or up to two folders below.
 
     Raises:
-        UserError: If there is none; the message lists the existing and the required files.
+        UserError: If these files are missing; the message lists the existing and required files.
     """
     if not os.path.isdir(source):
         raise _no_folder(source, archive)

@@ -29,7 +29,7 @@ class LabelledImage(NamedTuple):
         split: Split of the image.
         label: Class of the image.
         path: Path below the folder of the official files.
-        box: Bounding box, or None if there is none.
+        box: Bounding box, or None.
     """
 
     split: Split
@@ -76,7 +76,7 @@ def class_name(text: str, where: str) -> str:
 
 
 def class_names(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
-    """Map the number of each class in the lists to the name of its folder.
+    """Map the number of each class in the lists to the name of the class folder.
 
     Args:
         names: Pairs of number and name.
@@ -131,7 +131,7 @@ def parse_box(numbers: Sequence[str], where: str) -> ImageBox:
 
 
 def finite(box: ImageBox, where: str) -> ImageBox:
-    """Return a box; raise `UserError` if one of its sides is not a finite number."""
+    """Return a box; raise `UserError` if a side is not a finite number."""
     if not all(map(math.isfinite, box)):
         raise UserError(f"{where}: {tuple(box)} is not a box; fetch the official files again")
     return box

@@ -50,7 +50,7 @@ def read_kaggle(files: OfficialFolder) -> Iterator[LabelledImage]:
 
 
 def read_train(files: OfficialFolder, folder: str) -> Iterator[LabelledImage]:
-    """Yield the images in the folders of WordNet ids; raise `UserError` if there are none."""
+    """Yield the images in the folders of WordNet ids; raise `UserError` if they do not exist."""
     labels = [name for name in files.subfolders(folder) if WORDNET_ID.fullmatch(name)]
     if not labels:
         path = shlex.quote(files.absolute(folder))

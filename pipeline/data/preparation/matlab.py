@@ -110,7 +110,7 @@ class MatReader:
         self.values_left = MAX_VALUES
 
     def variables(self, names: Collection[str]) -> dict[str, Value]:
-        """Return the variables with these names that are in the file."""
+        """Return the existing variables with these names."""
         values: dict[str, Value] = {}
         for element in self._elements(self.data[HEADER_BYTES:], is_padded=False):
             if element.kind == COMPRESSED:

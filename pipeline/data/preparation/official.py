@@ -35,7 +35,7 @@ class OfficialFolder:
         return next((name for name in names if os.path.exists(self._join(name))), None)
 
     def need(self, names: Sequence[str]) -> str:
-        """Return the first existing name; raise `UserError` if there is none."""
+        """Return the first existing name; raise `UserError` if no name exists."""
         name = self.first(names)
         if name is None:
             raise UserError(f"{self.where(names[0])} is missing; fetch the official files again")

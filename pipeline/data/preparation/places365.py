@@ -35,7 +35,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
 
 
 def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
-    """Yield number and name of each class, without the letter at the start of its path."""
+    """Yield number and name of each class, without the letter at the start of the path."""
     for path, number in files.rows(CLASSES, 2):
         parts = path.strip("/").split("/")
         if len(parts) < 2:

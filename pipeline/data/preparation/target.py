@@ -23,7 +23,7 @@ from workers.storage.regular_file import read_regular
 UNFINISHED = ".preparing-"  # prefix of the name of an incomplete folder
 JPEG_QUALITY = 95
 THREADS = 4
-MAX_WAITING = 64  # images that are being cropped or wait for it
+MAX_WAITING = 64  # images being cropped or waiting
 
 
 class TargetFolder:

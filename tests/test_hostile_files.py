@@ -124,7 +124,7 @@ TARS: dict[str, tuple[list[bytes], str]] = {
     ),
     "thousands of headers for one file": (
         [member("p", pax("a=b"), tarfile.XHDTYPE)] * 5000,
-        "no uncompressed tar",
+        "cannot be read as an uncompressed tar",
     ),
 }
 
@@ -1288,6 +1288,24 @@ def test_rows_that_no_file_can_hold_are_refused(form: str, tmp_path: Path) -> No
             writer.write_table(table)
     with pytest.raises(UserError, match=r"20000000 rows in .* bytes"):
         [*read_batches(str(path), ["label"])]
+
+
+def test_arrow_messages_that_cannot_be_checked_are_refused(tmp_path: Path) -> None:
+    """Arrow before 0.15 has no marker, and metadata above the limit is not read."""
+    old, large = tmp_path / "old.arrow", tmp_path / "large.arrow"
+    table = pa.table({"label": ["a"]})
+    with pa.ipc.new_stream(
+        str(old), table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=True)
+    ) as writer:
+        writer.write_table(table)
+    write_arrow(large, label=["a"])
+    schema = table.schema.with_metadata({"note": "a" * (17 << 20)})
+    with pa.ipc.new_stream(str(large), schema) as writer:
+        writer.write_table(table.cast(schema))
+    for path in (old, large):
+        assert pa.ipc.open_stream(str(path)).read_all().num_rows == 1
+        with pytest.raises(UserError, match="has no valid Arrow message at byte 0"):
+            [*read_batches(str(path), ["label"])]
 
 
 def test_compressed_arrow_within_bounds_is_read(tmp_path: Path) -> None:

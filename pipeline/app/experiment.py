@@ -168,7 +168,7 @@ class Experiment:
         stream = choose_stream(quiet)
         with self._in_folder() as cd_prefix:
             run = self._prepare(to_run=True, with_jobs=True, say=make_printer(stream))
-            command = self._command("run", run, cd_prefix)
+            command = self._command("ingest", run, cd_prefix)
             ingested = app.ingest(run, make_console(stream), command)
         rows = []
         for card in ingested:

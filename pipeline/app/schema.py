@@ -24,20 +24,18 @@ Schema = dict[str, Any]
 def build_card_schema() -> Schema:
     """Return the schema of `datasets/NAME/card.yaml`."""
     schema = model_schema(Card)
-    schema["title"] = "Accrete card"
     listed = schema["properties"]["classes"]
     words = {"const": "from_source", "description": "those of the source, sorted"}
     schema["properties"]["classes"] = {
         "description": listed.pop("description", ""),
         "anyOf": [listed, words],
     }
-    return finished(schema)
+    return finished(schema) | {"title": "Accrete card"}
 
 
 def build_config_schema() -> Schema:
     """Return the schema of a config, with the settings of every method."""
     schema = model_schema(Config)
-    schema["title"] = "Accrete config"
     definitions: dict[str, Any] = schema[DEFINITIONS]
     del definitions[MethodEntry.__name__]
     del definitions[StreamSettings.__name__]["required"]
@@ -69,7 +67,7 @@ def build_config_schema() -> Schema:
         "search file has it; keys of `space` are below `methods.NAME`",
         "type": "object",
     }
-    return finished(schema)
+    return finished(schema) | {"title": "Accrete config"}
 
 
 def _methods_schema(definitions: Schema) -> Schema:

@@ -349,7 +349,7 @@ def ingest(args: argparse.Namespace) -> int:
     from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
-    resume_command = app.format_command("run", args.config, args.overrides)
+    resume_command = app.format_command("ingest", args.config, args.overrides)
     for data in app.ingest(prepared, console.Console, resume_command):
         rejected = data.rejected_text or "none rejected"
         print(f"{data.stage}: {app.counts_text(data.counts)}; {rejected}")

@@ -215,15 +215,21 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
     Source: Arrow columnar format, "Encapsulated message format" and "Buffer compression".
 
     Raises:
-        UserError: If there are too many rows, or the decompressed size is implausible.
+        UserError: If there are too many rows, the decompressed size is implausible, or the headers
+            cannot be checked.
     """
     size = stream.size()
     position = PREFIX if stream.read_at(len(ARROW_FILE), 0) == ARROW_FILE else 0
     rows = 0
     while position + PREFIX <= size:
         mark, length = struct.unpack("<Ii", stream.read_at(PREFIX, position))
+        if mark == CONTINUES and length == 0:
+            return  # the end of the messages
         if mark != CONTINUES or not 0 < length <= min(MAX_METADATA_BYTES, size - position):
-            return  # the end, or data that pyarrow refuses
+            raise UserError(
+                f"{printable(uri)} has no valid Arrow message at byte {position}; fetch it again, "
+                "or write it again with Arrow 0.15 or newer"
+            )
         head = stream.read_at(length, position + PREFIX)
         try:
             batch_rows, unfolded, body = _parse_message(head, stream, position + PREFIX + length)

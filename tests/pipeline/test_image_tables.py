@@ -336,7 +336,7 @@ BAD: dict[str, tuple[bytes, str, str]] = {
     "outside": (b"image,label\n/etc/a.png,x\n../../b.png,y", "labels.csv", "not below"),
     "one line": (b"x" * (1 << 21), "labels.csv", "line of more than"),
     "no parquet": (b"PAR1 and no more", "x.parquet", "not readable as Parquet"),
-    "no tar": (b"not a tar" * 100, "x.tar", "cut short or no uncompressed tar"),
+    "no tar": (b"not a tar" * 100, "x.tar", "cannot be read as an uncompressed tar"),
     "zip": (b"PK", "x.zip", "unpack it"),
 }
 

@@ -45,6 +45,11 @@ def body_of(path: Path) -> Any:
     return json.loads(json.dumps(read_yaml(path, "a file")))
 
 
+@pytest.mark.parametrize(("kind", "title"), [("card", "card"), ("config", "config")])
+def test_schemas_have_titles(kind: str, title: str) -> None:
+    assert SCHEMAS[kind]()["title"] == f"Accrete {title}"
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_config_is_valid(path: Path, validators: Any) -> None:
     assert first_error(validators["config"], body_of(path)) == ""

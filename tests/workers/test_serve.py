@@ -396,6 +396,16 @@ def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, l
         single_tasks.import_task(str(Path(folder("toast"))), b"nonsense", "f")
 
 
+def test_a_task_of_an_unknown_method_is_not_imported(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder("meat")
+    data = single_tasks.export_task(Bundle.open(model), "two")
+    monkeypatch.setattr(single_tasks, "METHODS", {})
+    with pytest.raises(UserError, match="this version of Accrete has no method 'meat'"):
+        single_tasks.import_task(model, data, "f")
+
+
 def forged(data: bytes, tensors: dict[str, Any] | None = None, **changes: Any) -> bytes:
     """Return an exported task with other tensors, or with other fields of its two headers."""
     length = int.from_bytes(data[:8], "little")

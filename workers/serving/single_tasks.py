@@ -94,7 +94,12 @@ def _import(versions: Versions, data: bytes, where: str, replace: bool) -> Task:
     uri = versions.uri
     bundle = Bundle.open(uri)
     method = METHODS.get(bundle.body["method"])
-    if method is None or trains_shared(method):
+    if method is None:
+        raise UserError(
+            f"{uri}: this version of Accrete has no method {bundle.body['method']!r}; import the "
+            "task with the version that wrote the folder"
+        )
+    if trains_shared(method):
         raise UserError(
             f"{uri}: method {bundle.body['method']!r} trains weights that its tasks share, so a "
             "task's state cannot be used with the weights of another run; only tasks of a star "

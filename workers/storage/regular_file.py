@@ -13,9 +13,7 @@ from io import BufferedReader
 
 from workers.errors import UserError
 
-# Minimal number of bytes to request in a read, because some files, for example in /proc, report a
-# too small size.
-UNSIZED = 1 << 16
+UNSIZED = 1 << 16  # bytes of each read beyond the reported size, which is too small in /proc
 
 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
@@ -64,8 +62,9 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
         OSError: As in `open_regular`.
     """
     with open_regular(path, most) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        data = stream.read(max(size, UNSIZED))
+        data = stream.read(os.fstat(stream.fileno()).st_size)
+        while len(data) <= most and (more := stream.read(UNSIZED)):
+            data += more
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", os.fspath(path))
     return data

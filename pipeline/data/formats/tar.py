@@ -56,8 +56,8 @@ DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 def damaged_tar_error(uri: str, error: Exception) -> UserError:
     """Return the error for a tar that `tarfile` cannot read. `error` is one of DAMAGE."""
     return UserError(
-        f"{printable(uri)} is cut short or no uncompressed tar "
-        f"({printable(str(error))[:200]}); fetch it again, or unpack its compression"
+        f"{printable(uri)} cannot be read as an uncompressed tar "
+        f"({printable(str(error))[:200]}); fetch or write it again"
     )
 
 

@@ -35,7 +35,8 @@ class Experiment:
     Attributes:
         source: Path of the config, or its values.
         overrides: Overrides in the form of `--set`.
-        config: All settings at the time of loading.
+        config: All settings at the time of loading, used for the name of the run and its storage.
+            Methods that need the stages read `source` again.
         folder: Folder that relative paths refer to: the working directory at the time of loading.
             Methods change the working directory of the process to it while they run, so they are
             not thread-safe.
@@ -59,9 +60,13 @@ class Experiment:
 
     # ---- before a run ----------------------------------------------------------------------------
     def plan(self) -> pd.DataFrame:
-        """Return a row for each stage: its key, whether it is a `hit` or a `miss`, and the reason.
+        """Return a row for each stage: whether it would run, and the outcome of its look-up.
 
-        No stage runs.
+        `status` is `miss` if the stage would run, else `hit`. `reason` says why the stage has no
+        valid result; with a valid result it is `stands`. An ingest stage whose result was deleted
+        is a `hit` with another reason if no stage that would run needs it. `replica` is the first
+        replica (seed or class order) with the stage, or empty if all replicas share it. No stage
+        runs.
 
         Raises:
             UserError: If the config or its storage cannot be used.
@@ -94,9 +99,11 @@ class Experiment:
     def training(self) -> pd.DataFrame:
         """Return the optimizer and the training length of each method.
 
-        There is a row for each step of a method that trains, for example `train` or `finetune`
-        (column `step`; not a step of the optimizer). The columns `optimizer` and `length` are text,
-        as in the output of `accrete plan`. Tasks with equal settings share a row.
+        There is a row for each training step of a method, for example `train` or `finetune`
+        (column `step`; not a step of the optimizer), and for shared training (label `backbone`).
+        The columns `optimizer` and `length` are text, as in the output of `accrete plan`. Tasks
+        with equal settings share a row; tasks with other settings have a row of their own. The rows
+        do not name the tasks.
         """
         from pipeline.app import runs as app
         from pipeline.results.data_frame import data_frame
@@ -117,7 +124,8 @@ class Experiment:
                 like `plan --calibrate`.
 
         Returns:
-            A row for each method, and a row `together` for all. Columns: `stages`; `images`, the
+            A row for each method and each kind of shared stage, for example `features` (column
+            `label`), and a row `together` for all. Columns: `stages`; `images`, the
             sum of images times epochs; `device_hours` and `wall_hours`, each also with `_low` and
             `_high`, the ends of the likely range; and for each basis of an estimate (for example
             `calibration`) the number of stages. Hours are NaN if no number of images is known.
@@ -192,11 +200,12 @@ class Experiment:
         Args:
             quiet: Do not print progress, warnings, or the locations of the report and the MLflow
                 record.
-            only: Run only these stages, as with `accrete run --only`.
-            start: Run these stages and their descendants, as with `--from`. (`from` is a Python
-                keyword.)
-            until: Run these stages and their ancestors, as with `--until`.
-            force: Run these stages again, as with `--force`.
+            only: Run only these stages, if they have no result, as with `accrete run --only`.
+            start: Run only these stages and their descendants, if they have no result, as with
+                `--from`. (`from` is a Python keyword.)
+            until: Run only these stages and their ancestors, if they have no result, as with
+                `--until`.
+            force: Run these stages even if they have a result, as with `--force`.
 
         Raises:
             UserError: If a stage fails.
@@ -227,10 +236,18 @@ class Experiment:
     def status(self) -> pd.DataFrame:
         """Return the progress of the run: a row for each stage, also while another process runs it.
 
-        `state` is `done`, `reused`, `running`, `queued`, `waiting`, `interrupted` (the next run
-        resumes the stage from its checkpoint), `missing`, `failed` or `blocked`. `since_s` is the
-        time in this state, and `wall_s` is the duration of the stage. Both are in seconds, and NaN
-        if unknown.
+        `state` is one of:
+
+        - `reused`: the stage did not have to run.
+        - `waiting`: it waits for its parents, or for another try.
+        - `queued`: it waits for a worker.
+        - `running`, `done`, `failed`.
+        - `blocked`: a stage that it depends on failed.
+        - `interrupted`: no process runs it; the next run resumes it from its checkpoint.
+        - `missing`: no process runs it, and it has neither a result nor a checkpoint.
+
+        `since_s` is the time in this state, and `wall_s` is the duration of the stage. Both are in
+        seconds, and NaN if unknown.
 
         Raises:
             UserError: If the run has not been started.
@@ -317,6 +334,8 @@ class Experiment:
 
         def prepared() -> Iterator[PreparedRun]:
             for experiment in (self, *others):
+                # `analyse` also works on the run in this folder: the generator resumes only when
+                # the next run is requested
                 with experiment._in_folder():
                     yield app.prepare(experiment.source, experiment.overrides)
 
@@ -330,7 +349,7 @@ class Experiment:
         from pipeline.app import runs as app
 
         return app.prepare(
-            self.source, self.overrides, with_jobs=with_jobs, several=True, **options
+            self.source, self.overrides, with_jobs=with_jobs, allow_replicas=True, **options
         )
 
     def _storage(self) -> str:

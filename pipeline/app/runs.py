@@ -138,7 +138,7 @@ def prepare(
     to_run: bool = False,
     say: Callable[[str], None] = LOG.info,
     with_jobs: bool = True,
-    several: bool = False,
+    allow_replicas: bool = False,
 ) -> PreparedRun:
     """Read a config, open its storage and build its graph.
 
@@ -151,16 +151,16 @@ def prepare(
         say: Called with each line about raw data rewritten in place.
         with_jobs: Build stages that can be run. If false, the graph is read from the cache if
             nothing that it is built from has changed, without importing torch.
-        several: Accept a config with several seeds or class orders.
+        allow_replicas: Accept a config with several seeds or class orders.
 
     Raises:
         UserError: If the config or its storage cannot be used.
     """
     if not to_run:
-        return _prepare(source, overrides, to_run, say, with_jobs, several)
+        return _prepare(source, overrides, to_run, say, with_jobs, allow_replicas)
 
     with at_work(lambda: "reading the config and looking at its data", say):
-        return _prepare(source, overrides, to_run, say, with_jobs, several)
+        return _prepare(source, overrides, to_run, say, with_jobs, allow_replicas)
 
 
 def _prepare(
@@ -169,7 +169,7 @@ def _prepare(
     to_run: bool,
     say: Callable[[str], None],
     with_jobs: bool,
-    several: bool,
+    allow_replicas: bool,
 ) -> PreparedRun:
     """Prepare a run without a progress message. See `prepare`."""
     # The cache saves the import of torch: if it is already imported, the cache is not needed.
@@ -189,7 +189,7 @@ def _prepare(
     store.check_usable(to_write=to_run)
     if to_run:
         store.sweep()
-    if not several:
+    if not allow_replicas:
         refuse_replicas(config, configs.get_source_name(source), "this needs one model")
     if to_run:
         raw_data.compare_rewritten_sources(config, store, say)

@@ -1,7 +1,8 @@
 """JSON schemas of configs and cards, for completion and checks in editors.
 
-They follow draft 7 of JSON Schema, which editors support. No top-level key is required, because a
-file can extend other files. Rules beyond the type of a value are checked when the file is read.
+They follow draft 7 of JSON Schema, which editors support. No top-level key is required, and in
+configs no key of `stream`, because a file can extend other files. Rules beyond the type of a value
+are checked when the file is read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def build_card_schema() -> Schema:
     """Return the schema of `datasets/NAME/card.yaml`."""
     schema = model_schema(Card)
     listed = schema["properties"]["classes"]
-    words = {"const": "from_source", "description": "those of the source, sorted"}
+    words = {"const": "from_source", "description": "the classes found in the source, sorted"}
     schema["properties"]["classes"] = {
         "description": listed.pop("description", ""),
         "anyOf": [listed, words],
@@ -37,13 +38,13 @@ def build_config_schema() -> Schema:
     """Return the schema of a config, with the settings of every method."""
     schema = model_schema(Config)
     definitions: dict[str, Any] = schema[DEFINITIONS]
-    del definitions[MethodEntry.__name__]
-    del definitions[StreamSettings.__name__]["required"]
+    del definitions[MethodEntry.__name__]  # replaced by a schema for each method
+    del definitions[StreamSettings.__name__]["required"]  # an extended file can have these keys
     for model in (TrainSettings, DataSettings, ClusterSettings):
         define(definitions, model)
     properties = schema["properties"]
     properties["extends"] = {
-        "description": "a file, or several, whose settings this one starts from",
+        "description": "one or more files whose settings this file starts from",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     properties["tracking"] = {
@@ -63,8 +64,8 @@ def build_config_schema() -> Schema:
         "additionalProperties": {"type": "object"},
     }
     properties["search"] = {
-        "description": "in configs/methods/NAME.yaml: a search of the method's settings, as a "
-        "search file has it; keys of `space` are below `methods.NAME`",
+        "description": "in configs/methods/NAME.yaml: a search of the method's settings, as in a "
+        "search file; keys of `space` are relative to `methods.NAME`, for example `train.lr`",
         "type": "object",
     }
     return finished(schema) | {"title": "Accrete config"}
@@ -96,7 +97,7 @@ def _methods_schema(definitions: Schema) -> Schema:
 
 
 def _other_method(name: str) -> Schema:
-    """Return the schema of an entry that has a method's name as label, but is another method."""
+    """Return the schema of an entry with the name of one method as label, but another `method`."""
     another = {"type": "object", "required": ["method"]}
     same = {"properties": {"method": {"const": name}}}
     return {"allOf": [another, {"not": same}, {"$ref": f"#/{DEFINITIONS}/labelled method"}]}
@@ -123,7 +124,7 @@ def _method_schema(definitions: Schema, name: str) -> Schema:
         "method": {"const": name, "description": "the method, if the label is not its name"},
         "train": train,
         "data": data,
-        "steps": {**steps, "description": "training settings of a step, over `train`"},
+        "steps": {**steps, "description": "training settings of one step; they override `train`"},
         "tasks": {
             "description": "settings of one task, by name of the task",
             "type": "object",

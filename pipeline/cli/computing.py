@@ -45,7 +45,8 @@ def add_commands(add_command: AddCommand) -> None:
     plan_parser = add_command(
         "plan",
         plan,
-        "print every stage as hit or miss, with the reason of each miss; run nothing",
+        "print for each stage whether it would run (miss, with the reason) or not (hit); "
+        "run nothing",
         **CONFIG_OR_DATA,
     )
     add_method_option(plan_parser)
@@ -144,7 +145,8 @@ def _add_launch_command(add_command: AddCommand) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="ranks on each node (default: the number of ranks that share one GPU, else 1)",
+        help="ranks on each node (default: as many as fit on one GPU if cluster.gpus_per_worker is "
+        "a fraction, else 1)",
     )
     launch_parser.add_argument(
         "--hours",
@@ -155,11 +157,14 @@ def _add_launch_command(add_command: AddCommand) -> None:
     )
     on_slurm = launch_parser.add_argument_group("Slurm")
     on_slurm.add_argument(
-        "--array", action="store_true", help="a job for each of the config's `seeds`"
+        "--array", action="store_true", help="one job for each of the config's `seeds`"
     )
     on_kubernetes = launch_parser.add_argument_group("Kubernetes")
     on_kubernetes.add_argument(
-        "--image", default="", metavar="NAME", help="image of the pods, without -gpu or -cpu"
+        "--image",
+        default="",
+        metavar="NAME",
+        help="name and tag of the image of the pods, to which -gpu or -cpu is appended",
     )
     for option, text in (
         ("select", "put workers on nodes with this label, for example the label of spot nodes"),
@@ -180,7 +185,10 @@ def _add_launch_command(add_command: AddCommand) -> None:
         "launcher: AWS instance profile, or e-mail of a Google Cloud service account",
     )
     on_kubernetes.add_argument(
-        "--secret", default="", metavar="NAME", help="a Secret whose keys are environment variables"
+        "--secret",
+        default="",
+        metavar="NAME",
+        help="a Kubernetes Secret whose keys become environment variables",
     )
     on_cloud = launch_parser.add_argument_group("Ray's launcher")
     on_cloud.add_argument("--cloud", choices=("aws", "gcp"), default="", help="default: aws")
@@ -228,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.shell import console
 
     prepared = app.prepare(
-        args.config, args.overrides, to_run=True, say=print, with_jobs=False, several=True
+        args.config, args.overrides, to_run=True, say=print, with_jobs=False, allow_replicas=True
     )
     config = prepared.config
     if config.name != config.base_name:
@@ -244,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
     )
     report_command = app.format_command("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
-    if result.replicas:
+    if result.replicas:  # one replica for each seed or class order
         from pipeline.report.replicas import comparison_text  # start-up time: matplotlib
 
         print(comparison_text(config.name, result.replicas))
@@ -275,13 +283,13 @@ def search(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print every stage as hit or miss, with the reason of each miss; run nothing."""
+    """Print for each stage whether it would run (miss, with the reason) or not (hit)."""
     _resolve_config(args)
     from pipeline.app import runs as app
     from pipeline.launch import training_plan
 
     with_cost = args.cost or args.calibrate
-    prepared = app.prepare(args.config, args.overrides, with_jobs=with_cost, several=True)
+    prepared = app.prepare(args.config, args.overrides, with_jobs=with_cost, allow_replicas=True)
     run_plan = app.plan(prepared)
     graph = prepared.graph
     status = run_plan.status
@@ -297,19 +305,21 @@ def plan(args: argparse.Namespace) -> int:
         print(f"{line}\n")
     validated = [task.name for task in prepared.tasks if task.has_val]
     if validated:
+        is_used = len(validated) < len(prepared.tasks)
         print(
             f"tasks with validation images in their data: {', '.join(validated)}; "
-            "data.val_fraction applies only to "
-            f"{'other tasks' if len(validated) < len(prepared.tasks) else 'tasks without any'}\n"
+            "data.val_fraction "
+            f"{'applies only to the other tasks' if is_used else 'has no effect'}\n"
         )
     print(diagram.to_text(graph, status))
-    training = training_plan.text(run_plan.training())
-    if training:
-        print(f"\n{training}")
+    settings_text = training_plan.text(run_plan.training())
+    if settings_text:
+        print(f"\n{settings_text}")
     if 0 < count < len(graph):
         from pipeline.growing.training import describe_training  # start-up time: imports torch
 
-        print("\n" + "\n".join(describe_training(run_plan)))
+        tasks_to_train = describe_training(run_plan)
+        print("\n" + "\n".join(tasks_to_train))
     if with_cost:
         from pipeline.launch import cost  # start-up time: imports torch
 
@@ -337,7 +347,7 @@ def launch(args: argparse.Namespace) -> int:
     from pipeline.launch import command  # start-up time: imports torch
 
     def forecast(config: str, overrides: list[str]) -> Forecast:
-        return app.plan(app.prepare(config, overrides, several=True)).forecast()
+        return app.plan(app.prepare(config, overrides, allow_replicas=True)).forecast()
 
     return command.launch(args, forecast)
 
@@ -348,7 +358,7 @@ def ingest(args: argparse.Namespace) -> int:
     from pipeline.app import runs as app  # start-up time: imports torch
     from pipeline.shell import console
 
-    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
+    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, allow_replicas=True)
     resume_command = app.format_command("ingest", args.config, args.overrides)
     for data in app.ingest(prepared, console.Console, resume_command):
         rejected = data.rejected_text or "none rejected"

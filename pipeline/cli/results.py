@@ -151,7 +151,7 @@ def report(args: argparse.Namespace) -> int:
         search = prepare(args.config, args.overrides)
         print("\n".join(searches.report(search).lines))
         return 0
-    prepared = app.prepare(args.config, args.overrides, several=True)
+    prepared = app.prepare(args.config, args.overrides, allow_replicas=True)
     written = reports.report(prepared, app.format_command("report", args.config, args.overrides))
     print("\n".join(written.lines))
     if args.json:

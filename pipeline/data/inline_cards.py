@@ -1,4 +1,7 @@
-"""Write cards inside a config to files. In the config, the path of the file replaces the card."""
+"""Write inline cards of a config to files. The path of the file replaces the card in the config.
+
+An inline card is a mapping with the content of a card file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def write_inline_cards(body: dict[str, Any]) -> None:
     """Write the inline cards of a stream to the current folder, as `NAME-card.yaml`.
 
     Args:
-        body: Plain values of a config. In it, the path of the file replaces each mapping.
+        body: Plain values of a config; changed in place: each inline card, a mapping, is replaced
+            by the path of its file.
 
     Raises:
         UserError: If a card is invalid, or a file with this name exists that this function did not
@@ -44,6 +48,7 @@ def _write_card(card: dict[str, Any], where: str) -> str:
     refuse_secrets(card, f"{where}: ")
     checked_card = card
     if card.get("classes") == FROM_SOURCE:
+        # in a `Card` the word is the only entry of the list; a file has it without the list
         checked_card = card | {"classes": [FROM_SOURCE]}
     name = configs.checked(Card, checked_card, where).name
     file = f"{name}-card.yaml"

@@ -120,7 +120,7 @@ def test_tasks_are_listed_exported_removed_and_imported(
         capsys, "tasks", model, "rollback", code=2
     )
     output_of(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "chain")
-    assert "only tasks of a star can be imported" in output_of(
+    assert "trained independently of each other (a star) can be imported" in output_of(
         capsys, "tasks", tmp_path / "chain", "import", file, code=2
     )
     assert "later tasks depend on them" in output_of(

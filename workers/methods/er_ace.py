@@ -22,11 +22,12 @@ class ErAce(Reservoir[ReservoirSettings]):
 
     This is the asymmetric cross-entropy. The first term has no gradient for outputs of earlier
     classes. In scenario `task` the second term is over the classes of an exemplar's task, so that
-    the loss is that of `er` with other weights.
+    the loss differs from that of `er` only in the factors of its two terms.
 
     Differences from the paper: the classes of the first term are all classes of the current task,
-    not the classes of the mini-batch, which would differ between ranks. A task replays the memory
-    as it will be at the end of the task, and may have several epochs.
+    not the classes of the mini-batch, which would differ between ranks. `train` replays one
+    fixed memory, which the task leaves to the next one and which has images of this task, too
+    (`next_memory`). A task may have several epochs.
     """
 
     name = "er_ace"
@@ -34,10 +35,13 @@ class ErAce(Reservoir[ReservoirSettings]):
         "New Insights on Reducing Abrupt Representation Change in Online Continual Learning, "
         "ICLR 2022"
     )
-    train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
+    train_defaults = TrainDefaults(
+        lr=1e-4, scratch_lr=1e-3, source="the learning rates of method `replay`"
+    )
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
+        """See `Method`. Unlike in `er`, `train` reads setting `memory` to choose the memory."""
         return frozenset() if step == "train" else cls.per_task
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
@@ -52,7 +56,9 @@ class ErAce(Reservoir[ReservoirSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         task = context.task
-        self.is_absent: Tensor | None = None  # (K,): True for classes without images
+        # bool (K,): True for classes of which this slice of a stream has no images. None if the
+        # task is not a slice.
+        self.is_absent: Tensor | None = None
         if task.parts is not None:
             absent = [name not in task.shares for name in task.classes]
             self.is_absent = torch.tensor(absent, device=self.device)
@@ -67,6 +73,7 @@ class ErAce(Reservoir[ReservoirSettings]):
         return ce, {"ce": ce.detach()}
 
     def competing_outputs(self) -> int:
+        """Return the number of the task's classes with images; `loss` masks all others."""
         assert self.task is not None
         return len(self.task.shares)
 

@@ -1,4 +1,4 @@
-"""Export, import and remove single tasks of a model folder."""
+"""Export, import and remove single tasks of a model folder (bundle)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,19 @@ COMMON_FIELDS = (
 
 
 class NeedsBody(Frozen):
-    """Values that a bundle must have to import an exported task, and facts about the task."""
+    """The JSON `accrete.needs` of an exported task.
+
+    It has the values that a bundle must have to import the task, and facts about the task.
+
+    Attributes:
+        method: Name of the method. This and the next four fields must be those of the bundle.
+        carried: Step -> sha256 of the step's carried state, which must be that of the bundle.
+        classes: Names of the task's classes.
+        card: Name of its card.
+        data: Key of its ingest stage.
+        role: Its role, see `Task`.
+        state: sha256 of its state file.
+    """
 
     method: str
     settings: dict[str, Any]
@@ -74,7 +86,7 @@ def import_task(uri: str, data: bytes, where: str, replace: bool = False) -> Tas
     """Add an exported task to a model folder.
 
     Args:
-        uri: The model folder.
+        uri: The model folder (bundle).
         data: The exported task.
         where: Name of `data` in errors.
         replace: Replace a task with an equal name.
@@ -83,7 +95,8 @@ def import_task(uri: str, data: bytes, where: str, replace: bool = False) -> Tas
         The added task.
 
     Raises:
-        UserError: If the task does not fit the bundle, or the folder has a task of this name.
+        UserError: If the task does not fit the bundle, or the bundle has a task of this name and
+            `replace` is false.
     """
     with changing(uri) as versions:
         return _import(versions, data, where, replace)
@@ -102,8 +115,8 @@ def _import(versions: Versions, data: bytes, where: str, replace: bool) -> Task:
     if trains_shared(method):
         raise UserError(
             f"{uri}: method {bundle.body['method']!r} trains weights that its tasks share, so a "
-            "task's state cannot be used with the weights of another run; only tasks of a star "
-            "can be imported"
+            "task's state cannot be used with the weights of another run; only tasks that were "
+            "trained independently of each other (a star) can be imported"
         )
     needs = read_needs(data, where)
     state = TaskState.from_bytes(data, where)
@@ -130,15 +143,15 @@ def _import(versions: Versions, data: bytes, where: str, replace: bool) -> Task:
     task = Task(state.task, needs["card"], needs["data"], state.classes, needs["role"])
     _check_task(task, needs, where)
     check_values(state.float_tensors(), where)
-    plain = state.to_bytes()
-    if file_info(plain)["sha256"] != needs["state"]:
+    state_bytes = state.to_bytes()  # without the metadata `accrete.needs`
+    if file_info(state_bytes)["sha256"] != needs["state"]:
         raise UserError(
             f"{where}: it is damaged (its sha256 differs from the exported one); export it again"
         )
     tasks = [task if one.name == task.name else one for one in bundle.tasks]
     if task not in tasks:
         tasks.append(task)
-    changed = bundle.with_tasks(tasks, {state_file(task.name): plain})
+    changed = bundle.with_tasks(tasks, {state_file(task.name): state_bytes})
     _check_answers(changed, task, where)
     versions.publish(changed)
     return task
@@ -262,6 +275,7 @@ def _remove(versions: Versions, name: str) -> str:
             "its training changed the weights that tasks share; these changes stay, because "
             "later tasks depend on them"
         )
+    # `versions` still describes the folder before `publish`, which dropped these versions
     earlier = versions.find_earlier(name)
     if earlier:
         numbers = ", ".join(map(str, earlier))
@@ -292,7 +306,10 @@ def has_same_answers(before: Bundle, after: Bundle) -> bool:
 
 
 def complete_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
-    """Add missing settings of a method with their default values.
+    """Add the settings that a file lacks.
+
+    They get their neutral values, which keep the behaviour from before the setting existed, or else
+    their default values.
 
     Args:
         method: Name of the method.

@@ -1,8 +1,10 @@
-"""Detect data sets in Parquet and Arrow files.
+"""Detect data sets in Parquet and Arrow files; `shards` detects those in tar files.
 
-`assign_files` assigns the files of a source to splits; `shards` uses it for tar files, too. The
-role of a word is the split that the word names. A weak word often has another meaning
-(`pipeline.data.splits`).
+`assign_files` assigns the files of a source to splits; `shards` uses it, too.
+
+A role is the part of a data set that a word in a name stands for: train, val, test or held out. A
+weak word, for example `dev` or `learn`, often names a class instead. `parse_role` expects a whole
+word, `find_role` a name of one or more words (see `pipeline.data.splits`).
 """
 
 from __future__ import annotations
@@ -87,7 +89,10 @@ class Files:
         return [join(self.base, name) for name in names]
 
     def with_splits(self, splits: Mapping[str, Sequence[str]]) -> Files:
-        """Return a copy whose request has these splits; equal if the request sets no splits."""
+        """Return a copy with these splits instead of the requested ones.
+
+        If the request has no setting `splits`, the copy is unchanged.
+        """
         settings = dict(self.request.given)
         if "splits" in settings:
             settings["splits"] = splits
@@ -98,7 +103,8 @@ class Files:
 def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
     """Assign files to splits.
 
-    The setting `splits` decides if it is given. Otherwise words in the paths decide, for example
+    With the setting `split`, a column or field gives the splits, and all files are returned as
+    train. Otherwise the setting `splits` decides, or else words in the paths, for example
     `train-00.parquet`. Without such words, all files are train.
 
     Returns:
@@ -118,12 +124,12 @@ def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
     unnamed = by_word.pop("", [])
     _check_variants(files)
     if not by_word:
-        parts = [name for name in files.names if "train" in name.lower()]
-        if parts and len(parts) < len(files.names):
+        likely = [name for name in files.names if "train" in name.lower()]
+        if likely and len(likely) < len(files.names):
             raise SplitUnclear(
-                f"{files.where}: {listed(parts)} may be the train files, but not "
-                f"{listed(name for name in files.names if name not in parts)}; assign the files, "
-                f"as in {_format_splits_command(files, parts[0])}"
+                f"{files.where}: {listed(likely)} may be the train files, but not "
+                f"{listed(name for name in files.names if name not in likely)}; assign the files, "
+                f"as in {_format_splits_command(files, likely[0])}"
             )
         return {"train": [*files.names]}, []
     try:
@@ -161,10 +167,11 @@ def _assign_given_files(
     """
     splits: dict[str, list[str]] = {}
     used: set[str] = set()
-    for split, parts in named.items():
-        patterns = (parts,) if isinstance(parts, str) else tuple(parts)
-        expanded = expand(patterns) if any("{" in part for part in patterns) else [*patterns]
-        names = {name for part in expanded for name in _match_names(part, files.names)}
+    for split, given in named.items():
+        patterns = (given,) if isinstance(given, str) else tuple(given)
+        has_braces = any("{" in pattern for pattern in patterns)
+        expanded = expand(patterns) if has_braces else [*patterns]
+        names = {name for pattern in expanded for name in _match_names(pattern, files.names)}
         names |= {name for name in files.names if name in expanded}
         if not names and split != IGNORE:
             raise SplitUnclear(
@@ -184,6 +191,7 @@ def _check_variants(files: Files) -> None:
 
     For example, `full/train.parquet` and `small/train.parquet` are two variants of a data set.
     """
+    # folders without a role -> paths below them that name a split
     names_by_top: dict[str, set[str]] = {}
     for name in files.names:
         *folders, base = name.split("/")
@@ -194,7 +202,7 @@ def _check_variants(files: Files) -> None:
     first = next(iter(names_by_top.values()), set[str]())
     same = [top for top, names in names_by_top.items() if names == first]
     if len(same) < 2 or all(map(is_part, same)):
-        return
+        return  # part_1/train and part_2/train are pieces of one data set, not variants
     path = posixpath.join(files.request.path, same[0])
     raise SplitUnclear(
         f"{files.where}: {listed(same)} hold files of the same names; give the path of one, as in "
@@ -204,14 +212,12 @@ def _check_variants(files: Files) -> None:
 
 
 def note_unused(names: Sequence[str]) -> list[str]:
-    """Return a note on unread files, or [] if all files are read."""
+    """Return a note on files that belong to no split, or [] if there are none."""
     if not names:
         return []
     if len(names) == 1:
-        return [f"1 file is not read because its name contains no split: {listed(names)}"]
-    return [
-        f"{len(names)} files are not read because their names contain no split: {listed(names)}"
-    ]
+        return [f"1 file is not read because it belongs to no split: {listed(names)}"]
+    return [f"{len(names)} files are not read because they belong to no split: {listed(names)}"]
 
 
 def _find_split_word(files: Files, name: str) -> str:
@@ -298,9 +304,13 @@ def read_columns(files: Files) -> DataSet:
         )
     source: dict[str, Any] = {"format": "parquet", "path": files.path}
     source |= {"image": image, "label": label}
-    notes = note_unused([*unused, *(name for name in all_names if name not in files.names)])
+    notes = note_unused(unused)
+    caches = [name for name in all_names if name not in files.names]
+    if caches:
+        notes.append(f"caches of the library `datasets` are not read: {listed(caches)}")
     is_one_split = words is not None and set(words.splits) == {"train"} and len(files.names) > 1
-    if is_one_split and "split" not in request.given:  # the file names decide instead
+    if is_one_split and "split" not in request.given:
+        # a column with only `train` is no split column of several files: their names decide
         split = ()
     if split and words:
         if len(splits) > 1:
@@ -358,6 +368,7 @@ def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> 
     for column in paths:
         parts = {part for folder in _read_folders(files, column) for part in folder.split("/")}
         words = [part for part in parts if find_role(part) and not is_weak(part)]
+        # only folders named by a split and neutral words: `test_images`, but not `test_drive`
         words = [part for part in words if is_generic_split_name(part)]
         if {find_role(word) for word in words} - {"train"}:
             raise SplitUnclear(
@@ -374,6 +385,7 @@ def _read_folders(files: Files, column: str) -> Iterator[str]:
     for uri in files.uris(files.names):
         name, _, field = column.partition(".")
         is_field = bool(field) and column not in read_schema(uri).names
+        # one field of a struct can be read only from Parquet; from Arrow, the whole struct is read
         for batch in read_batches(uri, [column if get_suffix(uri) != ARROW_SUFFIX else name]):
             values = batch[name if is_field else column]
             if is_field:
@@ -423,7 +435,7 @@ def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
         schema.names,
         sample,
         distinct=read_distinct,
-        find_row=lambda *_: 0,  # unknown
+        find_row=lambda *_: 0,  # the numbers of rows are unknown
     )
 
 
@@ -446,7 +458,7 @@ def _choose_image_column(files: Files, schema: Schema, columns: Columns) -> str:
             )
         raise UserError(
             f"{files.where} has no column of image bytes, only {format_columns(schema.names)}; "
-            "name one, or give a table of paths"
+            "add one, or give a table of paths"
         )
     known = [name for name in schema.images if normalize_word(name) == IMAGE_COLUMNS[0]]
     if len(schema.images) > 1 and len(known) != 1:

@@ -16,7 +16,8 @@ NO_CLASSES = words(
     groundtruths thumbs thumbnail thumbnails unlabeled unlabelled unsorted
     unclassified unannotated uncategorized tosort depthmaps heatmaps"""
 )
-# names of the single folder in a test split without labels; loaders of class folders require one
+# names of the only subfolder of a test folder without labels; it exists because loaders such as
+# torchvision's ImageFolder require class folders
 WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testing", "unknown"])
 # folders that may or may not be classes: an error asks the user
 PERHAPS_NO_CLASSES = words(
@@ -31,7 +32,8 @@ NO_CLASS_TOKENS = words(
     unlabeled unlabelled unsorted unclassified unannotated uncategorized mask masks seg gt label
     labels"""
 )
-# first or last words in the names of files that belong to an image, for example `1_mask.png`
+# words that mark a mask, a thumbnail or the like: first or last in the name of a file, for example
+# `1_mask.png`, or anywhere in the name of a column
 NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap mask""")
 # words in the names of files that list splits
 SPLIT_LISTS = words("""split splits fold folds partition partitions setid""")
@@ -78,17 +80,20 @@ NO_LABEL_COLUMNS = words(
 # columns of a biological taxonomy; the rank `class` is in LABEL_COLUMNS
 RANKS = words("""kingdom phylum order family genus species subspecies""")
 # words in the names of folders that divide images into parts, such as `part_1` and `images_002`
-PARTS = words(
+CHUNK_WORDS = words(
     """part parts batch batches chunk folder dir group volume archive shard patient subject case
     session fold video clip seq sequence scene person user slide new old more extra misc"""
-) | (WRAPPERS - {"raw"})
+) | (WRAPPERS - {"raw"})  # `raw` beside other folders can be a variant of the same images
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder is named like a part of the images, for example `part_1`."""
-    letters = [word.lower() for word in tokenize_name(name) if not word.isdigit()]
-    are_parts = [word in PARTS for word in letters]
-    return any(are_parts) and all(len(w) == 1 or w in PARTS for w in letters)
+    """Return whether a folder is named like a part of the images, for example `part_1`.
+
+    A single letter counts like a number: `part_a`.
+    """
+    words_of_name = [word.lower() for word in tokenize_name(name) if not word.isdigit()]
+    has_chunk_word = any(word in CHUNK_WORDS for word in words_of_name)
+    return has_chunk_word and all(len(w) == 1 or w in CHUNK_WORDS for w in words_of_name)
 
 
 def says_no_labels(table: str) -> bool:

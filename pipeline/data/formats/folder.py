@@ -40,8 +40,8 @@ class SplitFolder(NamedTuple):
 
     Attributes:
         split: Split, or IGNORE.
-        parts: A regular expression for each part of the path. The expression of a part with the
-            class has a group `label`.
+        parts: A regular expression for each part of the path between slashes. The expression of a
+            part with the class has a group `label`.
         names: Names of the folders before the first pattern.
     """
 
@@ -100,8 +100,12 @@ class LabelledEntry(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _split_folders(splits: tuple[tuple[str, str], ...]) -> tuple[SplitFolder, ...]:
-    """Return the folders of all splits, paths with more parts first."""
-    folders = [SplitFolder.of(split, part) for split, part in splits]
+    """Return the folders of all splits, paths with more parts first.
+
+    Args:
+        splits: Pairs of a split and a path on the card, which may contain patterns.
+    """
+    folders = [SplitFolder.of(split, text) for split, text in splits]
     return tuple(sorted(folders, key=lambda folder: -len(folder.parts)))
 
 
@@ -118,7 +122,10 @@ class Root(NamedTuple):
 
 
 def find_roots(card: Card) -> list[Root]:
-    """Return the folders that a card reads: the folders in `source.more`, then the source."""
+    """Return the folders that a card reads: the folders in `source.more`, then the source.
+
+    The source is last, because its empty prefix matches the names of all files.
+    """
     source = card.source
     roots: list[Root] = []
     for folder in source.more:
@@ -126,27 +133,35 @@ def find_roots(card: Card) -> list[Root]:
         if is_local(prefix) and is_local(source.path):
             prefix = Path(os.path.relpath(prefix, source.path)).as_posix()
         changes = {"path": folder.path, "splits": folder.splits, "more": ()}
-        only = source.model_copy(update=changes)
-        roots.append(Root(f"{prefix.rstrip('/')}/", card.model_copy(update={"source": only})))
+        source_of_root = source.model_copy(update=changes)
+        card_of_root = card.model_copy(update={"source": source_of_root})
+        roots.append(Root(f"{prefix.rstrip('/')}/", card_of_root))
     return [*roots, Root("", card)]
 
 
 def list_files(card: Card, most: int | None) -> list[Entry] | None:
-    """List the files of all folders that a card reads; None if its source does not exist.
+    """List the files of all folders that a card reads.
+
+    Args:
+        card: The card.
+        most: Stop after this number of files of each folder; only for local folders.
+
+    Returns:
+        The files, or None if the source of the card does not exist.
 
     Raises:
         UserError: If a folder in `source.more` does not exist.
     """
     entries: list[Entry] = []
-    for prefix, only in find_roots(card):
-        names = first_folders(only)
-        found = list_entries(source_uri(only), names, IMAGE_FILES, most)
+    for prefix, card_of_root in find_roots(card):
+        names = first_folders(card_of_root)
+        found = list_entries(source_uri(card_of_root), names, IMAGE_FILES, most)
         if found is None:
             if not prefix:
                 return None
             raise UserError(
-                f"card {card.name!r}: the further folder {only.source.path} does not exist; put "
-                "the data there, or fix source.more of the card"
+                f"card {card.name!r}: the further folder {card_of_root.source.path} does not "
+                "exist; put the data there, or fix source.more of the card"
             )
         entries += (
             [entry._replace(name=prefix + entry.name) for entry in found] if prefix else found
@@ -156,18 +171,20 @@ def list_files(card: Card, most: int | None) -> list[Entry] | None:
 
 def split_folders(card: Card) -> tuple[SplitFolder, ...]:
     """Return the folders of a card's splits. A file belongs to the first folder that matches."""
+    # Paths with `..` are skipped: only files below the source are listed. Folders outside it are
+    # read through `source.more`.
     pairs = [
-        (split, part)
+        (split, text)
         for split in PARTS
-        for part in card.source.list_parts(split)
-        if part and ".." not in part.split("/")
+        for text in card.source.list_parts(split)
+        if text and ".." not in text.split("/")
     ]
     return _split_folders(tuple(pairs))
 
 
 def labelled_entries(card: Card, entries: Sequence[Entry]) -> Iterator[LabelledEntry]:
     """Yield the files in the folders of splits, in the order of the entries."""
-    roots = [(prefix, split_folders(only)) for prefix, only in find_roots(card)]
+    roots = [(prefix, split_folders(card_of_root)) for prefix, card_of_root in find_roots(card)]
     # folder -> split and label of all files in it
     by_parent: dict[str, tuple[str, str | None] | None] = {}
     for entry in visible(entries):
@@ -197,6 +214,7 @@ def _find_split(
     """
     prefix, folders = next(root for root in roots if name.startswith(root[0]))
     path = name[len(prefix) :].split("/")
+    # no pattern reaches the file name, so only the folders decide
     is_same_for_parent = all(len(path) > len(folder.parts) for folder in folders)
     for folder in folders:
         is_inside, label = folder.match(path)
@@ -211,7 +229,7 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 
 
 def first_folders(card: Card) -> list[str]:
-    """Return the folders of the splits, cut before the first part with a pattern."""
+    """Return the folders to list first: those of the splits, cut before the first pattern."""
     folders = [folder for folder in split_folders(card) if folder.split != IGNORE]
     return ["/".join(folder.names) for folder in folders]
 
@@ -222,12 +240,13 @@ def class_folders(card: Card, split: Split) -> list[str]:
     Files are not listed, so a class may have no images.
     """
     names: set[str] = set()
-    for _, only in find_roots(card):
-        names |= _class_folders(only, split)
+    for _, card_of_root in find_roots(card):
+        names |= _class_folders(card_of_root, split)
     return sorted(names)
 
 
 def _class_folders(card: Card, split: Split) -> set[str]:
+    """Return the names of the classes that have a folder in a split of the card's source."""
     folders = split_folders(card)
     base = source_uri(card).rstrip("/")
     names: set[str] = set()
@@ -247,6 +266,8 @@ def _class_folders(card: Card, split: Split) -> set[str]:
             if "label" in pattern.groupindex:
                 break
         for path in waiting:
+            # match an invented file "x": the first folder that matches owns the class folder, and
+            # it may belong to another split
             matches = ((one, *one.match((*path, "x"))) for one in folders)
             owner, _, label = next((m for m in matches if m[1]), (folder, True, None))
             if owner == folder and label is not None:

@@ -1,7 +1,8 @@
-"""WebDataset shards used in place: each shard is read once, in sequence, and not copied.
+"""WebDataset shards used in place: ingest reads each from start to end, and copies nothing.
 
-A sample is `key.jpg` with `key.cls`, `key.txt` or `key.json`; its members are consecutive. Offsets
-come from the headers, which are read while a shard is hashed, so an `.idx` file would save no time.
+Training reads the images from the same shards, by their offsets. A sample is `key.jpg` with
+`key.cls`, `key.txt` or `key.json`; its members are consecutive. The offsets come from the headers,
+which are read while a shard is hashed, so an `.idx` file would save no time.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def shard_urls(card: Card) -> ShardUrls:
 
 
 def _absolute(card: Card, split: Split) -> Iterator[str]:
+    # each part of a split is a pattern of shards, for example train-{000..007}.tar
     for pattern in filter(None, card.source.list_parts(split)):
         if "://" in pattern or os.path.isabs(pattern):
             yield pattern
@@ -96,7 +98,7 @@ def _absolute(card: Card, split: Split) -> Iterator[str]:
 
 
 def list_shards(card: Card) -> list[Entry] | None:
-    """List the shards of a card under their names in the index.
+    """List the shards of a card under their names in the index, for example `train-000000.tar`.
 
     Returns:
         The shards, or None if all are missing.
@@ -138,7 +140,7 @@ def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
             raise
         except OSError as error:
             raise UserError(
-                f"shard {printable(group[0])} cannot be asked for "
+                f"cannot find out whether shard {printable(group[0])} exists "
                 f"({printable(str(error).splitlines()[0])}); {remedy(group[0])}"
             ) from None
     return versions
@@ -147,7 +149,8 @@ def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
 def _look_up_folder(folder: str, urls: list[str]) -> dict[str, FileVersion | None]:
     if is_web(folder):
         with ThreadPoolExecutor(LOOKUPS, "shards") as pool:
-            # A separate context for each thread, because it contains the time limit for a server.
+            # The context contains the time limit for a server. Each call gets its own copy, because
+            # a context cannot be entered twice at once.
             contexts = [copy_context() for _ in urls]
             answers = pool.map(lambda url, context: context.run(_ask, url), urls, contexts)
             return dict(zip(urls, answers, strict=True))
@@ -191,7 +194,7 @@ class ReadJob(NamedTuple):
         split: Split of the shard.
         url: Path or URL of the shard.
         endings: Extensions of images, without dots.
-        label: Extension of the label member, `json:FIELD`, or None.
+        label: Extension of the label member, or `json:FIELD`; None for images without labels.
     """
 
     card: Card
@@ -219,11 +222,11 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
         for split in SPLITS
         for entry in entries_of_split(card, split, entries)
     ]
-    return [Unit(read_shard, (job,), 0) for job in jobs]
+    return [Unit(read_shard, (job,), num_items=0) for job in jobs]  # unknown before reading
 
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
-    """Return the shards of a split, under their names in the index."""
+    """Return the shards of a split. Their names in the index begin with the split."""
     return [entry for entry in entries if entry.name.startswith(f"{split}-")]
 
 
@@ -238,7 +241,7 @@ def read_shard(job: ReadJob, summary: ShardSummary | None = None) -> Iterator[It
     archive = printable(_base_name(job.url))
     names = class_names(job.card)
     num_samples = 0
-    has_dots: bool | None = None
+    has_dots: bool | None = None  # whether keys contain dots; decided at the first member
     try:
         file = open_range_file(job.url)
         with ShardStream(file) as stream:
@@ -291,11 +294,12 @@ def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
 def _peek(url: str) -> bool:
     """Return whether the keys of a shard contain dots, judged by its first members."""
     file: Any = _Bytes(open_range_file(url))
+    # Read large blocks, as from a bucket: the shard may be remote.
     return peek_dots(file, is_in_bucket=True)
 
 
 class _Bytes:
-    """A range file with the behaviour of pyarrow's files: a read at the end returns fewer bytes."""
+    """A range file as the argument of `peek_dots`, which calls only `read_at`."""
 
     def __init__(self, file: RangeFile):
         self.file = file
@@ -387,6 +391,7 @@ class Sample:
         """Return the sample as an item of the source."""
         has_image = bool(self.found - {"label"})
         if is_hidden(self.key) and has_image:
+            # `hidden` replaces any other problem, because the sample is left out in any case
             self.problem = None
             self._reject(HIDDEN_SAMPLE)
         elif not has_image:
@@ -422,7 +427,8 @@ class ShardStream:
     `tarfile` reads headers from it, and a header with a huge size is refused.
 
     Attributes:
-        header_bytes: Bytes read by `tarfile` since the last member.
+        header_bytes: Bytes that `tarfile` has read since the last member; `iterate_members` sets
+            it to 0 after each member.
         last_header: Bytes of the last `read`.
     """
 

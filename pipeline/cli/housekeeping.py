@@ -19,13 +19,13 @@ def add_commands(add_command: AddCommand) -> None:
     gc_parser = add_command(
         "gc",
         collect_garbage,
-        "delete stage results that no named run needs; asks first",
+        "delete stage results that no recorded run and no search needs; asks first",
         config=False,
     )
     gc_parser.add_argument(
         "--earlier",
         action="store_true",
-        help="also those that runs needed only before their config files or images were changed",
+        help="also results that runs needed only before their config files or images were changed",
     )
     add_storage_option(gc_parser, "storage folder")
     gc_parser.add_argument(
@@ -40,43 +40,48 @@ def add_commands(add_command: AddCommand) -> None:
         type=parse_gigabytes,
         default=0.0,
         metavar="N",
-        help="keep the newest ones, N GB of them",
+        help="of these results, keep the newest, up to N GB",
     )
     gc_parser.add_argument(
-        "--dry-run", action="store_true", help="list them with their ages, and delete nothing"
+        "--dry-run",
+        action="store_true",
+        help="list the results with the time of writing, and delete nothing",
     )
     gc_parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
-    """Delete stage results that no named run needs, after confirmation."""
+    """Delete stage results that no recorded run and no search needs, after confirmation."""
     from pipeline.app.garbage import delete_garbage, find_garbage
     from pipeline.config.yaml_files import absolute
     from pipeline.graph.store import Store
 
     store = Store(absolute(args.storage))
-    changed = store.earlier_names()
-    let_go = changed if args.earlier else []
-    garbage = find_garbage(store, let_go, args.older_than, args.keep_gb * 1e9)
-    if changed and not args.earlier:
+    runs_with_earlier_configs = store.earlier_names()
+    forgotten_runs = runs_with_earlier_configs if args.earlier else []
+    garbage = find_garbage(store, forgotten_runs, args.older_than, args.keep_gb * 1e9)
+    if runs_with_earlier_configs and not args.earlier:
         print(
-            "results of earlier versions of config files or images are kept "
-            f"({', '.join(changed)}); --earlier includes them"
+            "results that runs needed before their config files or images were changed are kept "
+            f"(runs: {', '.join(runs_with_earlier_configs)}); --earlier includes them"
         )
     size = sum(folder.size_bytes for folder in garbage)
     if not garbage:
-        reason = "every result belongs to a named run"
+        reason = "every result is needed by a run or a search"
         if args.older_than or args.keep_gb:
-            reason += ", is younger than --older-than or within --keep-gb"
+            reason += ", younger than --older-than, or within --keep-gb"
         print(f"nothing to delete: {reason}")
         return 0
     size_text = f"{size / 1e6:.1f} MB"
     if len(garbage) == 1:
-        print(f"1 result or remains of an interrupted one, {size_text}, belongs to no named run")
+        print(
+            f"1 result or remains of an interrupted one, {size_text}, is needed by no run and no "
+            "search"
+        )
     else:
         print(
             f"{len(garbage)} results and remains of interrupted ones, {size_text}, "
-            "belong to no named run"
+            "are needed by no run and no search"
         )
     if args.dry_run:
         print(format_garbage(garbage))
@@ -85,26 +90,25 @@ def collect_garbage(args: argparse.Namespace) -> int:
         print("nothing was deleted")
         return 0
     paths = [folder.path for folder in garbage]
-    needed_again, busy = delete_garbage(store, paths, let_go)
-    if needed_again:
-        print(describe_kept_folders(len(needed_again), "a new run needs"))
+    no_longer_garbage, busy = delete_garbage(store, paths, forgotten_runs)
+    if no_longer_garbage:
+        state = "needed by a run or a search now, or already deleted"
+        print(describe_undeleted_folders(len(no_longer_garbage), state))
     if busy:
-        print(describe_kept_folders(len(busy), "a process is computing"))
-    if len(paths) > len(needed_again) + len(busy):
+        print(describe_undeleted_folders(len(busy), "in use by another process"))
+    if len(paths) > len(no_longer_garbage) + len(busy):
         print("deleted")
     return 0
 
 
-def describe_kept_folders(count: int, reason: str) -> str:
-    """Describe how many of the listed folders are kept, and why.
+def describe_undeleted_folders(count: int, state: str) -> str:
+    """Describe how many of the listed folders gc did not delete, and why.
 
     Args:
-        count: Number of kept folders.
-        reason: Subject and verb of the reason, for example "a new run needs".
+        count: Number of these folders.
+        state: Their state, for example "in use by another process".
     """
-    if count == 1:
-        return f"1 of them is kept: {reason} it"
-    return f"{count} of them are kept: {reason} them"
+    return f"{count} of them {'is' if count == 1 else 'are'} {state}"
 
 
 def format_garbage(garbage: Sequence[Garbage]) -> str:

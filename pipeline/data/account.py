@@ -17,7 +17,7 @@ from pipeline.data.file_kinds import IMAGE_FILES, describe_kind
 from pipeline.data.formats import csv, get_format, webdataset
 from pipeline.data.formats.base import source_uri
 from pipeline.data.formats.folder import labelled_entries
-from pipeline.data.listing import HIDDEN, Entry
+from pipeline.data.listing import HIDDEN, OTHER_FILE, Entry
 from pipeline.data.names import get_suffix, printable
 from pipeline.data.packs import LEFT_OUT
 from pipeline.data.splits import IGNORE, SPLITS
@@ -26,7 +26,7 @@ from workers.errors import UserError
 
 ACCOUNT = "account.json"
 MAX_NAMED_PLACES = 5  # folders or files listed in one line
-MAX_LINES = 12  # reasons listed for each of used, rejected and not read
+MAX_LINES = 12  # rows of each of used (kinds), rejected and not read (reasons)
 MAX_PLACE_LENGTH = 40  # characters of a folder or file name in a line
 
 
@@ -40,7 +40,8 @@ class Account:
         rejected: Reason -> number of files.
         not_read: Reason -> number of files.
         places: Reason -> the first few folders and files.
-        images: `used` or a reason -> number of images in tables and archives.
+        images: `used` or a reason -> number of images inside tables, archives or a library. If a
+            csv table names missing files, the number of image files that it names.
         notes: Sentences for the user.
     """
 
@@ -61,7 +62,7 @@ class Account:
         """Load a stored account.
 
         Raises:
-            ValueError or TypeError: If the data is not an account.
+            ValueError, TypeError or AttributeError: If the data is not an account.
         """
         try:
             body = _make_printable(json.loads(data))
@@ -136,10 +137,11 @@ def build_account(
     Args:
         card: Card of the source.
         entries: All files below the source; empty if a library downloads the data.
-        images: Image file -> the reason to reject it, or None if it is used. Archives of images
-            have no entry.
+        images: Image file -> None if it is used, otherwise the reason. A row of a csv table without
+            a file has an entry, too (`row N: ...`). Other files of the source have none, and the
+            dict is empty if the images are inside tables, archives or a library.
         notes: Sentences for the user.
-        rows: `used` or a reason -> number of images in tables and archives.
+        rows: `used` or a reason -> number of images inside tables, archives or a library.
     """
     used: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
@@ -148,24 +150,27 @@ def build_account(
     containers = _find_containers(card, entries)
     ignored = _find_ignored(card, entries)
     names = {printable(entry.name) for entry in entries}
-    lost = Counter(
-        p.partition(":")[2].strip() or p for n, p in images.items() if p and n not in names
-    )
-    if lost and not rows:
-        rows = {"used": sum(p is None for p in images.values())} | lost
+    # A reason is `kind: detail` or a kind. Images that a table names and the source does not have
+    # are counted by detail, rejected files by kind.
+    missing: Counter[str] = Counter()
+    for name, reason in images.items():
+        if reason and name not in names:
+            missing[reason.partition(":")[2].strip() or reason] += 1
+    if missing and not rows:
+        rows = {"used": sum(reason is None for reason in images.values())} | missing
     for entry in entries:
         name = printable(entry.name)
         if entry.name in containers:
             used["table" if get_suffix(name) != ".tar" else "archive"] += 1
             continue
-        reason = images.get(name, "")
+        reason = images.get(name, "")  # "": not an image of the source
         if reason == LEFT_OUT:
             not_read[LEFT_OUT] += 1
             continue
         if reason is None:
             used["image"] += 1
             continue
-        if reason and not reason.startswith("other file"):
+        if reason and not reason.startswith(OTHER_FILE):
             group = reason.partition(":")[0]
             rejected[group] += 1
         else:
@@ -184,7 +189,7 @@ def build_account(
 
 
 def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
-    """Return the names of the archives of images and of the tables of image paths."""
+    """Return the names of the containers: archives, and tables of images or of their paths."""
     source_format = get_format(card)
     if card.source.format == "csv":
         return {table.name for table in csv.list_tables(card)[1]}
@@ -193,6 +198,7 @@ def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     if source_format.list_shards is not None:
         urls = urls_by_name(webdataset.shard_urls(card))
         base = f"{source_uri(card).rstrip('/')}/"
+        # `list_shards` lists the names of shards in the index, other listings their paths
         return {*urls, *(url.removeprefix(base) for url in urls.values())}
     names: set[str] = set()
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""Files of cards, and published class orders.
+"""Files of cards (YAML descriptions of data sets), and published class orders.
 
 Cards are `datasets/NAME/card.yaml`, or files next to the data.
 """
@@ -32,8 +32,8 @@ def load(name: str, memory: Memory | None = None) -> Card:
     Args:
         name: Name of a card in `datasets`, path of a card file, or path of a folder with a
             card.yaml.
-        memory: Remembers the classes of a card with `classes: from_source`, for a source that no
-            longer exists or is unchanged.
+        memory: Store of the classes that were found earlier, for a card with `classes:
+            from_source`. They are used again if the source is unchanged, gone or unreachable.
 
     Raises:
         UserError: If the card does not exist (the message suggests a similar name) or is invalid.
@@ -46,6 +46,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
     if classes_from_source:
         labels = find_source_labels(card, str(path), memory)
         card = card.model_copy(update={"classes": labels.classes})
+        # whether a label that is a number is a place in `classes` or a name (`Source.numbers`)
         card = _replace_source(card, numbers=labels.numbers)
     _check_classes(path, card)
     return card
@@ -82,14 +83,15 @@ def load_without_source(name: str) -> Card:
     return _resolve_files(_parse_card(path, read_yaml(path, "a card")), path)
 
 
-def resolve_image_list(file: str | Path, name: str) -> Path:
+def resolve_image_list(card_file: str | Path, value: str) -> Path:
     """Return the path of the file that lists the images to leave out.
 
     Args:
-        file: Path of the card.
-        name: Value of `without_images` on the card.
+        card_file: Path of the card's file.
+        value: Value of `without_images` on the card. A relative path starts at the folder of the
+            card's file.
     """
-    return Path(os.path.abspath(Path(file).parent / expand(name)))
+    return Path(os.path.abspath(Path(card_file).parent / expand(value)))
 
 
 def read_image_lines(path: str | Path) -> list[str]:
@@ -99,30 +101,31 @@ def read_image_lines(path: str | Path) -> list[str]:
     return sorted(lines - {""})
 
 
-def _resolve_files(card: Card, file: Path) -> Card:
+def _resolve_files(card: Card, card_file: Path) -> Card:
     """Return a card with resolved source paths, and with the content of the list of images."""
     if card.without_images:
-        listed = resolve_image_list(file, card.without_images)
+        listed = resolve_image_list(card_file, card.without_images)
         if not listed.exists():
             raise UserError(
-                f"{file}: without_images names {listed}, which does not exist; put the list of the "
-                "images to leave out back, or remove the key to use all images"
+                f"{card_file}: without_images names {listed}, which does not exist; put the list "
+                "of the images to leave out back, or remove the key to use all images"
             )
         # From here on the field holds the lines of the file, not its name.
         card = card.model_copy(update={"without_images": "\n".join(read_image_lines(listed))})
     if not card.source.path:
         return card
     more = tuple(  # further folders
-        folder.model_copy(update={"path": _resolve_source_path(file, folder.path)})
+        folder.model_copy(update={"path": _resolve_source_path(card_file, folder.path)})
         for folder in card.source.more
     )
-    return _replace_source(card, path=_resolve_source_path(file, card.source.path), more=more)
+    return _replace_source(card, path=_resolve_source_path(card_file, card.source.path), more=more)
 
 
 def _resolve_source_path(card_file: Path, path: str) -> str:
     """Return the path of a source. A relative path starts at the folder of the card's file.
 
-    For cards in `datasets`, relative paths stay relative; `listing.absolute_uri` resolves them.
+    For cards in `datasets`, relative paths stay relative. `listing.absolute_uri` resolves them when
+    the source is read, against the folder that contains `datasets`.
     """
     source_path = expand(path)
     if "://" in source_path or CARDS in card_file.resolve().parents:

@@ -35,7 +35,8 @@ OUTSIDE_LINK = (
     "move that folder into the source, or let source.path name one that holds both"
 )
 HIDDEN = "hidden"  # the problem of a hidden file
-NO_EXTENSION = "other file: no extension"
+OTHER_FILE = "other file"  # start of the problem of an entry that is not an image file
+NO_EXTENSION = f"{OTHER_FILE}: no extension"
 READ_ANYWAY = "read anyway"  # end of the problem of a link to a folder that is read without it
 
 
@@ -289,10 +290,10 @@ class FolderWalk:
         real = self._real(name)
         if real in self.visited:
             target = f"{self.visited[real]}, which is"
-            self._skip(name, f"other file: a link to {target} {READ_ANYWAY}")
+            self._skip(name, f"{OTHER_FILE}: a link to {target} {READ_ANYWAY}")
         elif real in self.ancestors:
             self._skip(
-                name, f"other file: a link to a folder that holds others which are {READ_ANYWAY}"
+                name, f"{OTHER_FILE}: a link to a folder that holds others which are {READ_ANYWAY}"
             )
         elif not real.startswith(self.base.rstrip("/") + "/"):
             self._skip(name, OUTSIDE_LINK)
@@ -311,7 +312,7 @@ def _file_entry(name: str, child: os.DirEntry[str], suffixes: frozenset[str]) ->
         return Entry(name, 0, 0, _link_problem(name, error, suffixes))
     if not stat.S_ISREG(info.st_mode):
         kinds = (kind for is_kind, kind in SPECIAL_FILES.items() if is_kind(info.st_mode))
-        return Entry(name, 0, 0, f"other file: {next(kinds, 'no plain file')}")
+        return Entry(name, 0, 0, f"{OTHER_FILE}: {next(kinds, 'no plain file')}")
     problem = None
     if is_hidden(name):
         problem = HIDDEN
@@ -337,7 +338,7 @@ def _link_problem(name: str, error: OSError, suffixes: frozenset[str]) -> str:
         reason = f"that cannot be followed ({error.strerror})"
     if get_suffix(name) and get_suffix(name) in suffixes:
         return f"link: {reason}"
-    return f"other file: a link {reason}"
+    return f"{OTHER_FILE}: a link {reason}"
 
 
 # ---- folders -------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def test_report_of_an_unfinished_run_shows_what_is_there(
 # ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
 def littered(run_copy: Run, capsys: pytest.CaptureFixture[str]) -> Run:
-    """A run whose record was removed: five results belong to no named run any more."""
+    """A run whose record was removed: no run needs five results any more."""
     output(
         capsys,
         "run",
@@ -312,7 +312,7 @@ def test_gc_deletes_nothing_without_a_yes(
     before = folders(littered)
     monkeypatch.setattr("builtins.input", reply)
     text = output(capsys, "gc", "--storage", str(littered.storage))
-    assert re.search(r"5 results .* belong to no named run", text)
+    assert re.search(r"5 results .* are needed by no run and no search", text)
     assert "nothing was deleted" in text
     assert folders(littered) == before
 
@@ -402,7 +402,7 @@ def test_gc_counts_one_result_as_one(littered: Any, capsys: pytest.CaptureFixtur
         shutil.rmtree(littered.storage / "stages" / key)
     text = output(capsys, "gc", "--dry-run", "--storage", str(littered.storage))
     assert text.startswith("1 result or remains of an interrupted one, ")
-    assert " MB, belongs to no named run\n" in text
+    assert " MB, is needed by no run and no search\n" in text
 
 
 # ---- what is printed -----------------------------------------------------------------------------
@@ -704,7 +704,7 @@ def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
 
     answering(monkeypatch, begin)
     text = output(capsys, "gc", "--storage", str(littered.storage))
-    assert "2 of them are kept: a new run needs them" in text
+    assert "2 of them are needed by a run or a search now, or already deleted" in text
     assert folders(littered) == before - (lost - {*needed})
 
 
@@ -717,7 +717,7 @@ def test_gc_keeps_what_a_process_is_computing(
     root = str(littered.storage / "stages")
     with stage_lock(root, lost[0]):
         text = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
-    assert "1 of them is kept: a process is computing it" in text
+    assert "1 of them is in use by another process" in text
     assert folders(littered) == before - {*lost[1:]}
 
 
@@ -779,7 +779,10 @@ def test_changed_config_keeps_earlier_results_until_gc_earlier(
     methods = {"meat": {"train": {"lr": 0.01}}}
     output(capsys, "run", run_copy.config(methods=methods))
     text = output(capsys, "gc", "--yes", "--storage", str(run_copy.storage))
-    assert "results of earlier versions of config files or images are kept (small)" in text
+    assert (
+        "results that runs needed before their config files or images were changed are kept "
+        "(runs: small)" in text
+    )
     assert len(before - folders(run_copy)) == 1, "the old report alone: it is made again at no cost"
     text = output(capsys, "run", run_copy.config())
     assert re.search(r"\n1 stages run, 7 reused", text)

@@ -56,25 +56,26 @@ class BicSettings(RehearsalSettings):
 
 
 class Bic(Rehearsal[BicSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, a = O_t / A_t.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes.
 
-    Both terms use raw outputs z of the student. The teacher's outputs for the classes of the
-    previous task are first corrected by that task's bias.
+    a is the number of old classes divided by the number of all classes so far. Both terms use raw
+    outputs z of the student. The teacher's outputs for the classes of the previous task are first
+    corrected by that task's bias.
 
     `calibrate` then fits z' = alpha z + beta for the new classes, on held-out images of every
     class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64 with the fixed network in
     evaluation mode. The served logits are z' for the last task and z for older tasks. `bias_mode:
     all` corrects every task's classes by the task's bias, in student, teacher and served logits.
 
-    Each class has a share of the memory. Of this share, floor(val_share * share) images, at least
-    one, fit the bias and are never used for training. For a new class, the held-out images are
-    drawn before `train` by a hash of seed and key; their number is that of an old class. `herd`
-    selects exemplars from the other images. `calibrate` and `herd` both follow `train` and run in
-    parallel: `calibrate` carries the biases, `herd` the network and the memory.
+    Each class has n images in the memory. floor(val_share n) of them, at least one, are held out:
+    the bias is fitted on them, and they are never used for training. The held-out images of a new
+    class are drawn before `train` by a hash of seed and key; a new class has as many as an old
+    class. `herd` selects exemplars from the other images. `calibrate` and `herd` both follow
+    `train` and run in parallel: `calibrate` carries the biases, `herd` the network and the memory.
 
-    Differences from the paper: old lists are shortened instead of selected again; weight decay does
-    not decrease from task to task; the held-out images of a base task were used to train the
-    backbone.
+    Differences from the paper: the exemplars of old classes are not selected again, their lists are
+    shortened from the end; weight decay does not decrease from task to task; the held-out images of
+    a base task were used to train the backbone.
     """
 
     name = "bic"
@@ -88,6 +89,7 @@ class Bic(Rehearsal[BicSettings]):
     )
     steps = (
         Step("train"),
+        # later: not at the first task, which has no old classes; measured: validated afterwards
         Step("calibrate", trains=False, measured=True, after=("train",), later=True),
         Step("herd", trains=False, after=("train",)),
     )
@@ -111,7 +113,10 @@ class Bic(Rehearsal[BicSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return no setting: the memory decides how many images are held out of training."""
+        """Return no setting: `train` also depends on the memory settings.
+
+        They determine how many images are held out.
+        """
         return frozenset()
 
     def __init__(self, backbone: nn.Module, settings: BicSettings, seed: int):
@@ -122,7 +127,7 @@ class Bic(Rehearsal[BicSettings]):
 
     # ---- which images are trained on -------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the held-out images of all classes for `calibrate`, else the training images."""
+        """Return task -> keys: held-out images for `calibrate`, otherwise training images."""
         keys = context.data.keys(context.task)
         held_out = self.held_out(context.task, keys)
         if context.step == "calibrate":
@@ -145,32 +150,34 @@ class Bic(Rehearsal[BicSettings]):
         return by_task
 
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Return class -> keys of the images that only fit the bias.
+        """Return class -> keys of the images that are held out of training to fit the bias.
 
-        A class has as many of these images as an old class has at this task; in the first task, as
-        many as it keeps afterwards. At least one image of a class is left for training.
+        A class has as many of these images as an old class, while only the old classes share the
+        memory. In the first task, only the classes of the task share it. At least one image of a
+        class is left for training.
 
         Args:
             task: The task.
             keys: Class -> keys of all images of the task.
         """
         num_old_classes = sum(t.num_classes for t in self.stream[: self.stream.index(task)])
-        max_share = super().share(num_old_classes or task.num_classes)
+        max_exemplars = super().share(num_old_classes or task.num_classes)
         held_out = {}
         for name, class_keys in keys.items():
-            share = min(max_share, len(class_keys))
-            count = min(self.num_held_out(share), len(class_keys) - 1)
+            num_exemplars = min(max_exemplars, len(class_keys))
+            count = min(self.num_held_out(num_exemplars), len(class_keys) - 1)
             shuffled = sorted(class_keys, key=lambda key: derive_seed(self.seed, "validation", key))
             held_out[name] = shuffled[:count]
         return held_out
 
-    def num_held_out(self, share: int) -> int:
-        """Return how many of the `share` exemplars of a class fit the bias."""
-        return max(1, math.floor(self.settings.val_share * share + 1e-9))
+    def num_held_out(self, exemplars: int) -> int:
+        """Return how many of the `exemplars` of a class are held out to fit the bias."""
+        return max(1, math.floor(self.settings.val_share * exemplars + 1e-9))
 
     def share(self, classes: int) -> int:
-        share = super().share(classes)
-        return share - self.num_held_out(share)
+        """Return the number of exemplars of each class to train on, without held-out images."""
+        num_exemplars = super().share(classes)
+        return num_exemplars - self.num_held_out(num_exemplars)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -202,7 +209,12 @@ class Bic(Rehearsal[BicSettings]):
         )
 
     def herd(self, task: Task, sharers: int = 0) -> None:
-        """Select exemplars, and also shorten the lists of held-out images of older classes."""
+        """Select exemplars, add the task's held-out images, and shorten all held-out lists.
+
+        Args:
+            task: The task.
+            sharers: See `Rehearsal.herd`.
+        """
         super().herd(task, sharers)
         num_classes = max(task_slice.stop for task_slice in self.class_slices().values())
         count = self.num_held_out(super().share(sharers or num_classes))
@@ -232,10 +244,14 @@ class Bic(Rehearsal[BicSettings]):
 
     # ---- serving ---------------------------------------------------------------------------------
     def corrected(self, logits: Tensor, names: list[str]) -> Tensor:
-        """Return logits (b, classes) corrected by the biases of their tasks `names`, in order.
+        """Return logits with the outputs of the last task corrected by the task's bias.
 
-        Only the outputs of the last task are corrected; with `bias_mode: all`, those of every task.
-        A task without calibration has no bias.
+        With `bias_mode: all`, the outputs of each task are corrected by its bias. Outputs of a task
+        without calibration are not corrected.
+
+        Args:
+            logits: Outputs (b, classes) for the classes of the tasks `names`, in order.
+            names: Names of the tasks.
         """
         slices = self.class_slices()
         corrected_names = names if self.settings.bias_mode == "all" else names[-1:]

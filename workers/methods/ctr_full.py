@@ -6,8 +6,9 @@ similar tasks.
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021.
 
-Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width, J x P
-transfer capsules, R filters of each kernel size. Transfer capsules are flattened to J P channels.
+Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width, J
+transfer capsules of P channels for each task (flattened to J P channels), R filters of each kernel
+size K.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     gradient, and its window is computed again with one.
 
     Args:
-        u: Tokens (b, N, channels).
-        weight: Filters (R, K, channels).
+        u: Tokens (b, N, channels); b is B, or B T if the tasks are flattened into the batch.
+        weight: Filters (R, K, channels), each over K tokens.
         bias: Biases (R,).
     """
     batch, tokens, _ = u.shape
@@ -97,7 +98,8 @@ def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
     """
     tasks, size, width = p.shape
     votes = F.linear(x, p.reshape(tasks * size, width), p_bias.reshape(-1))
-    votes = squash(votes.unflatten(2, (tasks, size)))  # over the capsule, never over tasks
+    # squash over the P channels of a capsule; the released code squashes over tasks
+    votes = squash(votes.unflatten(2, (tasks, size)))
     return votes.transpose(1, 2) @ transfer.transpose(1, 2)
 
 
@@ -119,10 +121,28 @@ def knowledge(
 ) -> Tensor:
     """Return h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j, (B, N, d).
 
-    v is the knowledge of the tasks so far about x (B, N, d), u their capsules, a the similarity of
-    their routes, and delta (0 or 1) the gate of a task. In training `noise` (B, T) has uniform
-    numbers, and delta is sampled with the gradient of a Gumbel softmax. Without noise delta is its
-    mode.
+    v is the knowledge of the tasks so far about x, u_c the transfer capsules of task c, a_c its
+    similarity to the current task t, and delta_c (0 or 1) its gate. a_c and the score of the gate
+    are linear functions of the route of task c: relu(keys of task c + query of task t) for each
+    kernel size.
+
+    Args:
+        x: Tokens (B, N, d).
+        p: Weights F (T, P, d) of the capsules; see `capsules`.
+        p_bias: Biases (T, P) of F.
+        transfer: Weights W (T, J P, P) of the capsules.
+        similar: Weights (J P, 3 R) of a.
+        similar_bias: Biases (J P,) of a.
+        gate: Weights (1, 3 R) of the score of the gate.
+        gate_bias: Bias (1,) of the score.
+        mix: Weights (R, 3 R) of the query, from the filters of all kernel sizes.
+        mix_bias: Biases (R,) of the query.
+        spread: Weights (d, J P) of `spread`.
+        spread_bias: Biases (d,) of `spread`.
+        noise: Uniform random numbers (B, T), in training: delta is sampled, with the gradient of a
+            Gumbel softmax. None: delta is 1 if its score is positive.
+        filters: `query{K}` and `key{K}` (R, K, J P) and their biases `query{K}_bias` and
+            `key{K}_bias` (R,), for each kernel size K.
     """
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
@@ -165,8 +185,9 @@ def capsule_bottleneck(
 class Capsules(nn.Module):
     """The tensors of all knowledge-sharing modules, stacked over sites (S, ...).
 
-    The capsules of a task, tensors (S, T, ...), depend on no other task. Weights are initialised
-    like PyTorch's Linear and Conv1d, `transfer` with N(0, 1).
+    Here T is the largest number of tasks. The capsules of a task are computed from its own part of
+    the tensors (S, T, ...) only; later tasks train them further. Weights are initialised like
+    PyTorch's Linear and Conv1d, `transfer` with N(0, 1).
     """
 
     def __init__(self, sites: int, width: int, tasks: int, size: int, filters: int):
@@ -206,8 +227,11 @@ class Capsules(nn.Module):
     def locks(self, tasks: int) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Return locks of the capsules of later tasks, which weight decay must not change.
 
-        Later tasks are those after the first `tasks`. A lock (1, T, 1, ...) broadcasts to its
-        parameter.
+        Later tasks are those after the first `tasks`. A lock is True for entries that must not
+        change. It has the shape (1, T, 1, ...) and broadcasts to its parameter.
+
+        Returns:
+            Name -> (parameter, lock).
         """
         is_later = torch.arange(self.transfer.shape[1], device=self.transfer.device) >= tasks
         locks = {}
@@ -219,7 +243,7 @@ class Capsules(nn.Module):
 
 
 class CtrFull(CtrTsm[CtrFullSettings]):
-    """CTR's TSM after a knowledge-sharing module: the bottleneck gets h = x + v instead of x.
+    """CTR's TSM after a knowledge-sharing module: the bottleneck gets x + spread(v) instead of x.
 
     v is a sum over the capsules of the tasks so far that a gate selects. The chain carries capsules
     and routing weights together with the adapters. All tasks train them, and only the adapters are
@@ -228,7 +252,8 @@ class CtrFull(CtrTsm[CtrFullSettings]):
     Differences from the released code:
     - The axes of tasks and of channels in a capsule are not mixed up, and squash runs over a
       capsule instead of over tasks.
-    - Gates draw noise only in training. The penalty R is that of the current task.
+    - Gates draw noise only in training. The sparsity penalty of `ctr_tsm` is that of the current
+      task.
     - A gate has one logit, the difference of the pair in the code; its distribution is the same.
     - The largest number of tasks must be known in advance: `max_tasks`.
     """
@@ -308,12 +333,12 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        if state.masks:
+        if state.masks:  # a base task has none: the plain backbone serves it
             self.positions[state.task] = state.meta["position"]
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         adapters = super().serving_weights(task)
-        if not adapters:
+        if not adapters:  # a base task
             return {}
         return adapters | self.capsules.tensors(self.positions[task] + 1)
 

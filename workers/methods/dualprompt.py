@@ -30,26 +30,37 @@ class DualPromptSettings(MethodSettings):
     model_config = ConfigDict(populate_by_name=True)
 
     general_length: PositiveInt = Field(
-        5, description="number of keys, and of values, in a prefix that all tasks share"
+        5,
+        description="number of rows in a prefix that all tasks share, each an attention key and a "
+        "value",
     )
     length: PositiveInt = Field(
-        5, description="number of keys, and of values, in a prefix of a task"
+        5,
+        description="number of rows in a prefix of a task, each an attention key and a value",
     )
     general_blocks: NonNegativeInt = Field(
         2,
-        description="number of blocks, from the first on, with shared prefixes; one block at least "
-        "is left for those of tasks",
+        description="number of blocks, from the first on, with shared prefixes; at least one block "
+        "is left for the prefixes of tasks",
     )
     blocks: PositiveInt = Field(
-        3, description="number of blocks after those, with prefixes of tasks, if there are so many"
+        3,
+        description="number of blocks with prefixes of tasks, after the blocks with shared "
+        "prefixes; fewer if the ViT has fewer",
     )
     lambda_: NonNegativeFloat = Field(
-        1.0, alias="lambda", description="weight of the cosine between queries and the task's key"
+        1.0,
+        alias="lambda",
+        description="weight of the cosine between queries and the task's key, by which a task is "
+        "chosen",
     )
 
 
 class DualPrompt(PromptBank[DualPromptSettings]):
     """A chain that carries the G-prompts; L = CE - lambda cos(q, k_t).
+
+    G-prompts are the shared prefixes, E-prompts the prefixes of a task. q is the query of an image,
+    k_t the key of task t.
 
     All tasks train the G-prompts, so answers on earlier tasks change. Each task trains its
     E-prompts, one key k_t and a head, which are frozen afterwards. In scenarios `class` and
@@ -77,7 +88,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         cls, settings: DualPromptSettings, backbone: Any, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        find_sites(backbone, settings)
+        find_sites(backbone, settings)  # raises `UserError` if a block cannot get a prefix
 
     def __init__(self, backbone: Any, settings: DualPromptSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -95,6 +106,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         if context.carried is not None:
             self.load_carried(context.carried)
         groups = super().begin(context)
+        # a loaded state of this task is replaced by what is trained now
         self.loaded.pop(context.task.name, None)
         self.own = nn.ParameterDict()
         for name, shape in self.shapes.items():
@@ -152,6 +164,11 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         return super().features(images)
 
     def prompted(self, images: Tensor, query: Tensor) -> Tensor:
+        """Return features with the E-prompts of one task, or of each image's best key.
+
+        The E-prompts of one task are in `weight_overrides`: in training, those of the task in
+        training; in serving, those of the given task.
+        """
         if EXPERT in self.weight_overrides:
             return self.prefixed(images, self.weight_overrides[EXPERT])
         tasks = [self.find_prompts(task) for task in self.class_slices()]
@@ -161,19 +178,31 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         return self.prefixed(images, experts[:, choice])
 
     def prefixed(self, images: Tensor, expert: Tensor) -> Tensor:
-        """Return features with the G-prompts and E-prompts (blocks, b or 1, 2, p, A)."""
+        """Return features with the G-prompts and these E-prompts.
+
+        Args:
+            images: Images (b, 3, H, W).
+            expert: E-prompts (blocks, b or 1, 2, p, A): keys and values, p rows, A width of a row.
+        """
         with self.sites.using([*self.general[:, None], *expert]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of a pass with prefixes; without the task also of the query."""
+        """Return the FLOPs relative to the backbone.
+
+        They are those of a pass with prefixes and, unless the task is given, of a second pass for
+        the query.
+        """
         general = [self.settings.general_length] * len(self.general)
         expert = [self.settings.length] * (len(self.sites) - len(self.general))
         return (1 if self.scenario == "task" else 2) + self.prefix_share([*general, *expert])
 
 
 def find_sites(backbone: Any, settings: DualPromptSettings) -> tuple[PrefixSites, int]:
-    """Return the blocks of a ViT that get prefixes, and the number with shared ones."""
+    """Return the blocks of a ViT that get prefixes, and how many of them get shared prefixes.
+
+    The blocks with shared prefixes come first.
+    """
     depth = len(backbone.blocks)
     general = min(settings.general_blocks, depth - 1)
     return PrefixSites(backbone, range(min(general + settings.blocks, depth))), general

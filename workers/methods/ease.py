@@ -252,7 +252,7 @@ class Ease(TaskAdapters[EaseSettings]):
         return (factors * F.normalize(prototypes, dim=2)).flatten(1)
 
     def flops_share(self, state: TaskState) -> float:
-        return len(state.meta.get(SUBSPACES, [""])) * self.compute_adapter_share()
+        return len(state.meta.get(SUBSPACES, [""])) * self.compute_relative_flops()
 
 
 def normalise_parts(features: Tensor, parts: int) -> Tensor:

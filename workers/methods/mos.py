@@ -274,7 +274,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
     def flops_share(self, state: TaskState) -> float:
         """Return the relative FLOPs of f_0 and, for later tasks, of the task's own pass."""
         passes = 1 if state.meta.get(FIRST, state.task) == state.task else 2
-        return passes * self.compute_adapter_share()
+        return passes * self.compute_relative_flops()
 
 
 def compute_mean_contrast(features: Tensor, means: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ class VptSettings(MethodSettings):
     prompts: PositiveInt = Field(5, description="p, number of prompt tokens that a block gets")
     depth: Depth = Field(
         "shallow",
-        description="which blocks get prompts: `shallow`: the first block, whose outputs "
-        "pass through all blocks; `deep`: each block has its own",
+        description="which blocks get prompts: `shallow`: the first block only; the outputs at "
+        "its prompts go on through all blocks; `deep`: each block has its own prompts",
     )
 
 
@@ -67,7 +67,7 @@ class Vpt(Method[VptSettings]):
     )
     needs_vit = True
     vits = BLOCK_VITS
-    starts_as_backbone = False
+    starts_as_backbone = False  # prompts change the features before the first optimizer step
     Settings = VptSettings
 
     @classmethod
@@ -75,7 +75,7 @@ class Vpt(Method[VptSettings]):
         cls, settings: VptSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        PromptSites(backbone, settings.depth)
+        PromptSites(backbone, settings.depth)  # raises `UserError` if blocks cannot get prompts
 
     def __init__(self, backbone: nn.Module, settings: VptSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -85,6 +85,7 @@ class Vpt(Method[VptSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
+        # a loaded state of this task is replaced by what is trained now
         self.loaded.pop(context.task.name, None)
         prompts = draw_initial_prompts(len(self.sites), self.settings.prompts, self.backbone)
         self.prompts = nn.Parameter(prompts.to(self.device))
@@ -115,6 +116,7 @@ class Vpt(Method[VptSettings]):
         shapes = {name: tuple(t.shape) for name, t in state.tokens.items()}
         shape = (self.settings.prompts, self.sites.width)
         expected_shapes = {f"blocks.{i}": shape for i in range(len(self.sites))}
+        # the state of a base task has the method "base" and no prompts
         if state.method == self.name and shapes != expected_shapes:
             raise UserError(
                 f"task {state.task!r}: its state has prompts of shapes {shapes}, these settings "
@@ -153,7 +155,7 @@ def compute_prompted_share(vit: Any, sites: PromptSites, count: int) -> float:
         return prompted / count_multiply_adds(vit, *image)
     blocks: Any = vit.blocks
     plans = plan_blocks(vit, [BlockMasks()] * len(blocks))
-    prompts = torch.arange(count)
+    prompts = torch.arange(count)  # any indices, because `flops` only counts keys and queries
     with_keys = [replace(plan, keys=torch.cat([plan.keys, prompts])) for plan in plans]
     for i, plan in enumerate(with_keys[:-1]):
         with_keys[i] = replace(plan, queries=torch.cat([plan.queries, prompts]))

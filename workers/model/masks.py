@@ -55,7 +55,7 @@ class GumbelHard(nn.Module):
 
     @torch.no_grad()
     def hard(self) -> Tensor:
-        """Return the boolean mask without noise; an entry with u = 0 is masked (Eq. 7)."""
+        """Return the boolean mask without noise; an entry with u = 0 is off (Eq. 7)."""
         return self.logits > 0
 
 
@@ -97,7 +97,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Threshold(nn.Module):
-    """M = 1[scores > theta] (Piggyback), or 1[scores >= theta] (SupSup's fast form).
+    """M = 1[scores > theta] (Piggyback), or 1[scores >= theta] (SupSup, `scores: threshold`).
 
     Args:
         start: Initial scores.
@@ -112,7 +112,7 @@ class Threshold(nn.Module):
         self.theta, self.ternary, self.inclusive = theta, ternary, inclusive
 
     def sample(self) -> Tensor:
-        """The mask as floats, with a straight-through gradient."""
+        """Return the mask as floats, with a straight-through gradient."""
         mask: Tensor = StraightThrough.apply(self.scores, self._floats())
         return mask
 
@@ -139,9 +139,10 @@ class Threshold(nn.Module):
 class SoftBinary(nn.Module):
     """M = b + 0.5 a (KSM) with b = 1[scores >= theta].
 
-    An entry is on if b = 1. For an entry that is off, a is its score, scaled to [0, 1] by the
-    minimum and maximum over the whole tensor; entries that are on count as 0 in both, and have a =
-    0. The gradient of b is that of sigmoid(beta (scores - theta) / temperature); a has no gradient.
+    An entry is on if b = 1, and then a = 0. For an entry that is off, a is its score, scaled to
+    [0, 1] by the minimum and maximum over the whole tensor. In this minimum and maximum, entries
+    that are on count as 0. An off entry with a score of exactly 0 has a = 0. The gradient of b is
+    that of sigmoid(beta (scores - theta) / temperature); a has no gradient.
 
     Args:
         start: Initial scores.
@@ -164,7 +165,7 @@ class SoftBinary(nn.Module):
         self.theta, self.steepness, self.soft = theta, beta / temperature, soft
 
     def sample(self) -> Tensor:
-        """The mask as floats, with a straight-through gradient."""
+        """Return the mask as floats, with a straight-through gradient."""
         probabilities = torch.sigmoid((self.scores - self.theta) * self.steepness)
         mask: Tensor = StraightThrough.apply(probabilities, self._floats())
         return mask
@@ -202,7 +203,7 @@ class TopK(nn.Module):
         self.density = density
 
     def sample(self) -> Tensor:
-        """The mask as floats, with a straight-through gradient."""
+        """Return the mask as floats, with a straight-through gradient."""
         hard = self.hard().to(self.scores.dtype)
         mask: Tensor = StraightThrough.apply(self.scores.abs(), hard)
         return mask
@@ -245,10 +246,11 @@ class AnnealedSigmoid(nn.Module):
     """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large scale.
 
     See `compute_annealed_scale` for s. The gradient of e is s_max sigmoid(e) sigmoid(-e) times the
-    gradient of a, for any s, and 0 if |s e| > 50: the effect of HAT's compensation (Sec. 2.5). With
-    compensation `official`, the gradient is computed in two steps like in the released code.
-    Then the sigmoid is exactly 1 in fp32 for s e above 17, so a unit that is on late in an epoch
-    cannot be switched off, while a unit that is off can be switched on.
+    gradient of a, for any s, and 0 if |s e| > 50: the effect of HAT's compensation (Sec. 2.5).
+
+    With compensation `official`, the gradient is computed in two steps like in the released code.
+    The sigmoid is exactly 1 in fp32 if s e > 17, and the gradient is then 0: late in an epoch, such
+    a unit cannot be switched off. A unit that is off has a gradient as long as s e > -88.
 
     Args:
         start: Initial embedding e, one number per unit.
@@ -257,7 +259,8 @@ class AnnealedSigmoid(nn.Module):
     """
 
     limit = 6.0  # maximum of |e| after a step of the optimizer
-    largest_exponent = 50.0  # maximum of |s e| with a gradient
+    # bound on |s e|: beyond it the gradient is 0; `official`: the cosh argument is clamped to it
+    largest_exponent = 50.0
 
     def __init__(
         self, start: Tensor, s_max: float, compensation: Literal["exact", "official"] = "exact"
@@ -267,7 +270,7 @@ class AnnealedSigmoid(nn.Module):
         self.s_max, self.official = s_max, compensation == "official"
 
     def sample(self, scale: float) -> Tensor:
-        """Return the mask at scale s, in (0, 1), with the compensated gradient."""
+        """Return the mask at scale s, in [1e-12, 1], with the compensated gradient."""
         mask: Tensor = AnnealedGate.apply(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
@@ -280,19 +283,25 @@ class AnnealedSigmoid(nn.Module):
 
     @torch.no_grad()
     def slope(self, scale: float) -> Tensor:
-        """Return the factor between the gradients of the embedding and of the mask at a scale."""
+        """Return the compensated d mask / d embedding at a scale.
+
+        The gradient of the embedding is the gradient of the mask, multiplied by this factor.
+        """
         return compute_compensated_slope(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Clamp e, so that its gradient does not vanish. Call it after each optimizer step."""
+        """Clamp e to [-6, 6]. Call it after each optimizer step.
+
+        The gradient of e has the factor sigmoid(e) sigmoid(-e), which goes to 0 for large |e|.
+        """
         self.embedding.clamp_(-self.limit, self.limit)
 
 
-# smallest value of a soft mask: products of smaller values are subnormal numbers, which make CPU
-# operations several times slower
+# smallest value of a soft mask: products of several smaller values can be subnormal numbers, which
+# make CPU operations several times slower
 MIN_MASK_VALUE = 1e-12
 
 
@@ -390,7 +399,7 @@ def draw_initial_embedding(
 
 
 def compute_mask_digest(masks: Mapping[str, Tensor]) -> str:
-    """Return the sha256 of the values of masks; equal masks have equal digests."""
+    """Return the sha256 of the values of masks, in the order of the mapping, without names."""
     digest = hashlib.sha256()
     for mask in masks.values():
         digest.update(mask.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

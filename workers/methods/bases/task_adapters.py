@@ -30,7 +30,8 @@ from workers.model.adapters import Bottlenecks
 from workers.storage.taskstate import Carried, TaskState
 
 TRAIN, ADAPTERS = "train", "adapters"
-Adapters = dict[str, Tensor]  # stacked tensors (S, ...) of the adapters of one task, by name
+# tensors of the adapters of one task by name, stacked over the sites (one in each block)
+Adapters = dict[str, Tensor]
 
 
 class TaskAdapterSettings(MethodSettings):
@@ -69,6 +70,7 @@ class TaskAdapters(SeparateHeads[S]):
                 "with the backbone; give the task the role `task`, and the backbone pretrained "
                 "weights (backbone.weights)"
             )
+        # raises `UserError` if the backbone has no place for adapters
         find_adapter_sites(backbone, "adaptformer")
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
@@ -81,6 +83,7 @@ class TaskAdapters(SeparateHeads[S]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         self.is_learning = context.step == TRAIN
+        # a loaded state of this task is replaced by what is trained now
         self.loaded.pop(context.task.name, None)
         if not self.is_learning:
             assert context.carried is not None
@@ -92,9 +95,9 @@ class TaskAdapters(SeparateHeads[S]):
         return groups + self.adapters.groups(context.optim.weight_decay)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """Return the adapters and the factors of their dropout, which `features` applies."""
-        rate, width = self.settings.dropout, self.settings.width
-        dropout = draw_dropout(self.backbone, batch, len(self.sites), width, rate)
+        """Return adapters and dropout factors; the `features` of the subclass applies both."""
+        rate, bottleneck = self.settings.dropout, self.settings.width
+        dropout = draw_dropout(self.backbone, batch, len(self.sites), bottleneck, rate)
         return self.adapters.tensors() | dropout
 
     def export_adapters(self) -> Adapters:
@@ -106,8 +109,8 @@ class TaskAdapters(SeparateHeads[S]):
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        width, bottleneck = self.sites.width, self.settings.width
-        blank = Bottlenecks(len(self.sites), width, bottleneck, device=torch.device("meta"))
+        feature_width, bottleneck = self.sites.width, self.settings.width
+        blank = Bottlenecks(len(self.sites), feature_width, bottleneck, device=torch.device("meta"))
         expected = {name: tuple(tensor.shape) for name, tensor in blank.tensors().items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in state.copies.items()}
         if {name: shapes.get(name) for name in expected} != expected:
@@ -128,8 +131,8 @@ class TaskAdapters(SeparateHeads[S]):
         with self.sites.using(adapters):
             return self.backbone(images)  # type: ignore[no-any-return]
 
-    def compute_adapter_share(self) -> float:
-        """Return the FLOPs of a forward pass with adapters, divided by those without."""
+    def compute_relative_flops(self) -> float:
+        """Return the FLOPs of a forward pass with adapters, divided by those without: 1 or more."""
         entries = 2 * len(self.sites) * self.settings.width * self.sites.width
         return 1 + compute_added_share(self.backbone, entries)
 

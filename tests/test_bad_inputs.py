@@ -480,6 +480,16 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
         card(source={"format": "folder", "path": "/nowhere/at/all"}),
         ["card 'bad'", "/nowhere/at/all", "does not exist"],
     ),
+    "split outside the source": (
+        lambda site: site.card(
+            source={
+                "format": "folder",
+                "path": str(site.test_folder),
+                "splits": {"train": "../a", "test": "test"},
+            }
+        ),
+        ["source.train is '../a'", "only folders below source.path", "source.more"],
+    ),
     "classes from a source that is not there": (
         card(
             classes="from_source",
@@ -535,7 +545,7 @@ def test_a_tar_that_is_cut_short_is_refused(site: Any, capfd: pytest.CaptureFixt
     site.card(source={"format": "tar", "path": str(site.test_folder)})
     message = sentence(capfd, ["run", site.config()])
     assert "stage data/bad failed" in message
-    assert "train.tar is cut short" in message
+    assert "train.tar cannot be read as an uncompressed tar (unexpected end of data)" in message
     assert re.search(r"resume with: \S+ -m pipeline run \S+config.yaml", message)
 
 

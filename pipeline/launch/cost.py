@@ -296,9 +296,11 @@ def count_work(
     """
     if step == "evaluate":
         return Work(count_evaluated_images(inputs, tasks, images), 1)
-    total = count_images(trained_tasks(inputs), tasks, "train", images)
+    names = trained_tasks(inputs)
+    total = count_images(names, tasks, "train", images)
     if total is not None:
-        total *= 1 - (inputs.get("data") or {}).get("val_fraction", 0.0)
+        val_fraction = (inputs.get("data") or {}).get("val_fraction", 0.0)
+        total -= val_fraction * sum(count_divided_images(tasks[name], images) for name in names)
     train = fit_train_settings(inputs, total)
     return Work(total, train.epochs if train else 0)
 
@@ -333,8 +335,24 @@ def count_evaluated_images(
         return count_images(list_seen_tasks(inputs), tasks, "test", images)
     if not val_fraction:
         return count_images(list_seen_tasks(inputs), tasks, "val", images)
-    total = count_images(list_seen_tasks(inputs), tasks, "train", images)
-    return None if total is None else total * val_fraction
+    total = 0.0
+    for name in list_seen_tasks(inputs):
+        count = count_images([name], tasks, "train", images)
+        if count is None:
+            return None
+        held_out = val_fraction * count_divided_images(tasks[name], images)
+        total += held_out or images.of(tasks[name], "val") or 0.0
+    return total
+
+
+def count_divided_images(task: TaskData, images: Images) -> float:
+    """Return the number of train images from which `data.val_fraction` holds some out.
+
+    It is 0 for a data set with its own validation images.
+    """
+    if images.of(task, "val"):
+        return 0.0
+    return images.of(task, "train") or 0.0
 
 
 def list_seen_tasks(inputs: Mapping[str, Any]) -> list[str]:

@@ -140,6 +140,31 @@ def test_more_workers_take_as_many_device_seconds_in_less_time(site: Site) -> No
     assert prediction.walls["together"].expected == pytest.approx(device_seconds(prediction) / 2)
 
 
+class KnownImages(cost.Images):
+    """Counts that are the keys of tasks: `train/val`."""
+
+    def of(self, data: cost.TaskData, split: str) -> float | None:
+        return float(data.key.split("/")[("train", "val").index(split)])
+
+
+def test_nothing_is_held_out_of_data_with_validation_images(tmp_path: Path) -> None:
+    images = KnownImages(Store(str(tmp_path)))
+    tasks = {"own": cost.TaskData("100/30", {}), "plain": cost.TaskData("100/0", {})}
+    trained = {
+        name: cost.count_work(
+            "train",
+            {"method": "finetune", "task": name, "data": {"val_fraction": 0.2}},
+            tasks,
+            images,
+        ).images
+        for name in tasks
+    }
+    assert trained == {"own": 100, "plain": 80}
+    seen = [(name, []) for name in tasks]
+    inputs = {"split": "val", "val_fraction": 0.2, "seen": seen}
+    assert cost.count_work("evaluate", inputs, tasks, images).images == 30 + 20
+
+
 def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(site: Site) -> None:
     # 20, 40 and 60 images in 10 s each: the median is 4 images in a second
     finished(*site, wall_s=10.0)

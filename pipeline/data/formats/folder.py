@@ -27,7 +27,7 @@ from pipeline.data.formats.base import (
     visible,
 )
 from pipeline.data.listing import Entry, list_entries, list_folders
-from pipeline.data.names import check_unicode_forms, get_suffix, nfc
+from pipeline.data.names import check_unicode_forms, get_suffix, nfc, printable
 from pipeline.data.splits import IGNORE, PARTS, SPLITS, Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
@@ -170,15 +170,18 @@ def list_files(card: Card, most: int | None) -> list[Entry] | None:
 
 
 def split_folders(card: Card) -> tuple[SplitFolder, ...]:
-    """Return the folders of a card's splits. A file belongs to the first folder that matches."""
-    # Paths with `..` are skipped: only files below the source are listed. Folders outside it are
-    # read through `source.more`.
-    pairs = [
-        (split, text)
-        for split in PARTS
-        for text in card.source.list_parts(split)
-        if text and ".." not in text.split("/")
-    ]
+    """Return the folders of a card's splits. A file belongs to the first folder that matches.
+
+    Raises:
+        UserError: If a folder is not below the source.
+    """
+    pairs = [(split, text) for split in PARTS for text in card.source.list_parts(split) if text]
+    for split, text in pairs:
+        if ".." in text.split("/"):
+            raise UserError(
+                f"card {card.name!r}: source.{split} is {printable(text)!r}, but only folders "
+                "below source.path are read; give a path below it, or use source.more"
+            )
     return _split_folders(tuple(pairs))
 
 

@@ -264,7 +264,7 @@ def remove_data(
     from pipeline.app.experiment import choose_stream, make_console, make_printer
     from pipeline.config import settings as configs
     from pipeline.config.invocation import this_command
-    from pipeline.growing.add import changing  # start-up time: imports torch
+    from pipeline.growing.add import change_lock  # start-up time: imports torch
     from pipeline.growing.removals import Target
     from pipeline.growing.remove import RemoveRequest, remove
 
@@ -272,7 +272,7 @@ def remove_data(
     say = make_printer(choose_stream(quiet))
     target = Target(task, class_name, os.fspath(images))
     request = RemoveRequest(source, target, os.fspath(model), method)
-    with changing(configs.load(source), say):
+    with change_lock(configs.load(source), say):
         remove(
             request, make_console(choose_stream(quiet)), this_command(), say, lambda question: True
         )

@@ -97,9 +97,9 @@ def pax(text: str) -> bytes:
 TARS: dict[str, tuple[list[bytes], str]] = {
     "symbolic link": (
         [member("x.png", kind=tarfile.SYMTYPE, link="../../outside/kept")],
-        "is a link",
+        "is not a plain file",
     ),
-    "hard link": ([member("x.png", kind=tarfile.LNKTYPE, link="/etc/passwd")], "is a link"),
+    "hard link": ([member("x.png", kind=tarfile.LNKTYPE, link="/etc/passwd")], "not a plain file"),
     "absolute path": ([member("/x.png", png())], "points outside"),
     "path that climbs": ([member("a/../../outside/x.png", png())], "points outside"),
     "path that climbs, in a long name": (
@@ -109,8 +109,8 @@ TARS: dict[str, tuple[list[bytes], str]] = {
         ],
         "points outside",
     ),
-    "device": ([member("x.png", kind=tarfile.CHRTYPE)], "is a link"),
-    "sparse file": ([member("x.png", kind=tarfile.GNUTYPE_SPARSE)], "plain files"),
+    "device": ([member("x.png", kind=tarfile.CHRTYPE)], "is not a plain file"),
+    "sparse file": ([member("x.png", kind=tarfile.GNUTYPE_SPARSE)], "is not a plain file"),
     "size below zero": ([member("x.png", size=-5)], "-5 bytes"),
     "size beyond the end": ([member("x.png", size=10**12)], "1000000000000 bytes"),
     "label beyond the end": ([member("x.cls", size=10**11)], "100000000000 bytes"),

@@ -47,7 +47,7 @@ FILES = ("FILE", "IMAGE")  # metavars of arguments whose values are files
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return the completion script of a shell of SHELLS."""
     require_package("shtab", "completion", "type the commands in full")
-    import shtab  # start-up time
+    import shtab  # imported here, so that other commands start fast
 
     for action in list_actions(parser):
         if action.dest == "config":
@@ -62,6 +62,9 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments and options of every command."""
+    """Yield the arguments and options of every command.
+
+    Those of nested actions, such as `tasks import`, are not included.
+    """
     for subparser in list_subparsers(parser).choices.values():
         yield from subparser._actions

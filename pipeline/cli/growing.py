@@ -29,19 +29,23 @@ def add_commands(add_command: AddCommand) -> None:
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="new data (a file, folder or URI), or the source of a card of the config that has new "
-        "files",
+        help="new data (a file, folder or URI), or the source of a card of the config if new files "
+        "were added to it",
     )
     parser.add_argument(
         "--as",
         dest="kind",
         choices=("task", "classes", "images"),
-        help="how to use DATA if it is ambiguous. task: as a separate task; classes: as classes, "
-        "of which known ones get more images; images: as images of known classes only",
+        help="how to use DATA if it is ambiguous. task: as a separate task; classes: as classes: "
+        "new ones are added, and known ones get more images; images: as images of known classes "
+        "only",
     )
     parser.add_argument("--into", default="", metavar="TASK", help="the task that new classes join")
     parser.add_argument(
-        "--name", default="", help="name of the new task (default: the next free one)"
+        "--name",
+        default="",
+        help="name of the new task (default: the card's name with the next free number, such as "
+        "birds-3)",
     )
     _add_model_options(
         parser, "model folder to update: it gets a new version, or is created if it does not exist"
@@ -112,7 +116,7 @@ def parse_max_drop(text: str) -> float:
 
 def add(args: argparse.Namespace) -> int:
     """Add new data to a run, and update the served model."""
-    from pipeline.growing import add as add_module  # imports torch
+    from pipeline.growing import add as add_module  # imported here for a fast start: needs torch
     from pipeline.shell import console
 
     _check_method_has_model(args)
@@ -138,14 +142,14 @@ def add(args: argparse.Namespace) -> int:
 
 def remove(args: argparse.Namespace) -> int:
     """Remove a task, a class or images from a run, or a task from a model folder."""
-    from pipeline.results import bundles  # imports torch
+    from pipeline.results import bundles  # imported here for a fast start: needs torch
 
     if bundles.is_model_folder(args.config):
         _remove_from_folder(args)
         return 0
     from pipeline.config import settings as configs
     from pipeline.growing import remove as remove_module
-    from pipeline.growing.add import changing
+    from pipeline.growing.add import change_lock
     from pipeline.growing.removals import Target
     from pipeline.shell import console
 
@@ -156,7 +160,7 @@ def remove(args: argparse.Namespace) -> int:
     def confirm(question: str) -> bool:
         return args.yes or is_confirmed(question)
 
-    with changing(configs.load(args.config), print):
+    with change_lock(configs.load(args.config), print):
         remove_module.remove(request, console.Console, invocation.this_command(), print, confirm)
     return 0
 

@@ -40,8 +40,8 @@ def leave(code: int) -> NoReturn:
     """Exit with a code, without the finalisation of the interpreter.
 
     Like a normal exit, this function waits for Python threads, runs the `atexit` functions and
-    flushes the output. The finalisation is skipped because a pyarrow thread that still runs then
-    aborts the process, which changes the exit code.
+    flushes the output. The finalisation is skipped because a pyarrow thread that is still running
+    during the finalisation aborts the process and changes the exit code.
     """
     try:
         vars(threading)["_shutdown"]()  # waits for threads that Python started
@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         run_log.log_to_stderr(args.log_level)
         return args.command(args) or 0
     except UnfitSource as error:
-        from pipeline.data.source_advice import describe_source  # start-up time: imports pyarrow
+        # imported here for a fast start: needs pyarrow
+        from pipeline.data.source_advice import describe_source
 
         advice = describe_source(error.card, invocation.this_command())
         print(f"accrete: {one_line(f'{error}{advice}')}", file=sys.stderr)
@@ -115,7 +116,8 @@ def describe_file_error(error: OSError) -> str:
         )
     is_aws_error = "AWS Error" in text
     if is_aws_error or "google::cloud" in text:
-        from workers.storage.filesystem import access_remedy  # imports pyarrow
+        # imported here for a fast start: needs pyarrow
+        from workers.storage.filesystem import access_remedy
 
         scheme = "s3" if is_aws_error else "gs"
         match = BUCKET.search(str(error))
@@ -150,14 +152,16 @@ class PrintVersion(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        from pipeline.config.version import get_version  # start-up time: asks git
+        from pipeline.config.version import get_version  # imported here for a fast start: asks git
 
         print(get_version())
         parser.exit()
 
 
 def parser(program: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; each command sets `command` to its function.
+    """Return the parser of the whole command line.
+
+    The attribute `command` of the parsed arguments is the function of the command.
 
     Args:
         program: Name of the program. Default: the name with which this process was started.
@@ -175,8 +179,8 @@ def parser(program: str = "") -> argparse.ArgumentParser:
         "--log-level",
         choices=run_log.LEVELS,
         default="warning",
-        help="level of the log on stderr, before COMMAND (default: warning); a run logs at level "
-        "info into driver.log beside its record",
+        help="level of the log on stderr (default: warning); give this option before COMMAND. Each "
+        "run also writes a log at level info to <storage>/runs/NAME/driver.log",
     )
     top.add_argument(
         "--plugin",
@@ -184,8 +188,9 @@ def parser(program: str = "") -> argparse.ArgumentParser:
         default=[],
         metavar="MODULE",
         dest="plugins",
-        help="a module that defines methods, before COMMAND; it is imported and runs code. May be "
-        f"repeated, or stand in {plugins.VARIABLE}. Installed packages need none",
+        help="a module that defines methods; it is imported, so its code runs. Give the option "
+        f"before COMMAND, several times if needed, or name the modules in {plugins.VARIABLE}. "
+        "Plugins that are installed packages are found without it",
     )
     commands = top.add_subparsers(
         required=True, metavar="COMMAND", parser_class=Parser, prog=program
@@ -216,7 +221,7 @@ def _add_completion_command(add_command: AddCommand) -> None:
         "print a script by which the shell completes commands, options and names",
         config=False,
     )
-    completion_parser.add_argument("shell", choices=SHELLS, help="the shell that reads it")
+    completion_parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
 
 
 def completion(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 NO_VALUE = "-"
-MAX_DIGITS = 999.5  # from this value on, which rounds to four digits, the next unit is used
+MAX_VALUE = 999.5  # this and larger values would round to four digits: the next unit is used
 BYTE_UNITS = ("B", "kB", "MB", "GB")
 
 
@@ -30,18 +30,20 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float | None) -> str:
-    """Format a size with three digits, in powers of 1000; `-` for None and NaN.
+    """Format a size with up to three significant digits, in powers of 1000; `-` for None and NaN.
+
+    The largest unit is GB, so from 1000 GB there are more digits.
 
     Example:
-        >>> format_bytes(980), format_bytes(1_234_567), format_bytes(None)
-        ('980 B', '1.23 MB', '-')
+        >>> format_bytes(980), format_bytes(1_234_567), format_bytes(2.5e12), format_bytes(None)
+        ('980 B', '1.23 MB', '2500 GB', '-')
     """
     if count is None or math.isnan(count):
         return NO_VALUE
     value: float = count
     unit, *larger_units = BYTE_UNITS
     for larger in larger_units:
-        if abs(value) < MAX_DIGITS:
+        if abs(value) < MAX_VALUE:
             break
         value, unit = value / 1000, larger
     if unit == BYTE_UNITS[0] or abs(value) >= 100:

@@ -15,21 +15,30 @@ from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import get_suffix, printable
 from workers.errors import UserError, describe_error
 
-# Files that decompress to an implausible size are refused. The larger limit of a pair applies.
-MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group or batch
-MAX_UNFOLDING = 100  # the same as a multiple of the file size
-MAX_ROWS = 1_000_000  # rows of a file
-MAX_ROWS_PER_BYTE = 2  # the same per byte of the file
-PREFIX = 8  # bytes before an Arrow message: a marker and the length of the header
+# A file is refused if a Parquet column in a row group, or a whole Arrow batch, decompresses to more
+# than the larger of MAX_DECOMPRESSED_BYTES and MAX_DECOMPRESSION * file size.
+MAX_DECOMPRESSED_BYTES = 256 << 20
+MAX_DECOMPRESSION = 100
+# It is also refused if it has more rows than the larger of MAX_ROWS and MAX_ROWS_PER_BYTE * file
+# size.
+MAX_ROWS = 1_000_000
+MAX_ROWS_PER_BYTE = 2
+PREFIX_BYTES = 8  # before an Arrow message: a marker and the length of the header
 CONTINUES = 0xFFFFFFFF  # the marker before an Arrow message
 DICTIONARY_BATCH = 2  # type of an Arrow message
 RECORD_BATCH = 3  # type of an Arrow message
+# fields of Arrow's flatbuffer tables, by their position in Message.fbs
+HEADER_TYPE, HEADER, BODY_LENGTH = 1, 2, 3  # of Message
+DICTIONARY_DATA = 1  # of DictionaryBatch: its RecordBatch
+NUM_ROWS, BUFFERS, COMPRESSION = 0, 2, 3  # of RecordBatch
+BUFFER_PREFIX_BYTES = 8  # before a compressed buffer: its decompressed size
 MAX_COLUMNS = 1000
 MAX_METADATA_BYTES = 16 << 20  # Hugging Face metadata, or the header of an Arrow message
 BATCH_ROWS = 4096
 ARROW_SUFFIX = ".arrow"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream
 ARROW_FILE = b"ARROW1"  # start of the seekable file format; `save_to_disk` writes streams
+ARROW_FILE_BYTES = 8  # ARROW_FILE with its padding
 
 
 class Schema(NamedTuple):
@@ -53,7 +62,8 @@ class RowGroup(NamedTuple):
 
     Attributes:
         rows: Number of rows.
-        size: Bytes of all columns, from the metadata of the file.
+        size: Uncompressed bytes of all columns, from the metadata of the file; for Arrow, bytes of
+            the file.
     """
 
     rows: int
@@ -160,6 +170,7 @@ def read_batches(
         if get_suffix(uri) != ARROW_SUFFIX:
             with pq.ParquetFile(stream) as file:
                 metadata = file.metadata
+                # A batch of one row repeats no value, so it needs no dictionary.
                 texts = _find_text_columns(file.schema_arrow, names) if num_rows > 1 else []
             _check_row_groups(uri, metadata, names, stream.size())
             with pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts) as file:
@@ -201,16 +212,18 @@ def _check_rows(uri: str, rows: int, size: int) -> None:
         )
 
 
-def _check_bytes(uri: str, unfolded: int, size: int) -> None:
-    if unfolded > max(MAX_UNFOLDED_BYTES, MAX_UNFOLDING * size):
+def _check_bytes(uri: str, decompressed: int, size: int) -> None:
+    if decompressed > max(MAX_DECOMPRESSED_BYTES, MAX_DECOMPRESSION * size):
         raise UserError(
-            f"{printable(uri)} unfolds: of its {size} bytes, one column alone becomes {unfolded}; "
-            "fetch it again, or write it without compression"
+            f"{printable(uri)} is implausible: it has {size} bytes, and a part of it decompresses "
+            f"to {decompressed} bytes; fetch it again, or write it without compression"
         )
 
 
 def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
-    """Check the rows and the decompressed size of an Arrow file, reading only message headers.
+    """Check the rows and the decompressed size of an Arrow file, before its data is read.
+
+    Only message headers, and the decompressed sizes before compressed buffers, are read.
 
     Source: Arrow columnar format, "Encapsulated message format" and "Buffer compression".
 
@@ -219,10 +232,10 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
             cannot be checked.
     """
     size = stream.size()
-    position = PREFIX if stream.read_at(len(ARROW_FILE), 0) == ARROW_FILE else 0
+    position = ARROW_FILE_BYTES if stream.read_at(len(ARROW_FILE), 0) == ARROW_FILE else 0
     rows = 0
-    while position + PREFIX <= size:
-        mark, length = struct.unpack("<Ii", stream.read_at(PREFIX, position))
+    while position + PREFIX_BYTES <= size:
+        mark, length = struct.unpack("<Ii", stream.read_at(PREFIX_BYTES, position))
         if mark == CONTINUES and length == 0:
             return  # the end of the messages
         if mark != CONTINUES or not 0 < length <= min(MAX_METADATA_BYTES, size - position):
@@ -230,34 +243,41 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
                 f"{printable(uri)} has no valid Arrow message at byte {position}; fetch it again, "
                 "or write it again with Arrow 0.15 or newer"
             )
-        head = stream.read_at(length, position + PREFIX)
+        start = position + PREFIX_BYTES
+        head = stream.read_at(length, start)
         try:
-            batch_rows, unfolded, body = _parse_message(head, stream, position + PREFIX + length)
+            batch_rows, decompressed, body = _parse_message(head, stream, start + length)
         except (struct.error, IndexError):
             raise UserError(f"{printable(uri)} is not readable as Arrow; fetch it again") from None
         rows += batch_rows
         _check_rows(uri, rows, size)
-        _check_bytes(uri, unfolded, size)
-        position += PREFIX + length + body
+        _check_bytes(uri, decompressed, size)
+        position = start + length + body
 
 
 def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int, int, int]:
-    """Parse a message, and return its rows, its decompressed bytes and the bytes of the body."""
+    """Parse a message, and return its rows, its decompressed bytes and the bytes of the body.
+
+    Args:
+        head: Header of the message.
+        stream: The file.
+        start: Position of the body in the file.
+    """
     message = _Table(head, struct.unpack_from("<I", head)[0])
-    body = message.read_number(3, "<q")
-    batch = message.read_table_field(2)
-    kind = message.read_number(1, "<B")
+    body = message.read_number(BODY_LENGTH, "<q")
+    batch = message.read_table_field(HEADER)
+    kind = message.read_number(HEADER_TYPE, "<B")
     if kind == DICTIONARY_BATCH:
-        batch = batch.read_table_field(1)
+        batch = batch.read_table_field(DICTIONARY_DATA)
     if kind not in (DICTIONARY_BATCH, RECORD_BATCH):
         return 0, 0, body
-    unfolded = 0
-    if batch.locate(3):  # its buffers are compressed
-        for offset, length in batch.read_pairs(2):
-            if length >= PREFIX:
-                whole = struct.unpack("<q", stream.read_at(PREFIX, start + offset))[0]
-                unfolded += max(whole, 0)
-    return batch.read_number(0, "<q"), unfolded, body
+    decompressed = 0
+    if batch.locate(COMPRESSION):
+        for offset, length in batch.read_pairs(BUFFERS):
+            if length >= BUFFER_PREFIX_BYTES:
+                prefix = stream.read_at(BUFFER_PREFIX_BYTES, start + offset)
+                decompressed += max(struct.unpack("<q", prefix)[0], 0)  # -1: stored uncompressed
+    return batch.read_number(NUM_ROWS, "<q"), decompressed, body
 
 
 class _Table:
@@ -266,13 +286,14 @@ class _Table:
     def __init__(self, data: bytes, start: int):
         self.data = data
         self.start = start
-        self.fields = start - struct.unpack_from("<i", data, start)[0]
+        # position of the vtable, which lists the offsets of the fields
+        self.vtable = start - struct.unpack_from("<i", data, start)[0]
 
     def locate(self, field: int) -> int:
-        """Return the offset of a field, or 0 if it has its default."""
-        size = struct.unpack_from("<H", self.data, self.fields)[0]
+        """Return the position of a field in `data`, or 0 if it has its default."""
+        size = struct.unpack_from("<H", self.data, self.vtable)[0]
         slot = 4 + 2 * field
-        offset = struct.unpack_from("<H", self.data, self.fields + slot)[0] if slot < size else 0
+        offset = struct.unpack_from("<H", self.data, self.vtable + slot)[0] if slot < size else 0
         return self.start + offset if offset else 0
 
     def read_number(self, field: int, form: str) -> int:
@@ -308,7 +329,11 @@ def _open_arrow(stream: pa.NativeFile) -> Iterator[Any]:
 
 
 def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Validate and yield the batches of an Arrow file; offsets may be out of bounds."""
+    """Yield the batches of an Arrow file, validated.
+
+    pyarrow does not check offsets when it reads, and those of a malicious file can be out of
+    bounds.
+    """
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:

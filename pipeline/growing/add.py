@@ -84,7 +84,7 @@ def add(
     label = ""
     if request.model:
         label = publishing.choose_method(config, request.model, request.method)
-    with changing(config, say):
+    with change_lock(config, say):
         # load it again: another command may have changed the config while this one was waiting
         config = configs.load(request.config)
         new, changes = find_changes(request, config, program, say)
@@ -161,7 +161,7 @@ def find_changes(
 
 
 @contextmanager
-def changing(config: Config, say: Say) -> Iterator[None]:
+def change_lock(config: Config, say: Say) -> Iterator[None]:
     """Context manager that holds the lock for changes of a run: other changes wait."""
 
     def say_waiting() -> None:

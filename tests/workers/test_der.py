@@ -578,7 +578,7 @@ def test_a_pruned_state_of_another_shape_is_refused() -> None:
     with pytest.raises(UserError, match="not those of this backbone"):
         unpack(vit, stored, {}, fill=False)
     other: Method = METHODS["der"](backbone(), DerSettings(), 0)
-    with pytest.raises(UserError, match="task 'a': the parameters of its extractor"):
+    with pytest.raises(UserError, match="the extractor of task 'a' does not fit"):
         other.load_task(task_state("der", A, 0, {"copies": {"norm.weight": torch.ones(3)}}))
 
 

@@ -182,5 +182,5 @@ def test_what_it_cannot_work_on() -> None:
     with pytest.raises(UserError, match="vision transformer"):
         Memo.check_backbone(MemoSettings(), build(BackboneSettings(name="resnet18")), (A,))
     method = Memo(network(0), MemoSettings(), 0)
-    with pytest.raises(UserError, match="task 'b': the parameters of its extractor"):
+    with pytest.raises(UserError, match="the extractor of task 'b' does not fit"):
         method.load_task(replace(state(B, 1), copies={"norm.weight": torch.ones(D)}))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.storage.regular_file import UNSIZED, read_regular
+from workers.storage.regular_file import MIN_READ_BYTES, read_regular
 
 
 def test_a_file_that_reports_no_size_is_read_to_its_end(
@@ -17,7 +17,7 @@ def test_a_file_that_reports_no_size_is_read_to_its_end(
 ) -> None:
     """Files in /proc report 0 bytes."""
     path = tmp_path / "a"
-    content = bytes(range(256)) * (UNSIZED // 64)
+    content = bytes(range(256)) * (MIN_READ_BYTES // 64)
     path.write_bytes(content)
     real = os.fstat
 
@@ -34,7 +34,7 @@ def test_a_file_that_reports_no_size_is_read_to_its_end(
 
 def test_a_file_is_read_whole_and_not_beyond_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    content = bytes(range(256)) * (UNSIZED // 64)
+    content = bytes(range(256)) * (MIN_READ_BYTES // 64)
     path.write_bytes(content)
     assert read_regular(path, len(content)) == content
     with pytest.raises(OSError, match="more than") as caught:

@@ -3,7 +3,11 @@
 It covers the class, its bases, and the functions, classes and values that its functions refer to.
 Code is included if it belongs to the package of the class, or to a module that is not part of this
 project, not in the standard library, and not an installed package. Other definitions are included
-by name only. Comments, docstrings of functions, file names and line numbers are not included.
+by name only.
+
+Not included are comments, file names, line numbers, the docstrings of classes and the text of the
+docstrings of functions. Definitions inside a function are an exception: their docstrings are
+included. The digest also changes if a function gets its first docstring or loses it.
 """
 
 from __future__ import annotations
@@ -96,10 +100,10 @@ class _CodeDigest:
         self.containers.pop()
 
     def _add_definition(self, value: Any) -> None:
-        """Add a class or a function: its name, and its code if it is outside of this project."""
+        """Add a class or a function: its name, and its code if `_is_included`."""
         module = str(value.__module__ or "")
         self._note(value.__qualname__)
-        if not self._is_outside(module):
+        if not self._is_included(module):
             self._note(module)
             return
         if value in self.definitions:
@@ -110,7 +114,7 @@ class _CodeDigest:
         else:
             self._add_function(value)
 
-    def _is_outside(self, module: str) -> bool:
+    def _is_included(self, module: str) -> bool:
         """Return whether the code of a module is included, see the docstring of this module."""
         root = _find_root(module)
         if root == self.package:
@@ -138,16 +142,19 @@ class _CodeDigest:
                 self._add_global(name, function.__globals__[name], function.__code__)
 
     def _add_global(self, name: str, value: Any, code: CodeType) -> None:
-        """Add a global that code reads; for an outside module, also the attributes it may use."""
+        """Add a global that `code` reads.
+
+        If it is a module whose code is included, also add its attributes that `code` names.
+        """
         self.add(name, value)
-        if not isinstance(value, ModuleType) or not self._is_outside(value.__name__):
+        if not isinstance(value, ModuleType) or not self._is_included(value.__name__):
             return
         for attribute in _list_names(code):
             if attribute in vars(value):
                 self.add(f"{name}.{attribute}", vars(value)[attribute])
 
     def _add_code(self, code: CodeType, docstring: str | None = None) -> None:
-        """Add compiled code without the docstring of the function."""
+        """Add compiled code, without the constant `docstring`."""
         self._note(code.co_code.hex(), str(code.co_flags), code.co_exceptiontable.hex())
         self._note(*code.co_names, "", *code.co_varnames, "", *code.co_freevars, *code.co_cellvars)
         constants = list(code.co_consts)
@@ -156,7 +163,7 @@ class _CodeDigest:
         self._add_items(enumerate(constants))
 
     def _add_object(self, value: Any) -> None:
-        """Add a wrapper of functions, or the printed form of another object and its class."""
+        """Add an object: the functions that it wraps; if it wraps none, its class and its repr."""
         wrapped = _unwrap(value)
         if wrapped:
             self._add_items(enumerate(wrapped))
@@ -166,7 +173,7 @@ class _CodeDigest:
 
 
 def _unwrap(value: Any) -> list[Any]:
-    """Return the functions and arguments that a method, a property or a partial is made of."""
+    """Return the functions that an object wraps, and the arguments of a partial; [] without any."""
     match value:
         case property():
             return [value.fget, value.fset, value.fdel]
@@ -193,7 +200,7 @@ def _list_names(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]
 
     Args:
         code: The code.
-        instructions: Bytecode instructions that use the names. Empty: all.
+        instructions: Only names that these bytecode instructions read. Empty: all names.
     """
     names = set(code.co_names)
     if instructions:

@@ -40,8 +40,8 @@ class DerSettings(RehearsalSettings):
         0.0,
         ge=0,
         lt=1,
-        description="share of the steps after which classifier and auxiliary head are "
-        "initialised again; 0: never; 10 of 170 epochs in the authors' code",
+        description="share of the optimizer steps of `train` after which classifier and "
+        "auxiliary head are initialised again; 0: never; 10 of 170 epochs in the authors' code",
     )
     temperature: PositiveFloat = Field(
         5.0,
@@ -50,11 +50,12 @@ class DerSettings(RehearsalSettings):
     )
 
 
-READ = {
+# Step -> the settings that it uses. The other settings of this table are not part of its key.
+SETTINGS_OF_STEP = {
     "train": {"auxiliary", "restart"},
     "finetune": {"temperature"},
     "herd": {"memory", "per_class", "selection"},
-}  # settings, by step
+}
 
 
 S = TypeVar("S", bound=DerSettings, default=Any)
@@ -65,20 +66,22 @@ class Der(Rehearsal[S]):
 
     `train`: F_t starts as F_{t-1}, W is new, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'),
     where y' has one class for all old classes; the head aux: D -> K_t + 1 is discarded afterwards.
-    For the first task L is CE only. `finetune`, from the second task on: all extractors are frozen,
-    and a new W learns CE(W u / temperature) on a balanced subset: the same number of images of each
-    class, from the task's images and the exemplars, drawn by a hash of seed and key. `herd` selects
-    exemplars by u. The prediction is the largest entry of W u.
+    For the first task of the stream (the base task, if there is one) L is CE only. `finetune`, at
+    all later tasks: all extractors are frozen, and a new W learns CE(W u / temperature) on a
+    balanced subset: the same number of images of each class, from the task's images and the
+    exemplars, chosen by a hash of the seed and the key of each image. `herd` selects exemplars by
+    u. The prediction is the largest entry of W u.
 
-    Stored per task: its extractor, which never changes again, and its rows of W at that time; a
-    base task's extractor is the backbone. The chain carries W and the memory. Frozen extractors are
-    in evaluation mode and have no graph.
+    Stored per task: its extractor, which never changes again, and its rows of W at that time. The
+    chain carries W and the memory. Frozen extractors are in evaluation mode and have no graph.
+
+    A base task is not trained here. Its extractor is the backbone, and the head that was trained
+    with the backbone (with a bias) is used until `train` of the next task creates W.
 
     Differences from the paper: extractors keep all their units (see `der_p`). The paper's warm-up,
     after which classifier and auxiliary head are initialised again, is the setting `restart`. It is
     off by default, because it is meant for 170 epochs from random weights. The optimizer's moments
-    are not reset. A base task uses its own trained head, including the bias, until W replaces
-    it.
+    are not reset.
     """
 
     name = "der"
@@ -91,6 +94,7 @@ class Der(Rehearsal[S]):
         steps={"finetune": {"epochs": 10, "lr": 1e-2, "scratch_lr": 5e-3}},
         source="measured on 25 classes of CIFAR-100 at 64 px: configs/RESULTS.md",
     )
+    # `later`: not at the first task of the stream
     steps = (Step("train"), Step("finetune", later=True), Step("herd", trains=False))
     Settings = DerSettings
     per_task = Rehearsal.per_task | {"auxiliary", "restart", "temperature"}
@@ -99,18 +103,20 @@ class Der(Rehearsal[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        if step not in READ:
+        if step not in SETTINGS_OF_STEP:
             return frozenset()
-        return frozenset().union(*READ.values()) - READ[step]
+        return frozenset().union(*SETTINGS_OF_STEP.values()) - SETTINGS_OF_STEP[step]
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.dim: int = self.heads.width
         self.heads = JointHeads(self.dim)
         self.extractors = nn.ModuleList()  # of finished tasks
-        self.extracted: list[str] = []  # their names
+        self.extracted: list[str] = []  # the tasks of `extractors`
         self.auxiliary: nn.Linear | None = None
-        self.stored: Parts = {}  # the newest extractor, as loaded or carried
+        # Of the newest extractor: from the state of the last task, or carried from the previous
+        # step of this task.
+        self.stored: Parts = {}
 
     # ---- memory ----------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
@@ -141,7 +147,7 @@ class Der(Rehearsal[S]):
         groups = []
         if context.step == "train":
             self.inherit()
-            if self.old:
+            if self.old:  # there are earlier tasks
                 self.auxiliary = nn.Linear(self.dim, 1 + context.task.num_classes, bias=False)
                 groups.append(
                     {
@@ -172,7 +178,12 @@ class Der(Rehearsal[S]):
         self.backbone.load_state_dict(self.stored.get("copies", {}), strict=False)
 
     def start_classifier(self, *when: object) -> None:
-        """Draw new values of W and of the auxiliary head, the same on all ranks."""
+        """Draw new values of W and of the auxiliary head, the same on all ranks.
+
+        Args:
+            when: Distinguishes the draws of one task: the name of the step, or "again" for the
+                restart.
+        """
         assert self.task is not None
         layers: dict[str, nn.Linear] = {name: self.heads[name] for name in self.class_slices()}
         if self.auxiliary is not None:
@@ -211,7 +222,7 @@ class Der(Rehearsal[S]):
         if self.step == "finetune":
             z = z / self.settings.temperature
         if batch.targets is None:
-            targets = self.global_labels(batch)
+            targets = self.global_labels(batch)  # class indices suffice without soft targets
         else:
             targets = self.global_targets(batch)
         loss = F.cross_entropy(z, targets)
@@ -253,7 +264,8 @@ class Der(Rehearsal[S]):
     def parts(self) -> Parts:
         """Return copies of the tensors of the task's extractor, to be stored.
 
-        In `train` these are the trained tensors. Later steps return the stored tensors.
+        In `train` these are the trained tensors. The later steps of the task do not change the
+        extractor, and return the tensors that `train` carried to them.
         """
         parts = self.trained() if self.step == "train" else self.stored
         copies: Parts = {}
@@ -268,8 +280,8 @@ class Der(Rehearsal[S]):
     def finish(self) -> tuple[TaskState, Carried]:
         """Return the task's state and the carried state.
 
-        After the last step only the task's state contains the extractor, before that only the
-        carried state. A base task stores no extractor.
+        After the task's last step (`herd`) the extractor is only in the task's state. After an
+        earlier step of the task it is only in the carried state. A base task stores no extractor.
         """
         state, carried = super().finish()
         parts = self.parts()
@@ -295,25 +307,31 @@ class Der(Rehearsal[S]):
                 heads[name] = tensor
         if parts["copies"]:
             self.stored = parts
-            self.backbone = self.extractor("in training", parts).to(self.device)
+            self.backbone = self.extractor("the carried extractor", parts).to(self.device)
         super().load_carried(Carried(heads, carried.meta))
 
     def load_task(self, state: TaskState) -> None:
-        """Load the task's head and its extractor, before anything is trained.
+        """Load the task's head and its extractor.
 
-        The extractor of a base task is the backbone as it is.
+        The extractor is a copy of the backbone with the stored parameters; for a base task, of the
+        unchanged backbone. It must therefore be loaded before `begin`, which changes the backbone.
         """
         super().load_task(state)
         self.stored = {"copies": state.copies, "masks": state.masks}
-        extractor = self.extractor(state.task, self.stored).eval().requires_grad_(False)
+        name = f"the extractor of task {state.task!r}"
+        extractor = self.extractor(name, self.stored).eval().requires_grad_(False)
         if state.task in self.extracted:
             self.extractors[self.extracted.index(state.task)] = extractor
         else:
             self.extracted.append(state.task)
             self.extractors.append(extractor)
 
-    def extractor(self, task: str, parts: Parts) -> Any:
+    def extractor(self, name: str, parts: Parts) -> Any:
         """Return a copy of the backbone with the parameters in `parts`, if it has any.
+
+        Args:
+            name: Name of the extractor in errors.
+            parts: Stored tensors.
 
         Raises:
             UserError: If the parameters belong to another architecture.
@@ -325,8 +343,8 @@ class Der(Rehearsal[S]):
             stored_shapes = {name: t.shape for name, t in parts["copies"].items()}
             if stored_shapes not in (shapes, own_shapes):
                 raise UserError(
-                    f"task {task!r}: the parameters of its extractor are not those of this "
-                    "backbone; use the backbone of its run"
+                    f"{name} does not fit this backbone: its parameters have other names or "
+                    "shapes; use the backbone of the run that stored it"
                 )
             network.load_state_dict(parts["copies"], strict=False)
         return network
@@ -340,5 +358,5 @@ class Der(Rehearsal[S]):
         return True
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the number of extractors: every image passes through all extractors."""
+        """Return the FLOPs relative to the backbone: one pass through each extractor."""
         return float(len(self.class_slices()))

@@ -101,15 +101,15 @@ class PrunedDer(Der[S]):
         masks = self.by_site(self.hard())
         return {"copies": pack(self.backbone, masks), "masks": masks}
 
-    def extractor(self, task: str, parts: Parts) -> Any:
+    def extractor(self, name: str, parts: Parts) -> Any:
         if not parts["copies"]:
-            return super().extractor(task, parts)
-        network = super().extractor(task, {"copies": {}, "masks": {}})
+            return super().extractor(name, parts)
+        network = super().extractor(name, {"copies": {}, "masks": {}})
         try:
             parameters = unpack(network, parts["copies"], parts["masks"], fill=False)
             network.load_state_dict(parameters, strict=False)
         except UserError as error:
-            raise UserError(f"task {task!r}: {error}") from None
+            raise UserError(f"{name}: {error}") from None
         cut_units(network, parts["masks"])
         return network
 

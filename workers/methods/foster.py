@@ -22,11 +22,12 @@ from workers.model.distill import kd_ce
 from workers.storage.taskstate import Carried, TaskState
 
 BOOSTED = "boosted/"  # prefix of tensors that `train` carries to `compress`
-READ = {
+# Step -> the settings that it uses. The other settings of this table are not part of its key.
+SETTINGS_OF_STEP = {
     "train": {"beta", "distillation", "tau"},
     "compress": {"compress_beta", "tau"},
     "herd": {"memory", "per_class", "selection"},
-}  # settings, by step
+}
 
 
 class FosterSettings(RehearsalSettings):
@@ -113,9 +114,9 @@ class Foster(Rehearsal[FosterSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        if step not in READ:
+        if step not in SETTINGS_OF_STEP:
             return frozenset()
-        return frozenset().union(*READ.values()) - READ[step]
+        return frozenset().union(*SETTINGS_OF_STEP.values()) - SETTINGS_OF_STEP[step]
 
     def __init__(self, backbone: nn.Module, settings: FosterSettings, seed: int):
         super().__init__(backbone, settings, seed)

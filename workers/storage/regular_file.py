@@ -1,7 +1,7 @@
-"""Read files that users name: only regular files, and only up to a maximum size.
+"""Read and write files that users name.
 
-Other files can block the process: a device like /dev/zero has no end, and a pipe without a writer
-blocks the reader.
+Only regular files are read, and only up to a maximum size. Other files can block the process: a
+device like /dev/zero has no end, and a pipe without a writer blocks the reader.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from io import BufferedReader
 
 from workers.errors import UserError
 
-UNSIZED = 1 << 16  # bytes of each read beyond the reported size, which is too small in /proc
+MIN_READ_BYTES = 1 << 16  # in a read beyond the reported size, which is too small in /proc
 
 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
     """Open a regular file of at most `most` bytes.
 
     Raises:
-        OSError: If the file does not exist, is not regular, or is larger (EFBIG).
+        OSError: As in `regular_descriptor`, or if the file is larger (EFBIG).
     """
     descriptor = regular_descriptor(path)
     try:
@@ -37,11 +37,13 @@ def regular_descriptor(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading, and return its descriptor.
 
     Raises:
-        OSError: If the file does not exist; with EISDIR or EINVAL if the file is not regular.
+        OSError: If the file cannot be opened or is not regular. A folder gives EISDIR, a socket
+            ENXIO, and another file that is not regular EINVAL. A NUL character in the path also
+            gives EINVAL.
     """
     name = os.fspath(path)
     if "\0" in name:
-        raise OSError(errno.EINVAL, "a path has no NUL character", name)
+        raise OSError(errno.EINVAL, "the path contains a NUL character", name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -58,12 +60,15 @@ def regular_descriptor(path: str | os.PathLike[str]) -> int:
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes.
 
+    Of a file that reports a too small size, such as one in /proc, at most the first MIN_READ_BYTES
+    bytes are returned.
+
     Raises:
         OSError: As in `open_regular`.
     """
     with open_regular(path, most) as stream:
         data = stream.read(os.fstat(stream.fileno()).st_size)
-        while len(data) <= most and (more := stream.read(UNSIZED)):
+        while len(data) <= most and (more := stream.read(MIN_READ_BYTES)):
             data += more
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", os.fspath(path))
@@ -72,6 +77,8 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 def write_named_file(option: str, path: str, data: bytes) -> None:
     """Write a file that the user names with an option of the command line.
+
+    The path can also be that of an existing device or pipe.
 
     Args:
         option: Name of the option, for errors.

@@ -87,7 +87,7 @@ class DataSet:
         notes: Sentences on skipped images and files.
         bad_fraction: Share of images known to be skipped.
         sizes: (width, height) of a few images in pixels.
-        account: Account of all files.
+        account: For every file below the source, whether it is used, rejected or not read.
         images: (split, class) -> number of images.
     """
 
@@ -156,6 +156,7 @@ def dump_source(source: Source) -> dict[str, Any]:
         for split in (*SPLITS, "ignore")
         if (parts := source.list_parts(split))  # type: ignore[arg-type]
     }
+    # "{}" is the default: the path is what the row says
     if source.files != "{}" and len(source.file_patterns()) > 1:
         body["files"] = list(source.file_patterns())
     if len(source.split_columns()) > 1:
@@ -187,12 +188,14 @@ def build_data_set(
         UserError: If the files cannot be read as this source.
     """
     body = {**source, **request.given}
+    # Count labels as they are written. The meaning of numbers is decided below, from the labels.
     numbers = body.pop("numbers", None)
     card = _build_card(name, body | {"numbers": "names"}, (FROM_SOURCE,))
     entries = list_source(card, MAX_FILES) or []
     counts = count_labels(card, entries)
     where = printable(str(body.get("path") or name))
-    splits = [split for split in SPLITS if any(of == split for of, _ in counts)]
+    counted_splits = {split for split, _ in counts}
+    splits = [split for split in SPLITS if split in counted_splits]
     if "train" not in splits:
         raise _no_train_error(request, card, where, splits)
     if not classes and request.classes:
@@ -203,6 +206,7 @@ def build_data_set(
         numbers = numbers or labels.numbers
         if card.source.format != "folder":
             check_meaning(where, classes)
+    # Labels of folders are names, and numbers of libraries are places: both leave `numbers` unset.
     if card.source.format not in ("folder", *LIBRARIES):
         body["numbers"] = numbers or "names"
     card = _build_card(name, body, classes)
@@ -222,19 +226,21 @@ def read_labelled(
     Validation images become the test images in this case, and a note is added.
     """
     data_set = build_data_set(request, name, layout, source, notes, classes)
-    read = data_set.card.source
-    if "test" not in read.named_splits() or data_set.has_test or "splits" in request.given:
+    used_source = data_set.card.source
+    if "test" not in used_source.named_splits() or data_set.has_test or "splits" in request.given:
         return data_set
     splits: dict[str, list[str]] = {
         split: [*parts]
         for split in ("train", "val", IGNORE)
-        if (parts := [part for part in read.list_parts(split) if part])
+        if (parts := [part for part in used_source.list_parts(split) if part])
     }
     if "val" in splits:
         splits["test"] = splits.pop("val")
-    if read.split is not None:
-        splits.setdefault(IGNORE, []).extend(read.list_parts("test"))
-    note = f"{listed(read.list_parts('test'))} is not read: its images have no labels"
+    # A card must name every value of a split column, so the value of test is ignored. A folder is
+    # ignored if the card does not name it.
+    if used_source.split is not None:
+        splits.setdefault(IGNORE, []).extend(used_source.list_parts("test"))
+    note = f"{listed(used_source.list_parts('test'))} is not read: its images have no labels"
     source = {**source, "splits": splits}
     return build_data_set(request, name, layout, source, [*notes, note], classes)
 
@@ -257,8 +263,9 @@ def _no_train_error(
     others = f", only {' and '.join(splits)} images" if splits else ""
     parts = [part for text in card.source.splits.values() for part in text.split(LIST_MARK)]
     odd = [part for part in parts if re.search(r"[\[?*]|^\s|\s$", part.replace(LABEL, ""))]
-    is_listed = LIST_MARK in "".join(map(str, request.given.values()))
-    if "splits" in request.given or is_listed or not odd:
+    # a list in the settings of the user, whose parts may have such characters on purpose
+    has_given_list = LIST_MARK in "".join(map(str, request.given.values()))
+    if "splits" in request.given or has_given_list or not odd:
         return SplitUnclear(f"{where} has no train images{others}")
     return SplitUnclear(
         f"{where}: the name {quoted(odd[0])} has wildcard characters ([, ?, *), or spaces at its "
@@ -293,10 +300,12 @@ def _assemble(
             images[split, name] += number
         else:
             unknown[split, str(label)] += number
-    totals = {split: sum(n for (of, _), n in images.items() if of == split) for split in SPLITS}
+    totals: dict[str, int] = {}
+    for split in SPLITS:
+        totals[split] = sum(n for (image_split, _), n in images.items() if image_split == split)
     all_notes = [*notes]
     for split in SPLITS[1:]:
-        others = {label: n for (of, label), n in unknown.items() if of == split}
+        others = {label: n for (image_split, label), n in unknown.items() if image_split == split}
         without = counts.get((split, None), 0)
         if others and not totals[split]:
             raise UserError(
@@ -311,7 +320,7 @@ def _assemble(
                 f"{lost} without a label, or with one that train lacks{named} are left out"
             )
     check_spelling(where, {str(label) for _, label in counts if label is not None})
-    unlisted = sorted(label for of, label in unknown if of == "train")
+    unlisted = sorted(label for image_split, label in unknown if image_split == "train")
     if unlisted:
         named = _format_classes(unlisted)
         all_notes.append(f"train images of {named}, which the card does not list, are left out")
@@ -328,12 +337,13 @@ def _assemble(
     if source_format.list_items is not None:
         rows = ((item, checker.row(item)) for item in source_format.list_items(card, entries))
         problems = collect_problems((row["name"], row["problem"]) for _, row in rows)
-    rows_of_files = {}
+    images_in_archives = {}
     if source_format.list_items is None:
-        rows_of_files = {"used": sum(totals.values())}
+        images_in_archives = {"used": sum(totals.values())}
         if unknown or num_unlabelled:
-            rows_of_files["unlabelled"] = sum(unknown.values()) + num_unlabelled
-    account = build_account(card, entries, problems, (), rows_of_files)
+            # as at ingest, this includes labels that are not on the card
+            images_in_archives["unlabelled"] = sum(unknown.values()) + num_unlabelled
+    account = build_account(card, entries, problems, (), images_in_archives)
     num_bad = sum(account.rejected.values()) or sum(unknown.values()) + num_unlabelled
     return DataSet(
         name=card.name,
@@ -386,7 +396,7 @@ def _sample_items(
     Args:
         card: Card of the source.
         entries: All files below the source.
-        numbers: (split, class) -> number of images.
+        numbers: (split, class) -> maximum number of images to yield.
     """
     source_format = get_format(card)
     checker = ImageChecker(card)
@@ -401,11 +411,12 @@ def _sample_items(
                 items.append(item)
         yield from read_items(items)
         return
+    # a unit is a part of the source that is read in one go (`formats.base.Unit`)
     all_units = units(card, map, entries)
-    per_unit = max(MAX_PREVIEWED // max(len(all_units), 1), 1)
+    items_per_unit = max(MAX_PREVIEWED // max(len(all_units), 1), 1)
     for unit in all_units:
         num_bytes = 0
-        for item, data in islice(unit.read(*unit.args), per_unit):
+        for item, data in islice(unit.read(*unit.args), items_per_unit):
             group = (item.split, checker.label(item) or "")
             if data is not None and left.get(group, 0) > 0:
                 left[group] -= 1

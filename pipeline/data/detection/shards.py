@@ -21,7 +21,7 @@ from pipeline.data.detection.words import LABEL_COLUMNS
 from pipeline.data.formats.tar import (
     IMAGE_ENDINGS,
     JSON_PREFIX,
-    LABEL_MEMBERS,
+    LABEL_ENDINGS,
     LABEL_SUFFIX,
     MAX_JSON_BYTES,
     NAME_SUFFIX,
@@ -126,7 +126,7 @@ def _is_label(source: str) -> bool:
     if source.startswith(JSON_PREFIX):
         name = normalize_word(source.removeprefix(JSON_PREFIX))
         return name in LABEL_COLUMNS or name == LABEL_SUFFIX
-    return source in LABEL_MEMBERS
+    return source in LABEL_ENDINGS
 
 
 def _is_split(source: str, text: Any) -> bool:
@@ -377,7 +377,7 @@ def _no_label_error(files: Files, survey: Survey) -> UserError:
             f"{files.where}: its {format_count(num_images, 'image')} have no label file and "
             f"are in {listed(sorted(survey.folders))}; {advice}"
         )
-    known = ", ".join(f".{name}" for name in LABEL_MEMBERS)
+    known = ", ".join(f".{name}" for name in LABEL_ENDINGS)
     others = listed(sorted(ending for ending in survey.endings if ending not in survey.images))
     note = f"; there are members {others}, which are not labels or do not follow their images"
     return UserError(
@@ -393,7 +393,7 @@ def _survey_shards(files: Files, names: Sequence[str]) -> Survey:
     """Read the labels and splits in some shards."""
     survey = Survey()
     for uri in files.uris(names):
-        for key, members, headers in read_samples(uri):
+        for key, members, shard in read_samples(uri):
             survey.samples += 1
             survey.endings.update([*members])
             if survey.samples > MAX_SAMPLES:
@@ -407,10 +407,10 @@ def _survey_shards(files: Files, names: Sequence[str]) -> Survey:
             texts: dict[str, Any] = {}
             for suffix, member in members.items():
                 if suffix == "json" and member.size <= MAX_JSON_BYTES:
-                    texts |= _parse_fields(headers.text(member, MAX_JSON_BYTES))
-                elif suffix in LABEL_MEMBERS or normalize_word(suffix) in SPLIT_COLUMNS:
-                    texts[suffix] = read_field(suffix, headers.text(member, MAX_LABEL_BYTES))
-            order = {source: position for position, source in enumerate(LABEL_MEMBERS)}
+                    texts |= _parse_fields(shard.read_start(member, MAX_JSON_BYTES))
+                elif suffix in LABEL_ENDINGS or normalize_word(suffix) in SPLIT_COLUMNS:
+                    texts[suffix] = read_field(suffix, shard.read_start(member, MAX_LABEL_BYTES))
+            order = {source: position for position, source in enumerate(LABEL_ENDINGS)}
             texts = dict(sorted(texts.items(), key=lambda one: order.get(one[0], len(order))))
             survey.add(key, images, texts)
     return survey

@@ -38,17 +38,17 @@ SUFFIXES = frozenset((TAR_SUFFIX,))
 LABEL_SUFFIX = "cls"
 NAME_SUFFIX = "txt"  # suffix of the member with the name of the class
 JSON_PREFIX = "json:"
-LABEL_MEMBERS = ("cls", "txt", "json", "class", "label")
+# usual extensions of labels, to recognise samples without the card
+LABEL_ENDINGS = ("cls", "txt", "json", "class", "label")
 MAX_HEADER_BYTES = 1 << 20  # bytes of the headers of one member
 MAX_JSON_BYTES = 1 << 20  # bytes of a JSON member that contains the label
 BLOCK_BYTES = 1 << 20  # bytes of one request to a bucket
 PEEKED_MEMBERS = 16  # first members of a tar, used to recognise keys with dots
-METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset skips
 HIDDEN_SAMPLE = "hidden: its name begins with a dot"
 TWO_IMAGES = "corrupt: two images for one key"
 NO_SAMPLE = "other file: neither an image nor a label"
 IMAGE_ENDINGS = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
-MORE_DATA = "data behind its end mark, as of several archives in one file"
+MORE_DATA = "data follows its end mark; the file may be several archives in one"
 # errors when a damaged tar is read; the last two come from malicious headers
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
@@ -57,7 +57,7 @@ def damaged_tar_error(uri: str, error: Exception) -> UserError:
     """Return the error for a tar that `tarfile` cannot read. `error` is one of DAMAGE."""
     return UserError(
         f"{printable(uri)} cannot be read as an uncompressed tar "
-        f"({printable(str(error))[:200]}); fetch or write it again"
+        f"({printable(str(error))[:200]}); fetch or write it again, without compression"
     )
 
 
@@ -77,13 +77,15 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
     is_outside = member.name.startswith("/") or ".." in member.name.split("/")
     if is_outside or not member.isreg() or member.issparse():
         raise UserError(
-            f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside "
-            "the archive; shards hold plain files with relative names, write this one again"
+            f"{printable(uri)}: member {member.name!r:.200} is not a plain file (a link, device or "
+            "sparse file), or its name points outside the archive; write the tar again with plain "
+            "files and relative names"
         )
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.rpartition(".") if has_dots else name.partition(".")
     first, _, rest = suffix.partition(".")
-    while rest and first.isdecimal():  # img.0001.jpg, although the first keys have no dots
+    # a later key with a dot, such as img.0001.jpg, in a tar that `peek_dots` judged to have none
+    while rest and first.isdecimal():
         stem, suffix = f"{stem}.{first}", rest
         first, _, rest = suffix.partition(".")
     return f"{folder}/{stem}" if folder else stem, suffix.lower()
@@ -109,7 +111,7 @@ def keys_have_dots(names: Sequence[str]) -> bool:
         endings.setdefault(stem, set()).add(ending.lower())
     has_dots = False
     for stem, found in endings.items():
-        if found & IMAGE_ENDINGS and found & set(LABEL_MEMBERS):
+        if found & IMAGE_ENDINGS and found & set(LABEL_ENDINGS):
             if "." not in stem.rpartition("/")[2]:
                 return False
             has_dots = True
@@ -132,6 +134,7 @@ def image_suffixes(suffixes: Iterable[str], endings: frozenset[str] | tuple[str,
 
 def image_endings(card: Card) -> frozenset[str]:
     """Return the extensions of images, without a dot."""
+    # "image" is the default of the setting, the name of a column; here it means any extension
     if card.source.image == "image":
         return IMAGE_ENDINGS
     parts = re.split(r"[;\s]+", card.source.image.lower())
@@ -140,7 +143,8 @@ def image_endings(card: Card) -> frozenset[str]:
 
 def label_suffix(card: Card) -> str | None:
     """Return the extension of the member that holds the label, or `json:FIELD`."""
-    # `label` is the default of the setting, for columns; a card writes `.label` for the extension
+    # "label" is the default of the setting, the name of a column; here it means LABEL_SUFFIX. For
+    # members `*.label` a card writes ".label".
     label = card.source.label
     return LABEL_SUFFIX if label == "label" else label and label.removeprefix(".")
 
@@ -151,7 +155,16 @@ def member_suffix(source: str) -> str:
 
 
 def read_field(source: str, data: bytes) -> Any:
-    """Return the value of a member: a field of the JSON, or its text. None if it cannot be read."""
+    """Return the value of a member: a field of the JSON, or its text.
+
+    Args:
+        source: `json:FIELD`, or the extension of a text.
+        data: Content of the member.
+
+    Returns:
+        The value. None if the JSON cannot be parsed, or its field is missing, null, true or false:
+        true and false are no labels.
+    """
     if not source.startswith(JSON_PREFIX):
         return data.decode("utf-8", "replace")
     try:
@@ -220,7 +233,7 @@ def iterate_members(
 class HeaderReader:
     """A file that `tarfile` reads headers from. A header with a huge declared size is refused.
 
-    BLOCK_BYTES are read at a time from a bucket, because a request for each header takes far
+    From a bucket BLOCK_BYTES are read at a time, because one request for each header takes far
     longer.
     """
 
@@ -265,15 +278,15 @@ def open_tar(stream: HeaderReader) -> tarfile.TarFile:
     return tarfile.open(fileobj=file, mode="r:")
 
 
-class Headers(NamedTuple):
-    """An open tar: its bytes, and whether its keys contain dots."""
+class OpenTar(NamedTuple):
+    """A tar that is being read: its bytes, and whether its keys contain dots."""
 
     stream: HeaderReader
     has_dots: bool
 
-    def text(self, member: tarfile.TarInfo, most: int) -> bytes:
-        """Return at most the first `most` bytes of a member."""
-        return self.stream.read_at(min(member.size, most), member.offset_data)
+    def read_start(self, member: tarfile.TarInfo, max_bytes: int) -> bytes:
+        """Return at most the first `max_bytes` bytes of a member."""
+        return self.stream.read_at(min(member.size, max_bytes), member.offset_data)
 
 
 def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
@@ -292,14 +305,15 @@ Members = dict[str, tarfile.TarInfo]  # extension -> member of a sample
 
 def _is_whole(members: Members) -> bool:
     """Return whether a sample has an image and a label."""
-    return bool(members.keys() & set(LABEL_MEMBERS) and image_suffixes(members, IMAGE_ENDINGS))
+    return bool(members.keys() & set(LABEL_ENDINGS) and image_suffixes(members, IMAGE_ENDINGS))
 
 
-def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
-    """Yield the key, the members and the open tar for each sample of a tar.
+def read_samples(uri: str) -> Iterator[tuple[str, Members, OpenTar]]:
+    """Yield the key, the members and the open tar for each run of members with the same key.
 
-    Consecutive members with the same key are a sample. If the extensions of a complete sample start
-    again, the next sample with this key begins.
+    A run ends at a member with another key. It also ends if its first extension comes again after
+    an image and a label, because then another sample with the same key begins. The members of one
+    sample can be in several runs, which `list_tar` joins.
 
     Raises:
         UserError: If the tar is truncated, malicious or unreadable.
@@ -307,12 +321,12 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
     try:
         with open_file(uri) as file:
             is_in_bucket = not is_local(uri)
-            headers = Headers(HeaderReader(file, is_in_bucket), peek_dots(file, is_in_bucket))
-            tar = open_tar(headers.stream)
+            shard = OpenTar(HeaderReader(file, is_in_bucket), peek_dots(file, is_in_bucket))
+            tar = open_tar(shard.stream)
             current = ""
             members: Members = {}
-            for member in iterate_members(tar, headers.stream, file.size()):
-                key, suffix = split_name(uri, member, headers.has_dots)
+            for member in iterate_members(tar, shard.stream, file.size()):
+                key, suffix = split_name(uri, member, shard.has_dots)
                 begins = suffix == next(iter(members), "") and _is_whole(members)
                 if suffix in members and key == current and not begins:
                     raise tarfile.ReadError(
@@ -320,16 +334,17 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
                         "belongs to its label; each sample needs a key of its own"
                     )
                 if members and (key != current or suffix in members):
-                    yield current, members, headers
+                    yield current, members, shard
                     members = {}
                 current = key
                 members[suffix] = member
             if members:
-                yield current, members, headers
+                yield current, members, shard
             if file.size() < tar.offset + tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without an end mark")
-            for start in range(tar.offset, file.size(), MAX_HEADER_BYTES):
-                if headers.stream.read_at(MAX_HEADER_BYTES, start).strip(b"\0"):
+            # only zeros may follow the end mark
+            for start in range(tar.offset, file.size(), BLOCK_BYTES):
+                if shard.stream.read_at(BLOCK_BYTES, start).strip(b"\0"):
                     raise tarfile.ReadError(MORE_DATA)
     except UserError:
         raise
@@ -339,7 +354,7 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
 
 # ---- the format ----------------------------------------------------------------------------------
 class TarJob(NamedTuple):
-    """One tar to list. `split` is None if a JSON field of the samples gives the split."""
+    """One tar to list. `split` is None if `source.split` is set: each sample names its split."""
 
     card: Card
     split: str | None
@@ -350,6 +365,7 @@ def list_jobs(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item
     """Return the tars of all splits, and items for the other files."""
     jobs: list[TarJob] = []
     other_items: list[Item] = []
+    # with `source.split` all splits share the same tars, which are listed once
     splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
     for split in splits:
         uris, items = find_archives(card, split, entries, SUFFIXES)
@@ -360,7 +376,10 @@ def list_jobs(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all samples. The samples of each tar are listed by `map_fn`."""
+    """Return the units of all samples: parts of the source that one task reads (see `base.Unit`).
+
+    The samples of each tar are listed by `map_fn`.
+    """
     jobs, items = list_jobs(card, entries)
     for samples in map_fn(list_tar, jobs):
         check_unicode_forms(f"source of card {card.name!r}", [item.name for item in samples])
@@ -378,13 +397,15 @@ def list_tar(job: TarJob) -> list[Item]:
     samples: list[tuple[str, Members, dict[str, Any]]] = []
     last: dict[str, int] = {}  # key -> index of its last sample
     wanted = [source] if source is not None else []
-    for key, members, headers in read_samples(job.uri):
+    for key, members, shard in read_samples(job.uri):
         texts: dict[str, Any] = {}
         for name in (*wanted, *job.card.source.split_columns(), NAME_SUFFIX):
             member = members.get(member_suffix(name))
             if member is not None:
-                most = MAX_JSON_BYTES if name.startswith(JSON_PREFIX) else MAX_LABEL_BYTES
-                texts[name] = read_field(name, headers.text(member, most))
+                max_bytes = MAX_JSON_BYTES if name.startswith(JSON_PREFIX) else MAX_LABEL_BYTES
+                texts[name] = read_field(name, shard.read_start(member, max_bytes))
+        # Join the runs of one sample, whose members may not be neighbours: for example, a tar with
+        # all images before all labels.
         place = last.get(key)
         if place is None or samples[place][1].keys() & members.keys():
             last[key] = len(samples)

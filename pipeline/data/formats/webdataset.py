@@ -40,7 +40,6 @@ from pipeline.data.formats.tar import (
     LABEL_SUFFIX,
     MAX_HEADER_BYTES,
     MAX_JSON_BYTES,
-    METADATA,
     MORE_DATA,
     NAME_SUFFIX,
     NO_SAMPLE,
@@ -78,6 +77,7 @@ MAX_SAMPLES = 1_000_000  # samples of a shard; each needs about 1 KB until the i
 # first bytes of the formats that every reader of shards can decode: JPEG, PNG and WebP
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
+METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset skips
 
 
 # ---- URLs of the shards --------------------------------------------------------------------------

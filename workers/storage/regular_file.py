@@ -60,9 +60,6 @@ def regular_descriptor(path: str | os.PathLike[str]) -> int:
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes.
 
-    Of a file that reports a too small size, such as one in /proc, at most the first MIN_READ_BYTES
-    bytes are returned.
-
     Raises:
         OSError: As in `open_regular`.
     """

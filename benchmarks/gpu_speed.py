@@ -210,7 +210,7 @@ def ceiling(bench: Bench) -> Row:
     target = torch.empty_like(source)
     copy_s = bench.time(lambda: target.copy_(source), 1)["ms"] / 1e3
     return {
-        "device": accelerator.describe(bench.device),
+        "device": accelerator.describe_device(bench.device),
         "tflops_bf16": 2 * size**3 / product_s / 1e12,
         "copy_tb_s": 2 * bench.sizes.copy_bytes / copy_s / 1e12,
     }

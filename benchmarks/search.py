@@ -58,7 +58,7 @@ def prepare(folder: Path) -> spec.Search:
         "concurrent": SIDE_BY_SIDE,
     }
     (folder / "trials.yaml").write_text(yaml.safe_dump(search_body))
-    return spec.prepare(str(folder / "trials.yaml"), [])
+    return spec.prepare_search(str(folder / "trials.yaml"), [])
 
 
 class EndedTrial(NamedTuple):

@@ -179,7 +179,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
 
     texts = tuple(format_override(key, value) for key, value in overrides.items())
     source = os.fspath(path)
-    return SearchExperiment(source, texts, spec.load(source, list(texts)).settings)
+    return SearchExperiment(source, texts, spec.load_search_file(source, list(texts)).settings)
 
 
 # ---- data that grow ------------------------------------------------------------------------------
@@ -622,7 +622,7 @@ def preview_data(card: str) -> str:
     """
     from pipeline.data import card_files, starter  # start-up time: imports pyarrow
 
-    return starter.preview_card(card_files.load(card))
+    return starter.preview_card(card_files.load_card_file(card))
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -650,7 +650,7 @@ def _resolve_config(source: LoadSource) -> ConfigSource:
     from pipeline.config.invocation import this_command
     from pipeline.data import starter  # start-up time: imports pyarrow
 
-    return starter.find_config(_parse_paths(source), this_command(), print)
+    return starter.find_or_write_config(_parse_paths(source), this_command(), print)
 
 
 def _parse_paths(source: AnyPath | Sequence[AnyPath]) -> list[str]:

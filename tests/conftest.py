@@ -216,7 +216,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs in this process make a report without pictures, which saves seconds."""
     from pipeline.report import page
 
-    monkeypatch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+    monkeypatch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from pipeline.data.card_files import load
+from pipeline.data.card_files import load_card_file
 from pipeline.data.cards import Card
 from pipeline.data.ingest import ingest
 from workers.data.shards import Shards
@@ -166,7 +166,7 @@ def make_cards(folder: Path) -> dict[str, Card]:
             tars, "tar", source={"splits": {"train": "*"}}, test_fraction=0.2, duplicates="drop"
         ),
         "parquet": card_of(tables, "parquet", per_class=few),
-        "digits": load("digits"),
+        "digits": load_card_file("digits"),
     }
 
 

@@ -78,7 +78,7 @@ def prepare(
 def labels_of(card: str) -> dict[str, dict[str | None, int]]:
     """Return how many images of each class the lister gives, by split."""
     counts: dict[str, Counter[str | None]] = {"train": Counter(), "test": Counter()}
-    loaded = card_files.load(card)
+    loaded = card_files.load_card_file(card)
     checker = ImageChecker(loaded)
     for unit in formats.units(loaded, map):
         for item, data in unit.read(*unit.args):

@@ -219,7 +219,7 @@ def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
     with (
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
-        mock.patch.object(page, "build", return_value={"report.html": b"a page"}),
+        mock.patch.object(page, "build_run_report", return_value={"report.html": b"a page"}),
     ):
         with strict_device.strict_device():
             code = cli.main(["run", path, *overrides])
@@ -244,7 +244,7 @@ def measure_model(path: str) -> list[Any]:
         reference = load_reference(with_measurements(bundle))
         assert not reference.missing
         levels = {name: task.levels for name, task in reference.tasks.items()}
-        return publishing.measure(bundle, job, bundle.tasks), levels
+        return publishing.measure_accuracies(bundle, job, bundle.tasks), levels
 
     with strict_device.strict_device():
         ours = measured()

@@ -26,7 +26,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrowingRun, Path
     folder = tmp_path_factory.mktemp("growing")
     made = GrowingRun(folder / "work")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+        patch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
         assert cli.main(["run", made.config]) == 0
     shutil.copytree(made.folder, folder / "saved")
     return made, folder / "saved"
@@ -197,7 +197,7 @@ def test_a_card_that_lists_its_classes_gets_more_behind_them(
 def pipeline_order(run: GrowingRun) -> list[str]:
     from pipeline.data import card_files
 
-    return [*card_files.load(str(run.card)).order()]
+    return [*card_files.load_card_file(str(run.card)).order()]
 
 
 # ---- images --------------------------------------------------------------------------------------
@@ -545,7 +545,7 @@ def test_a_model_that_gets_worse_is_not_published(
     for digit in "45":
         run.put(run.raw, digit)
     accuracies = iter([{"one": 0.9, "two": 0.8}, {"one": 0.88, "two": 0.81}])
-    monkeypatch.setattr(publishing, "measure", lambda *_: next(accuracies))
+    monkeypatch.setattr(publishing, "measure_accuracies", lambda *_: next(accuracies))
     assert add(run, "raw", "--model", "model") == 2
     error = capsys.readouterr().err
     assert "model keeps its version" in error
@@ -563,7 +563,7 @@ def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.M
     def measure(*_: object) -> dict[str, float]:
         raise AssertionError("nothing can have changed their answers")
 
-    monkeypatch.setattr(publishing, "measure", measure)
+    monkeypatch.setattr(publishing, "measure_accuracies", measure)
     for digits in ("", "45"):
         for digit in digits:
             run.put(run.raw, digit)
@@ -573,7 +573,7 @@ def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.M
 
 def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     from pipeline.app import runs as app
-    from pipeline.app.prepared import read_tables
+    from pipeline.app.prepared import read_run_tables
     from pipeline.growing import publishing
     from pipeline.results.bundles import build_run_bundle
 
@@ -582,8 +582,8 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     prepared = app.prepare(run.config)
     bundle = build_run_bundle(prepared.graph, prepared.store, "ewc")
     job = publishing.find_last_evaluation(prepared.graph, "ewc")
-    matrix = read_tables(prepared)[""].matrix("ewc")
-    accuracies = publishing.measure(bundle, job, bundle.tasks)
+    matrix = read_run_tables(prepared)[""].matrix("ewc")
+    accuracies = publishing.measure_accuracies(bundle, job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()
     assert accuracies["one"] != 0.5
     assert publishing.find_losses(bundle, bundle, job) == {}
@@ -613,7 +613,7 @@ def test_only_classes_that_stayed_are_compared(
         measured.append([task.classes for task in tasks])
         return {task.name: 0.5 for task in tasks}
 
-    monkeypatch.setattr(publishing, "measure", measure)
+    monkeypatch.setattr(publishing, "measure_accuracies", measure)
     assert add(run, "raw", "--model", "model") == 0
     assert measured == [[("0", "1"), ("2", "3")], [("1",), ("3",)]]
 

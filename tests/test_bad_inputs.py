@@ -70,7 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A run of two tasks and two methods that went well. Its report is a stub: pictures take longer
     than all the rest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+        patch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
         folder = tmp_path_factory.mktemp("finished")
         body = small_run.make_body(folder, small_run.make_cards(folder, ["a", "b"]))
         assert cli.main(["run", small_run.write_config(folder / "good.yaml", body)]) == 0

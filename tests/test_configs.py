@@ -12,7 +12,7 @@ from docs.site.config_header import header_of
 from pipeline.config import settings as config
 from pipeline.config import yaml_files
 from pipeline.search import spec
-from pipeline.search.space import Space, check
+from pipeline.search.space import Space, check_against_config
 from pipeline.search.trial import with_history
 from workers.methods import METHODS
 from workers.methods.base import Method
@@ -306,18 +306,18 @@ def test_every_method_has_a_search_that_a_run_accepts(
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
     for stream in yaml_files.read_recommended(method):
         path = CONFIGS / "streams" / f"{stream}.yaml"
-        settings, body, _ = spec.load(str(path), [f"methods=[{method}]"])
+        settings, body, _ = spec.load_search_file(str(path), [f"methods=[{method}]"])
         assert settings.name == f"{stream}-{method}"
-        check(Space(settings.space), body, path.name)
+        check_against_config(Space(settings.space), body, path.name)
         assert settings.algorithm == "grid" or settings.budget.trials or settings.budget.hours
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)
 def test_shipped_search_is_runnable_and_finite(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
-    settings, body, _ = spec.load(str(path), [])
+    settings, body, _ = spec.load_search_file(str(path), [])
     space = Space(settings.space)
-    check(space, body, path.name)
+    check_against_config(space, body, path.name)
     if settings.protocol == "per_task":
         for params in space.corners():
             config.check(with_history(body, params, {"any": params}), path.name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import COMMAND, PAGE, SMALL, page
 
-from pipeline.testing.lab import OPTIMIZERS, Lab, Run, answers
+from pipeline.testing.lab import OPTIMIZERS, Lab, Run, compute_task_logits
 from pipeline.testing.promises import old_answers_stay
 from workers.errors import UserError
 from workers.job import BackboneSettings
@@ -66,12 +66,12 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
         return
     run = run_of(lab, method, family)
     for task in (0, 1):
-        logits = answers(run.served(1), run.images(task), run.order[task])
+        logits = compute_task_logits(run.served(1), run.images(task), run.order[task])
         assert logits.shape == (len(run.images(task)), 2 + task)
         assert logits.isfinite().all()
         assert torch.allclose(
-            answers(run.live(task), run.images(task), run.order[task]),
-            answers(run.served(task), run.images(task), run.order[task]),
+            compute_task_logits(run.live(task), run.images(task), run.order[task]),
+            compute_task_logits(run.served(task), run.images(task), run.order[task]),
             atol=1e-4,
         ), "what is stored is what was trained"
     live = run.live(1)

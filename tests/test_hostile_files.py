@@ -984,7 +984,7 @@ def test_what_a_model_itself_takes_is_an_option(options: Any) -> None:
     settings = BackboneSettings(
         **{**small_run.BACKBONE, "options": small_run.BACKBONE["options"] | options}
     )
-    assert vit.count_bytes(vit.outline(settings)) > 10_000
+    assert vit.count_elements(vit.outline(settings)) > 10_000
 
 
 # ---- safetensors ---------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_hostile_json_is_not_read_as_a_record_and_stops_no_command(
     assert Artifact.open(store.root, "k") is None
     assert store.record("small") is None
     assert store.remembered("x") is None
-    assert checkpoint.load(store.root, "k") is None
+    assert checkpoint.load_checkpoint(store.root, "k") is None
     with pytest.raises(UserError, match=r"model\.json"):
         Bundle.open(str(site.own_folder / "storage" / "model"))
     assert cli.main(["plan", site.config(card)]) == 0
@@ -218,9 +218,9 @@ def test_a_checkpoint_outside_its_folder_is_neither_loaded_nor_deleted(
     (folder / "latest.json").write_text(
         json.dumps({"file": name.replace("../../outside", str(site.outside)), **file_info(data)})
     )
-    assert checkpoint.load(root, "k") is None
+    assert checkpoint.load_checkpoint(root, "k") is None
     model = torch.nn.Linear(2, 2)
-    checkpoint.save(
+    checkpoint.save_checkpoint(
         root,
         "k",
         model,
@@ -228,7 +228,7 @@ def test_a_checkpoint_outside_its_folder_is_neither_loaded_nor_deleted(
         {},
         checkpoint.Checkpoint(0, 1, [], {}, {}),
     )
-    assert checkpoint.load(root, "k") is not None
+    assert checkpoint.load_checkpoint(root, "k") is not None
     assert (site.own_folder / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
 
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_with_other_fields_makes_the_stage_start_again(site: Any) -
     name = "e00000-s000001-00000000.safetensors"
     (folder / name).write_bytes(data)
     (folder / "latest.json").write_text(json.dumps({"file": name, **file_info(data)}))
-    assert checkpoint.load(str(site.own_folder / "stages"), "k") is None
+    assert checkpoint.load_checkpoint(str(site.own_folder / "stages"), "k") is None
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_names_of_tasks_and_classes_are_escaped_in_a_report(
     monkeypatch.setattr(plots, "to_png", lambda figure: b"")  # nobody looks at the pictures
     fake_run.write(str(tmp_path / "storage"))
     record = fake_run.record()
-    files = page.build(str(tmp_path / "storage"), record)
+    files = page.build_run_report(str(tmp_path / "storage"), record)
     text = files["report.html"].decode()
     for word in ("<script>alert", "<img src=x", "<svg onload"):
         assert word not in text

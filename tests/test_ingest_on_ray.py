@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.data.card_files import load
+from pipeline.data.card_files import load_card_file
 from pipeline.data.ingest import ingest
 from pipeline.data.packs import UnitJob
 from tests import small_run
@@ -78,7 +78,7 @@ def test_a_killed_worker_of_an_ingest_on_ray_costs_its_unit_alone(tmp_path: Path
     output = (tmp_path / "out.txt").read_text()
     assert driver.exitcode == 0, output
     assert command, "a worker was killed in the middle of a unit"
-    card = load(str(tmp_path / "card.yaml"))
+    card = load_card_file(str(tmp_path / "card.yaml"))
     expected = ingest(card, str(tmp_path / "expected"), "k", map, {})
     (stored,) = (tmp_path / "storage" / "stages").glob("*/a-*")
     digests = {name: info for name, info in expected["files"].items() if name.endswith(".tar")}
@@ -120,7 +120,7 @@ def test_killed_ingest_on_ray_keeps_packed_shards(tmp_path: Path) -> None:
                 units.append(job.name)
             yield fn(job)
 
-    card = load(str(tmp_path / "card.yaml"))
+    card = load_card_file(str(tmp_path / "card.yaml"))
     manifest = ingest(card, str(packs.parents[1]), packs.parent.name, counting, {})
     read_again = set(units)
     units.clear()

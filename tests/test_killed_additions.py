@@ -55,7 +55,7 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from pipeline.report import page
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+        patch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
         yield Addition(tmp_path_factory.mktemp("addition"))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from pipeline import cli
 from pipeline.config import settings as config
 from pipeline.config.settings import Config
-from pipeline.graph.backbone import resolve
+from pipeline.graph.backbone import resolve_backbone
 from pipeline.graph.store import Store
 from pipeline.search import spec
 from workers.job import BackboneSettings, Task
@@ -56,7 +56,7 @@ def outline(settings: str) -> nn.Module:
 
 def check_methods(run: Config, folder: Path) -> None:
     """Raise `UserError` when a method of a config does not work on its backbone."""
-    backbone = resolve(run, Store(str(folder)), may_connect=False).settings
+    backbone = resolve_backbone(run, Store(str(folder)), may_connect=False).settings
     tasks = [Task(str(n), "", "", ("a", "b"), e.role) for n, e in enumerate(run.stream.tasks)]
     for method in run.methods.values():
         cls = METHODS[method.method]
@@ -85,7 +85,7 @@ def test_a_printed_command_is_accepted(
     paths = arguments.config
     path = paths if isinstance(paths, str) else paths[0]
     if words[0] == "search" or "/search/" in path:
-        spec.load(path, arguments.overrides)
+        spec.load_search_file(path, arguments.overrides)
         return
     run = config.load(path, arguments.overrides)
     if run.backbone.weights not in ("none", "hub"):  # shapes alone, without the file

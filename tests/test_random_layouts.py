@@ -37,7 +37,7 @@ def read_layout(layout: Layout, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         cards = sorted(here.glob("*-card.yaml"))
         if len(cards) != 1:
             return f"{len(cards)} data sets"
-        card = card_files.load(str(cards[0]))
+        card = card_files.load_card_file(str(cards[0]))
         write = in_place.index_shards if get_format(card).list_shards else ingest.ingest
         write(card, store, "key", map, {})
     except UserError:

@@ -14,7 +14,7 @@ import timm
 import torch
 
 from pipeline.testing import lab as stage_lab
-from pipeline.testing.lab import OPTIMIZERS, Lab, answers, history
+from pipeline.testing.lab import OPTIMIZERS, Lab, compute_task_logits, history
 from tests.timm_models import COMMAND, FILE, REFUSED, modules, pinned
 from workers.errors import UserError
 from workers.job import BackboneSettings
@@ -52,7 +52,7 @@ def test_a_model_of_a_module_learns_or_is_refused(tiny_lab: Lab, module: str) ->
         assert "such as" in str(refused.value)
         return
     outline = vit.outline(BackboneSettings(**pinned()[module]))
-    assert vit.count_bytes(outline) <= MAX_PARAMETERS, "choose options of a smaller model"
+    assert vit.count_elements(outline) <= MAX_PARAMETERS, "choose options of a smaller model"
     for method in METHODS:
         run = tiny_lab.run_of(
             method, ONE_STEP, ("two",), backbone=backbone, data={"val_fraction": 0.0}
@@ -61,9 +61,9 @@ def test_a_model_of_a_module_learns_or_is_refused(tiny_lab: Lab, module: str) ->
         assert epoch["images"] == 8
         (row,) = run.evaluated(0)["rows"]
         assert row["total"] == 4
-        logits = answers(run.served(0), run.images(0), "two")
+        logits = compute_task_logits(run.served(0), run.images(0), "two")
         assert logits.shape == (4, 2)
         assert logits.isfinite().all()
-        trained = answers(run.live(0), run.images(0), "two")
+        trained = compute_task_logits(run.live(0), run.images(0), "two")
         assert torch.allclose(trained, logits, atol=1e-4), "what is stored is what was trained"
         tiny_lab.live.clear()

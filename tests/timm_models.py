@@ -60,7 +60,7 @@ def settings_of(name: str) -> dict[str, Any]:
     config = model.default_cfg if isinstance(model.default_cfg, dict) else vars(model.default_cfg)
     made_for = config["input_size"][-1]
     choices: list[dict[str, Any]] = [{}]
-    if vit.count_bytes(model) > LARGE:
+    if vit.count_elements(model) > LARGE:
         choices.insert(0, {"depth": 2})
     for options in choices:
         for side in (*(side for side in SIDES if side < made_for), made_for):

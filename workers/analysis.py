@@ -86,7 +86,7 @@ class Maps:
 
 
 @torch.no_grad()
-def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
+def compute_attention_maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     """Return attention maps of `method` on at most `most` images of `task`.
 
     Return None if no network of the method has both a class token and patch tokens.
@@ -102,7 +102,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     looks = _choose_titled_maps(blocks, has_feedback)
     if not looks:
         return None
-    names = _class_names(method, job, task)
+    names = _list_column_classes(method, job, task)
     answered = answers(method, images, task.name).argmax(1)
     return Maps(
         pixels(images, job.backbone_settings),
@@ -160,7 +160,7 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     return patch_weights.cpu()
 
 
-def _class_names(method: Method, job: StageJob, task: Task) -> list[str]:
+def _list_column_classes(method: Method, job: StageJob, task: Task) -> list[str]:
     """Return the class of each column in the logits of `answers`."""
     if method.scenario != "class":
         return list(task.classes)

@@ -139,7 +139,7 @@ class Group:
             if TIMED_OUT not in str(error):
                 raise
             waited_s = time.monotonic() - started
-            sentence = describe_missing(self._find_missing(number), purpose, waited_s)
+            sentence = describe_missing_ranks(self._find_missing(number), purpose, waited_s)
             raise MissingRanks(sentence) from None
 
     def _find_missing(self, number: int) -> list[int]:
@@ -169,7 +169,7 @@ def make_arrival_key(rank: int) -> str:
     return f"arrivals/{rank}"
 
 
-def describe_missing(ranks: list[int], purpose: str, waited_s: float) -> str:
+def describe_missing_ranks(ranks: list[int], purpose: str, waited_s: float) -> str:
     """Describe the ranks that did not arrive at a collective.
 
     Args:

@@ -42,7 +42,7 @@ class Frozen(BaseModel):
     def _check_numbers(cls, value: Any) -> Any:
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if type(number) in (int, float):
-                _check_size(number, cls.largest_whole)
+                _check_magnitude(number, cls.largest_whole)
         return value
 
     @classmethod
@@ -55,7 +55,7 @@ class Frozen(BaseModel):
         return schema
 
 
-def _check_size(number: float, largest_whole: int) -> None:
+def _check_magnitude(number: float, largest_whole: int) -> None:
     """Raise `ValueError` if a number is too large, or too close to 0."""
     if type(number) is int:
         if abs(number) > largest_whole:

@@ -125,16 +125,18 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         "provenance": {
             **job.provenance,
             "seed": job.seed,
-            "device": accelerator.describe(group.device),
+            "device": accelerator.describe_device(group.device),
             "threads": torch.get_num_threads(),
         },
     }
     if group.rank == 0:
-        return publish(job, files, manifest)
+        return publish_result(job, files, manifest)
     return manifest
 
 
-def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) -> dict[str, Any]:
+def publish_result(
+    job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]
+) -> dict[str, Any]:
     """Write a result to the store, and return the manifest that is in the store afterwards.
 
     If another process has published a result first, its result is kept and its manifest returned.
@@ -425,7 +427,7 @@ def train_epochs(
     """
     epochs = job.train.epochs
     # Rank 0 alone reads the checkpoint, so that all ranks start from the same one.
-    stored = checkpoint.load(job.root, job.key) if group.rank == 0 else None
+    stored = checkpoint.load_checkpoint(job.root, job.key) if group.rank == 0 else None
     start = group.broadcast(stored) or Checkpoint(0, 0, [], {}, {})
     best_tensors: dict[str, torch.Tensor] = {}
     if start.tensors:  # otherwise there is no checkpoint
@@ -718,7 +720,7 @@ class CheckpointSaver:
         job = self.job
         if self.group.rank == 0:
             state = Checkpoint(epoch, step, history, sums, self.best.record)
-            checkpoint.save(
+            checkpoint.save_checkpoint(
                 job.root, job.key, self.method, self.optimizer, self.best.tensors, state
             )
             self._report_saved(epoch, step)

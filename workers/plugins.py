@@ -120,7 +120,7 @@ def load_installed() -> tuple[dict[str, Any], dict[str, str]]:
     return loaded, broken
 
 
-def find_missing(required: Iterable[str], known: Iterable[str]) -> list[str]:
+def find_missing_modules(required: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the required modules that are not loaded, judged by their top-level package.
 
     The modules in ACCRETE_PLUGINS count as loaded.
@@ -133,7 +133,7 @@ def find_missing(required: Iterable[str], known: Iterable[str]) -> list[str]:
     return [name for name in required if name.partition(".")[0] not in packages]
 
 
-def describe_missing(where: str, modules: Iterable[str]) -> str:
+def describe_missing_modules(where: str, modules: Iterable[str]) -> str:
     """Return the error message about a file that requires modules which are not loaded."""
     names = list(modules)
     flags = " ".join(f"--plugin {name}" for name in names)

@@ -219,7 +219,7 @@ class Experiment:
         from pipeline.shell.console import ending
 
         stream = choose_stream(quiet)
-        selection = StageSelection(*map(list_names, (only, start, until, force)))
+        selection = StageSelection(*map(to_name_list, (only, start, until, force)))
         with self._in_folder() as cd_prefix:
             run = self._prepare(to_run=True, say=make_printer(stream))
             result = app.execute(
@@ -283,11 +283,11 @@ class Experiment:
         Raises:
             UserError: If the config or its storage cannot be used.
         """
-        from pipeline.app.prepared import read_tables
+        from pipeline.app.prepared import read_run_tables
 
         with self._in_folder():
             run = self._prepare()
-            tables = read_tables(run)
+            tables = read_run_tables(run)
         return self._results(run, tables)
 
     def report(self) -> WrittenReport:
@@ -341,7 +341,7 @@ class Experiment:
 
         screen = make_console(choose_stream(quiet))
         command = REPEAT_IN_PYTHON.format("analyse")
-        cards = list_names(on)
+        cards = to_name_list(on)
         return analysis.analyse(prepared(), screen, command, images, maps, robustness, cards)
 
     # ---- preparation -----------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
         yield f"cd {words} && "
 
 
-def list_names(names: Names) -> list[str]:
+def to_name_list(names: Names) -> list[str]:
     """Return one or several names as a list."""
     return [names] if isinstance(names, str) else [*names]
 

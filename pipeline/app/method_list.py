@@ -160,12 +160,12 @@ def describe_method(name: str) -> str:
     settings = list_settings(name)
     method = METHODS[name]
     lines = [f"{name}: {method.family}; scenarios {', '.join(sorted(method.scenarios))}"]
-    lines += _wrapped(f"keeps for each task: {method.keeps}")
+    lines += _wrap_text(f"keeps for each task: {method.keeps}")
     if method.paper:
-        lines += _wrapped(f"paper: {method.paper}")
+        lines += _wrap_text(f"paper: {method.paper}")
     lines += ["", "default training settings (`train`, methods.NAME.train):"]
     for text in describe_train_defaults(method):
-        lines += _wrapped(text)
+        lines += _wrap_text(text)
     lines.append("")
     if settings:
         lines.append(f"settings, below methods.{name}; if the paper has another value")
@@ -176,7 +176,7 @@ def describe_method(name: str) -> str:
         lines.append(f"{name} has no settings of its own")
     for setting in settings:
         lines += ["", f"{setting.name}: {setting.kind}", *_format_default(setting)]
-        lines += _wrapped(setting.meaning)
+        lines += _wrap_text(setting.meaning)
     return "\n".join(lines)
 
 
@@ -251,7 +251,7 @@ def _format_default(setting: Setting) -> list[str]:
         text += f"; {setting.bounds}"
     if setting.paper is not None:
         text += f"; in the paper {setting.paper}"
-    return _wrapped(text)
+    return _wrap_text(text)
 
 
 def format_yaml_value(value: Any) -> str:
@@ -319,7 +319,7 @@ def _find_type_names(annotation: Any) -> Iterator[str]:
             yield from _find_type_names(argument)
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap_text(text: str) -> list[str]:
     """Wrap a text into indented lines that fit into the terminal."""
     columns = shutil.get_terminal_size((LONGEST_LINE, 24)).columns
     width = min(max(columns, SHORTEST_LINE), LONGEST_LINE)

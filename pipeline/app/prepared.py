@@ -157,7 +157,7 @@ def make_replica_records(run: PreparedRun) -> dict[str, RunRecord]:
     return records
 
 
-def read_tables(run: PreparedRun) -> dict[str, RunTables]:
+def read_run_tables(run: PreparedRun) -> dict[str, RunTables]:
     """Return the stored results of each replica of a run, by replica.
 
     For a run with one seed and one class order, the only key is the empty string.

@@ -175,9 +175,9 @@ def build_report(
 
     gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
     if not run.replicas:
-        return page.build(run.store.storage, record, failures, gpu_use)
+        return page.build_run_report(run.store.storage, record, failures, gpu_use)
     tables = RunTables.load_all(run.store.storage, make_replica_records(run))
-    return replicas_page.build(record, tables, failures, gpu_use)
+    return replicas_page.build_replicas_report(record, tables, failures, gpu_use)
 
 
 def report_failures(

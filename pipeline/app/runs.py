@@ -128,7 +128,7 @@ class IngestedData(NamedTuple):
     @property
     def rejected_text(self) -> str:
         """The rejected images by reason, as text; empty without rejected images."""
-        return counts_text(self.rejected)
+        return format_counts(self.rejected)
 
 
 # ---- from a config to a graph --------------------------------------------------------------------
@@ -229,15 +229,15 @@ def _with_graph(
     """
     inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None
     if inputs is not None and not with_jobs:
-        cached = graph_cache.read(store, inputs, config.name)
+        cached = graph_cache.read_graph(store, inputs, config.name)
         if cached is not None:
             return PreparedRun(config, store, cached.graph, cached.tasks, has_jobs=False)
     if may_use_cache:
         config = checked()
     sources = inputs.sources if inputs is not None else {}
-    graph, tasks = _build(config, store, to_run, sources)
+    graph, tasks = _build_stages(config, store, to_run, sources)
     if inputs is not None:
-        graph_cache.write(store, inputs, graph, tasks)
+        graph_cache.write_graph(store, inputs, graph, tasks)
     return PreparedRun(config, store, graph, tasks)
 
 
@@ -260,13 +260,15 @@ def rebuild(run: PreparedRun) -> PreparedRun:
         replicas = {name: rebuild(replica) for name, replica in run.replicas.items()}
         return _with_replicas(run.config, replicas)
     inputs = graph_cache.collect_inputs(run.config, run.store, True)
-    graph, tasks = _build(run.config, run.store, True, {} if inputs is None else inputs.sources)
+    graph, tasks = _build_stages(
+        run.config, run.store, True, {} if inputs is None else inputs.sources
+    )
     if inputs is not None:
-        graph_cache.write(run.store, inputs, graph, tasks)
+        graph_cache.write_graph(run.store, inputs, graph, tasks)
     return PreparedRun(run.config, run.store, graph, tasks)
 
 
-def _build(
+def _build_stages(
     config: Config, store: Store, ask_sources: bool, sources: Mapping[str, KnownSource]
 ) -> tuple[Graph, list[Task]]:
     from pipeline.graph import build  # keeps the start-up fast: imports torch and timm
@@ -486,7 +488,9 @@ def _run_and_record(
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
             path = None if location is None else sqlite_path(location.uri)
-            complete.write(state, links, "" if path is None else str(path), recorder.run_ids)
+            complete.mark_complete(
+                state, links, "" if path is None else str(path), recorder.run_ids
+            )
         return _finish(run, record, outcome, files, recorder.warnings, links)
 
 
@@ -696,7 +700,7 @@ def _read_account(store: Store, key: str) -> tuple[list[str], str]:
     return lines, artifact.uri(PREVIEW)
 
 
-def counts_text(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Format counts with their names, for example `20 train, 10 test`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 

@@ -225,7 +225,7 @@ def _resolve_config(args: argparse.Namespace) -> None:
     """Replace `args.config` by the path of a config; for data, write a card and a config first."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
-    args.config = starter.find_config(args.config, invocation.this_command(), print)
+    args.config = starter.find_or_write_config(args.config, invocation.this_command(), print)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -267,9 +267,9 @@ def search(args: argparse.Namespace) -> int:
     from pipeline.app import runs as app
     from pipeline.search import run as searches  # start-up time: imports torch
     from pipeline.search.screen import SearchScreen
-    from pipeline.search.spec import prepare
+    from pipeline.search.spec import prepare_search
 
-    prepared = prepare(args.config, args.overrides)
+    prepared = prepare_search(args.config, args.overrides)
     searches.execute(
         prepared,
         SearchScreen(prepared),
@@ -312,7 +312,7 @@ def plan(args: argparse.Namespace) -> int:
             f"{'applies only to the other tasks' if is_used else 'has no effect'}\n"
         )
     print(diagram.to_text(graph, status))
-    settings_text = training_plan.text(run_plan.training())
+    settings_text = training_plan.format_training(run_plan.training())
     if settings_text:
         print(f"\n{settings_text}")
     if 0 < count < len(graph):
@@ -323,7 +323,7 @@ def plan(args: argparse.Namespace) -> int:
     if with_cost:
         from pipeline.launch import cost  # start-up time: imports torch
 
-        print("\n" + cost.text(run_plan.forecast(args.calibrate)))
+        print("\n" + cost.format_forecast(run_plan.forecast(args.calibrate)))
     if args.svg:
         write_named_file("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")
@@ -362,7 +362,7 @@ def ingest(args: argparse.Namespace) -> int:
     resume_command = app.format_command("ingest", args.config, args.overrides)
     for data in app.ingest(prepared, console.Console, resume_command):
         rejected = data.rejected_text or "none rejected"
-        print(f"{data.stage}: {app.counts_text(data.counts)}; {rejected}")
+        print(f"{data.stage}: {app.format_counts(data.counts)}; {rejected}")
         for line in data.account:
             print(f"  {line}")
         if data.preview:

@@ -85,7 +85,7 @@ def preview_card(args: argparse.Namespace) -> int:
     """Write the preview of a card, print its path and open it in a browser."""
     from pipeline.data import card_files, starter  # imports pyarrow
 
-    path = starter.preview_card(card_files.load(args.card))
+    path = starter.preview_card(card_files.load_card_file(args.card))
     if not args.no_open:
         webbrowser.open(Path(path).absolute().as_uri())
     print(f"preview: {path}")
@@ -103,7 +103,7 @@ def list_cards(args: argparse.Namespace) -> int:
 
     if args.cards:
         program = invocation.this_command()
-        print("\n\n".join(catalogue.describe(name, program) for name in args.cards))
+        print("\n\n".join(catalogue.describe_card(name, program) for name in args.cards))
         return 0
     entries, problems = catalogue.read_catalogue()
     rows = [entry.cells for entry in entries]

@@ -139,16 +139,16 @@ def report(args: argparse.Namespace) -> int:
         return _report_inputs(args)
     from pipeline.app import reports
     from pipeline.app import runs as app
-    from pipeline.app.prepared import read_tables
+    from pipeline.app.prepared import read_run_tables
     from pipeline.search import run as searches  # imports torch
-    from pipeline.search.spec import prepare
+    from pipeline.search.spec import prepare_search
 
     if searches.is_search(args.config):
         if args.json:
             raise UserError(
                 f"--json needs the config of a run, and {args.config!r} is a search; name a run"
             )
-        search = prepare(args.config, args.overrides)
+        search = prepare_search(args.config, args.overrides)
         print("\n".join(searches.report(search).lines))
         return 0
     prepared = app.prepare(args.config, args.overrides, allow_replicas=True)
@@ -157,7 +157,7 @@ def report(args: argparse.Namespace) -> int:
     if args.json:
         from pipeline.results.results_file import write_results  # imports pyarrow
 
-        write_results("--json", args.json, [*read_tables(prepared).values()])
+        write_results("--json", args.json, [*read_run_tables(prepared).values()])
         print(f"results: {args.json}")
     return 0
 
@@ -271,4 +271,4 @@ def ui(args: argparse.Namespace) -> int:
 
     storage = absolute(args.storage)
     check_readable(storage)
-    return mlflow_ui.serve(storage, args.host, args.port)
+    return mlflow_ui.serve_ui(storage, args.host, args.port)

@@ -194,7 +194,7 @@ def bundle(args: argparse.Namespace) -> int:
         if args.onnx:  # first: if it fails, no model folder must be left behind
             _write_onnx(source, args)
         if args.out:
-            _write_folder(source, args)
+            _write_model_folder(source, args)
     return 0
 
 
@@ -216,14 +216,14 @@ def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
             f"{', '.join(names)}"
         )
     task_name = task_name or names[0]
-    onnx_file.write(source, task_name, absolute(args.onnx))
+    onnx_file.write_onnx_file(source, task_name, absolute(args.onnx))
     print(
         f"{args.onnx}: task {task_name}; {onnx_file.INPUT} (N, 3, H, W), normalised, give "
         f"{onnx_file.OUTPUT} (N, {source.task(task_name).num_classes})"
     )
 
 
-def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
+def _write_model_folder(source: Bundle, args: argparse.Namespace) -> None:
     """Write a bundle, or a single task for plain timm, into a new folder."""
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
@@ -232,7 +232,7 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
     if args.timm:
         from workers.serving import timm_model
 
-        timm_model.write(source, args.timm, out)
+        timm_model.write_timm_folder(source, args.timm, out)
         folder = f"local-dir:{out}"
         print(f"{out}: task {args.timm}; timm.create_model({folder!r}, pretrained=True)")
         return
@@ -314,11 +314,11 @@ def _change_task(args: argparse.Namespace) -> None:
 def serve(args: argparse.Namespace) -> int:
     """Answer requests over HTTP until the process is interrupted. Return the exit code."""
     settings = serve_command.parse_settings(args)
-    source = open_source(args)
+    source = open_model_source(args)
     return serve_command.serve(source, replace(settings, record_in=find_record_folder(args)))
 
 
-def open_source(args: argparse.Namespace) -> ModelSource:
+def open_model_source(args: argparse.Namespace) -> ModelSource:
     """Return the source of the model that `args.config` names."""
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles

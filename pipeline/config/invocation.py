@@ -14,7 +14,7 @@ SCRIPT = "accrete"  # installed by pip, see `project.scripts` of pyproject.toml
 
 def this_python() -> str:
     """Return the path of this interpreter, relative to the current folder if that is shorter."""
-    return _short(sys.executable)
+    return shorten_path(sys.executable)
 
 
 def this_command() -> str:
@@ -33,7 +33,7 @@ def _find_program() -> str:
     on_path = shutil.which(SCRIPT)
     if on_path is not None and os.path.realpath(on_path) == os.path.realpath(script):
         return SCRIPT
-    return _short(os.path.abspath(script))
+    return shorten_path(os.path.abspath(script))
 
 
 def program() -> str:
@@ -48,7 +48,7 @@ def logs_command(storage: str, name: str) -> str:
     return f"{this_command()} logs --storage {shlex.quote(storage)} {name}"
 
 
-def _short(path: str) -> str:
+def shorten_path(path: str) -> str:
     """Return a path inside the current folder as a relative path, and another path unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

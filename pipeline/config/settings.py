@@ -187,7 +187,7 @@ class StreamSettings(Frozen):
         return [{"card": entry} if isinstance(entry, str) else entry for entry in value]
 
 
-def _check_gpus(gpus: float) -> float:
+def _check_gpu_share(gpus: float) -> float:
     """Return a number of GPUs. Raise `ValueError` for a number that Ray cannot allocate."""
     if gpus > 1 and gpus % 1:
         raise ValueError(
@@ -197,7 +197,7 @@ def _check_gpus(gpus: float) -> float:
     return gpus
 
 
-Gpus = Annotated[float, Field(ge=0, le=1000), AfterValidator(_check_gpus)]
+Gpus = Annotated[float, Field(ge=0, le=1000), AfterValidator(_check_gpu_share)]
 
 
 class StageLimits(Frozen):
@@ -1107,7 +1107,7 @@ def _check_task_overrides(
 ) -> None:
     """Raise `UserError` if a task overrides a setting that must be the same for all tasks."""
     allowed = [*sorted(method_class.per_task), "steps", "train"]
-    common = {"data", *_list_keys(method_class.Settings, [])} - method_class.per_task
+    common = {"data", *_list_accepted_keys(method_class.Settings, [])} - method_class.per_task
     for key, value in settings.items():
         if key in common:
             raise UserError(
@@ -1201,7 +1201,7 @@ def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
     if len(value) >= MAX_VALUE_CHARACTERS:
         value = value[: MAX_VALUE_CHARACTERS - 3] + "..."
     if first["type"] == "extra_forbidden":
-        hint = _similar_key(location[-1], sorted(_list_keys(model, location[:-1])))
+        hint = _similar_key(location[-1], sorted(_list_accepted_keys(model, location[:-1])))
         return f"{key} is not a known key (value {value}); {hint}"
     if first["type"] == "missing":
         return f"{key} is missing; add it"
@@ -1217,7 +1217,7 @@ def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
     return f"{key} is {value}: {message}; {remedy}"
 
 
-def _list_keys(model: type[BaseModel], path: list[str]) -> Iterator[str]:
+def _list_accepted_keys(model: type[BaseModel], path: list[str]) -> Iterator[str]:
     """Yield the keys that a model accepts below `path`.
 
     Parts of the path that are not fields, for example list positions and labels, are skipped.

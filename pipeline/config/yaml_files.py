@@ -64,7 +64,7 @@ SCALARS = {
 INT_BASES = {"0o": 8, "0x": 16}  # prefix -> base
 
 
-class _Loader(yaml.SafeLoader):
+class _PlainYamlLoader(yaml.SafeLoader):
     """YAML loader that creates only plain values, and rejects a key that occurs twice.
 
     Files are not trusted. A file with too many values, counted with all aliases expanded, or too
@@ -157,19 +157,19 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes a string if YAML 1.1 or 1.2 would read it as another type."""
 
 
-_Loader.yaml_implicit_resolvers = {}
-_Loader.yaml_constructors = {
+_PlainYamlLoader.yaml_implicit_resolvers = {}
+_PlainYamlLoader.yaml_constructors = {
     TAG + "str": yaml.SafeLoader.yaml_constructors[TAG + "str"],
     TAG + "seq": yaml.SafeLoader.yaml_constructors[TAG + "seq"],
     TAG + "map": yaml.SafeLoader.yaml_constructors[TAG + "map"],
     None: yaml.SafeLoader.yaml_constructors[None],
 }
 for _name, _scalar in SCALARS.items():
-    for _class in (_Loader, _Dumper):
+    for _class in (_PlainYamlLoader, _Dumper):
         _pattern = re.compile(rf"(?:{_scalar.pattern})\Z")
         _class.add_implicit_resolver(TAG + _name, _pattern, _scalar.first)
     if _name != "merge":
-        _Loader.add_constructor(TAG + _name, _Loader.construct_plain_scalar)
+        _PlainYamlLoader.add_constructor(TAG + _name, _PlainYamlLoader.construct_plain_scalar)
 
 
 def read_yaml(file: Path, kind: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     Raises:
         UserError: If the file cannot be read, is not a mapping, or contains a secret.
     """
-    body = parse_yaml(_read_text(file, kind), str(file))
+    body = parse_yaml(_read_yaml_text(file, kind), str(file))
     if not isinstance(body, dict):
         raise UserError(
             f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; fix the file"
@@ -191,7 +191,7 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     return body
 
 
-def _read_text(file: Path, kind: str) -> str:
+def _read_yaml_text(file: Path, kind: str) -> str:
     try:
         text = read_regular(file, LONGEST_UTF8 * MAX_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -219,7 +219,7 @@ def parse_yaml(text: str, where: str) -> Any:
         UserError: If the text is not valid YAML.
     """
     try:
-        return yaml.load(text, _Loader)  # safe: a subclass of SafeLoader
+        return yaml.load(text, _PlainYamlLoader)  # safe: a subclass of SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         if mark is not None:
@@ -237,7 +237,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def compose_yaml(text: str) -> yaml.Node | None:
     """Return the nodes of a YAML text. A node has its line and column in the text."""
-    node: yaml.Node | None = yaml.compose(text, _Loader)
+    node: yaml.Node | None = yaml.compose(text, _PlainYamlLoader)
     return node
 
 
@@ -599,7 +599,7 @@ def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
     node: Any = body
     for part in parents:
         if isinstance(node, list):
-            node = node[_position(node, part, where)]
+            node = node[_parse_position(node, part, where)]
         else:
             if node.get(part) is None:
                 node[part] = {}
@@ -610,12 +610,12 @@ def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
                 "check the path"
             )
     if isinstance(node, list):
-        node[_position(node, last, where)] = value
+        node[_parse_position(node, last, where)] = value
     else:
         node[last] = value
 
 
-def _position(values: list[Any], part: str, where: str) -> int:
+def _parse_position(values: list[Any], part: str, where: str) -> int:
     """Parse a part of a path as a list index. Raise `UserError` if the index is invalid."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(values):
         raise UserError(

@@ -182,7 +182,7 @@ def build_account(
         dict(used),
         dict(rejected),
         dict(not_read),
-        {group: _shorten(list(named)) for group, named in places.items()},
+        {group: _shorten_names(list(named)) for group, named in places.items()},
         dict(rows or {}),
         tuple(notes),
     )
@@ -235,7 +235,7 @@ def _top_folder(name: str) -> str:
     return f"{folder}/" if rest else name
 
 
-def _shorten(names: list[str]) -> list[str]:
+def _shorten_names(names: list[str]) -> list[str]:
     limit = MAX_PLACE_LENGTH
     short = [name if len(name) <= limit else f"{name[:limit]}..." for name in names]
     return [*short[:MAX_NAMED_PLACES], "..."] if len(short) > MAX_NAMED_PLACES else short

@@ -23,14 +23,16 @@ def format_braces(urls: Iterable[str]) -> list[str]:
             runs.append((escaped, "", []))
             continue
         before, number, after = escaped[: match.start()], match[1], escaped[match.end() :]
-        if runs and _continues(runs[-1], before, number, after):
+        if runs and _continues_numbers(runs[-1], before, number, after):
             runs[-1][2].append(number)
         else:
             runs.append((before, after, [number]))
     return [_braced(before, after, numbers) for before, after, numbers in runs]
 
 
-def _continues(run: tuple[str, str, list[str]], before: str, number: str, after: str) -> bool:
+def _continues_numbers(
+    run: tuple[str, str, list[str]], before: str, number: str, after: str
+) -> bool:
     if run[:2] != (before, after) or not run[2]:
         return False
     expected = str(int(run[2][-1]) + 1).zfill(len(run[2][-1]))

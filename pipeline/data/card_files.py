@@ -26,7 +26,7 @@ SEED = re.compile("[0-9]{1,9}")  # a class order may be the seed of a permutatio
 MAX_LIST_BYTES = 256 << 20  # maximum size of a file that lists images
 
 
-def load(name: str, memory: Memory | None = None) -> Card:
+def load_card_file(name: str, memory: Memory | None = None) -> Card:
     """Load a card.
 
     Args:
@@ -48,7 +48,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
         card = card.model_copy(update={"classes": labels.classes})
         # whether a label that is a number is a place in `classes` or a name (`Source.numbers`)
         card = _replace_source(card, numbers=labels.numbers)
-    _check_classes(path, card)
+    _check_card_classes(path, card)
     return card
 
 
@@ -66,7 +66,7 @@ def _replace_source(card: Card, **changes: Any) -> Card:
     return card.model_copy(update={"source": card.source.model_copy(update=changes)})
 
 
-def list_cards() -> list[str]:
+def list_card_names() -> list[str]:
     """Return the names of the cards in `datasets`, sorted."""
     return sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
 
@@ -77,7 +77,7 @@ def load_without_source(name: str) -> Card:
     If the classes come from the source, `classes` is `(FROM_SOURCE,)`.
 
     Raises:
-        UserError: See `load`.
+        UserError: See `load_card_file`.
     """
     path = find_card_file(name)
     return _resolve_files(_parse_card(path, read_yaml(path, "a card")), path)
@@ -142,12 +142,12 @@ def find_card_file(name: str) -> Path:
         path = path / "card.yaml"
     if path.exists():
         return path
-    known = list_cards()
+    known = list_card_names()
     hint = did_you_mean(name, known, f"`accrete data list` lists all {len(known)} cards")
     raise UserError(f"card {name!r} does not exist ({path}); {hint}")
 
 
-def _check_classes(path: Path, card: Card) -> None:
+def _check_card_classes(path: Path, card: Card) -> None:
     for name in card.classes:
         if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
             raise UserError(

@@ -27,7 +27,7 @@ FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
-def _join(parts: Any) -> Any:
+def _join_parts(parts: Any) -> Any:
     """Join a list of texts and integers to one text, and convert a single integer to text."""
     if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
         return LIST_MARK.join(map(str, parts))
@@ -36,7 +36,7 @@ def _join(parts: Any) -> Any:
 
 _ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 # one text, or a list of texts
-Parts = Annotated[str, BeforeValidator(_join), WithJsonSchema(_ONE_OR_MORE)]
+Parts = Annotated[str, BeforeValidator(_join_parts), WithJsonSchema(_ONE_OR_MORE)]
 
 
 class MoreFolder(Frozen):
@@ -78,7 +78,7 @@ class Source(Frozen):
         "json:FIELD in webdataset; "
         "null: images have no labels, and the card has one class, which all of them belong to",
     )
-    split: Annotated[str | None, BeforeValidator(_join), Neutral(None)] = Field(
+    split: Annotated[str | None, BeforeValidator(_join_parts), Neutral(None)] = Field(
         None,
         min_length=1,
         description="column of the split in csv and Parquet (`path` then names the table), "

@@ -49,7 +49,7 @@ class Catalogue(NamedTuple):
 def read_catalogue() -> Catalogue:
     """Return the catalogue of the cards in `datasets`, sorted by name. Sources are not read."""
     catalogue = Catalogue([], [])
-    for name in card_files.list_cards():
+    for name in card_files.list_card_names():
         try:
             catalogue.entries.append(make_entry(card_files.load_without_source(name)))
         except UserError as error:
@@ -103,7 +103,7 @@ def how(card: Card) -> str:
     return "a folder of yours"
 
 
-def describe(name: str, program: str) -> str:
+def describe_card(name: str, program: str) -> str:
     """Describe the data of a card, and their location or download.
 
     Args:
@@ -129,11 +129,11 @@ def describe(name: str, program: str) -> str:
     if how(card) == PREPARED:
         lines.append(f"  next: {program} data prepare {shlex.quote(name)} FROM")
     if card.source.path:
-        lines.append(f"  read from: {absolute_uri(card.source.path)}{_state(card)}")
+        lines.append(f"  read from: {absolute_uri(card.source.path)}{_describe_state(card)}")
     return "\n".join(lines)
 
 
-def _state(card: Card) -> str:
+def _describe_state(card: Card) -> str:
     """Return ` (there)` or ` (missing)` for a source on this machine, and "" for other sources."""
     path = absolute_uri(card.source.path)
     if not is_local(path):

@@ -263,7 +263,7 @@ def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int,
         stream: The file.
         start: Position of the body in the file.
     """
-    message = _Table(head, struct.unpack_from("<I", head)[0])
+    message = _FlatbufferTable(head, struct.unpack_from("<I", head)[0])
     body = message.read_number(BODY_LENGTH, "<q")
     batch = message.read_table_field(HEADER)
     kind = message.read_number(HEADER_TYPE, "<B")
@@ -280,7 +280,7 @@ def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int,
     return batch.read_number(NUM_ROWS, "<q"), decompressed, body
 
 
-class _Table:
+class _FlatbufferTable:
     """A flatbuffer table. Fields are numbered by their position in the schema."""
 
     def __init__(self, data: bytes, start: int):
@@ -301,10 +301,10 @@ class _Table:
         start = self.locate(field)
         return int(struct.unpack_from(form, self.data, start)[0]) if start else 0
 
-    def read_table_field(self, field: int) -> _Table:
+    def read_table_field(self, field: int) -> _FlatbufferTable:
         """Read the table in a field."""
         start = self.locate(field)
-        return _Table(self.data, start + struct.unpack_from("<I", self.data, start)[0])
+        return _FlatbufferTable(self.data, start + struct.unpack_from("<I", self.data, start)[0])
 
     def read_pairs(self, field: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of numbers in a field."""

@@ -263,7 +263,7 @@ def find_placements(
         The placements, or [] if the paths lead to no files.
     """
     direct = _build_placement(rows, FileFinder(index, folder, base, ("{}",)))
-    candidates = [_find_candidates(row, index, base) for row in rows]
+    candidates = [_find_candidate_files(row, index, base) for row in rows]
     num_possible = sum(map(bool, candidates))
     if direct is not None and direct.num_found >= num_possible:
         return [direct]
@@ -308,7 +308,7 @@ def _is_consistent(rows: Sequence[NamedRow], files: Sequence[str | None]) -> boo
     return bool(first)
 
 
-def _find_candidates(row: NamedRow, index: FileIndex, base: str) -> list[str]:
+def _find_candidate_files(row: NamedRow, index: FileIndex, base: str) -> list[str]:
     """Return the files that end with the path in a row."""
     path = parse_path(row.text, base) if row.text and "\0" not in row.text else None
     if path is None:

@@ -85,14 +85,14 @@ def check_image(
             return CheckedImage("image file is truncated (its data ends before its last row)")
         image = open_any(data, limits.max_pixels)
         image.load()
-        return _describe(image, limits)
+        return _examine_image(image, limits)
     except MemoryError:
         raise
     except Exception as error:  # Pillow's plugins raise almost anything on damaged files
-        return CheckedImage(_describe_error(error))
+        return CheckedImage(_describe_decoding_error(error))
 
 
-def _describe(image: Image.Image, limits: ImageLimits) -> CheckedImage:
+def _examine_image(image: Image.Image, limits: ImageLimits) -> CheckedImage:
     is_plain = image.mode in ("L", "RGB", "CMYK", "YCbCr") and "transparency" not in image.info
     has_one_value = _has_one_value(image)
     is_blank = has_one_value if is_plain else _has_one_value(to_rgb(image, limits.value_range))
@@ -145,7 +145,7 @@ def can_read_heic() -> bool:
     return True
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_decoding_error(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "cannot identify" in text:
         return "not an image"

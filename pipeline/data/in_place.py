@@ -41,10 +41,10 @@ from pipeline.data.preview import MAX_PER_GROUP, PreviewImage, limit_per_group
 from workers.data.decoding import open_image
 from workers.data.in_place import (
     SHARDS,
+    encode_shard_list,
     parse_shard_number,
-    read_shards,
+    read_shard_list,
     urls_by_name,
-    write_shards,
 )
 from workers.data.shards import SCHEMA
 from workers.errors import UserError
@@ -152,13 +152,13 @@ def index_shards(
     attempt = Attempt(root, key)
     try:
         files = {name: shard.info for name, shard in zip(names, shards, strict=True)}
-        attempt.write(SHARDS, write_shards(files))
+        attempt.write(SHARDS, encode_shard_list(files))
         fields = {**extra, "fingerprint": ingest.get_fingerprint(state), "started": started}
         fields["reading"] = digest_reading(card, PLACES)
         index = index_table(names, contents.selected)
-        attempt.write(SOURCE, _encode_source(contents.rows, rows, jobs, shards))
-        ingest.publish(
-            attempt, index, contents, _pictures(contents.selected, names, shards), fields
+        attempt.write(SOURCE, _encode_source_with_pictures(contents.rows, rows, jobs, shards))
+        ingest.commit_ingest(
+            attempt, index, contents, _choose_pictures(contents.selected, names, shards), fields
         )
     except BaseException:
         attempt.discard()
@@ -175,7 +175,7 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
     return list_entries(path, [""], get_format(card).suffixes) or entries
 
 
-def _pictures(
+def _choose_pictures(
     selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
 ) -> list[PreviewImage]:
     """Return the pictures of used images with their split, up to the limit of the preview."""
@@ -195,7 +195,7 @@ def _pictures(
 
 
 # ---- shards of an earlier ingest -----------------------------------------------------------------
-def _encode_source(
+def _encode_source_with_pictures(
     kept: pa.Table, rows: pa.Table, jobs: Sequence[IndexJob], shards: Sequence[IndexedShard]
 ) -> bytes:
     """Return the bytes of the file SOURCE, with the pictures of kept images.
@@ -245,7 +245,7 @@ class KnownShards(NamedTuple):
             table = read_table(artifact.read(SOURCE))
             num_rows = read_num_rows(table)
             pictures = json.loads((table.schema.metadata or {})[PICTURES])
-            infos = read_shards(artifact)
+            infos = read_shard_list(artifact)
         except (UserError, pa.ArrowException, OSError, KeyError, ValueError):
             return None
         rows = table.replace_schema_metadata(None)
@@ -322,7 +322,7 @@ def _read_all(
     sizes = list_files(folder)
     unknown = [job for job in jobs if job.name not in shards]
     with ThreadPoolExecutor(TABLE_READERS, "tables") as pool:
-        standing = list(pool.map(lambda job: _read_table(job, sizes), unknown))
+        standing = list(pool.map(lambda job: _read_indexed_shard(job, sizes), unknown))
     shards |= {job.name: shard for job, shard in zip(unknown, standing, strict=True) if shard}
     pending = [job for job in jobs if job.name not in shards]
     num_images = sum(len(shard.rows) for shard in shards.values())
@@ -340,7 +340,7 @@ def _read_all(
     return [shards[job.name] for job in jobs]
 
 
-def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
+def _read_indexed_shard(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
     """Return a shard that an interrupted run has read, or None if it must be read."""
     if job.target.partition("?")[0].rpartition("/")[2] not in sizes:
         return None

@@ -53,7 +53,7 @@ from pipeline.data.packs import (
     hash_unit,
     mark_left_out,
     raw_rows,
-    read_table,
+    read_unit_rows,
     write_unit,
 )
 from pipeline.data.preview import PREVIEW, PreviewImage, render_preview, sample_rows
@@ -233,13 +233,13 @@ def _write_artifact(
         raise
     plan = f"{contents.fields['content']} {card.identity()} {REVISION} by class"
     attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
-    pictures = list(_pictures(card, sample_rows(contents.selected), packs))
+    pictures = list(_read_pictures(card, sample_rows(contents.selected), packs))
     index = _write_all(contents.selected, card, attempt, packs, map_fn, report, known)
     attempt.write(SOURCE, encode_source_rows(contents.rows, rows, index))
-    publish(attempt, index, contents, pictures, fields)
+    commit_ingest(attempt, index, contents, pictures, fields)
 
 
-def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[PreviewImage]:
+def _read_pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[PreviewImage]:
     """Yield the images of some rows for the preview, with few bytes in memory at a time."""
     sizes = rows["bytes"].to_pylist()
     for part in unit_slices(sizes):
@@ -291,7 +291,7 @@ def select_contents(
         notes = [*notes, Changes.between(before, rows).text()]
     account = _account(card, entries, selected, rejected, left_out, notes)
     account.check(card)
-    counts = _count_images(selected)
+    counts = _count_by_split(selected)
     content = digest_index(selected.rename_columns({"label": "class"}))
     check_promises(card, counts, content)
     fields = {
@@ -338,7 +338,7 @@ def _account(
     return build_account(card, entries, images, notes)
 
 
-def publish(
+def commit_ingest(
     attempt: Attempt,
     index: pa.Table,
     contents: Contents,
@@ -355,7 +355,7 @@ def publish(
         extra: Further fields of the manifest; `started` is the start of the ingest in seconds of
             `time.monotonic`.
     """
-    attempt.write(INDEX, _to_parquet(index))
+    attempt.write(INDEX, _encode_parquet(index))
     attempt.write(REJECTED_CSV, to_csv(REJECTED.names, rejected_rows(contents.rejected)))
     attempt.write(ACCOUNT, contents.account.to_json())
     groups = contents.selected.group_by(["split", "label"]).aggregate([([], "count_all")])
@@ -401,7 +401,7 @@ def _hash_attempt_name(plan: str, nonce: str) -> str:
     return f"a-{digest[:12]}"
 
 
-def _count_images(rows: pa.Table) -> dict[str, int]:
+def _count_by_split(rows: pa.Table) -> dict[str, int]:
     """Return the number of rows of each split; `val` is left out if it has none."""
     counts: dict[str, int] = {}
     for split in SPLITS:
@@ -462,7 +462,7 @@ def read_source(
     done = [name for name in names if name + TABLE_SUFFIX in sizes]
     if done:
         with ThreadPoolExecutor(TABLE_READERS, "tables") as pool:
-            read = partial(read_table, packs, sizes=sizes)
+            read = partial(read_unit_rows, packs, sizes=sizes)
             tables.update(zip(done, pool.map(read, done), strict=True))
     jobs: list[UnitJob] = []
     num_before = 0
@@ -569,7 +569,7 @@ def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
         )
 
 
-def _to_parquet(table: pa.Table) -> bytes:
+def _encode_parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()

@@ -205,7 +205,7 @@ class KnownImages:
                 continue
             known = is_known[start:stop]
             rest = [item for item, k in zip(part, known.tolist(), strict=True) if not k]
-            earlier = _find_candidates(gone, rest)
+            earlier = _find_candidate_rows(gone, rest)
             if not known.any() and not len(earlier):
                 divided.append(None)
                 continue
@@ -327,7 +327,7 @@ def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
     return True
 
 
-def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
+def _find_candidate_rows(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
     """Return the rows with the name of an item, or with its file size and its position."""
     if not items or not len(rows):
         return rows.slice(0, 0)
@@ -420,8 +420,8 @@ class Changes(NamedTuple):
         is_same = pc.is_in(now["stamp"], before["stamp"])
         was_same = pc.is_in(before["stamp"], now["stamp"])
         before, now = before.filter(pc.invert(was_same)), now.filter(pc.invert(is_same))
-        old = dict(zip(_paths(before), _bytes_digests(before), strict=True))
-        new = dict(zip(_paths(now), _bytes_digests(now), strict=True))
+        old = dict(zip(_list_image_paths(before), _bytes_digests(before), strict=True))
+        new = dict(zip(_list_image_paths(now), _bytes_digests(now), strict=True))
         added = new.keys() - old.keys()
         removed = old.keys() - new.keys()
         gone = {old[name] for name in removed if old[name]}
@@ -437,7 +437,7 @@ class Changes(NamedTuple):
         )
 
 
-def _paths(rows: pa.Table) -> list[str]:
+def _list_image_paths(rows: pa.Table) -> list[str]:
     """Return the path of each image: the name of the file from its stamp, and its own name."""
     files = [stamp.partition("\t")[0] for stamp in rows["stamp"].to_pylist()]
     return [f"{file}\t{name}" for file, name in zip(files, rows["name"].to_pylist(), strict=True)]

@@ -316,12 +316,12 @@ def _file_entry(name: str, child: os.DirEntry[str], suffixes: frozenset[str]) ->
     problem = None
     if is_hidden(name):
         problem = HIDDEN
-    elif not get_suffix(name) and not _starts_as_image(child.path):
+    elif not get_suffix(name) and not _is_image_file(child.path):
         problem = NO_EXTENSION
     return Entry(name, info.st_size, info.st_mtime_ns, problem)
 
 
-def _starts_as_image(path: str) -> bool:
+def _is_image_file(path: str) -> bool:
     try:
         with open(path, "rb") as stream:
             return starts_as_image(stream.read(START_BYTES))

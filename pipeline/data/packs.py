@@ -377,7 +377,7 @@ def raw_rows(job: RawJob) -> pa.Array:
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def read_table(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
+def read_unit_rows(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
     """Return the rows of a finished unit, or None if it must be read again.
 
     Args:

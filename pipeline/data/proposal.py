@@ -69,7 +69,7 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     bad = min(round(MAX_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
         f"# {_comment(data_set.layout)}: {format_count(len(data_set.classes), 'class')}, "
-        f"{_counts_text(data_set)}. Written by `{_comment(command)}`.\n"
+        f"{_format_image_counts(data_set)}. Written by `{_comment(command)}`.\n"
         "# Edit it: all keys are in datasets/README.md. Paths start at the folder of this file.\n"
     )
     text += _line("name", name)
@@ -86,7 +86,7 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     return text + _line("max_bad_fraction", bad)
 
 
-def _counts_text(data_set: DataSet) -> str:
+def _format_image_counts(data_set: DataSet) -> str:
     parts = [
         f"{format_count(number, f'{split} image', data_set.is_exact)}"
         for split, number in data_set.counts.items()

@@ -80,7 +80,7 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
 
     Raises:
         UserError: If no images exist, too many images are corrupt, a class has no train images,
-            or `check_pixels` or `check_leaks` fails.
+            or `check_pixel_values` or `check_leaks` fails.
     """
     _require_rows(card, len(rows))
     has_problem = pc.is_valid(rows["problem"])
@@ -92,7 +92,7 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
     selected = _with_keys(card, usable)
     duplicates, duplicate_rows = find_duplicates(card, selected)
     without_key = problems.set_column(
-        _position(problems, "key"), "key", _repeated("", len(problems))
+        _find_column(problems, "key"), "key", _repeated("", len(problems))
     )
     rejected = [_rejected(without_key), duplicate_rows]
     if card.duplicates == "drop":
@@ -102,10 +102,10 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
         surplus = selected.filter(pa.array(is_surplus))
         rejected.append(_rejected(surplus, LIMIT_REASON))
         selected = selected.filter(pa.array(~is_surplus))
-    check_classes(card, problems, selected)
-    notes = [*check_pixels(card, selected), *_in_two_classes(selected)]
+    check_class_images(card, problems, selected)
+    notes = [*check_pixel_values(card, selected), *_in_two_classes(selected)]
     check_leaks(card, selected)
-    selected = _in_order(selected.drop_columns(["blank", "top"]))
+    selected = _sort_by_shard(selected.drop_columns(["blank", "top"]))
     return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)), notes)
 
 
@@ -142,7 +142,7 @@ def check_listed(
         totals[split] = totals.get(split, 0) + size
         if size:
             rows.append({"split": split, "label": name})
-    check_classes(card, problems, pa.Table.from_pylist(rows, CLASSES))
+    check_class_images(card, problems, pa.Table.from_pylist(rows, CLASSES))
     return totals
 
 
@@ -172,14 +172,14 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
         else:
             is_test[is_train] = _held_out(train, card.test_fraction)
         split = pc.if_else(pa.array(is_test), "test", rows["split"]).cast(pa.large_string())
-        rows = rows.set_column(_position(rows, "split"), "split", split)
+        rows = rows.set_column(_find_column(rows, "split"), "split", split)
     keys = pc.binary_join_element_wise(rows["split"], rows["key"], SLASH)
-    rows = rows.set_column(_position(rows, "key"), "key", keys)
+    rows = rows.set_column(_find_column(rows, "key"), "key", keys)
     order = sort_by_digest(compute_key_digests(rows["key"]), _split_numbers(rows))
     return rows.take(pa.array(order)).combine_chunks()
 
 
-def _in_order(rows: pa.Table) -> pa.Table:
+def _sort_by_shard(rows: pa.Table) -> pa.Table:
     """Sort rows in the order of shards, so that an epoch reads a class in few long ranges."""
     names = ("label", "sha256", "key")
     rows = rows.append_column("number", pa.array(_split_numbers(rows)))
@@ -211,7 +211,7 @@ def _make_keys_unique(rows: pa.Table) -> pa.Table:
     mask = pa.array(is_repeated)
     column = rows["key"].combine_chunks()
     unique = pc.replace_with_mask(column, mask, pa.array(keys, pa.large_string()))
-    return rows.set_column(_position(rows, "key"), "key", unique)
+    return rows.set_column(_find_column(rows, "key"), "key", unique)
 
 
 def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
@@ -293,7 +293,7 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
     table = _rejected(ordered.take(pa.array(listed, pa.int64())))
     for name, values in (("reason", reasons), ("kept", kept)):
         column = pa.array(values, pa.large_string())
-        table = table.set_column(_position(table, name), name, column)
+        table = table.set_column(_find_column(table, name), name, column)
     return duplicates, table
 
 
@@ -309,7 +309,7 @@ def find_surplus(limits: Mapping[Split, int], rows: pa.Table) -> NDArray[np.bool
     return is_surplus
 
 
-def check_pixels(card: Card, rows: pa.Table) -> list[str]:
+def check_pixel_values(card: Card, rows: pa.Table) -> list[str]:
     """Check the pixel values of images. Return a note about images with one colour.
 
     Args:
@@ -465,7 +465,7 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
     )
 
 
-def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
+def check_class_images(card: Card, problems: pa.Table, selected: pa.Table) -> None:
     """Raise `UserError` if a class has no train images, or no class has test images.
 
     Args:
@@ -503,7 +503,7 @@ def _missing_images(card: Card, problems: pa.Table, split: Split, missing: list[
 
 
 # ---- columns -------------------------------------------------------------------------------------
-def _position(table: pa.Table, name: str) -> int:
+def _find_column(table: pa.Table, name: str) -> int:
     index: int = table.schema.get_field_index(name)
     return index
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from pipeline.config.invocation import shorten_path
 from pipeline.data import starter
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import MAX_FILES
@@ -36,7 +37,7 @@ def describe_source(card: Card, program: str) -> str:
     except UserError:
         return ""
     advice = f"{printable(folder)} {describe_contents(entries or [])}"
-    command = starter.suggest(_short(uri), program)
+    command = starter.suggest(shorten_path(uri), program)
     if command is not None:
         advice += f"; to write a card for the existing files: `{command}`"
     return f"; {advice}"
@@ -52,9 +53,3 @@ def _nearest(path: str) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     contents = f"{printable(folder)} holds {tree or 'nothing'}{more}"
     return did_you_mean(name, names, contents, folder)
-
-
-def _short(path: str) -> str:
-    """Return a path relative to the current folder if it is inside this folder."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

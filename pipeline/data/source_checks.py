@@ -19,7 +19,7 @@ from pipeline.data.labels import Label
 from pipeline.data.listing import Entry
 from pipeline.data.names import printable
 from pipeline.data.packs import ImageChecker
-from pipeline.data.selection import CLASSES, check_classes, check_listed
+from pipeline.data.selection import CLASSES, check_class_images, check_listed
 from pipeline.data.splits import SPLITS
 
 _PROBLEMS = pa.schema([(name, pa.large_string()) for name in ("split", "name", "problem")])
@@ -79,7 +79,7 @@ def _check_splits(card: Card, entries: list[Entry]) -> None:
             problems += [_problem_row(item, item.problem) for item in items]
         if has_files or (split == "test" and card.test_fraction):
             possible += [{"split": split, "label": name} for name in card.order()]
-    check_classes(
+    check_class_images(
         card,
         pa.Table.from_pylist(problems, _PROBLEMS),
         pa.Table.from_pylist(possible, CLASSES),

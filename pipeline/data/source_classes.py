@@ -88,7 +88,7 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )
     labels = find_counted_labels(
-        by_name, entries, count_labels(by_name, entries), _choose_split(card)
+        by_name, entries, count_labels(by_name, entries), _choose_class_split(card)
     )
     if labels.numbers is None:
         numbers = "names" if card.source.format == "parquet" else card.source.numbers
@@ -121,7 +121,7 @@ def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[
     uri = source_uri(card)
     try:
         with patience(FIRST_CONTACT_S):
-            folders = class_folders(card, _choose_split(card))
+            folders = class_folders(card, _choose_class_split(card))
     except StorageUnavailable:
         if not remembered:
             raise
@@ -142,7 +142,7 @@ def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[
     return tuple(names)
 
 
-def _choose_split(card: Card) -> Split:
+def _choose_class_split(card: Card) -> Split:
     return "train" if card.source.splits.get("train") else "test"
 
 
@@ -211,7 +211,7 @@ def find_declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     if source.format == "sklearn":
         return Labels(tuple(map(str, range(10))), None)
     if source.format == "torchvision":
-        split = _choose_split(card)
+        split = _choose_class_split(card)
         data = load_data_set(
             source_uri(card), source.name, "+".join(source.list_parts(split)), True
         )

@@ -80,7 +80,7 @@ def is_config(path: str) -> bool:
     return os.path.isfile(path) and get_suffix(path) not in DATA_SUFFIXES and not is_packed(path)
 
 
-def find_config(paths: Sequence[str], program: str, say: Say) -> str:
+def find_or_write_config(paths: Sequence[str], program: str, say: Say) -> str:
     """Return the path of the config for a command.
 
     Args:
@@ -133,13 +133,13 @@ def start(
     sources = _make_names_unique(sources)
     starter = propose(sources, name, paths, program, settings)
     for source in sources:
-        say(describe(source.data_set))
+        say(describe_data_set(source.data_set))
     say(starter.stream)
     if keep and _are_there(starter):
         say(f"{starter.config} exists and is used unchanged")
         return starter.config
     preview_path(starter.config)
-    say(write(starter))
+    say(write_starter(starter))
     say(f"preview: {write_preview(starter, sources)}")
     return starter.config
 
@@ -340,7 +340,7 @@ def has_gpu() -> bool:
     return accelerator.is_available()
 
 
-def write(starter: Starter) -> str:
+def write_starter(starter: Starter) -> str:
     """Write the files to the current folder, and return a message.
 
     Raises:
@@ -350,7 +350,7 @@ def write(starter: Starter) -> str:
     for file, text in starter.files.items():
         if not os.path.lexists(file):
             missing.append(file)
-        elif _read(file) != text:
+        elif _read_if_exists(file) != text:
             raise _other_content(file, starter)
     for file in missing:
         # "x" fails if the file was created in the meantime
@@ -386,7 +386,7 @@ def with_free_name(starter: Starter) -> str:
 
 def _is_free(file: str, text: str) -> bool:
     """Return whether a file does not exist, or exists with this text."""
-    return not os.path.lexists(file) or _read(file) == text
+    return not os.path.lexists(file) or _read_if_exists(file) == text
 
 
 def suggest(path: str, program: str) -> str | None:
@@ -403,7 +403,7 @@ def suggest(path: str, program: str) -> str | None:
         return None
 
 
-def _read(file: str) -> str | None:
+def _read_if_exists(file: str) -> str | None:
     """Return the text of a file, or None if it cannot be read."""
     try:
         return read_regular(Path(file), LONGEST_FILE).decode()
@@ -418,7 +418,7 @@ def _are_there(starter: Starter) -> bool:
     for file, text in starter.files.items():
         if file == starter.config:
             continue
-        present = _read(file)
+        present = _read_if_exists(file)
         if present is None:
             return False
         sources = []
@@ -433,7 +433,7 @@ def _are_there(starter: Starter) -> bool:
 
 
 # ---- messages ------------------------------------------------------------------------------------
-def describe(data_set: DataSet) -> str:
+def describe_data_set(data_set: DataSet) -> str:
     """Describe a data set in a few lines: the detected layout, and the account of the files."""
     class_names = ", ".join(data_set.classes[:SHOWN_CLASSES])
     if len(data_set.classes) > SHOWN_CLASSES:

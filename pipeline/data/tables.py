@@ -57,7 +57,7 @@ def column_names(uri: str, has_header: bool | None = None) -> list[str]:
         if suffix in JSON_TABLES:
             return _json_fields(uri, stream)
         first = next(_csv_rows(uri, stream), Cells(0, []))
-    return _list_names(first.texts, has_header)
+    return _name_columns(first.texts, has_header)
 
 
 def read_rows(uri: str, columns: Sequence[str], has_header: bool | None = None) -> Iterator[Row]:
@@ -109,12 +109,14 @@ def _csv_values(
     rows = _csv_rows(uri, stream)
     first = next(rows, Cells(0, []))
     if has_header is None and set(columns) <= {str(n) for n in range(len(first.texts))}:
-        has_header = _is_header(first.texts) and set(columns) <= set(_list_names(first.texts, True))
-    names = _list_names(first.texts, has_header)
+        has_header = _is_header(first.texts) and set(columns) <= set(
+            _name_columns(first.texts, True)
+        )
+    names = _name_columns(first.texts, has_header)
     check_columns(uri, names, columns)
     indices = [names.index(column) for column in columns]
     number = 0
-    if names != _list_names(first.texts, True):
+    if names != _name_columns(first.texts, True):
         number = 1
         yield Row(number, _select_values(first.texts, indices))
     for line, cells in rows:
@@ -154,7 +156,7 @@ def _is_header(cells: Sequence[str]) -> bool:
     return not any(get_suffix(cell.strip()) in IMAGE_SUFFIXES for cell in cells)
 
 
-def _list_names(first: Sequence[str], has_header: bool | None) -> list[str]:
+def _name_columns(first: Sequence[str], has_header: bool | None) -> list[str]:
     if _is_header(first) if has_header is None else has_header:
         return [cell.strip() for cell in first]
     return [str(index) for index in range(len(first))]
@@ -165,7 +167,7 @@ def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
     stream.seek(0)
     raw: Any = stream
     with io.TextIOWrapper(raw, encoding, newline="") as text:
-        start = _Start.of(uri, _lines(uri, text))
+        start = _CsvStart.of(uri, _lines(uri, text))
         text.seek(0)
         lines = _lines(uri, text)
         for _ in range(start.num_lines):
@@ -186,14 +188,14 @@ def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
             line = start.num_lines + reader.line_num + 1
 
 
-class _Start(NamedTuple):
+class _CsvStart(NamedTuple):
     """The lines before the header of a CSV, and its delimiter."""
 
     num_lines: int
     delimiter: str
 
     @classmethod
-    def of(cls, uri: str, lines: Iterator[str]) -> _Start:
+    def of(cls, uri: str, lines: Iterator[str]) -> _CsvStart:
         """Count the lines before the header (`# ...` and Excel's `sep=;`); find the delimiter."""
         delimiter = ""
         for number, line in enumerate(lines):

@@ -34,7 +34,7 @@ class Backbone(NamedTuple):
     weights: str
 
 
-def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
+def resolve_backbone(config: Config, store: Store, may_connect: bool) -> Backbone:
     """Return the backbone of a config.
 
     Args:
@@ -54,11 +54,11 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
         outline = vit.shared_outline(settings)
         digest = find_weights_digest(config, store, vit.most_bytes(outline))
         return Backbone(settings, outline, digest)
-    settings = _from_hub(choice, model)
+    settings = _read_hub_settings(choice, model)
     return Backbone(settings, vit.shared_outline(settings), model.digest)
 
 
-def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
+def _read_hub_settings(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
     """Return the settings of a hub model. Settings of the config take precedence.
 
     Only the name of the architecture, plain arguments and numbers are read from its config.json.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.config.settings import Config, build_settings_path
-from pipeline.graph.backbone import resolve
+from pipeline.graph.backbone import resolve_backbone
 from pipeline.graph.builder import Builder
 from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import Graph, Stage
@@ -157,7 +157,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
         UserError: If a method cannot use this backbone.
     """
     config = builder.config
-    backbone = resolve(config, builder.store, builder.ask_sources)
+    backbone = resolve_backbone(config, builder.store, builder.ask_sources)
     builder.backbone = backbone.settings
     for label in config.methods:
         try:

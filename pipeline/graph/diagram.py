@@ -54,14 +54,14 @@ def to_text(graph: Graph, status: Mapping[str, str]) -> str:
     rows: dict[str, list[Stage]] = {}
     for stage in graph:
         if stage.method:
-            rows.setdefault(_row_name(stage), []).append(stage)
+            rows.setdefault(_make_row_label(stage), []).append(stage)
     width = max(map(len, rows), default=0)
     for name, stages in rows.items():
         lines.append(f"{name.ljust(width)}   {_method_line(stages, status)}")
     return "\n".join(lines)
 
 
-def _row_name(stage: Stage) -> str:
+def _make_row_label(stage: Stage) -> str:
     """Return the label of a stage's method, with the replica of the stage in front."""
     return "/".join(filter(None, (stage.replica, stage.method)))
 
@@ -185,10 +185,10 @@ def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: 
     x, y = corner
     colour = COLOURS.get(state, OTHER_COLOUR)
     middle = x + BOX_W / 2
-    upper = _short(stage.task or stage.id.removeprefix("data/"))
-    lower = _short(stage.step)
+    upper = _shorten_middle(stage.task or stage.id.removeprefix("data/"))
+    lower = _shorten_middle(stage.step)
     if stage.method:
-        lower = _short(f"{stage.method} · {stage.step}")
+        lower = _shorten_middle(f"{stage.method} · {stage.step}")
     title = " ".join(filter(None, (stage.id, stage.key[:12], state, time)))
     time_text = ""
     if time:
@@ -206,7 +206,7 @@ def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: 
     )
 
 
-def _short(text: str) -> str:
+def _shorten_middle(text: str) -> str:
     if len(text) <= MAX_LETTERS:
         return text
     half = MAX_LETTERS // 2
@@ -228,7 +228,7 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
     stages_by_row: dict[str, list[Stage]] = {}
     for stage in graph:
         depth[stage.id] = max((depth[parent] + 1 for parent in stage.parents), default=0)
-        row_name = _row_name(stage) if stage.method else ""
+        row_name = _make_row_label(stage) if stage.method else ""
         stages_by_row.setdefault(row_name, []).append(stage)
     corners: dict[str, Corner] = {}
     top = 0  # first row of the current method

@@ -29,7 +29,9 @@ REMOTE_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 REMOTE_MODULE = re.compile(r"(?!.*site-packages).*?(?P<module>(?:pipeline|workers)/.*\.py)")
 # folders of the standard library and of installed packages
 LIBRARIES = tuple({f"{path}{os.sep}" for path in sysconfig.get_paths().values()})
-MAX_MESSAGE = 500  # characters of an error message in `describe`; the file has the full message
+MAX_MESSAGE = (
+    500  # characters of an error message in `describe_exception`; the file has the full message
+)
 MAX_WRITE_ERROR = 200  # characters of the reason why a file was not written
 STDERR = 2  # file descriptor
 LOG_LINES = 50  # number of lines to copy from the end of a log
@@ -37,7 +39,7 @@ LOG_BYTES = 16 << 10  # maximum size of these lines
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colour codes, which Ray inserts into tracebacks
 
 
-def describe(error: Exception) -> str:
+def describe_exception(error: Exception) -> str:
     """Return the type and message of an error, and the line of code that `find_frame` finds."""
     message = printable(" ".join(ANSI.sub("", str(error)).split()))
     text = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
@@ -122,7 +124,7 @@ class Origin(NamedTuple):
 def keep(
     storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
 ) -> str:
-    """Write the failure file of a stage that failed in this process. See `write`.
+    """Write the failure file of a stage that failed in this process. See `write_failure`.
 
     Args:
         storage: URI of the storage.
@@ -138,10 +140,10 @@ def keep(
     log = log_path()
     origin = Origin(stage_id, key, platform.node(), rank, world, os.getpid(), log)
     trace = "".join(traceback.format_exception(error))
-    return write(storage, origin, trace, read_last_log_lines(log))
+    return write_failure(storage, origin, trace, read_last_log_lines(log))
 
 
-def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
+def write_failure(storage: str, origin: Origin, text: str, log_end: str) -> str:
     """Write the failure file of a try.
 
     An error while writing is not raised: it must not hide the error of the stage.

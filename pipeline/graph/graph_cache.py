@@ -86,7 +86,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         for entry in config.stream.tasks:
             card = loaded.get(entry.card)
             if card is None:
-                card = card_files.load(entry.card, run_store)
+                card = card_files.load_card_file(entry.card, run_store)
                 loaded[entry.card] = card
                 source = raw_data.find_source(run_store, card, ask_sources)
                 sources[card.name] = source
@@ -107,14 +107,14 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         "class_orders": class_orders,
         "weights": weights,
         "key_version": run_record.KEY_VERSION,
-        "code": code_digest(),
+        "code": compute_project_digest(),
         "versions": package_versions(),
     }
-    return BuildInputs(_digest(inputs), sources)
+    return BuildInputs(_compute_json_digest(inputs), sources)
 
 
 @functools.cache
-def code_digest() -> str:
+def compute_project_digest() -> str:
     """Return a digest of all Python files of this project that can influence a key."""
     digest = hashlib.sha256()
     for folder in ("pipeline", "workers"):
@@ -135,7 +135,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None:
+def read_graph(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None:
     """Return the graph built from these inputs, or None.
 
     Args:
@@ -144,9 +144,9 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
         name: Name of the run.
     """
     try:
-        body = read_json(_path(run_store, inputs))
+        body = read_json(_get_graph_path(run_store, inputs))
         content = body["content"]
-        if body["sha256"] != _digest(content) or content["inputs"] != inputs.digest:
+        if body["sha256"] != _compute_json_digest(content) or content["inputs"] != inputs.digest:
             return None
         if content["name"] != name:
             return None
@@ -155,7 +155,7 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
         return None
 
 
-def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
+def write_graph(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
     """Store a graph built from these inputs, and delete the oldest graphs above MAX_FILES.
 
     An error while writing is only logged, because the cache only saves time. A graph with an
@@ -176,9 +176,9 @@ def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[T
         "stages": [_stage_json(stage) for stage in graph],
         "tasks": [_task_json(task) for task in tasks],
     }
-    data = json.dumps({"sha256": _digest(content), "content": content}).encode()
+    data = json.dumps({"sha256": _compute_json_digest(content), "content": content}).encode()
     try:
-        write_bytes(_path(run_store, inputs), data)
+        write_bytes(_get_graph_path(run_store, inputs), data)
         _delete_oldest(run_store)
     except OSError as error:
         LOG.info("the graph was not cached: %s", error)
@@ -222,12 +222,12 @@ def _from_json(content: Mapping[str, Any]) -> CachedGraph:
     return CachedGraph(Graph.of(content["name"], stages), tasks)
 
 
-def _digest(value: Any) -> str:
+def _compute_json_digest(value: Any) -> str:
     """Return the digest of a JSON value. The order of keys matters, because methods are ordered."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _path(run_store: Store, inputs: BuildInputs) -> str:
+def _get_graph_path(run_store: Store, inputs: BuildInputs) -> str:
     return join(run_store.storage, FOLDER, f"{inputs.digest[:32]}.json")
 
 

@@ -22,7 +22,7 @@ from pipeline.graph.live_status import (
     MachineSample,
     RunState,
     StageState,
-    lock_key,
+    get_run_lock_key,
     write_status,
 )
 from pipeline.graph.stage import Graph
@@ -334,7 +334,7 @@ class Journal:
     def _take_lock(self) -> None:
         if self.has_lock:
             return
-        key = lock_key(self.status["name"])
+        key = get_run_lock_key(self.status["name"])
         with suppress(BlockingIOError, OSError):  # another driver of this run holds the lock
             self.holding.enter_context(stage_lock(self.store.root, key, wait=False))
             self.has_lock = True

@@ -163,7 +163,7 @@ class LiveStatus(TypedDict):
 STATUS = TypeAdapter(LiveStatus)
 
 
-def lock_key(name: str) -> str:
+def get_run_lock_key(name: str) -> str:
     """Return the key of the lock that the driver of a run holds."""
     return f"run-{name}"
 
@@ -245,7 +245,7 @@ def is_alive(storage: str, status: LiveStatus) -> bool:
     """
     if status["state"] != "running":
         return False
-    locked = is_locked(join(storage, "stages"), lock_key(status["name"]))
+    locked = is_locked(join(storage, "stages"), get_run_lock_key(status["name"]))
     if locked:
         return True
     if locked is False and status["host"] == platform.node():

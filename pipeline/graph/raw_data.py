@@ -145,7 +145,7 @@ def compare_rewritten_sources(config: Config, store: Store, say: Callable[[str],
     """
     for name in dict.fromkeys(entry.card for entry in config.stream.tasks):
         try:
-            card = card_files.load(name, store)
+            card = card_files.load_card_file(name, store)
         except UserError:
             continue
         compare_rewritten_source(store, card, say)
@@ -341,11 +341,11 @@ def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests
 def _digest_artifact(artifact: Artifact) -> ClassDigests:
     """Return the digests of the images of each class in the result of an ingest stage."""
     # imported here to keep the start-up fast: they import torch
-    from workers.data.in_place import is_in_place, read_shards
+    from workers.data.in_place import is_in_place, read_shard_list
     from workers.data.shards import get_limits, read_hold_out, read_index
 
     in_place = is_in_place(artifact)
-    files = read_shards(artifact) if in_place else artifact.manifest["files"]
+    files = read_shard_list(artifact) if in_place else artifact.manifest["files"]
     salt = [get_limits(artifact).value_range, read_hold_out(artifact)]
     return digest_classes(read_index(artifact, files), in_place, json.dumps(salt))
 

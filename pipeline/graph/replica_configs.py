@@ -31,7 +31,7 @@ def make_replica_configs(config: Config) -> dict[str, Config]:
                     "seed": seed,
                     "seeds": (),
                     "orders": (),
-                    "stream": _in_order(config.stream, order),
+                    "stream": _set_class_order(config.stream, order),
                 }
             )
     return configs
@@ -81,7 +81,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
     return f"order-{name}" if name.isdigit() else name
 
 
-def _in_order(stream: StreamSettings, order: str) -> StreamSettings:
+def _set_class_order(stream: StreamSettings, order: str) -> StreamSettings:
     """Set the class order of the entries of a stream that have `split`; "" changes nothing."""
     if not order:
         return stream

@@ -207,10 +207,10 @@ def can_be_shown(record: RunRecord) -> bool:
     The storage may be untrusted, so the types of all values are checked. `needed_keys` accepts
     less complete records.
     """
-    return isinstance(record.get("config"), dict) and all(map(_is_complete, record["stages"]))
+    return isinstance(record.get("config"), dict) and all(map(_is_displayable, record["stages"]))
 
 
-def _is_complete(entry: Mapping[str, Any]) -> bool:
+def _is_displayable(entry: Mapping[str, Any]) -> bool:
     """Return whether a stage of a record has all values needed to display it."""
     parents = entry.get("parents")
     names = [entry["id"], entry["step"], entry.get("replica", "")]

@@ -101,7 +101,7 @@ class Lookup:
     must_withdraw: bool = False
 
 
-def remove(path: str) -> None:
+def remove_file(path: str) -> None:
     """Delete a local file; do nothing if it does not exist."""
     with suppress(FileNotFoundError):  # another driver may have deleted it
         os.unlink(path)
@@ -207,10 +207,10 @@ class Store:
         for folder in ("runs", "sources", "searches"):
             for path in list_files(join(self.storage, folder)):
                 if path.endswith(".part") and is_leftover(posixpath.basename(path)):
-                    remove(join(top, folder, path))
+                    remove_file(join(top, folder, path))
         for entry in os.scandir(top):
             if entry.name.startswith((".probe-", "mlflow.db.")) and is_leftover(entry.name):
-                remove(entry.path)
+                remove_file(entry.path)
 
     def look_up(
         self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: Verify = "digests"
@@ -581,11 +581,11 @@ def version_notes(
         )
     manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
     made_by = [
-        _versions(manifest["provenance"])
+        _read_versions(manifest["provenance"])
         for manifest in manifests
         if isinstance(manifest.get("provenance"), dict)
     ]
-    now = _versions(provenance)
+    now = _read_versions(provenance)
     changes: Counter[str] = Counter()
     for versions in made_by:
         for name in sorted(now):
@@ -605,7 +605,7 @@ def version_notes(
     return notes
 
 
-def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
+def _read_versions(provenance: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions of the packages and the git commit in a provenance, by name."""
     packages = provenance.get("packages")
     versions = {**packages} if isinstance(packages, dict) else {}

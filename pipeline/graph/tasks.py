@@ -89,7 +89,7 @@ def load_card(name: str, store: Store) -> Card:
         UserError: If the card is invalid.
     """
     try:
-        return card_files.load(name, store)
+        return card_files.load_card_file(name, store)
     except StorageUnavailable:
         raise
     except UserError as error:

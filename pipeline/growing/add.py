@@ -16,7 +16,7 @@ from pipeline.data.names import listed
 from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
 from pipeline.growing import publishing
-from pipeline.growing.new_data import NewData, find_new_data, list_cards
+from pipeline.growing.new_data import NewData, find_new_data, list_used_cards
 from pipeline.growing.stream_edits import FileChanges, Kind, edit_stream, list_task_classes
 from pipeline.growing.training import describe_cost, describe_training
 from workers.errors import UserError, did_you_mean
@@ -136,7 +136,7 @@ def find_changes(
         UserError: If the data is ambiguous or cannot be added.
     """
     store = Store(absolute(config.storage))
-    cards = list_cards(config)
+    cards = list_used_cards(config)
     task_classes = list_task_classes(config, store.record(config.name))
     new = find_new_data(
         request.data, cards, task_classes, store, program, takes_all=request.kind == "classes"

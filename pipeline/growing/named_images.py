@@ -98,7 +98,7 @@ def find_named_images(
 
 
 def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedImages:
-    card = card_files.load(used.path, store)
+    card = card_files.load_card_file(used.path, store)
     named = NamedImages(used)
     named.found |= card.images_left_out() & {*lines}
     ingested = [*_list_ingested(store, card)]
@@ -107,11 +107,11 @@ def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedIm
     _match(named, lines if has_names else [*filter(DIGEST.fullmatch, lines)], ingested)
     missing = [line for line in lines if line not in named.found]
     if any(not DIGEST.fullmatch(line) for line in missing):
-        _match(named, missing, _list_names(card))
+        _match(named, missing, _list_source_images(card))
     missing = [line for line in lines if line not in named.found]
     if missing and (not is_listed or any(map(DIGEST.fullmatch, missing))):
-        _match(named, missing, _read_images(card))
-    _check_classes(named, ingested)
+        _match(named, missing, _read_source_images(card))
+    _check_remaining_classes(named, ingested)
     return named
 
 
@@ -169,7 +169,7 @@ def _has_ingested_files(store: Store, card: Card) -> bool:
     return artifact is not None and artifact.manifest.get("fingerprint") == fingerprint(card)
 
 
-def _list_names(card: Card) -> Iterator[SourceImage]:
+def _list_source_images(card: Card) -> Iterator[SourceImage]:
     """Yield the images of a source without reading them.
 
     Nothing is yielded if the format stores several images in one file.
@@ -182,7 +182,7 @@ def _list_names(card: Card) -> Iterator[SourceImage]:
         yield SourceImage(printable(item.name), (item.split, checker.label(item) or ""))
 
 
-def _read_images(card: Card) -> Iterator[SourceImage]:
+def _read_source_images(card: Card) -> Iterator[SourceImage]:
     """Yield all images of a source. This reads the complete source."""
     checker = ImageChecker(card)
     for unit in units(card, map):
@@ -192,7 +192,7 @@ def _read_images(card: Card) -> Iterator[SourceImage]:
             yield SourceImage(printable(item.name), group, digest)
 
 
-def _check_classes(named: NamedImages, ingested: Sequence[SourceImage]) -> None:
+def _check_remaining_classes(named: NamedImages, ingested: Sequence[SourceImage]) -> None:
     """Raise `UserError` if a class would lose all its train images or all its test images."""
     groups = Counter(image.group for image in ingested if image.stored)
     for image in ingested:

@@ -82,7 +82,7 @@ class NewData:
         )
 
 
-def list_cards(config: Config) -> list[UsedCard]:
+def list_used_cards(config: Config) -> list[UsedCard]:
     """Return the cards of a stream, each once."""
     positions: dict[str, list[int]] = {}
     for index, entry in enumerate(config.stream.tasks):

@@ -85,7 +85,7 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
         old = Bundle.open(uri)
         if _list_contents(old) == _list_contents(new):
             return Publication(f"{model}: serves {_list_tasks(old)}, as before", False)
-        _check_names(model, old, {task.name for task in new.tasks})
+        _check_no_task_lost(model, old, {task.name for task in new.tasks})
         _check_alike(model, old, new)
         losses = find_losses(old, new, find_last_evaluation(run.graph, label))
         worse = {name: loss for name, loss in losses.items() if loss > max_drop}
@@ -115,7 +115,7 @@ def check_served(model: str, config: Config, store: Store, removed: str) -> None
     uri = absolute(model)
     if exists(join(uri, MODEL)):
         names = {*list_task_classes(config, store.record(config.name)), removed}
-        _check_names(model, Bundle.open(uri), names)
+        _check_no_task_lost(model, Bundle.open(uri), names)
 
 
 def publish_removal(
@@ -143,7 +143,7 @@ def publish_removal(
     sentence = ""
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
-        _check_names(model, old, {*(task.name for task in new.tasks), removed})
+        _check_no_task_lost(model, old, {*(task.name for task in new.tasks), removed})
         is_same = _list_contents(old) == _list_contents(new)
         if is_pending or not is_same:
             new = with_measurements(new)
@@ -212,7 +212,7 @@ def _check_alike(model: str, old: Bundle, new: Bundle) -> None:
             )
 
 
-def _check_names(model: str, old: Bundle, names: Collection[str]) -> None:
+def _check_no_task_lost(model: str, old: Bundle, names: Collection[str]) -> None:
     """Raise `UserError` if a model folder serves a task outside `names`."""
     lost = [task.name for task in old.tasks if task.name not in names]
     if lost:
@@ -267,8 +267,8 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
             reduced.append(replace(now[task.name], classes=stayed if is_first else all_now))
     if not changed:
         return {}
-    before = measure(old, job, changed)
-    after = measure(new, job, reduced)
+    before = measure_accuracies(old, job, changed)
+    after = measure_accuracies(new, job, reduced)
     return {name: 100 * (before[name] - after[name]) for name in before}
 
 
@@ -279,7 +279,7 @@ def _shared_files(bundle: Bundle) -> dict[str, str]:
     return {name: files[name]["sha256"] for name in names}
 
 
-def measure(bundle: Bundle, job: StageJob, tasks: Sequence[Task]) -> dict[str, float]:
+def measure_accuracies(bundle: Bundle, job: StageJob, tasks: Sequence[Task]) -> dict[str, float]:
     """Measure the accuracy of a model on test images, on a GPU if there is one.
 
     Args:

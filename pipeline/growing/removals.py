@@ -12,7 +12,7 @@ from pipeline.data.cards import Card
 from pipeline.data.names import nfc
 from pipeline.graph.store import Store
 from pipeline.growing.named_images import DIGEST, find_named_images
-from pipeline.growing.new_data import UsedCard, list_cards
+from pipeline.growing.new_data import UsedCard, list_used_cards
 from pipeline.growing.stream_edits import (
     FileChanges,
     StreamEditor,
@@ -80,17 +80,17 @@ def find_removal(target: Target, path: str, config: Config, store: Store) -> Rem
     Raises:
         UserError: If the item does not exist, or the stream cannot exist without it.
     """
-    cards = list_cards(config)
+    cards = list_used_cards(config)
     task_classes = list_task_classes(config, store.record(config.name))
     editor = StreamEditor(path, config, cards, task_classes)
     if target.task:
-        return _remove_task(target.task, editor, store)
+        return _plan_task_removal(target.task, editor, store)
     if target.class_:
         return _remove_class(target.class_, editor, store)
     return _remove_images(target.images, editor, store)
 
 
-def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
+def _plan_task_removal(task: str, editor: StreamEditor, store: Store) -> Removal:
     config = editor.config
     tasks = [name for entry in config.stream.tasks for name in list_entry_tasks(entry)]
     if task not in tasks:
@@ -142,7 +142,7 @@ def _find_recorded_card(task: str, store: Store, run: str) -> str:
 def _remove_class(name: str, editor: StreamEditor, store: Store) -> Removal:
     name = nfc(name)
     classes: Mapping[str, Sequence[str]] = {
-        used.path: card_files.load(used.path, store).order() for used in editor.cards
+        used.path: card_files.load_card_file(used.path, store).order() for used in editor.cards
     }
     removal = Removal([], FileChanges())
     for used in editor.cards:
@@ -171,7 +171,7 @@ def _remove_images(file: str, editor: StreamEditor, store: Store) -> Removal:
         removal.cards.append(named.used.card.name)
         if named.lines:
             editor.leave_out_images(named.used, sorted(named.lines))
-        removal.raw += _paths(named.used.card, sorted(named.names))
+        removal.raw += _list_shown_paths(named.used.card, sorted(named.names))
     removal.changes = editor.changes()
     return removal
 
@@ -189,7 +189,7 @@ def _sources(used: UsedCard) -> list[str]:
     return [f"{path}{in_place}" for path in (source.path, *(more.path for more in source.more))]
 
 
-def _paths(card: Card, names: Sequence[str]) -> list[str]:
+def _list_shown_paths(card: Card, names: Sequence[str]) -> list[str]:
     paths = [join(card.source.path, name) if card.source.path else name for name in names]
     rest = len(paths) - MAX_PATHS
     return paths[:MAX_PATHS] + ([f"and {format_count(rest, 'image')} more"] if rest > 0 else [])

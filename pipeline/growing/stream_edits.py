@@ -108,7 +108,7 @@ def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tup
         if entry.role == "unlabelled":
             continue
         if entry.classes is not None:
-            classes[_name(entry)] = entry.classes
+            classes[_get_task_name(entry)] = entry.classes
             continue
         for name in list_entry_tasks(entry):
             if name not in recorded:
@@ -123,10 +123,10 @@ def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tup
 
 def list_entry_tasks(entry: TaskEntry) -> list[str]:
     """Return the names of the tasks of one entry of a stream."""
-    return entry.list_task_names(_name(entry))
+    return entry.list_task_names(_get_task_name(entry))
 
 
-def _name(entry: TaskEntry) -> str:
+def _get_task_name(entry: TaskEntry) -> str:
     return entry.name or card_files.load_without_source(entry.card).name
 
 

@@ -76,7 +76,7 @@ class YamlText:
             indent = " " * parent.start_mark.column
             blocks = [_block(value).replace("\n", f"\n{indent}  ") for value in values]
             text = f"\n{indent}- ".join(blocks)
-        self._replace(node.start_mark.index, _end(node), text, expected)
+        self._replace(node.start_mark.index, _find_end(node), text, expected)
 
     def set(self, path: Path, value: Any) -> None:
         """Set the value of a mapping key or a list item. A key is added if it does not exist."""
@@ -87,9 +87,9 @@ class YamlText:
         node = _child(parent, last)
         if node is not None:
             # a block collection ends at the end of the last value, not after later comments
-            start, end = node.start_mark.index, _end(node)
+            start, end = node.start_mark.index, _find_end(node)
             indent = " " * parent.start_mark.column
-            text = _wrapped(value).replace("\n", f"\n{indent}")
+            text = _wrap_yaml(value).replace("\n", f"\n{indent}")
             if isinstance(node, yaml.CollectionNode) and not node.flow_style:
                 start = self._after_key(parent, last)
                 text = f" {text}"
@@ -130,7 +130,7 @@ class YamlText:
             return
         start = self.text.rfind("\n", 0, first.start_mark.index) + 1
         before = self.text[start : first.start_mark.index]
-        end = self._end_of_line(_end(node))
+        end = self._end_of_line(_find_end(node))
         if before.strip() == "-" and isinstance(parent, yaml.MappingNode):
             # the first key of a list item: the next key is moved to its place after the dash
             following = parent.value[1][0]
@@ -167,7 +167,7 @@ class YamlText:
         return len(self.text) if end < 0 else end + 1
 
     def _add_lines(self, node: yaml.Node, lines: Sequence[str], expected: Any) -> None:
-        place = self._end_of_line(_end(node))
+        place = self._end_of_line(_find_end(node))
         self._replace(place, place, "".join(f"{line}\n" for line in lines), expected)
 
     def _add_in_brackets(
@@ -177,7 +177,7 @@ class YamlText:
         place = node.end_mark.index - 1
         if node.value:
             last = node.value[-1]
-            place = _end(last[1] if isinstance(last, tuple) else last)
+            place = _find_end(last[1] if isinstance(last, tuple) else last)
         indent = "\n" + " " * (node.start_mark.column + 1)
         column = place - self.text.rfind("\n", 0, place) - 1
         text = ""
@@ -206,9 +206,9 @@ class YamlText:
             end = items[index + 1][0].start_mark.index
             self._replace(first.start_mark.index, end, "", expected)
             return
-        start = _end(items[index - 1][1])
+        start = _find_end(items[index - 1][1])
         between = self.text[start : first.start_mark.index].replace(",", "", 1)
-        self._replace(start, _end(last), between if "#" in between else "", expected)
+        self._replace(start, _find_end(last), between if "#" in between else "", expected)
 
     def _replace(self, start: int, end: int, text: str, expected: Any) -> None:
         changed = self.text[:start] + text.replace("\n", self.newline) + self.text[end:]
@@ -246,11 +246,11 @@ def _key_node(node: yaml.MappingNode, part: str | int) -> yaml.Node:
     return next(key for key, _ in pairs if key.value == str(part))
 
 
-def _end(node: yaml.Node) -> int:
+def _find_end(node: yaml.Node) -> int:
     """Return the index after the last character of a value."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last)
+        return _find_end(last[1] if isinstance(last, tuple) else last)
     return int(node.end_mark.index)
 
 
@@ -276,12 +276,12 @@ def _flow(value: Any) -> str:
 def _block(value: Any) -> str:
     """Return a value as YAML, with a line for each key of a mapping. Lists are in brackets."""
     if isinstance(value, dict) and value:
-        lines = [f"{_flow(key)}: {_wrapped(of_key)}" for key, of_key in value.items()]
+        lines = [f"{_flow(key)}: {_wrap_yaml(of_key)}" for key, of_key in value.items()]
         return "\n".join(lines)
     return _flow(value)
 
 
-def _wrapped(value: Any) -> str:
+def _wrap_yaml(value: Any) -> str:
     """Return a value as YAML in brackets. A long list is wrapped."""
     if not isinstance(value, list):
         return _flow(value)

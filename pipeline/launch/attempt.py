@@ -57,7 +57,7 @@ def attempt_stage(
             return Event(EventKind.LOST, stage.id, "a worker of its group died")
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
-        reason = failures.describe(error)
+        reason = failures.describe_exception(error)
         if isinstance(error, torch.OutOfMemoryError):
             reason = explain_memory(stage, error)
         message = f"{reason}; traceback: {trace}"

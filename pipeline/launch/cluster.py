@@ -118,7 +118,7 @@ def join_cluster(ray: Any, address: str) -> None:
     Raises:
         UserError: If the cluster cannot be joined.
     """
-    check_reachable(address)
+    check_cluster_reachable(address)
     if address != "auto":
         check_token(address)
     runtime_env: dict[str, Any] = {"env_vars": variables()}
@@ -216,7 +216,7 @@ def explain_refusal(error: Exception) -> str:
     return text[:MAX_REASON]
 
 
-def check_reachable(address: str) -> None:
+def check_cluster_reachable(address: str) -> None:
     """Check that a server listens at an address. Without this check, Ray tries for two minutes.
 
     Raises:

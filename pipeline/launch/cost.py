@@ -297,7 +297,7 @@ def count_work(
     if step == "evaluate":
         return Work(count_evaluated_images(inputs, tasks, images), 1)
     names = trained_tasks(inputs)
-    total = count_images(names, tasks, "train", images)
+    total = count_task_images(names, tasks, "train", images)
     if total is not None:
         val_fraction = (inputs.get("data") or {}).get("val_fraction", 0.0)
         total -= val_fraction * sum(count_divided_images(tasks[name], images) for name in names)
@@ -332,12 +332,12 @@ def count_evaluated_images(
     """
     val_fraction = inputs.get("val_fraction", 0.0)
     if inputs.get("split") != "val":
-        return count_images(list_seen_tasks(inputs), tasks, "test", images)
+        return count_task_images(list_seen_tasks(inputs), tasks, "test", images)
     if not val_fraction:
-        return count_images(list_seen_tasks(inputs), tasks, "val", images)
+        return count_task_images(list_seen_tasks(inputs), tasks, "val", images)
     total = 0.0
     for name in list_seen_tasks(inputs):
-        count = count_images([name], tasks, "train", images)
+        count = count_task_images([name], tasks, "train", images)
         if count is None:
             return None
         held_out = val_fraction * count_divided_images(tasks[name], images)
@@ -369,7 +369,7 @@ def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
     return [task] if task else []
 
 
-def count_images(
+def count_task_images(
     names: Iterable[str], tasks: Mapping[str, TaskData], split: str, images: Images
 ) -> float | None:
     """Return the number of images of several tasks; None if that of any task is unknown."""
@@ -387,7 +387,7 @@ def read_precision(inputs: Mapping[str, Any]) -> str:
     return str((inputs.get("train") or {}).get("precision", ""))
 
 
-def describe_backbone(config: Mapping[str, Any]) -> tuple[Any, ...]:
+def find_speed_settings(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the settings of a config that determine the speed of the backbone."""
     backbone = config.get("backbone") or {}
     options = sorted((backbone.get("options") or {}).items())
@@ -442,7 +442,7 @@ def read_sources(
             artifact = Artifact.open(store.root, stage["key"])
             if artifact is None:
                 continue
-            measured = measure(artifact, count_work(step, inputs, tasks, images))
+            measured = read_measurement(artifact, count_work(step, inputs, tasks, images))
             if measured is not None and is_shared:
                 ranks = read_ranks_per_gpu(store.storage, record["name"], cluster.of_step(step))
                 measured = remove_slowdown(measured, stretch(ranks, busy))
@@ -454,16 +454,16 @@ def read_sources(
 
 def list_comparable_records(store: Store, graph: Graph, config: Config) -> list[Mapping[str, Any]]:
     """Return the records of runs with the backbone of `config`, the most recent first."""
-    backbone = describe_backbone(recorded_config(graph, config))
+    backbone = find_speed_settings(recorded_config(graph, config))
     records = []
     for name in store.run_names():
         record = store.record(name)
-        if record and describe_backbone(record.get("config") or {}) == backbone:
+        if record and find_speed_settings(record.get("config") or {}) == backbone:
             records.append(record)
     return sorted(records, key=lambda record: str(record.get("created")), reverse=True)
 
 
-def measure(artifact: Artifact, work: Work) -> Measured | None:
+def read_measurement(artifact: Artifact, work: Work) -> Measured | None:
     """Return the measurement of one result.
 
     Return None if the manifest lacks a value, or the number of images is unknown.
@@ -687,7 +687,7 @@ def compute_wall_times(
 
 
 # ---- the printed table ---------------------------------------------------------------------------
-def text(prediction: Forecast) -> str:
+def format_forecast(prediction: Forecast) -> str:
     """Return the table of costs and the notes as text."""
     if not prediction.costs:
         return "cost: nothing to run"

@@ -52,7 +52,7 @@ def list_dead_workers(error: Exception) -> list[DeadWorker]:
     return workers
 
 
-def describe(
+def describe_dead_workers(
     ray: Any,
     workers: Sequence[DeadWorker],
     nodes: Sequence[str],
@@ -85,7 +85,7 @@ def describe(
                 worker.process,
                 log.path,
             )
-            paths.append(failures.write(storage, origin, worker.report, log.text))
+            paths.append(failures.write_failure(storage, origin, worker.report, log.text))
     first = workers[0]
     others = f", and {len(workers) - 1} more ranks" if len(workers) > 1 else ""
     text = (

@@ -413,10 +413,12 @@ class RayExecutor(Executor):
         """Return the reason why a group ended with `error`."""
         workers = dead_workers.list_dead_workers(error)
         if not workers:
-            return failures.describe(error)
+            return failures.describe_exception(error)
         stage = self._answer(self.queue.get_stage.remote(index))
         nodes = self.rank_nodes.get(index, [])
-        return dead_workers.describe(self.ray, workers, nodes, stage, self.store.storage)
+        return dead_workers.describe_dead_workers(
+            self.ray, workers, nodes, stage, self.store.storage
+        )
 
     def _report_groups(self) -> None:
         """Report the number of groups if it has changed."""

@@ -61,7 +61,7 @@ class LocalExecutor(Executor):
         self.waiting = ReadyQueue()
         self.cluster = cluster
         self.clock = clock
-        check_gpus(cluster)
+        check_local_gpus(cluster)
         self.sampling = ExitStack()
         device = accelerator.make_device(cluster.of_any_step().gpus_per_worker)
         self.sampling.enter_context(sampling(device, self._post_sample, sample_s))
@@ -122,7 +122,7 @@ class LocalExecutor(Executor):
         self.stop_listening()
 
 
-def check_gpus(cluster: ClusterSettings) -> None:
+def check_local_gpus(cluster: ClusterSettings) -> None:
     """Raise `UserError` if stages are configured for a GPU and this machine has none."""
     if accelerator.is_available():
         return

@@ -18,7 +18,7 @@ from pipeline.config.version import CHECKOUT, COMMIT, git_commit
 from pipeline.launch.machines import Machine, choose_machine
 from pipeline.launch.portable import Portable
 from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size
-from pipeline.launch.template import render
+from pipeline.launch.template import render_file
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
@@ -120,7 +120,7 @@ def render_slurm(run: Portable, size: Size, folder: str, with_array: bool = Fals
         UserError: If `with_array` is set, and the config has no seeds or too large a seed.
     """
     seeds = list_array_seeds(run.config) if with_array else ()
-    script = render("slurm.sh", name=name_run(run.config), size=size, seeds=seeds)
+    script = render_file("slurm.sh", name=name_run(run.config), size=size, seeds=seeds)
     config = os.path.join(folder, run.file)
     command = shlex.join(["sbatch", os.path.join(folder, "slurm.sh"), config])
     if Path.cwd() != CHECKOUT:  # the script looks for the environment in the current folder
@@ -159,7 +159,7 @@ def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submis
     Raises:
         UserError: If `-cpu` or `-gpu` cannot be appended to the name of the image.
     """
-    check_image(pods.image)
+    check_container_image(pods.image)
     values = {
         "name": name_run(run.config),
         "file": run.file,
@@ -169,15 +169,15 @@ def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submis
         **describe_pods(size, pods, run.config.storage),
     }
     files = {
-        "kuberay-job.yaml": render("kuberay-job.yaml", **values),
-        "kuberay-cluster.yaml": render("kuberay-cluster.yaml", **values),
+        "kuberay-job.yaml": render_file("kuberay-job.yaml", **values),
+        "kuberay-cluster.yaml": render_file("kuberay-cluster.yaml", **values),
         "kuberay-service.yaml": render_service(run.config, pods),
     }
     manifest = os.path.join(folder, "kuberay-job.yaml")
     return Submission(files, [shlex.join(["kubectl", "apply", "-f", manifest])])
 
 
-def check_image(image: str) -> None:
+def check_container_image(image: str) -> None:
     """Raise `UserError` if `-cpu` or `-gpu` cannot be appended to the name of an image."""
     if IMAGE_NAME.fullmatch(image) and not image.endswith(("-cpu", "-gpu")):
         return
@@ -244,7 +244,7 @@ def render_service(config: Config, pods: Pods) -> str:
     cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one CPU for the HTTP ingress
     memory_gb = MEMORY_GB_PER_CPU * cpus
     size = Size(min_nodes, cpus, math.ceil(gpus_per_replica), memory_gb, 0, "")
-    return render(
+    return render_file(
         "kuberay-service.yaml",
         name=name_run(config, SERVICE_SUFFIX),
         bundle=f"{config.storage}/models/{config.name}",
@@ -290,7 +290,7 @@ def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machin
         )
     describe_machines = {"aws": describe_aws, "gcp": describe_gcp}[machines.cloud]
     values = describe_machines(choose_machine(machines.cloud, size), machines)
-    text = render(file, name=name_run(run.config), size=size, machines=machines, **values)
+    text = render_file(file, name=name_run(run.config), size=size, machines=machines, **values)
     path = shlex.quote(os.path.relpath(os.path.join(folder, file)))
     config = shlex.quote(os.path.relpath(os.path.join(folder, run.file)))
     job = f"{JOB} -- {COMMIT}={git_commit()} python -m pipeline run {config}"

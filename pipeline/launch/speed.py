@@ -95,7 +95,7 @@ def calibrate(settings: BackboneSettings, cores: int, gpus: float, precision: st
         train_s, forward_s = time_steps(settings, device, precision)
     finally:
         torch.set_num_threads(threads)
-    source = f"{accelerator.describe(device)}, {1000 * READ_S:.0f} ms to read an image"
+    source = f"{accelerator.describe_device(device)}, {1000 * READ_S:.0f} ms to read an image"
     return Speed(READ_S + train_s, READ_S + forward_s, source)
 
 

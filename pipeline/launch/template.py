@@ -18,7 +18,7 @@ from workers.errors import UserError
 FOLDER = Path(__file__).with_name("templates")
 
 
-def render(file: str, /, **values: Any) -> str:
+def render_file(file: str, /, **values: Any) -> str:
     """Render the template of a file.
 
     Args:
@@ -34,7 +34,7 @@ def render(file: str, /, **values: Any) -> str:
     return _ENVIRONMENT.get_template(f"{file}.j2").render(values)
 
 
-def format_yaml(value: Any) -> str:
+def format_inline_yaml(value: Any) -> str:
     """Format plain values as YAML on one line, for use after `key: ` or `- `.
 
     Do not use the result inside a flow collection (`{...}`, `[...]`): YAML would misread a comma or
@@ -66,4 +66,4 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_ENVIRONMENT.filters |= {"yaml": format_yaml, "indent": indent_lines}
+_ENVIRONMENT.filters |= {"yaml": format_inline_yaml, "indent": indent_lines}

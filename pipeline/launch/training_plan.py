@@ -64,7 +64,7 @@ def compute_expected_lengths(
     return lengths
 
 
-def text(steps: Iterable[StepTraining]) -> str:
+def format_training(steps: Iterable[StepTraining]) -> str:
     """Return the text that `plan` prints, with a line per entry; empty without training."""
     lines = []
     for step in steps:

@@ -27,8 +27,8 @@ from pipeline.report.maps import draw_maps
 from pipeline.results.tables import RunTables
 from workers.analysis import (
     attention_rows,
+    compute_attention_maps,
     covers,
-    maps,
     measure_robustness,
     measure_shifted_accuracy,
 )
@@ -245,7 +245,7 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
                 yield method, job, task
 
 
-def method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
+def select_method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
     """Return the rows of one method of one run."""
     return [row for row in rows if row["run"] == run.name and row["label"] == label]
 
@@ -258,7 +258,7 @@ def build_attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Analys
     """
     body = []
     for run, label, name in named_methods(runs):
-        all_blocks = method_rows(rows, run, label)
+        all_blocks = select_method_rows(rows, run, label)
         if not all_blocks:
             continue
         last_index = max(row["block"] for row in all_blocks)
@@ -267,10 +267,10 @@ def build_attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Analys
         block_rows = (all_blocks, first_block, last_block)
         uniform = np.mean([math.log(row["tokens"]) for row in all_blocks])
         scales = [row["scale"] for row in all_blocks if row["scale"] is not None]
-        cells = [name, _percent(run.accuracy[label])]
-        cells += [f"{_mean(part, 'entropy'):.3f}" for part in block_rows]
+        cells = [name, _format_accuracy(run.accuracy[label])]
+        cells += [f"{_average_column(part, 'entropy'):.3f}" for part in block_rows]
         cells.append(f"{uniform:.3f}")
-        cells += [f"{_mean(part, 'distance'):.3f}" for part in block_rows]
+        cells += [f"{_average_column(part, 'distance'):.3f}" for part in block_rows]
         scale = "-"
         if scales:
             scale = f"{np.mean(scales):.4f}"
@@ -306,7 +306,7 @@ def make_heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Ro
     """
     heads = []
     for run, label, name in named_methods(runs):
-        head_indices = [row["head"] for row in method_rows(rows, run, label)]
+        head_indices = [row["head"] for row in select_method_rows(rows, run, label)]
         if not head_indices:
             continue
         context = run.config.backbone.context
@@ -330,7 +330,7 @@ def build_heads_part(rows: list[Row]) -> AnalysisPart:
     """Build the table and picture of accuracy against the number of heads."""
     body = []
     for row in sorted(rows, key=lambda r: (r["family"], r["heads"])):
-        accuracy = _percent(row["accuracy"])
+        accuracy = _format_accuracy(row["accuracy"])
         body.append([row["family"], str(row["heads"]), accuracy, row["name"]])
     picture = FigureFile(
         "heads.png",
@@ -360,7 +360,7 @@ def draw_map_pictures(
     for run, label, name in named_methods(runs):
         entries = []
         for method, job, task in load_methods(run, label):
-            task_maps = maps(method, job, task, drawn)
+            task_maps = compute_attention_maps(method, job, task, drawn)
             if task_maps is not None:
                 entries.append((task.name, task_maps))
         if not entries:
@@ -411,7 +411,7 @@ def build_robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
         body = []
         for name in names:
             means = [np.mean(accuracies.get((name, level), math.nan)) for level in levels]
-            body.append([name, *(_percent(float(mean)) for mean in means)])
+            body.append([name, *(_format_accuracy(float(mean)) for mean in means)])
         tables.append(([kind, *levels], body))
     captions = {
         "occlusion": "Accuracy when the centre of images is hidden.",
@@ -455,9 +455,9 @@ def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> N
             )
 
 
-def _mean(rows: list[Row], value: str) -> float:
+def _average_column(rows: list[Row], value: str) -> float:
     return float(np.mean([row[value] for row in rows]))
 
 
-def _percent(value: float) -> str:
+def _format_accuracy(value: float) -> str:
     return "-" if math.isnan(value) else f"{100 * value:.1f}"

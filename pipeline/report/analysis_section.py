@@ -18,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.store import Store
 from pipeline.report.figures import FigureFile
-from pipeline.report.html_parts import render
+from pipeline.report.html_parts import render_markup
 from workers.storage.artifact import join, read_bytes, read_json
 
 LIST_FILE = "analysis.json"
@@ -134,10 +134,10 @@ def load_parts(store: Store, run: str) -> dict[str, ListedPart]:
         return {}
     if not isinstance(parts, dict):
         return {}
-    return {name: part for name, part in parts.items() if _is_valid(part)}
+    return {name: part for name, part in parts.items() if _is_valid_part(part)}
 
 
-def _is_valid(part: Any) -> bool:
+def _is_valid_part(part: Any) -> bool:
     try:
         LISTED_PART.validate_python(part)
     except ValidationError:
@@ -181,7 +181,7 @@ def render_section(parts: Mapping[str, ListedPart], record: RunRecord, store: St
     runs: dict[str, None] = {}
     for part in current:
         runs |= dict.fromkeys(run["run"] for run in part["analysis-of"])
-    return render(
+    return render_markup(
         "analysis.html",
         parts=[_part_values(part, folder) for part in current],
         runs=list(runs),

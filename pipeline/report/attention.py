@@ -34,7 +34,7 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
     If a row has a Context Broadcasting scale, a third panel shows the scale. Each method is a
     line. The tasks of a method are faint lines.
     """
-    names = _list_names(rows)
+    names = _list_row_names(rows)
     has_scale = any(row["scale"] is not None for row in rows)
     if has_scale:
         figure, axes = new_figure(10.4, 3.9, 1, 3)
@@ -80,7 +80,7 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
 
     There is one panel per kind of measurement. Kinds without rows are omitted.
     """
-    names = _list_names(rows)
+    names = _list_row_names(rows)
     measured_kinds = {row["kind"] for row in rows}
     kinds = [kind for kind in ROBUSTNESS_TITLES if kind in measured_kinds]
     figure, axes = new_figure(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
@@ -157,7 +157,7 @@ def _draw_bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
     axes.set_xticks(range(len(levels)), levels)
 
 
-def _list_names(rows: Sequence[Row]) -> list[str]:
+def _list_row_names(rows: Sequence[Row]) -> list[str]:
     """Return the distinct names of the rows, in order of appearance."""
     return list(dict.fromkeys(row["name"] for row in rows))
 

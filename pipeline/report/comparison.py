@@ -25,9 +25,8 @@ from pipeline.report.fairness import (
     describe_backbone,
     describe_conditions,
     find_advantages,
-    nan_to_none,
 )
-from pipeline.report.files import Row
+from pipeline.report.files import Row, nan_to_none
 from pipeline.results import answers
 from pipeline.results.answers import RightAnswers
 from pipeline.results.intervals import (
@@ -527,7 +526,7 @@ class Comparison:
         Properties are, for example, the commit and the device. Groups with an unknown environment
         have no column.
         """
-        facts = {group.name: environment(group) for group in self.groups}
+        facts = {group.name: collect_environment(group) for group in self.groups}
         return find_differing_rows({name: values for name, values in facts.items() if values})
 
     def stage_rows(self) -> list[Row]:
@@ -728,7 +727,7 @@ def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
     )
 
 
-def environment(group: RunGroup) -> dict[str, Any]:
+def collect_environment(group: RunGroup) -> dict[str, Any]:
     """Return commit, packages, device, Python and platform of a group.
 
     A value lists all distinct values of the runs, separated by commas.

@@ -99,7 +99,7 @@ def compare(
     storages = [run.storage for run in runs if not run.source]
     storages.append(storage)
     folder = join(storages[0], "compare", make_folder_name(names))
-    page = comparison_page.render_page(comparison).encode()
+    page = comparison_page.render_comparison_page(comparison).encode()
     page_path = join(folder, "compare.html")
     try:
         for name, rows in comparison.tables().items():

@@ -15,16 +15,16 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.comparison import ComparedMethod, Comparison, environment
+from pipeline.report.comparison import ComparedMethod, Comparison, collect_environment
 from pipeline.report.figures import FigureFile
-from pipeline.report.html_parts import render
+from pipeline.report.html_parts import render_markup
 from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
 from pipeline.results.metrics import Metric, metrics_for
 
 SIDE_BY_SIDE = 4  # maximum number of accuracy matrices in one row of a picture
 
 
-def render_page(comparison: Comparison) -> Markup:
+def render_comparison_page(comparison: Comparison) -> Markup:
     """Render the page."""
     group_cells = []
     for group in comparison.groups:
@@ -37,7 +37,7 @@ def render_page(comparison: Comparison) -> Markup:
         base = comparison.base(entry)
         if base is not None:
             pairs.append((entry, base))
-    return render(
+    return render_markup(
         "comparison.html",
         title=" ~ ".join(group.name for group in comparison.groups),
         group_cells=group_cells,
@@ -48,7 +48,7 @@ def render_page(comparison: Comparison) -> Markup:
         settings=comparison.setting_rows(),
         no_settings=[group.name for group in comparison.groups if not group.settings],
         versions=comparison.provenance_rows(),
-        no_versions=[group.name for group in comparison.groups if not environment(group)],
+        no_versions=[group.name for group in comparison.groups if not collect_environment(group)],
         **make_summary_values(comparison),
     )
 
@@ -94,11 +94,11 @@ def curves_picture(comparison: Comparison) -> FigureFile:
         "a falling line means that new tasks are harder or earlier ones are forgotten. "
         "On the right, a rising line means forgetting."
     )
-    figure = draw_curves(comparison)
+    figure = draw_accuracy_curves(comparison)
     return FigureFile("curves.png", "Averages after each task", caption, plots.to_png(figure))
 
 
-def draw_curves(comparison: Comparison) -> Figure:
+def draw_accuracy_curves(comparison: Comparison) -> Figure:
     """Draw average accuracy and forgetting after each task, one line per entry."""
     figure, (left, right) = plots.new_figure(10.4, 3.9, 1, 2)
     x_label = "after learning"

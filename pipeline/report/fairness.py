@@ -7,7 +7,6 @@ the lead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -128,20 +127,15 @@ def _text_in_brackets(name: str, values: Sequence[Any]) -> str:
     elif isinstance(distinct[0], str):
         texts = distinct
     else:
-        low, high = (_format_count(value) for value in (min(values), max(values)))
+        low, high = (_format_number(value) for value in (min(values), max(values)))
         return f" ({low})" if low == high else f" ({low} to {high})"
     if len(texts) > MAX_VALUES:
         return f" ({len(texts)} different)"
     return f" ({' / '.join(texts)})"
 
 
-def _format_count(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
-
-
-def nan_to_none(value: Any) -> Any:
-    """Return the value, or None if it is NaN."""
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def describe_backbone(settings: Mapping[str, Any]) -> str | None:

@@ -170,9 +170,11 @@ def draw_picks(label: str, picks: PickCounts) -> Figure:
     )
 
 
-def curves_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+def training_curves_figure(
+    tables: RunTables, label: str, views: list[MaskView]
+) -> CaptionedFigure | None:
     """Return the figure of training curves; None if no stage has a history."""
-    figure = plots.draw_curves(list_training_histories(tables, label))
+    figure = plots.draw_training_curves(list_training_histories(tables, label))
     if figure is None:
         return None
     caption = (
@@ -194,7 +196,7 @@ def token_masks_figure(
         "Patches that a block attends to, over one test image per task. Dark patches are masked "
         "out for every image of the task, in this block only."
     )
-    figure = draw_token_masks(tables, [masked_views[i] for i in indices])
+    figure = draw_run_token_masks(tables, [masked_views[i] for i in indices])
     return CaptionedFigure("Patches each block attends to", caption, figure)
 
 
@@ -262,7 +264,7 @@ METHOD_FIGURES: dict[str, MethodFigure] = {  # in the order of the report
     "matrix-{label}.png": matrix_figure,
     "matrix-{label}-task-aware.png": task_aware_matrix_figure,
     "picked-{label}.png": picks_figure,
-    "curves-{label}.png": curves_figure,
+    "curves-{label}.png": training_curves_figure,
     "masks-{label}.png": token_masks_figure,
     "density-{label}.png": density_figure,
     "overlap-{label}.png": overlap_figure,
@@ -289,7 +291,9 @@ def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> lis
 
 
 # ---- data of figures -----------------------------------------------------------------------------
-def draw_token_masks(tables: RunTables, views: Sequence[MaskView], most_blocks: int = 6) -> Figure:
+def draw_run_token_masks(
+    tables: RunTables, views: Sequence[MaskView], most_blocks: int = 6
+) -> Figure:
     """Draw token masks over one test image per task, for at most `most_blocks` blocks."""
     entries = []
     for view in views:

@@ -21,8 +21,8 @@ def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
     The columns are `first`, followed by all other keys in order of appearance.
     """
     columns = {}
-    for name in _column_names(rows, first):
-        columns[name] = pa.array([_nan_to_none(row.get(name)) for row in rows])
+    for name in _merge_column_names(rows, first):
+        columns[name] = pa.array([nan_to_none(row.get(name)) for row in rows])
     sink = io.BytesIO()
     pq.write_table(pa.table(columns), sink)
     return sink.getvalue()
@@ -33,7 +33,7 @@ def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
 
     The order of the columns is that of `as_parquet`.
     """
-    names = _column_names(rows, first)
+    names = _merge_column_names(rows, first)
     return to_csv(names, (_cells(row, names) for row in rows))
 
 
@@ -46,7 +46,7 @@ def csv_and_parquet(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
     return files
 
 
-def _column_names(rows: list[Row], first: Sequence[str]) -> list[str]:
+def _merge_column_names(rows: list[Row], first: Sequence[str]) -> list[str]:
     names = dict.fromkeys(first)
     for row in rows:
         names |= dict.fromkeys(row)
@@ -54,8 +54,9 @@ def _column_names(rows: list[Row], first: Sequence[str]) -> list[str]:
 
 
 def _cells(row: Row, names: Sequence[str]) -> list[Any]:
-    return [_nan_to_none(row.get(name)) for name in names]
+    return [nan_to_none(row.get(name)) for name in names]
 
 
-def _nan_to_none(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
+    """Return the value, or None if it is NaN."""
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -24,9 +24,9 @@ MAX_OPEN_ROWS = 40  # a longer table is collapsed
 
 
 @cache
-def environment() -> Environment:
+def make_report_environment() -> Environment:
     """Return the Jinja environment with the constants and filters of this module."""
-    environment = templates.environment()
+    environment = templates.make_environment()
     environment.globals |= {
         "MAX_OPEN_WARNINGS": MAX_OPEN_WARNINGS,
         "MAX_OPEN_ROWS": MAX_OPEN_ROWS,
@@ -48,14 +48,14 @@ def environment() -> Environment:
     return environment
 
 
-def render(template: str, **values: Any) -> Markup:
+def render_markup(template: str, **values: Any) -> Markup:
     """Render a template with values by name."""
-    return Markup(environment().get_template(template).render(values))
+    return Markup(make_report_environment().get_template(template).render(values))
 
 
 def render_macro(name: str, *arguments: Any, **options: Any) -> Markup:
     """Render a macro of `macros.html`."""
-    html: Markup = getattr(environment().get_template("macros.html").module, name)(
+    html: Markup = getattr(make_report_environment().get_template("macros.html").module, name)(
         *arguments, **options
     )
     return html

@@ -41,7 +41,7 @@ def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False
     events = read_events(storage, name)
     if stage_id:
         stage = find_stage(record, stage_id)
-        return printable(stage_text(storage, stage, events, with_all))
+        return printable(stage_events_text(storage, stage, events, with_all))
     return printable(run_text(storage, record, events, with_all))
 
 
@@ -85,7 +85,7 @@ def run_text(
     return "\n".join(lines)
 
 
-def stage_text(
+def stage_events_text(
     storage: str, stage: StageRecord, events: Sequence[RunEvent], with_all: bool = False
 ) -> str:
     """Return the events of a stage, and its failed tries with their files and tracebacks."""

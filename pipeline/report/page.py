@@ -18,7 +18,7 @@ from pipeline.graph.run_record import RunRecord, build_recorded_graph
 from pipeline.report import figures, files, paper
 from pipeline.report.comparison import Comparison
 from pipeline.report.figures import FigureFile
-from pipeline.report.html_parts import format_value, render
+from pipeline.report.html_parts import format_value, render_markup
 from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
@@ -31,7 +31,7 @@ MAX_FITTED_WIDTH = 1500
 MAX_TASKS = 12  # maximum number of tasks that the head of the page lists
 
 
-def build(
+def build_run_report(
     storage: str,
     record: RunRecord,
     failures: Mapping[str, str] | None = None,
@@ -113,7 +113,7 @@ def render_page(
     links += [(f"method-{label}", label) for label in tables.labels]
     links += [("sizes", "Sizes"), ("graph", "Graph"), ("stages", "Stages")]
     links += [("training", "Training"), ("settings", "Settings")]
-    return render(
+    return render_markup(
         "report.html",
         title=record["name"],
         config=record["config"],
@@ -138,7 +138,7 @@ def render_page(
                 "label": label,
                 "pictures": pictures,
                 "picks": render_picks(tables, label),
-                **describe_method(tables, label),
+                **get_method_summary(tables, label),
             }
             for label, pictures in method_pictures.items()
         ],
@@ -149,7 +149,7 @@ def render_page(
         wall_s=sum(row["wall_s"] or 0 for row in stage_rows),
         gpu_sentences=gpu_use,
         training=training_cells(tables),
-        method_settings=method_settings(tables),
+        method_settings=list_method_settings(tables),
         backbone_settings=backbone_settings(tables),
         environment=[(name, ", ".join(values)) for name, values in tables.environment().items()],
     )
@@ -164,7 +164,7 @@ def render_summary(tables: RunTables) -> Markup:
     columns = [metric for metric in metrics_for("report") if metric.name in keys]
     is_comparable = len({(row["tasks_finished"], row["tasks"]) for row in rows}) == 1
     best = _best_values(rows, columns) if is_comparable else {}
-    return render(
+    return render_markup(
         "summary.html", rows=rows, columns=columns, is_comparable=is_comparable, best=best
     )
 
@@ -186,7 +186,7 @@ def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, st
 
 
 # ---- one method ----------------------------------------------------------------------------------
-def describe_method(tables: RunTables, label: str) -> dict[str, Any]:
+def get_method_summary(tables: RunTables, label: str) -> dict[str, Any]:
     """Return `text`, `carries` and `paper` of a method. `text` is "" if it is not installed."""
     from workers.methods import METHODS  # heavy: imports torch
 
@@ -214,7 +214,7 @@ def render_picks(tables: RunTables, label: str) -> Markup:
         names = ("share_right", "confidence_right", "confidence_wrong")
         shares = [format_value(row[name], "rate") for name in names]
         cells.append([task, row["images"], *shares, picks.candidates[int(counts.argmax())]])
-    return render("picks.html", after=rows[-1]["after"], rows=cells)
+    return render_markup("picks.html", after=rows[-1]["after"], rows=cells)
 
 
 # ---- sizes, graph, stages, settings --------------------------------------------------------------
@@ -306,7 +306,7 @@ def training_cells(tables: RunTables) -> list[list[str]]:
     return cells
 
 
-def method_settings(tables: RunTables) -> list[list[str]]:
+def list_method_settings(tables: RunTables) -> list[list[str]]:
     """Return one row per setting of each method: label, name, value, and `set` or `default`.
 
     The list is empty if the config in the record is not valid in this version of Accrete.

@@ -561,7 +561,7 @@ FIXED_COLUMNS = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val
 History = Sequence[tuple[str, Sequence[Row]]]  # (name of the stage, rows of the epochs), in order
 
 
-def draw_curves(histories: History, title: str = "") -> Figure | None:
+def draw_training_curves(histories: History, title: str = "") -> Figure | None:
     """Draw loss, validation accuracy and the method's metrics over epochs.
 
     Return None without epochs.
@@ -572,7 +572,7 @@ def draw_curves(histories: History, title: str = "") -> Figure | None:
     all_rows: list[Row] = []
     for _, rows in histories:
         all_rows += rows
-    loss_terms, metrics = split_columns(all_rows)
+    loss_terms, metrics = split_history_columns(all_rows)
     loss_columns = ["loss", *loss_terms] if len(loss_terms) > 1 else ["loss"]
     panels = [("Loss", loss_columns), ("Validation accuracy", ["val"])]
     if len(metrics) == 1:
@@ -624,7 +624,7 @@ def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> Non
     mark_spans(axes, bands)
 
 
-def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def split_history_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Split the columns of a history into loss terms and metrics of the method.
 
     Metrics are the columns after `images`, which the train loop writes after the loss terms. If

@@ -29,7 +29,7 @@ def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
         tasks = [task for task in tasks if task in group.first.tasks(label)]
     entries = [ComparedMethod(label, group, label, tasks) for label in labels]
     notes = describe_unfinished(entries)
-    if len({_classes(run) for run in tables.values()}) > 1:
+    if len({_read_task_classes(run) for run in tables.values()}) > 1:
         notes.insert(
             0,
             "The replicas take the classes in different orders: a task is a position in the "
@@ -38,7 +38,7 @@ def compare_replicas(name: str, tables: Mapping[str, RunTables]) -> Comparison:
     return Comparison([group], entries, tasks, notes)
 
 
-def _classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
+def _read_task_classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(task["classes"]) for task in run.record["tasks"])
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.report import comparison_page, files, paper
-from pipeline.report.html_parts import render
+from pipeline.report.html_parts import render_markup
 from pipeline.report.replicas import compare_replicas
 from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.tables import RunTables, merge_warnings
 
 
-def build(
+def build_replicas_report(
     record: RunRecord,
     tables: Mapping[str, RunTables],
     failures: Mapping[str, str] | None = None,
@@ -37,7 +37,7 @@ def build(
         for name, some in run.environment().items():
             values.setdefault(name, {}).update(dict.fromkeys(some))
     has_several = len(comparison.entries) > 1
-    page = render(
+    page = render_markup(
         "replicas.html",
         title=record["name"],
         config=record["config"],

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from pipeline.config.text import format_bytes, format_count, format_seconds
 from pipeline.report import files, search_pictures, search_plots
 from pipeline.report.figures import FigureFile
-from pipeline.report.html_parts import NO_VALUE, format_rate, format_value, render
+from pipeline.report.html_parts import NO_VALUE, format_rate, format_value, render_markup
 from pipeline.report.parameters import (
     Parameter,
     format_setting,
@@ -32,10 +32,10 @@ from pipeline.results.trials import (
     as_number,
     best,
     completed,
-    forgetting,
+    compute_trial_forgetting,
     gpu_hours,
     has_score,
-    load,
+    load_search_record,
     pareto,
     score,
     size,
@@ -96,7 +96,9 @@ SCHEDULERS = {
 }
 
 
-def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, bytes]:
+def build_search_report(
+    storage: str, name: str, is_running: bool | None = None
+) -> dict[str, bytes]:
     """Build all files of the report: `search.html`, `trials.csv`, `trials.parquet` and PNGs.
 
     Args:
@@ -110,7 +112,7 @@ def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, 
     Raises:
         UserError: If the search does not exist.
     """
-    search = load(storage, name)
+    search = load_search_record(storage, name)
     if is_running is not None:
         search = replace(search, is_running=is_running)
     varied = search_parameters(search)
@@ -119,7 +121,7 @@ def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, 
     rows = trial_rows(search)
     columns = trial_columns(search)
     report_files = {
-        "search.html": render_page(search, varied, pictures, reason).encode(),
+        "search.html": render_search_page(search, varied, pictures, reason).encode(),
         "trials.csv": files.as_csv(rows, columns),
         "trials.parquet": files.as_parquet(rows, columns),
     }
@@ -155,7 +157,7 @@ def trial_rows(search: SearchRecord) -> list[files.Row]:
                 "status": trial["status"],
                 **settings,
                 "accuracy": score(trial),
-                "forgetting": forgetting(trial["results"]),
+                "forgetting": compute_trial_forgetting(trial["results"]),
                 "bytes": size(trial),
                 "tasks_completed": completed(trial),
                 "stages_run": trial["stages"]["run"],
@@ -170,7 +172,7 @@ def trial_rows(search: SearchRecord) -> list[files.Row]:
 
 
 # ---- the page ------------------------------------------------------------------------------------
-def render_page(
+def render_search_page(
     search: SearchRecord, varied: Sequence[Parameter], pictures: Sequence[FigureFile], reason: str
 ) -> Markup:
     """Render the page.
@@ -185,7 +187,7 @@ def render_page(
     marks = _trial_marks(search)
     settings = {"space": search.record["space"], "set": search.record.get("set") or {}}
     provenance = search.record["provenance"]
-    return render(
+    return render_markup(
         "search.html",
         title=search.name,
         reload_s=RELOAD_S if search.is_running else 0,
@@ -239,7 +241,7 @@ def _head_values(search: SearchRecord) -> dict[str, Any]:
         ),
         "trials": trials,
         "counts": [
-            f"{statuses.count(status)} {status_text(search, status)}"
+            f"{statuses.count(status)} {trial_status_text(search, status)}"
             for status in STATUS_TEXTS
             if status in statuses
         ],
@@ -248,7 +250,7 @@ def _head_values(search: SearchRecord) -> dict[str, Any]:
     }
 
 
-def status_text(search: SearchRecord, status: str) -> str:
+def trial_status_text(search: SearchRecord, status: str) -> str:
     """Return the text for a status. A trial that is `running` without a process was interrupted."""
     if status != "running" or search.is_running is None:
         return STATUS_TEXTS[status]
@@ -510,7 +512,7 @@ def _trial_cells(
 ) -> list[str]:
     status = trial["status"]
     state = Markup('<span class="{}">{}</span>').format(
-        STATUS_STYLES[status], status_text(search, status)
+        STATUS_STYLES[status], trial_status_text(search, status)
     )
     if status == "stopped" and trial["message"]:
         state += Markup('<div class="soft reason">{}</div>').format(trial["message"])
@@ -521,7 +523,7 @@ def _trial_cells(
         marks.get(trial["number"], ""),
         state,
         format_value(score(trial), "rate"),
-        format_value(forgetting(trial["results"]), "rate"),
+        format_value(compute_trial_forgetting(trial["results"]), "rate"),
         format_bytes(size(trial)),
         str(completed(trial)),
         *(format_setting(params[p.key]) if p.key in params else NO_VALUE for p in varied),

@@ -168,7 +168,7 @@ def curves_figure(drawn: Drawn) -> CaptionedFigure | None:
             "that failed, or that still runs."
         )
     caption += drawn.left_out_trials_text
-    figure = search_plots.draw_curves(drawn.with_few_trials().search)
+    figure = search_plots.draw_trial_curves(drawn.with_few_trials().search)
     return CaptionedFigure("Trials along the stream", caption, figure)
 
 

@@ -497,7 +497,7 @@ def _draw_highest(axes: Axes, trials: Sequence[Trial]) -> None:
         axes.step(xs, ys, where="post", color=FINISHED, linewidth=1.6, alpha=0.6)
 
 
-def draw_curves(search: SearchRecord) -> Figure:
+def draw_trial_curves(search: SearchRecord) -> Figure:
     """Draw average validation accuracy after each task, one line per trial."""
     chosen = set(search.chosen().values())
     names: dict[int, str] = {}

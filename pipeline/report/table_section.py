@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from pipeline.report import paper
 from pipeline.report.comparison import Comparison
-from pipeline.report.html_parts import render
+from pipeline.report.html_parts import render_markup
 
 PAPER_FILES = (
     "table.tex",
@@ -22,7 +22,7 @@ PAPER_FILES = (
 def render_table_of_tasks(comparison: Comparison) -> Markup:
     """Render the table of methods and tasks, with the names of the files for papers."""
     table = paper.accuracy_table(comparison)
-    return render(
+    return render_markup(
         "table_of_tasks.html",
         caption=paper.format_caption(comparison)[1],
         has_intervals=bool(comparison.draws),

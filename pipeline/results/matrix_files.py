@@ -44,7 +44,7 @@ def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
     Raises:
         UserError: If the file is not an accuracy matrix.
     """
-    rows = _csv_rows(path, data)
+    rows = _parse_csv_rows(path, data)
     if not rows or len(rows[0]) < 2:
         raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
     names = [cell.strip() for cell in rows[0][1:]]
@@ -53,7 +53,7 @@ def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
             f"{path}: it is the long table of a report, which `compare` does not read; name the "
             "run, or the file that `accrete report CONFIG --json FILE` writes"
         )
-    _check_names(path, names)
+    _check_task_names(path, names)
     values: list[list[Any]] = []
     for number, row in enumerate(rows[1:], start=2):
         after = row[0].strip()
@@ -65,10 +65,10 @@ def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
                 "rows learn the tasks in the order of the header"
             )
         values.append([_cell_value(path, number, cell.strip()) for cell in row[1:]])
-    return _make_tables(path, names, values, has_task_names=True)
+    return _make_matrix_tables(path, names, values, has_task_names=True)
 
 
-def _csv_rows(path: str, data: bytes) -> list[list[str]]:
+def _parse_csv_rows(path: str, data: bytes) -> list[list[str]]:
     """Return the rows of a CSV file, without empty rows."""
     try:
         text = data.decode("utf-8-sig")
@@ -112,11 +112,11 @@ def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
                 f"{path}: a row of its matrix is {row!r:.80}; write a list of numbers for each task"
             )
     names = [f"task {position + 1}" for position in range(len(rows))]
-    _check_names(path, names)
-    return _make_tables(path, names, rows, has_task_names=False)
+    _check_task_names(path, names)
+    return _make_matrix_tables(path, names, rows, has_task_names=False)
 
 
-def _check_names(path: str, names: Sequence[str]) -> None:
+def _check_task_names(path: str, names: Sequence[str]) -> None:
     """Raise `UserError` for zero tasks, too many tasks, or invalid or duplicate names."""
     if not names:
         raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
@@ -131,7 +131,7 @@ def _check_names(path: str, names: Sequence[str]) -> None:
             )
 
 
-def _make_tables(
+def _make_matrix_tables(
     path: str, names: Sequence[str], rows: Sequence[Sequence[Any]], has_task_names: bool
 ) -> ImportedTables:
     """Return a run with one method from a matrix of accuracies. Missing rows are not finished."""

@@ -148,7 +148,7 @@ class Model:
         """
         from workers.serving import timm_model
 
-        timm_model.write(self.bundle, task, absolute(os.fspath(folder)))
+        timm_model.write_timm_folder(self.bundle, task, absolute(os.fspath(folder)))
 
     def save_onnx(self, file: AnyPath, task: str) -> None:
         """Write one task as an ONNX file.
@@ -161,7 +161,7 @@ class Model:
         """
         from workers.serving import onnx_file
 
-        onnx_file.write(self.bundle, task, absolute(os.fspath(file)))
+        onnx_file.write_onnx_file(self.bundle, task, absolute(os.fspath(file)))
 
     def export_task(self, task: str, file: AnyPath) -> None:
         """Write one task to a file, which `import_task` can add to another model folder."""

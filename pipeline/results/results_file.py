@@ -260,7 +260,7 @@ def read_results(path: str) -> list[ImportedTables]:
     body = _parse(path, data)
     if isinstance(body, list):
         return [matrix_from_lists(path, body)]
-    return _list_runs(path, body)
+    return _parse_runs(path, body)
 
 
 def _parse(path: str, data: bytes) -> Any:
@@ -276,7 +276,7 @@ def _parse(path: str, data: bytes) -> Any:
         raise UserError(f"{path}: it cannot be read as JSON ({reason:.100}); {WRITE}") from None
 
 
-def _list_runs(path: str, body: Any) -> list[ImportedTables]:
+def _parse_runs(path: str, body: Any) -> list[ImportedTables]:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise UserError(
             f"{path}: it holds no results (its `format` is not {FORMAT!r}), and is not a list of "

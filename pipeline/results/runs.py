@@ -227,10 +227,10 @@ def _key_finder(storage: str, area: str, file: str) -> Callable[[str], bool]:
 
 
 def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]) -> RunOverview:
-    stages = _computed(record)
+    stages = _list_computed_stages(record)
     num_done = sum(1 for stage in stages if has_result(stage["key"]))
     live = read_status(store.storage, record["name"])
-    state = _state(store.storage, live, num_done == len(stages))
+    state = _find_run_state(store.storage, live, num_done == len(stages))
     runs = [
         RunTables.load(store.storage, _evaluations(replica))
         for replica in store.records(record).values()
@@ -248,7 +248,7 @@ def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]
     )
 
 
-def _computed(record: RunRecord) -> list[StageRecord]:
+def _list_computed_stages(record: RunRecord) -> list[StageRecord]:
     """Return the stages of a run without the report, which is cheap to build again."""
     return [stage for stage in record["stages"] if stage["step"] != "report"]
 
@@ -261,14 +261,14 @@ def _evaluations(record: RunRecord) -> RunRecord:
 
 def _mean_accuracy(runs: Sequence[RunTables], label: str) -> float | None:
     """Return the average accuracy of a method, averaged over replicas; None if one is missing."""
-    values = [_average_accuracy(tables, label) for tables in runs]
+    values = [_read_average_accuracy(tables, label) for tables in runs]
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
     return sum(known) / len(known)
 
 
-def _average_accuracy(tables: RunTables, label: str) -> float | None:
+def _read_average_accuracy(tables: RunTables, label: str) -> float | None:
     try:
         value = tables.matrix(label).final.get("average_accuracy", math.nan)
     # the record or a result is damaged, or was written by another version of Accrete
@@ -277,7 +277,7 @@ def _average_accuracy(tables: RunTables, label: str) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _state(storage: str, live: LiveStatus | None, is_whole: bool) -> State:
+def _find_run_state(storage: str, live: LiveStatus | None, is_whole: bool) -> State:
     """Return the state of a run.
 
     Args:
@@ -316,7 +316,7 @@ def run_status(storage: str, name: str) -> RunStatus:
     is_whole = all(s.state in ("done", "reused") for s in stages if s.step != "report")
     status = RunStatus(
         name,
-        _state(storage, live, is_whole),
+        _find_run_state(storage, live, is_whole),
         str(record.get("created", "")),
         tuple(stages),
     )
@@ -416,11 +416,11 @@ def find_record(store: Store, name: str) -> RunRecord:
         )
     raise UserError(
         f"storage {store.storage!r} has no record of a run {name!r:.80}; "
-        f"{_remedy(name, store.run_names())}"
+        f"{_suggest_run(name, store.run_names())}"
     )
 
 
-def _remedy(name: str, others: Iterable[str]) -> str:
+def _suggest_run(name: str, others: Iterable[str]) -> str:
     names = [other for other in others if other != name]
     if not names:
         return "name its storage with --storage, or run it first"

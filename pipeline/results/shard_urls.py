@@ -52,7 +52,7 @@ def list_shard_urls(name: str, store: Store) -> list[ShardUrl]:
     Raises:
         UserError: If the card names no shards and is not ingested yet.
     """
-    card = card_files.load(name, store)
+    card = card_files.load_card_file(name, store)
     urls = in_place.get_shard_urls(card)
     if urls is None:
         return [ShardUrl(card.name, split, url) for split, url in _stored_urls(card, store)]

@@ -524,12 +524,12 @@ class RunTables:
             **(matrix.final or metrics.all_metrics([])),
             "chance": matrix.chance_so_far[matrix.finished - 1] if matrix.finished else math.nan,
             "test_images": sum(count or 0 for count in matrix.test_images),
-            "bytes_per_task": _mean([row["task_bytes"] for row in task_sizes]),
+            "bytes_per_task": _average_known([row["task_bytes"] for row in task_sizes]),
             "carried_bytes": last_sizes.get("carried", math.nan),
             "total_bytes": last_sizes.get("total", math.nan),
             "growth": last_sizes.get("growth"),
             "trained_parameters": max(trained, default=0) or None,
-            "flops_share": _mean([row["flops_share"] for row in task_sizes]),
+            "flops_share": _average_known([row["flops_share"] for row in task_sizes]),
             "answers": self.logits_verdict(label),
             "wall_s": wall_s,
         }
@@ -890,7 +890,7 @@ def _whole(value: float) -> int | None:
     return int(value)
 
 
-def _mean(values: Sequence[float | None]) -> float:
+def _average_known(values: Sequence[float | None]) -> float:
     """Return the mean of the known values; NaN if all are unknown."""
     known = [value for value in values if value is not None]
     if not known:

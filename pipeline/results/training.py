@@ -46,9 +46,9 @@ class StepTraining:
         The values are those of the tasks with known lengths, or the settings if no length is known.
         """
         if self.lengths:
-            steps = _format_range(length["steps"] for length in self.lengths.values())
-            epochs = _format_range(length["epochs"] for length in self.lengths.values())
-            batch = _format_range(length["batch_size"] for length in self.lengths.values())
+            steps = _format_number_range(length["steps"] for length in self.lengths.values())
+            epochs = _format_number_range(length["epochs"] for length in self.lengths.values())
+            batch = _format_number_range(length["batch_size"] for length in self.lengths.values())
             return f"{steps} optimizer steps per task: {epochs} epochs, batch size {batch}"
         train = self.train
         text = f"{train.epochs} epochs, batch size {train.batch_size}"
@@ -103,7 +103,7 @@ def sum_budget(
     return TrainingBudget(epochs / num_tasks if num_tasks else 0.0, images, device_s, stored_bytes)
 
 
-def _format_range(numbers: Iterable[int]) -> str:
+def _format_number_range(numbers: Iterable[int]) -> str:
     """Return the range of numbers, for example `5` or `5 to 8`."""
     values = sorted(set(numbers))
     if len(values) == 1:

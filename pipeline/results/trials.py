@@ -268,7 +268,7 @@ def gpu_hours(trials: Iterable[Trial]) -> float:
     return sum(trial.get("gpu_s", 0.0) for trial in trials) / 3600
 
 
-def forgetting(results: Sequence[TrialResult]) -> float:
+def compute_trial_forgetting(results: Sequence[TrialResult]) -> float:
     """Compute the forgetting after the last result, averaged over the earlier tasks.
 
     The forgetting of a task is its best earlier accuracy minus its accuracy now (Chaudhry et al.,
@@ -340,7 +340,7 @@ def _scored(trials: Iterable[Trial]) -> list[_Scored]:
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def load(storage: str, name: str) -> SearchRecord:
+def load_search_record(storage: str, name: str) -> SearchRecord:
     """Read `<storage>/searches/NAME`.
 
     Damaged or unexpected files are omitted and listed in `problems`.
@@ -357,18 +357,18 @@ def load(storage: str, name: str) -> SearchRecord:
         known_text = f"it has {', '.join(known)}" if known else "no search was started there"
         raise UserError(f"there is no search {name!r} in {storage!r}; {known_text}")
     trials = []
-    record = _read_search(join(folder, "search.json"), name, problems)
+    record = _read_search_file(join(folder, "search.json"), name, problems)
     for file_name in names:
-        trial = _read_trial(trials_folder, file_name, problems)
+        trial = _read_trial_file(trials_folder, file_name, problems)
         if trial is not None:
             trials.append(trial)
     trials.sort(key=lambda trial: trial["number"])
     winner = _read_winner(join(folder, "winner.json"), problems)
-    is_running = is_locked(join(storage, "searches"), lock_key(name))
+    is_running = is_locked(join(storage, "searches"), get_search_lock_key(name))
     return SearchRecord(name, record, trials, winner, problems, is_running)
 
 
-def lock_key(name: str) -> str:
+def get_search_lock_key(name: str) -> str:
     """Return the key of the lock held by the process that runs a search."""
     return f"search-{name}"
 
@@ -382,7 +382,7 @@ def collect_search_keys(storage: str) -> set[str]:
     keys: set[str] = set()
     folder = join(storage, "searches")
     for name in _names(folder, fs.FileType.Directory):
-        search = load(storage, name)
+        search = load_search_record(storage, name)
         if search.problems:
             raise UserError(
                 f"search {name!r}: {search.problems[0]}; so its stages are not known: "
@@ -410,7 +410,7 @@ def _names(folder: str, kind: fs.FileType | None = None) -> list[str]:
     return sorted(name for name in names if not name.endswith(".part"))
 
 
-def _read_object(path: str, problems: list[str]) -> dict[str, Any] | None:
+def _read_json_object(path: str, problems: list[str]) -> dict[str, Any] | None:
     """Read a JSON object. If it cannot be read, return None and add a sentence to `problems`."""
     try:
         body = read_json(path)
@@ -423,8 +423,8 @@ def _read_object(path: str, problems: list[str]) -> dict[str, Any] | None:
     return body
 
 
-def _read_search(path: str, name: str, problems: list[str]) -> dict[str, Any]:
-    record: dict[str, Any] = {"name": name, **(_read_object(path, problems) or {})}
+def _read_search_file(path: str, name: str, problems: list[str]) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": name, **(_read_json_object(path, problems) or {})}
     for key, kind in SEARCH_TYPES.items():
         if not isinstance(record.setdefault(key, kind()), kind):
             problems.append(f"{path}: {key} is not readable and is left out")
@@ -432,12 +432,12 @@ def _read_search(path: str, name: str, problems: list[str]) -> dict[str, Any]:
     return record
 
 
-def _read_trial(folder: str, file_name: str, problems: list[str]) -> Trial | None:
+def _read_trial_file(folder: str, file_name: str, problems: list[str]) -> Trial | None:
     path = join(folder, file_name)
     if not re.fullmatch(r"\d{4,}\.json", file_name):
         problems.append(f"{path} is not the record of a trial; it is left out")
         return None
-    body = _read_object(path, problems)
+    body = _read_json_object(path, problems)
     if body is None:
         return None
     trial: dict[str, Any] = {
@@ -481,7 +481,7 @@ def _find_mistake(trial: Mapping[str, Any], number: int) -> str:
 
 
 def _read_winner(path: str, problems: list[str]) -> Winner | None:
-    body = _read_object(path, problems) if exists(path) else None
+    body = _read_json_object(path, problems) if exists(path) else None
     if body is None:
         return None
     winner = {"tests": [], "params": {}, **body}

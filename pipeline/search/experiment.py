@@ -137,7 +137,7 @@ class SearchExperiment:
                 cd_prefix + app.format_command("search", self.source, self.overrides),
                 cd_prefix + app.format_command("report", self.source, self.overrides),
             )
-        return read_results(search)
+        return read_search_results(search)
 
     def results(self) -> SearchResults:
         """Return the stored trials. This also works while another process runs the search.
@@ -146,7 +146,7 @@ class SearchExperiment:
             UserError: If the search has not been started.
         """
         with in_folder(self.folder, self):
-            return read_results(self._prepare())
+            return read_search_results(self._prepare())
 
     def report(self) -> reports.WrittenReport:
         """Write the report and the MLflow record again. The search does not need to be finished."""
@@ -154,10 +154,10 @@ class SearchExperiment:
             return searches.report(self._prepare())
 
     def _prepare(self, say: Callable[[str], None] = print) -> spec.Search:
-        return spec.prepare(self.source, list(self.overrides), say)
+        return spec.prepare_search(self.source, list(self.overrides), say)
 
 
-def read_results(search: spec.Search) -> SearchResults:
+def read_search_results(search: spec.Search) -> SearchResults:
     """Read the stored results of a search."""
-    records = trials.load(search.storage, search.name)
+    records = trials.load_search_record(search.storage, search.name)
     return SearchResults(search.name, records, search.storage, searches.get_page_path(search))

@@ -25,8 +25,8 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import connect
 from pipeline.results.metrics import metrics_for
-from pipeline.results.trials import SeedTest, Trial, best, lock_key, pareto
-from pipeline.results.trials import load as load_trials
+from pipeline.results.trials import SeedTest, Trial, best, get_search_lock_key, pareto
+from pipeline.results.trials import load_search_record as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.live_page import LivePage
 from pipeline.search.screen import SearchScreen
@@ -97,7 +97,7 @@ def run_search(
         ray = connect(search.cluster)
     os.environ |= TUNE_ENVIRONMENT
     try:
-        ingest(search, resume_command, screen.open_console)
+        ingest_tasks(search, resume_command, screen.open_console)
         from pipeline.search import tune  # slow: ray.tune takes seconds to import
 
         chosen_so_far: dict[str, Params] = {}
@@ -164,7 +164,7 @@ def build_any_config(search: Search) -> configs.Config:
     return configs.check(spaces.with_params(search.body, point), search.name)
 
 
-def ingest(search: Search, resume_command: str, open_screen: OpenScreen) -> None:
+def ingest_tasks(search: Search, resume_command: str, open_screen: OpenScreen) -> None:
     """Ingest the data of the tasks once, before the trials need the data."""
     config = build_any_config(search)
     store = Store(search.storage)
@@ -269,7 +269,9 @@ def execute(
     screen.say(screen.head())
     screen.say(f"its page, from now on: {get_page_path(search)}")
     try:
-        with stage_lock(join(search.storage, "searches"), lock_key(search.name), wait=False):
+        with stage_lock(
+            join(search.storage, "searches"), get_search_lock_key(search.name), wait=False
+        ):
             return _search_and_record(search, screen, resume_command, report_command)
     except BlockingIOError:
         raise UserError(
@@ -286,7 +288,7 @@ def _search_and_record(
     recorder.start(build_state(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
-    page = LivePage(partial(export, search, is_running=True))
+    page = LivePage(partial(write_search_report, search, is_running=True))
     tests: list[SeedTest] = []
     write_state(search)  # the page is built from search.json
 
@@ -309,13 +311,13 @@ def _search_and_record(
                 tests.append(evaluate_winner(search, outcome, seed, resume_command, screen))
                 write_winner(search, outcome, tests)
                 page.on_result()
-        files = export(search, is_running=False)
+        files = write_search_report(search, is_running=False)
         status = "FINISHED"
     except BaseException as error:
         if isinstance(error, UserError):
             status = "FAILED"
         with suppress(OSError, UserError):
-            files = export(search, is_running=False)
+            files = write_search_report(search, is_running=False)
         raise
     finally:
         winner = None
@@ -341,12 +343,12 @@ def report(search: Search) -> WrittenReport:
 
     The search does not need to be finished.
     """
-    export(search)
+    write_search_report(search)
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
     return WrittenReport(get_page_path(search), recorder.warnings, recorder.links())
 
 
-def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
+def write_search_report(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
     """Write the report into the folder of the search.
 
     Args:
@@ -358,7 +360,7 @@ def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
     """
     from pipeline.report import search_page  # slow: imports matplotlib
 
-    files = search_page.build(search.storage, search.name, is_running)
+    files = search_page.build_search_report(search.storage, search.name, is_running)
     for name, data in files.items():
         write_bytes(join(folder(search.storage, search.name), name), data)
     return files

@@ -217,7 +217,7 @@ class Space:
     def __init__(self, dimensions: Mapping[str, Dimension]):
         for key in dimensions:
             _check_when(dimensions, key)
-        self.dimensions = _sorted(dimensions)
+        self.dimensions = _sort_dimensions(dimensions)
 
     def applies(self, key: str, params: Mapping[str, Any]) -> bool:
         """Return whether the dimension `key` applies to a point.
@@ -363,7 +363,7 @@ def _check_when(dimensions: Mapping[str, Dimension], key: str) -> None:
                 )
 
 
-def _sorted(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension]:
+def _sort_dimensions(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension]:
     """Sort dimensions: the method first, and each dimension after those that its `when` names."""
     ordered: dict[str, Dimension] = {}
     if METHOD in dimensions:
@@ -395,7 +395,7 @@ def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str,
     return config_body
 
 
-def check(space: Space, body: Mapping[str, Any], path: str) -> None:
+def check_against_config(space: Space, body: Mapping[str, Any], path: str) -> None:
     """Check that the config accepts the keys of the space, the ends of ranges and all choices.
 
     Args:

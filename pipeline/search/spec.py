@@ -22,7 +22,7 @@ from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.results.trials import Trial
-from pipeline.results.trials import load as load_trials
+from pipeline.results.trials import load_search_record as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
@@ -405,7 +405,7 @@ class SearchFile(NamedTuple):
     report_body: dict[str, Any]
 
 
-def load(path: str, overrides: list[str]) -> SearchFile:
+def load_search_file(path: str, overrides: list[str]) -> SearchFile:
     """Read a search file and its base config.
 
     Args:
@@ -424,7 +424,7 @@ def load(path: str, overrides: list[str]) -> SearchFile:
         raw = _build_search(path, file, overrides)
         overrides = [override for override in overrides if not override.startswith("methods=")]
     for override in overrides:
-        apply_override(raw, override)
+        apply_search_override(raw, override)
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = yaml_files.find_base(file.parent, settings.base)
     if not base.exists():
@@ -480,7 +480,7 @@ def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, 
     return {"name": f"{file.stem}-{method}", "base": file.name, "set": changes, **search}
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_search_override(raw: dict[str, Any], override: str) -> None:
     """Apply `key=value` to the plain values of a search file.
 
     A key of search files is set directly. A key that only the base config can have is added to
@@ -522,7 +522,7 @@ def _check_base_key(key: str, override: str) -> None:
 
 
 # ---- checks before anything runs -----------------------------------------------------------------
-def prepare(
+def prepare_search(
     path: str,
     overrides: list[str],
     say: Callable[[str], None] = print,
@@ -530,14 +530,14 @@ def prepare(
     """Read a search file, and check as much as possible before the search starts.
 
     Args:
-        path: Path of the search file, or of a config; see `load`.
+        path: Path of the search file, or of a config; see `load_search_file`.
         overrides: Overrides in the form of `--set`.
         say: Called with a line of text if raw data was rewritten in place.
 
     Raises:
         UserError: If the search cannot run, or the storage has another search with its name.
     """
-    settings, body, report_body = load(path, overrides)
+    settings, body, report_body = load_search_file(path, overrides)
     space = Space(settings.space)
     _check_space(settings, space, body, path)
     points = list(space.corners())
@@ -594,8 +594,8 @@ def prepare(
         made_by,
         tasks,
         method_tasks,
-        _note(settings, point_configs),
-        _digest(settings, body, graph),
+        _explain_first_rung(settings, point_configs),
+        _compute_search_digest(settings, body, graph),
     )
     state = _load_earlier_state(search)
     search.sessions = [session for session in state.get("sessions", []) if "wall_s" in session]
@@ -641,7 +641,7 @@ def _build_config(body: dict[str, Any], params: Params, where: str) -> configs.C
 
 def _check_space(settings: SearchSettings, space: Space, body: dict[str, Any], path: str) -> None:
     """Raise `UserError` if the space does not fit the base config, protocol or algorithm."""
-    spaces.check(space, body, path)
+    spaces.check_against_config(space, body, path)
     if settings.has_params_per_task:
         spaces.check_per_task([key for key in settings.space if key != spaces.METHOD], path)
         if spaces.METHOD in settings.space:
@@ -701,7 +701,7 @@ def _find_method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for task in tasks if task in changed)
 
 
-def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> str:
+def _explain_first_rung(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> str:
     """Return a note about the first rung of asha, or "" if no note is needed.
 
     If a method learns tasks independently of each other, the first rung does not say how well it
@@ -725,7 +725,7 @@ def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> 
 
 
 # ---- search.json ---------------------------------------------------------------------------------
-def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str:
+def _compute_search_digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str:
     """Return the SHA-256 digest of everything that must be equal for trials to be comparable.
 
     These are the settings, the base config, the sources of the data, and the inputs of the stages.

@@ -25,7 +25,7 @@ from pipeline.graph.store import Lookup, Store
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
-from pipeline.results.trials import Trial, TrialResult, TrialRound, forgetting
+from pipeline.results.trials import Trial, TrialResult, TrialRound, compute_trial_forgetting
 from pipeline.search import space
 from pipeline.search.population import lineage
 from pipeline.search.space import Params
@@ -133,7 +133,7 @@ def record_path(storage: str, name: str, number: int) -> str:
     return join(folder(storage, name), "trials", f"{number:04d}.json")
 
 
-def read_record(storage: str, name: str, number: int) -> Trial | None:
+def read_trial_record(storage: str, name: str, number: int) -> Trial | None:
     """Read the record of a trial.
 
     Returns:
@@ -253,8 +253,8 @@ def run_trial(
     Raises:
         TrialFailed: If the trial has failed, for example because of a stage.
     """
-    previous = read_record(plan.storage, plan.name, number)
-    if previous is not None and _is_complete(previous, plan):
+    previous = read_trial_record(plan.storage, plan.name, number)
+    if previous is not None and _is_round_complete(previous, plan):
         for result in comparable_results(previous):
             report(result)
         if previous["status"] == "failed":
@@ -294,7 +294,7 @@ def comparable_results(record: Trial) -> list[TrialResult]:
     return record["results"]
 
 
-def _is_complete(record: Trial, plan: PhasePlan) -> bool:
+def _is_round_complete(record: Trial, plan: PhasePlan) -> bool:
     """Return whether a trial has ended, or has learned the tasks of this round."""
     if record["status"] in ENDED:
         return True
@@ -332,8 +332,8 @@ def _take_over(record: Trial, plan: PhasePlan, parent: int) -> None:
     """
     number = record["number"]
     tasks = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
-    source = read_record(plan.storage, plan.name, parent)
-    previous = read_record(plan.storage, plan.name, number)
+    source = read_trial_record(plan.storage, plan.name, parent)
+    previous = read_trial_record(plan.storage, plan.name, number)
     if source is None or previous is None or len(source["results"]) < len(tasks):
         raise TrialFailed(
             f"the record of trial {parent}, which trial {number} continues, is missing or damaged; "
@@ -434,7 +434,7 @@ def _learn(
 
 def _explain_forgetting(plan: PhasePlan, record: Trial) -> str:
     """Return a message if a trial forgets more than `max_forgetting` allows, else ""."""
-    average = forgetting(record["results"])
+    average = compute_trial_forgetting(record["results"])
     if plan.max_forgetting is None or not average > plan.max_forgetting:
         return ""
     count = len(record["results"])

@@ -32,7 +32,14 @@ from pipeline.results.trials import Trial, TrialResult
 from pipeline.search.population import choose_start
 from pipeline.search.space import Params
 from pipeline.search.spec import Search
-from pipeline.search.trial import PhasePlan, TrialFailed, now, read_record, run_trial, write_record
+from pipeline.search.trial import (
+    PhasePlan,
+    TrialFailed,
+    now,
+    read_trial_record,
+    run_trial,
+    write_record,
+)
 from workers.plugins import add_plugin, import_plugins
 from workers.rng import derive_seed
 from workers.storage.artifact import delete_dir, join
@@ -310,7 +317,7 @@ class AskingSearcher(Searcher):
         if self.optuna is None or trial_id not in self.numbers:
             return
         number = self.numbers.pop(trial_id)
-        record = read_record(self.search.storage, self.search.name, number)
+        record = read_trial_record(self.search.storage, self.search.name, number)
         last = None
         is_finished = False
         if record and record["results"] and record["status"] != "failed":
@@ -393,7 +400,7 @@ class RecordCallback(TrialProgressCallback):
                 trial is running.
         """
         search = self.search
-        record = read_record(search.storage, search.name, trial.config["number"])
+        record = read_trial_record(search.storage, search.name, trial.config["number"])
         if record is None:
             return
         search.add_cost(record)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config import settings as configs
 from pipeline.results import trials
-from pipeline.results.trials import Trial, as_number, forgetting, score, size
+from pipeline.results.trials import Trial, as_number, compute_trial_forgetting, score, size
 from pipeline.search.space import Choice, Dimension, Int, Params, Space, with_params
 from workers.errors import UserError
 
@@ -150,7 +150,7 @@ def is_reusable_trial(trial: Trial, settings: WarmStartSettings) -> bool:
     if settings.max_forgetting is None:
         return True
     results = trial["results"]
-    averages = [forgetting(results[: count + 1]) for count in range(len(results))]
+    averages = [compute_trial_forgetting(results[: count + 1]) for count in range(len(results))]
     return not any(average > settings.max_forgetting for average in averages)
 
 

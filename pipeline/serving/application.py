@@ -262,7 +262,7 @@ def started(
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     application = None
     try:
-        check_gpus(ray, replicas, is_private)
+        check_replica_gpus(ray, replicas, is_private)
         # Ray Serve's own proxy is not used: it has no deadlines for heads and bodies of requests.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         application = Application(ray, replicas, total_pixels, record_in)
@@ -278,7 +278,7 @@ def started(
         ray.shutdown()
 
 
-def check_gpus(ray: Any, replicas: ReplicaSettings, is_private: bool) -> None:
+def check_replica_gpus(ray: Any, replicas: ReplicaSettings, is_private: bool) -> None:
     """Raise `UserError` if a private Ray has too few GPUs. Other clusters may add nodes.
 
     Args:

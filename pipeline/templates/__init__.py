@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 @cache
-def environment() -> Environment:
+def make_environment() -> Environment:
     """Return the environment of all templates. Packages add their filters to the environment."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -26,4 +26,4 @@ def environment() -> Environment:
 
 def render(template: str, **values: Any) -> str:
     """Render a template of this folder with the variables `values`."""
-    return environment().get_template(template).render(values)
+    return make_environment().get_template(template).render(values)

@@ -358,7 +358,7 @@ class Run:
 
 
 @torch.no_grad()
-def answers(method: Method, images: Tensor, task: str) -> Tensor:
+def compute_task_logits(method: Method, images: Tensor, task: str) -> Tensor:
     """Return the logits of a task for images, computed as in serving: (n, classes)."""
     return method.eval().logits(images, task).clone()
 
@@ -398,7 +398,7 @@ def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
     """
     annotations = {i.alias or n: i.annotation for n, i in settings.model_fields.items()}
     for candidate in _candidates(usual, annotations[name]):
-        if candidate != usual and _is_valid(settings, {name: candidate}):
+        if candidate != usual and _accepts_settings(settings, {name: candidate}):
             return candidate
     raise AssertionError(f"no other value for {name} of {settings.__name__} is known; add one")
 
@@ -416,7 +416,7 @@ def _candidates(usual: Any, annotation: Any) -> list[Any]:
     return candidates
 
 
-def _is_valid(settings: type[BaseModel], values: dict[str, Any]) -> bool:
+def _accepts_settings(settings: type[BaseModel], values: dict[str, Any]) -> bool:
     with contextlib.suppress(ValidationError):
         return bool(settings.model_validate(values))
     return False

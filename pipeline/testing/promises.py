@@ -33,7 +33,7 @@ from pipeline.testing.lab import (
     Lab,
     Run,
     again,
-    answers,
+    compute_task_logits,
     contents,
     history,
     other_values,
@@ -231,7 +231,8 @@ def old_answers_stay(run: Run) -> None:
     images = run.images(FIRST)
     alone, beside = run.served(FIRST), run.served(SECOND)
     assert torch.equal(
-        answers(alone, images, run.order[FIRST]), answers(beside, images, run.order[FIRST])
+        compute_task_logits(alone, images, run.order[FIRST]),
+        compute_task_logits(beside, images, run.order[FIRST]),
     )
 
 
@@ -263,11 +264,16 @@ def check_another_tasks_training_leaves_a_loaded_task_alone(
     live.load_task(state)
     loop.fit(job, live, restore.load_carried(job), Group(), lambda event: None)
     if not live.carries:
-        assert torch.equal(answers(live, images, task), answers(run.served(FIRST), images, task))
+        assert torch.equal(
+            compute_task_logits(live, images, task),
+            compute_task_logits(run.served(FIRST), images, task),
+        )
     assert any(p.grad is not None for p in live.parameters())
     assert all(p.grad is None and not p.requires_grad for p in live.heads[task].parameters())
-    assert same(live.heads.export(task), run.state(FIRST).head)
-    assert all(same(getattr(state, kind), getattr(run.state(FIRST), kind)) for kind in KINDS)
+    assert have_equal_tensors(live.heads.export(task), run.state(FIRST).head)
+    assert all(
+        have_equal_tensors(getattr(state, kind), getattr(run.state(FIRST), kind)) for kind in KINDS
+    )
 
 
 @promise(
@@ -310,9 +316,9 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
     direct.load_task(state)
     if run.evaluate_job(FIRST).previous:
         direct.load_carried(carried)
-    served = answers(run.served(FIRST), images, name)
-    assert torch.equal(answers(direct, images, name), served)
-    assert torch.allclose(answers(run.live(FIRST), images, name), served, atol=1e-4)
+    served = compute_task_logits(run.served(FIRST), images, name)
+    assert torch.equal(compute_task_logits(direct, images, name), served)
+    assert torch.allclose(compute_task_logits(run.live(FIRST), images, name), served, atol=1e-4)
     stored = run.trained(FIRST)
     assert run.state(FIRST).to_bytes() == stored.read(STATE)
     assert Carried.from_bytes(stored.read(CARRIED)).to_bytes() == stored.read(CARRIED)
@@ -334,8 +340,10 @@ def check_a_state_is_of_its_own_task(lab: Lab, method: str, optimizer: str) -> N
         rows = state.head["weight"].shape[0] if "weight" in state.head else len(TASKS[name])
         assert rows == len(TASKS[name]), f"the head of {name!r} has {rows} rows"
         images = run.images(task)
-        trained = answers(run.live(task), images, name)
-        distance = float((trained - answers(run.served(task), images, name)).abs().max())
+        trained = compute_task_logits(run.live(task), images, name)
+        distance = float(
+            (trained - compute_task_logits(run.served(task), images, name)).abs().max()
+        )
         assert distance <= 1e-4, f"task {name!r} is served with logits {distance:.2g} apart"
 
 
@@ -356,7 +364,7 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
     """
     run = lab.run(method, optimizer)
     name, images = run.order[FIRST], run.images(FIRST)
-    expected = answers(run.served(FIRST), images, name)
+    expected = compute_task_logits(run.served(FIRST), images, name)
     for kind in KINDS:
         state, changed = run.state(FIRST), run.fresh()
         stored: dict[str, Tensor] = getattr(state, kind)
@@ -373,7 +381,9 @@ def check_whatever_is_stored_has_a_part_in_the_answers(
             continue  # the changed state is rejected as inconsistent, so this kind has an effect
         if run.evaluate_job(FIRST).previous:
             changed.load_carried(run.carried(FIRST))
-        assert not stored or not torch.equal(answers(changed, images, name), expected), kind
+        assert not stored or not torch.equal(
+            compute_task_logits(changed, images, name), expected
+        ), kind
 
 
 @promise(
@@ -399,7 +409,9 @@ def check_a_bundle_leaves_out_what_only_training_needs(
     loaded = bundle.method()
     for name in job.states:
         images = run.images(run.order.index(name))
-        assert torch.equal(answers(loaded, images, name), answers(served, images, name)), name
+        assert torch.equal(
+            compute_task_logits(loaded, images, name), compute_task_logits(served, images, name)
+        ), name
     patterns = METHODS[method].training_only
     left_out: set[str] = set()
     for step, key in job.previous.items():
@@ -409,7 +421,9 @@ def check_a_bundle_leaves_out_what_only_training_needs(
         entries = stored.tensors | stored.meta
         missing = entries.keys() - shipped.tensors.keys() - shipped.meta.keys()
         assert missing == {e for e in entries if any(fnmatchcase(e, p) for p in patterns)}
-        assert same(shipped.tensors, {n: t for n, t in stored.tensors.items() if n not in missing})
+        assert have_equal_tensors(
+            shipped.tensors, {n: t for n, t in stored.tensors.items() if n not in missing}
+        )
         assert not missing or len(data) < len(stored.to_bytes())
         left_out |= missing
     idle = [p for p in patterns if not any(fnmatchcase(entry, p) for entry in left_out)]
@@ -466,7 +480,7 @@ def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> No
     live = begun(run)
     assert job.task is not None
     expected = live.heads[job.task.name](plain(images))
-    assert torch.allclose(answers(live, images, job.task.name), expected, atol=1e-6)
+    assert torch.allclose(compute_task_logits(live, images, job.task.name), expected, atol=1e-6)
 
 
 def begun(run: Run) -> Method:
@@ -689,7 +703,7 @@ def change_kind(carried: Carried, kind: str) -> Carried | None:
             tensors[name] = ~tensor
         elif tensor.is_floating_point():
             tensors[name] = 1.1 * tensor + 0.01
-    if same(tensors, carried.tensors):
+    if have_equal_tensors(tensors, carried.tensors):
         return None
     return Carried(tensors, carried.meta)
 
@@ -742,8 +756,10 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
     parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
     for task in (FIRST, SECOND):
         images, name = whole.images(task), whole.order[task]
-        expected = answers(whole.served(task), images, name)
-        distance = float((expected - answers(parts.served(task), images, name)).abs().max())
+        expected = compute_task_logits(whole.served(task), images, name)
+        distance = float(
+            (expected - compute_task_logits(parts.served(task), images, name)).abs().max()
+        )
         assert distance <= 1e-3 + 1e-5 * float(expected.abs().max()), (
             f"with two micro-batches the logits of task {name!r} are {distance:.2g} apart"
         )
@@ -790,9 +806,12 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
     """The logits of a task do not depend on the task of the previous call."""
     run = lab.run(method, optimizer)
     served, images = run.served(SECOND), [run.images(task) for task in (FIRST, SECOND)]
-    alone = [answers(run.served(SECOND), images[task], run.order[task]) for task in (FIRST, SECOND)]
+    alone = [
+        compute_task_logits(run.served(SECOND), images[task], run.order[task])
+        for task in (FIRST, SECOND)
+    ]
     for task in (FIRST, SECOND, FIRST, SECOND):
-        logits = answers(served, images[task], run.order[task])
+        logits = compute_task_logits(served, images[task], run.order[task])
         assert logits.shape == (len(images[task]), len(TASKS[run.order[task]]))
         assert torch.equal(logits, alone[task])
 
@@ -835,7 +854,7 @@ def check_what_a_task_may_have_of_its_own_has_no_part_in_serving(
                 for one in (common, itself)
             )
             assert torch.equal(logits, other), sorted(own)
-            assert same(picks, others), sorted(own)
+            assert have_equal_tensors(picks, others), sorted(own)
 
 
 @promise(
@@ -851,7 +870,7 @@ def check_measuring_leaves_the_model_as_it_was(lab: Lab, method: str, optimizer:
     modes, tensors, random = read_modes(live), tensors_of(live), torch.get_rng_state()
     accuracy(live, feed, Group())
     assert read_modes(live) == modes
-    assert same(tensors_of(live), tensors)
+    assert have_equal_tensors(tensors_of(live), tensors)
     assert torch.equal(torch.get_rng_state(), random)
 
 
@@ -881,6 +900,6 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def have_equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Return whether two mappings have the same names and equal tensors, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -66,7 +66,7 @@ def compute_state(
 def find_links(state: RecordState) -> list[str] | None:
     """Return the lines with the location of the record, or None if it must be written again."""
     try:
-        body = read_json(_path(state))
+        body = read_json(_get_mark_path(state))
         if body["digest"] != state.digest or not _are_runs_active(body["database"], body["runs"]):
             return None
         return [str(line) for line in body["links"]]
@@ -74,7 +74,9 @@ def find_links(state: RecordState) -> list[str] | None:
         return None
 
 
-def write(state: RecordState, links: Iterable[str], database: str, runs: Iterable[str]) -> None:
+def mark_complete(
+    state: RecordState, links: Iterable[str], database: str, runs: Iterable[str]
+) -> None:
     """Store that a record was written completely.
 
     Args:
@@ -89,10 +91,10 @@ def write(state: RecordState, links: Iterable[str], database: str, runs: Iterabl
         "database": database,
         "runs": list(runs),
     }
-    write_bytes(_path(state), json.dumps(body, indent=1).encode())
+    write_bytes(_get_mark_path(state), json.dumps(body, indent=1).encode())
 
 
-def _path(state: RecordState) -> str:
+def _get_mark_path(state: RecordState) -> str:
     return join(state.storage, "runs", state.name, FILE)
 
 

@@ -47,7 +47,9 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(url.database or "").absolute() if plain else None
 
 
-def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], str]) -> None:
+def prepare_database(
+    path: Path, initialize: Callable[[str], None], latest: Callable[[], str]
+) -> None:
     """Create the database if it does not exist or is incomplete.
 
     Args:

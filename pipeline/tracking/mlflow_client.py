@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from pipeline.tracking import mlflow_internals
-from pipeline.tracking.database import prepare, sqlite_path, sqlite_uri
+from pipeline.tracking.database import prepare_database, sqlite_path, sqlite_uri
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, make_dirs
 from workers.storage.secrets import redact
@@ -162,7 +162,7 @@ def open_store(
     with explain_missing_drivers(address):
         database = sqlite_path(address)
         if database is not None:
-            prepare(
+            prepare_database(
                 database, mlflow_internals.create_tables, mlflow_internals.latest_schema_revision
             )
         client = MlflowClient(address)

@@ -300,7 +300,7 @@ def task_files(
     }
     contents: dict[str, bytes] = {}
     if view.tokens is not None:
-        tokens = figures.draw_token_masks(tables, [view], most_blocks=12)
+        tokens = figures.draw_run_token_masks(tables, [view], most_blocks=12)
         contents["token_masks.png"] = plots.to_png(tokens)
     if view.bits:
         contents["masks.csv"] = files.as_csv(view.rows())

@@ -101,14 +101,14 @@ def log(
     run = client.get_run(run_id)
     model = _find_model(client, run, bundle) or _create_model(client, run, bundle)
     if model.status != "READY":
-        model = _write_model(client, run_id, model, bundle, folder)
+        model = _upload_model(client, run_id, model, bundle, folder)
     outputs = run.outputs.model_outputs if run.outputs else []
     if model.model_id not in [output.model_id for output in outputs]:
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
     if not name:
         return Published(f"models:/{model.model_id}")
     note = format_note(bundle, name, alias)
-    version = _register(client, model, run_id, name, alias, note)
+    version = _register_model(client, model, run_id, name, alias, note)
     return Published(f"models:/{name}@{alias}", version)
 
 
@@ -148,7 +148,7 @@ def _create_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel
     )
 
 
-def _write_model(
+def _upload_model(
     client: MlflowClient, run_id: str, model: LoggedModel, bundle: Bundle, folder: str
 ) -> LoggedModel:
     """Upload the files of a model, and return the model with the status READY."""
@@ -272,7 +272,7 @@ def format_note(bundle: Bundle, name: str, alias: str) -> str:
     )
 
 
-def _register(
+def _register_model(
     client: MlflowClient, model: LoggedModel, run_id: str, name: str, alias: str, note: str
 ) -> str:
     """Register a model, unless it is registered, and set the alias. Return the version."""

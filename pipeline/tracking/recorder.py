@@ -253,7 +253,7 @@ class Recorder:
         self.outbox.put(act)
 
     def _answers(self) -> bool:
-        return answers(self.settings, self.storage)
+        return is_answering(self.settings, self.storage)
 
     # ---- system metrics of this machine ----------------------------------------------------------
     def _start_sampling(self) -> None:
@@ -272,7 +272,7 @@ class Recorder:
             metrics.end()
 
 
-def answers(settings: TrackingSettings, storage: str) -> bool:
+def is_answering(settings: TrackingSettings, storage: str) -> bool:
     """Return whether MLflow answers, even if it refuses the request."""
     try:
         MlflowClientAdapter(storage, settings)

@@ -48,14 +48,17 @@ class EarlierFiles:
                 mlflow_internals.delete_artifacts(model.artifact_location, self.adapter.uri)
                 client.delete_logged_model(model.model_id)
             except Exception as error:  # any error of the server or of the artifact store
-                left.append(_describe(f"model {model.model_id}", model.artifact_location, error))
+                left.append(
+                    _describe_kept_files(f"model {model.model_id}", model.artifact_location, error)
+                )
         for run in self.runs:
             try:
                 mlflow_internals.delete_artifacts(run.info.artifact_uri, self.adapter.uri)
             except Exception as error:
                 run_id = run.info.run_id
+                kept = _describe_kept_files(f"run {run_id}", run.info.artifact_uri, error)
                 left.append(
-                    f"{_describe(f'run {run_id}', run.info.artifact_uri, error)}; `mlflow runs "
+                    f"{kept}; `mlflow runs "
                     f"delete --run-id {run_id}` and `mlflow gc --run-ids {run_id}` delete it whole"
                 )
         return left
@@ -90,6 +93,6 @@ def _list_models(adapter: MlflowClientAdapter, run: Run) -> Iterable[LoggedModel
     return found
 
 
-def _describe(name: str, place: str, error: Exception) -> str:
+def _describe_kept_files(name: str, place: str, error: Exception) -> str:
     reason = describe_error(error, only_first_line=True)
     return f"MLflow's {name}: its files at {place} could not be deleted ({reason})"

@@ -494,7 +494,7 @@ class RunWriter:
         if status == "FINISHED" and not self._is_evaluated():
             status = "KILLED"  # the report is that of an incomplete run
         tables = self._tables()
-        digest = _digest(report)
+        digest = _compute_report_digest(report)
         is_recorded = parent.data.tags.get("accrete.report") == digest
         if parent.info.status == status and is_recorded and not self.newly_evaluated:
             return
@@ -587,7 +587,7 @@ def _mask_bytes(view: MaskView | None) -> int:
     return sum(bits.nbytes for bits in view.bits.values())
 
 
-def _digest(files: Mapping[str, bytes]) -> str:
+def _compute_report_digest(files: Mapping[str, bytes]) -> str:
     """Return the digest of the files of a report."""
     digests = [hashlib.sha256(files[name]).digest() for name in sorted(files)]
     return hashlib.sha256(b"".join(digests)).hexdigest()[:32]

@@ -31,7 +31,7 @@ from pipeline.tracking.mlflow_client import (
     transient,
 )
 from pipeline.tracking.outbox import Outbox
-from pipeline.tracking.recorder import Log, answers, close
+from pipeline.tracking.recorder import Log, close, is_answering
 from pipeline.tracking.run_writer import (
     MAX_TAG,
     OPENED,
@@ -186,10 +186,10 @@ class SearchRecorder:
             settings = TrackingSettings.model_validate(search["config"].get("tracking") or {})
         recorder = cls(settings, storage, log)
         recorder.start(search)
-        stored = trials.load(storage, name)
+        stored = trials.load_search_record(storage, name)
         for trial in stored.trials:
             recorder.trial(trial)
-        files = {path.rsplit("/", 1)[-1]: read_bytes(path) for path in list_files(folder)}
+        files = {path.rsplit("/", 1)[-1]: read_bytes(path) for path in list_report_files(folder)}
         recorder.finish(files, stored.winner)
         return recorder
 
@@ -204,7 +204,7 @@ class SearchRecorder:
             writer.forget()
 
     def _answers(self) -> bool:
-        return answers(self.settings, self.storage)
+        return is_answering(self.settings, self.storage)
 
     def _open(self) -> None:
         self._ready()
@@ -433,7 +433,7 @@ def read_record(path: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def list_files(folder: str) -> list[str]:
+def list_report_files(folder: str) -> list[str]:
     """Return the sorted paths of the files directly in a folder."""
     system, path = resolve(folder)
     entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))

@@ -295,7 +295,7 @@ def find_port(host: str, port: int = 0) -> int:
         return free
 
 
-def serve(
+def serve_ui(
     storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
 ) -> int:
     """Print links to the runs. For a database, run `mlflow server` until it is interrupted.

@@ -38,4 +38,4 @@ def written(
 
 
 def prepared(folder: Path, *overrides: str, **body: Any) -> spec.Search:
-    return spec.prepare(written(folder, **body), list(overrides))
+    return spec.prepare_search(written(folder, **body), list(overrides))

@@ -71,7 +71,7 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.report import page
 
     report_files = {"report.html": "".join(analysis_section.INSERT_MARKERS).encode()}
-    monkeypatch.setattr(page, "build", lambda *_: report_files)
+    monkeypatch.setattr(page, "build_run_report", lambda *_: report_files)
     monkeypatch.setattr(analysis, "read_or_build_report", lambda *_: report_files)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 

@@ -32,7 +32,7 @@ def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
     record = find_or_make_record(run)
     stage = run.graph["report"]
     run.store.withdraw(stage.key)
-    build = page.build
+    build = page.build_run_report
     builds = []
 
     def slow_build(*arguments: Any) -> dict[str, bytes]:
@@ -40,7 +40,7 @@ def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
         time.sleep(0.3)
         return build(*arguments)
 
-    monkeypatch.setattr(page, "build", slow_build)
+    monkeypatch.setattr(page, "build_run_report", slow_build)
     with ThreadPoolExecutor(2) as drivers:
         futures = [drivers.submit(reports.make_report, run, record, stage) for _ in range(2)]
         manifests = [future.result() for future in futures]

@@ -18,7 +18,7 @@ from pipeline import cli
 from pipeline.config.settings import BackboneChoice, Config
 from pipeline.config.settings import check as check_config
 from pipeline.config.yaml_files import CARDS
-from pipeline.graph.backbone import resolve
+from pipeline.graph.backbone import resolve_backbone
 from pipeline.graph.store import Store
 from tests import small_run
 from workers.errors import UserError
@@ -86,7 +86,7 @@ def resolved(folder: Path, **backbone: Any) -> Any:
     body = small_run.make_body(folder, {"a": "none.yaml"}, ["linear"])
     body["backbone"] = backbone
     config: Config = check_config(body, "test", with_methods=False)
-    return resolve(config, Store(str(folder / "storage")), may_connect=False)
+    return resolve_backbone(config, Store(str(folder / "storage")), may_connect=False)
 
 
 # ---- a file that is not there --------------------------------------------------------------------

@@ -83,10 +83,10 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digits under any other name."""
-    load = card_files.load
+    load = card_files.load_card_file
     monkeypatch.setattr(
         card_files,
-        "load",
+        "load_card_file",
         lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}),
     )
 

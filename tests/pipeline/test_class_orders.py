@@ -46,7 +46,7 @@ def test_a_published_order_is_a_permutation_with_its_hash(
 
 def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean() -> None:
     listed = {
-        name: card_files.load(name).classes
+        name: card_files.load_card_file(name).classes
         for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")
     }
     assert set(listed.values()) == {listed["cifar100"]}

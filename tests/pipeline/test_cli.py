@@ -66,7 +66,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(record["name"])
         return {"report.html": b"a page", "tables/matrix.csv": b"a table"}
 
-    monkeypatch.setattr(page, "build", build)
+    monkeypatch.setattr(page, "build_run_report", build)
     return made
 
 
@@ -855,7 +855,7 @@ def test_a_lost_connection_is_no_file(
     def lost(*_: Any) -> None:
         raise ConnectionError("Client is shutting down.")
 
-    monkeypatch.setattr(ui, "serve", lost)
+    monkeypatch.setattr(ui, "serve_ui", lost)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "accrete: a connection was lost or refused (Client is shutting down.); finished stages "

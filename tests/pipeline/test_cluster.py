@@ -188,12 +188,12 @@ def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, message: str) -> 
 )
 def test_an_address_where_nothing_answers_is_told_at_once(address: str) -> None:
     with pytest.raises(UserError, match=r"cluster\.address=local"):
-        cluster.check_reachable(address)
+        cluster.check_cluster_reachable(address)
 
 
 def test_an_address_that_answers_is_good(listening: Any) -> None:
     for address in (listening, f"ray://{listening}", "auto"):
-        cluster.check_reachable(address)
+        cluster.check_cluster_reachable(address)
 
 
 class Gate:

@@ -17,7 +17,7 @@ from pipeline import cli
 from pipeline.graph.store import Store
 from pipeline.report import comparison_files
 from pipeline.report.comparison import Spread, compare_runs, group_runs
-from pipeline.report.comparison_page import render_page
+from pipeline.report.comparison_page import render_comparison_page
 from pipeline.results.metrics import METRICS
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
@@ -226,7 +226,7 @@ def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: An
     comparison = compare_runs([run_of(storage, "a"), run])
     assert math.isnan(comparison.entries[1].spread("average_accuracy").mean)
     assert any("meat of run b has finished 3 of these 4 tasks" in note for note in comparison.notes)
-    assert "finished 3 of these 4" in text_of(render_page(comparison))
+    assert "finished 3 of these 4" in text_of(render_comparison_page(comparison))
 
 
 # ---- what else differs ---------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_shared_stages_are_those_with_the_same_key(storage: Any) -> None:
 
 # ---- the page and the command --------------------------------------------------------------------
 def test_the_page_needs_nothing_else_and_says_what_it_shows(storage: Any) -> None:
-    html = render_page(
+    html = render_comparison_page(
         compare_runs(
             [
                 run_of(storage, "a<b>", 0),

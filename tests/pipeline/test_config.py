@@ -585,9 +585,11 @@ def test_how_shards_are_cut_changes_the_keys_of_all_that_trains_on_them(
     if change == "revision":
         monkeypatch.setattr(ingest, "REVISION", 99)
     else:
-        load = card_files.load
+        load = card_files.load_card_file
         other = {"shard_images": 7}
-        monkeypatch.setattr(card_files, "load", lambda *args: load(*args).model_copy(update=other))
+        monkeypatch.setattr(
+            card_files, "load_card_file", lambda *args: load(*args).model_copy(update=other)
+        )
     after = [keys_of(start, tmp_path) for start in starts]
     assert changed(before[0], after[0]) == set(before[0])
     assert changed(before[1], after[1]) == set(before[1]) - {"backbone"}, "it is not trained"

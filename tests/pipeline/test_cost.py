@@ -160,7 +160,7 @@ def test_nothing_is_held_out_of_data_with_validation_images(tmp_path: Path) -> N
         for name in tasks
     }
     assert trained == {"own": 100, "plain": 80}
-    seen = [(name, []) for name in tasks]
+    seen: list[tuple[str, list[str]]] = [(name, []) for name in tasks]
     inputs = {"split": "val", "val_fraction": 0.2, "seen": seen}
     assert cost.count_work("evaluate", inputs, tasks, images).images == 30 + 20
 
@@ -182,7 +182,7 @@ def test_another_method_stands_in_and_a_step_without_measurement_follows_a_formu
     assert prediction.costs["packnet/a/train"].basis == "other method"
     assert prediction.costs["packnet/a/evaluate"].basis == "other method"
     assert prediction.costs["packnet/a/prune"].basis == "formula"
-    output = cost.text(prediction)
+    output = cost.format_forecast(prediction)
     assert "ranges: times or divided by other method 2, formula 5" in output
     assert "a run of one task" in output
 
@@ -205,7 +205,7 @@ def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: S
     together = prediction.walls["together"]
     assert together.low == pytest.approx(together.expected / 5)
     assert together.high == pytest.approx(together.expected * 5)
-    output = cost.text(prediction)
+    output = cost.format_forecast(prediction)
     assert f"formula: {flops / 1e9:.3g} GFLOP" in output
     assert "30 GFLOP/s (CPU, 1 core, fp32)" in output
 
@@ -251,7 +251,7 @@ def test_a_calibration_replaces_the_formula(site: Site, monkeypatch: pytest.Monk
     epochs = checked.train.epochs
     expected = cost.STAGE_S + TRAIN * epochs * (0.03 + speed.READ_S)
     assert stage.device_s == pytest.approx(expected)
-    assert "calibration: cpu (" in cost.text(prediction)
+    assert "calibration: cpu (" in cost.format_forecast(prediction)
 
 
 def test_a_calibration_takes_a_few_steps_of_the_real_backbone(
@@ -273,7 +273,7 @@ def test_a_machine_without_gpu_is_not_calibrated_for_one(
     with pytest.raises(UserError, match="this machine, which has no GPU"):
         cost.forecast(graph, checked, store, set(graph.stages), tasks, calibrate=True)
     prediction = cost.forecast(graph, checked, store, set(graph.stages), tasks)
-    assert "15000 GFLOP/s (GPU, fp32)" in cost.text(prediction)
+    assert "15000 GFLOP/s (GPU, fp32)" in cost.format_forecast(prediction)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
     assert prediction.costs["finetune/a/train"].images is None
     assert prediction.costs["finetune/a/train"].basis == "unknown"
     assert prediction.unknown == ("a",)
-    assert "no count of images: a; ingest the data" in cost.text(prediction)
+    assert "no count of images: a; ingest the data" in cost.format_forecast(prediction)
 
 
 def test_a_joint_training_counts_all_tasks_so_far(site: Site) -> None:
@@ -378,7 +378,7 @@ def hours(site: Site, gpus: float, groups: int, **cluster: Any) -> tuple[float, 
     settings = {"workers": 1, "groups": groups, "gpus_per_worker": gpus, **cluster}
     prediction = costs(*site, FOUR, name="next", train={"epochs": 4}, cluster=settings)
     row = cost.make_label_row(prediction, "together")
-    return 3600 * row["device_hours"], 3600 * row["wall_hours"], cost.text(prediction)
+    return 3600 * row["device_hours"], 3600 * row["wall_hours"], cost.format_forecast(prediction)
 
 
 @pytest.fixture(params=["formula", "same method"])
@@ -468,7 +468,7 @@ def test_every_method_has_a_line_of_its_own_beside_all_together(site: Site) -> N
     assert prediction.walls["together"].expected == pytest.approx(
         sum(prediction.walls[label].expected for label in ("backbone", "linear", "finetune"))
     )
-    assert [line.split()[0] for line in cost.text(prediction).splitlines()[1:5]] == list(
+    assert [line.split()[0] for line in cost.format_forecast(prediction).splitlines()[1:5]] == list(
         prediction.walls
     )
 

@@ -70,7 +70,7 @@ def test_what_was_prepared_is_ingested(
     card = small_card(tmp_path, "cub200", num_classes=2, counts={"train": 4, "test": 4})
     prepare(capsys, card, cub, "--copy")
     assert not (tmp_path / "prepared/test" / CUB_CLASSES[1] / "Bird_0008.jpg").is_symlink()
-    manifest = ingest(card_files.load(card), str(tmp_path / "store"), "k", map, {})
+    manifest = ingest(card_files.load_card_file(card), str(tmp_path / "store"), "k", map, {})
     assert manifest["counts"] == {"train": 4, "test": 4}
     assert manifest["rejected"] == {}
 

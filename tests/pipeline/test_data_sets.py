@@ -50,7 +50,7 @@ def write_card(folder: Path, name: str, text: str) -> None:
 
 def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "data", "list").split("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in lines[1:]] == card_files.list_cards()
+    assert [line.split()[0] for line in lines[1:]] == card_files.list_card_names()
     assert lines[0].split()[:4] == ["card", "classes", "train", "test"]
     assert all(len(line) <= 160 and line == line.rstrip() for line in lines)
 
@@ -68,7 +68,7 @@ def rows_by_name() -> dict[str, list[str]]:
     return {entry.card: entry.cells for entry in catalogue.read_catalogue().entries}
 
 
-@pytest.mark.parametrize("name", card_files.list_cards())
+@pytest.mark.parametrize("name", card_files.list_card_names())
 def test_a_card_says_its_terms_and_where_its_data_is_to_be_fetched(name: str) -> None:
     card = card_files.load_without_source(name)
     assert card.name == name
@@ -132,7 +132,7 @@ def test_a_card_to_be_tested_on_takes_its_classes_from_the_unpacked_archive(
     for number in range(200):
         (tmp_path / "imagenet-a" / f"n{number:08d}").mkdir(parents=True)
     (tmp_path / "imagenet-a" / "README.txt").touch()
-    assert card_files.load("imagenet-a").classes[:2] == ("n00000000", "n00000001")
+    assert card_files.load_card_file("imagenet-a").classes[:2] == ("n00000000", "n00000001")
 
 
 def test_a_card_without_its_data_tells_the_command_that_says_how(
@@ -140,4 +140,4 @@ def test_a_card_without_its_data_tells_the_command_that_says_how(
 ) -> None:
     monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))
     with pytest.raises(UserError, match=r"put the data there \(`accrete data list cub200`"):
-        card_files.load("cub200")
+        card_files.load_card_file("cub200")

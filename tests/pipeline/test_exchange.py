@@ -18,7 +18,7 @@ import pytest
 from pipeline import cli
 from pipeline.graph.store import Store
 from pipeline.report.comparison import compare_runs
-from pipeline.report.comparison_page import render_page
+from pipeline.report.comparison_page import render_comparison_page
 from pipeline.results.metrics import metrics_for
 from pipeline.results.results_file import MAX_BYTES, encode_results, read_results
 from pipeline.results.tables import RunTables
@@ -251,7 +251,7 @@ def test_names_of_a_file_are_escaped_in_the_page(body: dict[str, Any], tmp_path:
         *read_results(write_json(tmp_path, json.loads(text), "a.json")),
         *read_results(write_json(tmp_path, other, "b.json")),
     ]
-    page = render_page(compare_runs(runs))
+    page = render_comparison_page(compare_runs(runs))
     assert "<script>alert" not in page
     assert "&lt;script&gt;" in page
 
@@ -272,7 +272,7 @@ def test_a_csv_matrix_is_compared_by_the_names_of_its_tasks(
     assert base is not None
     assert not peer.difference(base, "average_accuracy").paired
     assert any("without counts" in note for note in comparison.notes)
-    assert "The settings of peer are not known." in render_page(comparison)
+    assert "The settings of peer are not known." in render_comparison_page(comparison)
 
 
 def test_a_matrix_may_end_at_the_diagonal_or_hold_more(tmp_path: Path) -> None:

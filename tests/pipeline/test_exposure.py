@@ -109,7 +109,7 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
         asked.append(settings.host)
         raise Ended
 
-    monkeypatch.setattr(commands, "open_source", lambda args: None)
+    monkeypatch.setattr(commands, "open_model_source", lambda args: None)
     monkeypatch.setattr(serve_command, "running", running)
     with pytest.raises(Ended):
         cli.main(["serve", "model", "--host", host])

@@ -167,7 +167,7 @@ def test_a_failure_has_the_end_of_the_log_without_colours_and_secrets(tmp_path: 
     end = failures.read_last_log_lines(str(log))
     assert end.splitlines()[0] == f"line {501 - failures.LOG_LINES}"
     origin = failures.Origin("a/train", "k1", "fe80::1", 3, 4, 7, str(log))
-    path = failures.write(str(tmp_path), origin, "\x1b[36mred\x1b[39m\n", end)
+    path = failures.write_failure(str(tmp_path), origin, "\x1b[36mred\x1b[39m\n", end)
     assert Path(path).name.endswith("-fe80__1-rank3-7.txt")
     text = Path(path).read_text()
     assert "host: fe80::1\nrank: 3 of 4\nprocess: 7\n" in text

@@ -98,7 +98,7 @@ def test_a_lead_with_more_exemplars_is_not_bold_and_is_explained(
         paper.as_latex(table, paper.format_caption(compared)),
         paper.as_markdown(table, paper.format_caption(compared)),
         table_section.render_table_of_tasks(compared),
-        comparison_page.render_page(compared),
+        comparison_page.render_comparison_page(compared),
     ):
         assert sentence in text
         assert "exemplars (200 to 900)" in text

@@ -164,6 +164,8 @@ def test_a_line_break_of_a_stranger_makes_no_line(
 
 
 def test_an_error_is_described_without_what_a_terminal_obeys() -> None:
-    text = failures.describe(ValueError("file \x1b[31m\x1b]0;title\x07 \x1b[2Jx\nsecond line"))
+    text = failures.describe_exception(
+        ValueError("file \x1b[31m\x1b]0;title\x07 \x1b[2Jx\nsecond line")
+    )
     assert text.isprintable()
     assert text.endswith("[2Jx second line")

@@ -72,7 +72,7 @@ def test_what_is_found_is_proposed_and_can_be_ingested(
     here.mkdir()
     monkeypatch.chdir(here)
     config = starter.start([os.path.relpath(path)], "accrete", lambda text: None)
-    card = card_files.load(config.replace(".yaml", "-card.yaml"))
+    card = card_files.load_card_file(config.replace(".yaml", "-card.yaml"))
     function = in_place.index_shards if get_format(card).list_shards else ingest.ingest
     manifest = function(card, str(tmp_path / "store"), "k", map, {})
     assert sum(manifest["counts"].values()) == sum(counts.values())

@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 
 from pipeline import cli
-from pipeline.data.card_files import load
+from pipeline.data.card_files import load_card_file
 from pipeline.data.cards import Card
 from pipeline.data.formats import fingerprint, units
 from pipeline.data.formats import webdataset as webdataset_format
@@ -658,8 +658,8 @@ def test_a_graph_that_is_kept_places_no_shards(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     inputs = graph_cache.BuildInputs("d" * 64, {})
     task = Task("t", "tiny", "k", CLASSES, shard_urls=ShardUrls(("train.tar",)))
-    graph_cache.write(store, inputs, Graph.of("small", []), [task])
-    kept = graph_cache.read(store, inputs, "small")
+    graph_cache.write_graph(store, inputs, Graph.of("small", []), [task])
+    kept = graph_cache.read_graph(store, inputs, "small")
     assert kept is not None
     assert kept.tasks == [Task("t", "tiny", "k", CLASSES)]
     path = next((tmp_path / "graphs").glob("*.json"))
@@ -667,11 +667,11 @@ def test_a_graph_that_is_kept_places_no_shards(tmp_path: Path) -> None:
     content["tasks"][0]["shard_urls"] = {"train": ["https://example.org/x.tar"], "test": []}
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     path.write_text(json.dumps({"sha256": digest, "content": content}))
-    assert graph_cache.read(store, inputs, "small") is None
+    assert graph_cache.read_graph(store, inputs, "small") is None
 
 
 def test_cards_of_shards_load_from_yaml(tmp_path: Path) -> None:
-    card = load(digit_shards(tmp_path, "a", "23"))
+    card = load_card_file(digit_shards(tmp_path, "a", "23"))
     urls = get_shard_urls(card)
     assert urls is not None
-    assert in_place.expand(urls.train) == [os.path.join(str(tmp_path), "a-train-0.tar")]
+    assert in_place.expand_patterns(urls.train) == [os.path.join(str(tmp_path), "a-train-0.tar")]

@@ -23,7 +23,7 @@ import webdataset
 from PIL import Image
 
 from pipeline.data import formats
-from pipeline.data.card_files import load
+from pipeline.data.card_files import load_card_file
 from pipeline.data.cards import Card, SourceFormat
 from pipeline.data.formats import fingerprint
 from pipeline.data.formats.base import Format
@@ -293,7 +293,7 @@ def test_non_utf8_images_are_read_and_classes_listed(source: Any, tmp_path: Path
     )
     (tmp_path / "card.yaml").write_text(text)
     with pytest.raises(UserError, match=r"class 'caf\\udce9' is empty, too long or not printable"):
-        load(str(tmp_path / "card.yaml"))
+        load_card_file(str(tmp_path / "card.yaml"))
 
 
 def test_line_ends_in_a_name_stay_in_their_row(source: Any, tmp_path: Path) -> None:
@@ -588,10 +588,10 @@ def test_names_that_differ_in_their_unicode_form_alone_are_a_sentence(
     file.write_text(text.format("from_source", 4 if what == "folders" else 2, source))
     if what == "folders":
         with pytest.raises(UserError, match="two Unicode forms"):
-            load(str(file))
+            load_card_file(str(file))
     file.write_text(text.format(f"[{NFC}, {NFD}]", 2, source))
     with pytest.raises(UserError, match=rf"class '{NFC if NFC < NFD else NFD}' is listed twice"):
-        load(str(file))
+        load_card_file(str(file))
 
 
 # ---- what a card promises ------------------------------------------------------------------------
@@ -690,10 +690,10 @@ def test_classes_from_source_are_the_folders_and_must_be_as_many_as_promised(
     )
     file = tmp_path / "card.yaml"
     file.write_text(text.format(2))
-    assert load(str(file)).classes == CLASSES
+    assert load_card_file(str(file)).classes == CLASSES
     file.write_text(text.format(3))
     with pytest.raises(UserError, match="num_classes is 3, but there are 2"):
-        load(str(file))
+        load_card_file(str(file))
 
 
 # ---- formats -------------------------------------------------------------------------------------
@@ -816,7 +816,7 @@ def test_equal_names_in_a_class_get_keys_of_their_own(source: Any, tmp_path: Pat
 
 
 def test_digits_need_no_network(tmp_path: Path) -> None:
-    manifest, shards = run(load("digits"), tmp_path)
+    manifest, shards = run(load_card_file("digits"), tmp_path)
     assert manifest["counts"] == {"train": 1438, "test": 359}
     assert len(set(shards.index["class"].to_pylist())) == 10
 
@@ -895,7 +895,7 @@ def test_a_real_data_set_holds_what_its_card_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", str(DATA))
-    card = load("real7-scripts")
+    card = load_card_file("real7-scripts")
     manifest, shards = run(card, tmp_path, map_fn=threads)
     assert manifest["rejected"] == {}
     assert hashlib.sha256(
@@ -942,17 +942,17 @@ def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> Non
         "null}\nclasses: %s\n"
     )
     file.write_text(body % (source, "[image]"))
-    assert load(str(file)).source.label is None
+    assert load_card_file(str(file)).source.label is None
     file.write_text((body % (source, "[image]")).replace("null", "''"))
     with pytest.raises(UserError, match=r"source\.label is ''"):
-        load(str(file))
+        load_card_file(str(file))
     file.write_text(body % (source, "[cat, dog]"))
     with pytest.raises(
         UserError,
         match=r"source\.label is null, so all images are of one class, but 2 classes are "
         r"listed",
     ):
-        load(str(file))
+        load_card_file(str(file))
 
 
 def test_formats_of_cards_and_modules_agree() -> None:

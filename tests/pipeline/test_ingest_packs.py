@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data import packs, shard_writer
-from pipeline.data.card_files import load
+from pipeline.data.card_files import load_card_file
 from pipeline.data.cards import Card
 from pipeline.data.formats import base
 from pipeline.data.ingest import ingest
@@ -80,8 +80,8 @@ def test_the_digits_take_few_requests_of_a_bucket(
     """By packs in the bucket, and by packs beside this process as what is small."""
     if not is_small:
         monkeypatch.setattr("pipeline.data.ingest.is_small", lambda *_: False)
-    on_disk = run(load("digits"), tmp_path)
-    in_bucket = run(load("digits"), bucket.uri)
+    on_disk = run(load_card_file("digits"), tmp_path)
+    in_bucket = run(load_card_file("digits"), bucket.uri)
     assert in_bucket["files"] == on_disk["files"]
     num_shards = sum(name.endswith(".tar") for name in on_disk["files"])
     assert num_shards == 20, "one for each digit and split"

@@ -26,7 +26,7 @@ from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, choose_machine
 from pipeline.launch.sharing import ALWAYS_BUSY, Sharing
 from pipeline.launch.sizes import HOURS, Size, choose_size, choose_time_limit
-from pipeline.launch.template import format_yaml, render
+from pipeline.launch.template import format_inline_yaml, render_file
 from tests import small_run
 from workers.errors import UserError
 
@@ -84,12 +84,12 @@ def test_configs_cluster_equals_the_output_for_the_demo(file: str) -> None:
 @pytest.mark.parametrize("file", PLATFORMS)
 def test_a_template_without_one_of_its_variables_is_an_error(file: str) -> None:
     with pytest.raises(UndefinedError, match="is undefined"):
-        render(file)
+        render_file(file)
 
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values_of_a_template_are_quoted(value: Any) -> None:
-    text = format_yaml(value)
+    text = format_inline_yaml(value)
     assert len(text.splitlines()) == 1
     assert yaml.safe_load(f"before: 1\nkey: {text}  # comment\nafter: 2\n") == {
         "before": 1,

@@ -25,7 +25,7 @@ def load(path: str, **changes: Any) -> Card:
     """Return a card after changes of its file."""
     body = yaml.safe_load(Path(path).read_text()) | changes
     Path(path).write_text(yaml.safe_dump(body))
-    return card_files.load(path)
+    return card_files.load_card_file(path)
 
 
 def ingest_card(card: Card, folder: Path, key: str, previous: str = "") -> Artifact:

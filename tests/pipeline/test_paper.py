@@ -151,10 +151,10 @@ def test_the_budget_is_what_the_stages_say(storage: Any) -> None:
 def test_the_page_shows_the_table_the_differences_and_the_budgets(storage: Any) -> None:
     runs = comparison(storage).groups[0].runs
     record: Any = {**fake_run.record("t"), "replicas": {name: name for name in runs}}
-    files = replicas_page.build(record, runs, gpu_use=["GPU 0 of n was busy 20%"])
+    files = replicas_page.build_replicas_report(record, runs, gpu_use=["GPU 0 of n was busy 20%"])
     page = files["report.html"].decode()
     assert "<li>GPU 0 of n was busy 20%</li>" in page
-    assert "GPU" not in replicas_page.build(record, runs)["report.html"].decode()
+    assert "GPU" not in replicas_page.build_replicas_report(record, runs)["report.html"].decode()
     for heading in ("Methods and tasks", "Differences", "Budgets", "Over the tasks"):
         assert f">{heading}</h2>" in page
     assert "beyond the noise" in page
@@ -167,7 +167,7 @@ def test_the_page_shows_the_table_the_differences_and_the_budgets(storage: Any) 
 def test_the_page_of_one_seed_has_the_table_and_no_winner(storage: Any) -> None:
     from pipeline.report import page
 
-    files = page.build(storage, fake_run.record())
+    files = page.build_run_report(storage, fake_run.record())
     text = files["report.html"].decode()
     table = text.split('<h2 id="table">')[1].split("<h2")[0]
     assert "One seed" in table

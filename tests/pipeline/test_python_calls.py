@@ -31,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pipeline.Expe
     folder = tmp_path_factory.mktemp("finished")
     body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["meat", "linear"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "build", lambda *_: dict(SHORT_PAGE))
+        patch.setattr(page, "build_run_report", lambda *_: dict(SHORT_PAGE))
         experiment = pipeline.load(small_run.write_config(folder / "config.yaml", body))
         experiment.run(quiet=True)
         yield experiment
@@ -253,9 +253,9 @@ def test_data_sets_are_a_table_without_the_cards_that_cannot_be_read(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data_sets = pipeline.data_sets().set_index("card")
-    assert list(data_sets.index) == card_files.list_cards()
+    assert list(data_sets.index) == card_files.list_card_names()
     assert data_sets.loc["digits", "classes"] == 10
-    monkeypatch.setattr(card_files, "list_cards", lambda: ["digits", "nothing"])
+    monkeypatch.setattr(card_files, "list_card_names", lambda: ["digits", "nothing"])
     with pytest.warns(UserWarning, match="nothing"):
         assert list(pipeline.data_sets()["card"]) == ["digits"]
 
@@ -275,7 +275,7 @@ def test_a_config_is_written_under_a_name(
 def test_trials_of_a_search_are_a_table(tmp_path: Path) -> None:
     some = fake_search.trials(12)
     name = fake_search.write(tmp_path, fake_search.record(), some)
-    results = SearchResults(name, trials.load(str(tmp_path), name), str(tmp_path), "")
+    results = SearchResults(name, trials.load_search_record(str(tmp_path), name), str(tmp_path), "")
     table = results.trials.set_index("number")
     assert list(table.index) == [trial["number"] for trial in some]
     for trial in some:
@@ -287,7 +287,7 @@ def test_trials_of_a_search_are_a_table(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     assert results.importance["share"].sum() == pytest.approx(1)
     few = fake_search.write(tmp_path, fake_search.record("few"), some[:1])
-    records = trials.load(str(tmp_path), few)
+    records = trials.load_search_record(str(tmp_path), few)
     with pytest.raises(UserError, match="Importance of settings is measured once 4 trials"):
         _ = SearchResults(few, records, str(tmp_path), "").importance
 

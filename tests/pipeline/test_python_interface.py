@@ -327,7 +327,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
     (reports, "report", ["report", "CONFIG"], lambda e: e.report()),
     (analysis, "analyse", ["analyse", "CONFIG"], lambda e: e.analyse()),
-    (prepared, "read_tables", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
+    (prepared, "read_run_tables", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
     (
         results_file,
         "write_results",
@@ -340,9 +340,9 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (app, "list_runs", ["runs"], lambda e: pipeline.runs()),
     (comparison_files, "compare", ["compare", "a", "b"], lambda e: pipeline.compare("a", e)),
     (garbage, "find_garbage", ["gc"], lambda e: pipeline.collect_garbage()),
-    (starter, "find_config", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
+    (starter, "find_or_write_config", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
     (starter, "start", ["init", "DATA"], lambda e: pipeline.write_config("DATA")),
-    (spec, "prepare", ["search", "search.yaml"], lambda e: a_search().run()),
+    (spec, "prepare_search", ["search", "search.yaml"], lambda e: a_search().run()),
     (searches, "execute", ["search", "search.yaml"], lambda e: a_search().run()),
     (searches, "report", ["report", "search.yaml"], lambda e: a_search().report()),
     (

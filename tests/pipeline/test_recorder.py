@@ -60,7 +60,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     second.start(record, "<svg>graph</svg>")
     for stage, manifest in fake_run.write(storage, set(ids[6:])):
         second.stage(stage, manifest)
-    files = page.build(storage, record)
+    files = page.build_run_report(storage, record)
     second.finish(files)
     before = contents(storage)
     third = Recorder(SETTINGS, storage)

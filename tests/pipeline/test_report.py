@@ -62,7 +62,7 @@ def tables(storage: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def report(storage: Any) -> Any:
-    return page.build(storage, fake_run.record())
+    return page.build_run_report(storage, fake_run.record())
 
 
 def half(folder: Any, *missing: Any) -> Any:
@@ -128,7 +128,7 @@ def test_an_unfinished_run_has_the_rows_that_are_there(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_gives_a_page_and_no_numbers(tmp_path: Path) -> None:
-    files = page.build(str(tmp_path), fake_run.record())
+    files = page.build_run_report(str(tmp_path), fake_run.record())
     assert "0 of 25 stages finished so far" in files["report.html"].decode()
     assert "comparison.png" not in files
 
@@ -296,7 +296,7 @@ def test_a_damaged_file_becomes_a_sentence_and_the_rest_of_the_report_stands(
     tables = half(tmp_path)
     Path(tables.artifacts["meat/birds/train"].uri("history.parquet")).write_bytes(b"broken")
     Path(tables.artifacts["meat/leaves/train"].uri("task.safetensors")).unlink()
-    files = page.build(str(tmp_path), fake_run.record())
+    files = page.build_run_report(str(tmp_path), fake_run.record())
     text = files["report.html"].decode()
     assert "history.parquet: is truncated or padded" in text
     assert "task.safetensors: is missing" in text
@@ -372,10 +372,10 @@ def test_mask_picture_uses_test_image_or_bare_grid(
     assert image is not None
     assert image.shape == (192, 192, 3)
     views = figures.load_mask_views(tables, "meat")
-    with_image = plots.to_png(figures.draw_token_masks(tables, views))
+    with_image = plots.to_png(figures.draw_run_token_masks(tables, views))
     withdraw(tables.root, tables.artifacts["data/birds"].key)
     assert samples.sample_image(tables, "birds") is None
-    assert plots.to_png(figures.draw_token_masks(tables, views)) != with_image
+    assert plots.to_png(figures.draw_run_token_masks(tables, views)) != with_image
 
 
 # ---- files and page ------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:
 
 def test_names_from_a_config_cannot_break_the_page(tmp_path: Path) -> None:
     record = fake_run.record("<b>&run</b>")
-    text = page.build(str(tmp_path), record)["report.html"].decode()
+    text = page.build_run_report(str(tmp_path), record)["report.html"].decode()
     assert "<b>&run" not in text
     assert "&lt;b&gt;&amp;run" in text
 
@@ -486,7 +486,7 @@ def test_the_page_names_what_the_run_was(report: Any) -> None:
 @pytest.mark.slow
 def test_the_same_store_gives_the_same_report(storage: Any, report: Any, tmp_path: Path) -> None:
     shutil.copytree(storage, tmp_path / "copy")
-    again = page.build(str(tmp_path / "copy"), fake_run.record())
+    again = page.build_run_report(str(tmp_path / "copy"), fake_run.record())
     assert {n: d for n, d in again.items() if n != "report.html"} == {
         n: d for n, d in report.items() if n != "report.html"
     }
@@ -537,7 +537,7 @@ def test_loss_terms_and_measures_are_separated_in_order() -> None:
         ],
         1,
     )
-    assert plots.split_columns([row]) == (["ce", "penalty"], ["keep"])
+    assert plots.split_history_columns([row]) == (["ce", "penalty"], ["keep"])
 
 
 def test_curves_have_one_point_per_epoch_and_no_missing_numbers() -> None:

@@ -26,7 +26,7 @@ from ray.tune.search import Searcher
 
 import pipeline
 from pipeline.config import settings as config
-from pipeline.results.trials import SeedTest, Trial, best, load
+from pipeline.results.trials import SeedTest, Trial, best, load_search_record
 from pipeline.search import run, spec, trial, tune
 from pipeline.search.screen import SearchScreen
 from tests import small_run
@@ -125,9 +125,9 @@ def test_the_stream_of_a_search_replaces_that_of_its_base_and_is_checked(
 def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="pipeline run"):
-        spec.prepare(str(tmp_path / "base.yaml"), [])
+        spec.prepare_search(str(tmp_path / "base.yaml"), [])
     with pytest.raises(UserError, match=r"did you mean .*small.yaml"):
-        spec.prepare(str(tmp_path / "smal.yaml"), [])
+        spec.prepare_search(str(tmp_path / "smal.yaml"), [])
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
 )
 def test_a_config_is_searched_for_one_method(overrides: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        spec.load("configs/streams/digits.yaml", overrides)
+        spec.load_search_file("configs/streams/digits.yaml", overrides)
 
 
 def test_the_search_of_a_method_is_that_of_its_file(tmp_path: Path) -> None:
     more = ["methods=[meat]", f"storage={tmp_path}", "budget.trials=3", "seed=4"]
-    settings, body, _ = spec.load("configs/streams/digits.yaml", more)
+    settings, body, _ = spec.load_search_file("configs/streams/digits.yaml", more)
     assert settings.name == "digits-meat"
     assert {key.rpartition(".")[2] for key in settings.space} == {
         "lambda", "alpha", "mask_travel", "token_mask_blocks"
@@ -155,9 +155,9 @@ def test_the_search_of_a_method_is_that_of_its_file(tmp_path: Path) -> None:
     assert settings.seed == 4
     assert (body["storage"], body["cluster"]["workers"]) == (str(tmp_path), 1)
     space = "space={methods.meat.alpha: {dist: choice, values: [1, 2]}}"
-    changed, _, _ = spec.load("configs/streams/digits.yaml", [*more, space])
+    changed, _, _ = spec.load_search_file("configs/streams/digits.yaml", [*more, space])
     assert [*changed.space] == ["methods.meat.alpha"]
-    conditional, _, _ = spec.load("configs/streams/digits.yaml", ["methods=adapter"])
+    conditional, _, _ = spec.load_search_file("configs/streams/digits.yaml", ["methods=adapter"])
     assert conditional.space["methods.adapter.dropout"].when == {
         "methods.adapter.kind": "adaptformer"
     }
@@ -166,7 +166,7 @@ def test_the_search_of_a_method_is_that_of_its_file(tmp_path: Path) -> None:
     config.write_text(
         f"extends: {stream}\nname: mine\ncluster: {{workers: 2}}\nmethods: {{hat: }}\n"
     )
-    settings, body, _ = spec.load(str(config), ["methods=[linear]"])
+    settings, body, _ = spec.load_search_file(str(config), ["methods=[linear]"])
     assert settings.name == "mine-linear"
     assert [*body["methods"]] == ["linear"]
     assert body["cluster"]["workers"] == 2
@@ -692,7 +692,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
     path = written(
         tmp_path, cards=("a", "b", "c"), changes={"train": {"epochs": 80}}, space=space, **more
     )
-    search = spec.prepare(path, [])
+    search = spec.prepare_search(path, [])
     first_points = [tune.draw_point(search, number, 0) for number in range(2)]
     searched(path, tmp_path / "out")
     trials = records(tmp_path)
@@ -731,7 +731,7 @@ def test_a_second_process_does_not_change_a_running_search_or_its_record(
         "SearchRecorder",
         lambda *a, **k: pytest.fail("it opened the record of a search that another process runs"),
     )
-    search = spec.prepare(path, [])
+    search = spec.prepare_search(path, [])
     with (
         stage_lock(str(storage / "searches"), "search-small", wait=False),
         pytest.raises(UserError, match="being run by another process"),
@@ -793,7 +793,7 @@ def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
     monkeypatch.setattr("pipeline.search.live_page.LOOK_S", 0.001)
 
     def export(search: spec.Search, is_running: bool | None = None) -> dict[str, bytes]:
-        winner = load(search.storage, search.name).winner
+        winner = load_search_record(search.storage, search.name).winner
         pages.append((is_running, len(winner["tests"]) if winner else -1))
         written.release()
         return {}
@@ -813,7 +813,7 @@ def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
             "bytes_per_task": 1.0,
         }
 
-    monkeypatch.setattr(run, "export", export)
+    monkeypatch.setattr(run, "write_search_report", export)
     monkeypatch.setattr(run, "run_search", one_trial)
     monkeypatch.setattr(run, "evaluate_winner", measure)
     run.execute(search, SearchScreen(search, io.StringIO()), "", "")

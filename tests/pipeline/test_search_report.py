@@ -22,7 +22,15 @@ from PIL import Image
 
 from pipeline.report import plots, search_page, search_plots
 from pipeline.report.parameters import measure_importance, search_parameters, short_names
-from pipeline.results.trials import SearchRecord, Trial, best, load, lock_key, pareto, score
+from pipeline.results.trials import (
+    SearchRecord,
+    Trial,
+    best,
+    get_search_lock_key,
+    load_search_record,
+    pareto,
+    score,
+)
 from workers.errors import UserError
 from workers.storage.lock import stage_lock
 
@@ -61,12 +69,12 @@ def made(
         else None
     )
     name = fake.write(tmp_path, body, some, winner)
-    search_result = load(str(tmp_path), name)
+    search_result = load_search_record(str(tmp_path), name)
     if drawn:
-        return search_result, search_page.build(str(tmp_path), name)
+        return search_result, search_page.build_search_report(str(tmp_path), name)
     varied = search_parameters(search_result)
     return search_result, {
-        "search.html": search_page.render_page(
+        "search.html": search_page.render_search_page(
             search_result, varied, [], measure_importance(search_result, varied)[1]
         ).encode()
     }
@@ -303,7 +311,10 @@ def test_nothing_from_a_record_becomes_markup(tmp_path: Path) -> None:
     won["tests"][0] |= {"seed": evil, "run": evil}
     fake.write(tmp_path, body, some, won)
     (tmp_path / "searches/evil/trials" / "<b>.json").write_text("{")
-    search_result = load(str(tmp_path), "evil"), search_page.build(str(tmp_path), "evil")
+    search_result = (
+        load_search_record(str(tmp_path), "evil"),
+        search_page.build_search_report(str(tmp_path), "evil"),
+    )
     assert "<script" not in page_of(search_result)
     assert "<b>.json" not in page_of(search_result)
     assert "&lt;b&gt;.json" in page_of(search_result)
@@ -358,11 +369,11 @@ def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
     name = fake.record()["name"]
 
     def page() -> str:
-        search_result = load(str(tmp_path), name)
+        search_result = load_search_record(str(tmp_path), name)
         varied = search_parameters(search_result)
-        return search_page.render_page(search_result, varied, [], "")
+        return search_page.render_search_page(search_result, varied, [], "")
 
-    with stage_lock(str(tmp_path / "searches"), lock_key(name), wait=False):
+    with stage_lock(str(tmp_path / "searches"), get_search_lock_key(name), wait=False):
         running = page()
     assert '<meta http-equiv="refresh" content="20">' in running
     assert "loads itself again while the search runs" in running
@@ -374,7 +385,9 @@ def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
     assert "1 interrupted." in killed
     assert ">running" not in killed
     assert "not finished: there is no winner yet" in killed
-    whole = search_page.build(str(tmp_path), name, is_running=True)["search.html"].decode()
+    whole = search_page.build_search_report(str(tmp_path), name, is_running=True)[
+        "search.html"
+    ].decode()
     assert "loads itself again" in whole, "in a bucket there is no lock"
     check_page((None, {"search.html": running.encode()}))
 
@@ -383,7 +396,7 @@ def test_trials_with_points_of_an_earlier_search_are_marked(tmp_path: Path) -> N
     points = [{"trial": 7}, {"trial": 3}]
     body = fake.record() | {"warm_start": {"search": "earlier", "points": points}}
     fake.write(tmp_path, body, fake.trials(4))
-    files = search_page.build(str(tmp_path), body["name"])
+    files = search_page.build_search_report(str(tmp_path), body["name"])
     rows = csv.DictReader(io.StringIO(files["trials.csv"].decode()))
     assert [row["origin"] for row in rows] == ["earlier 7", "earlier 3", "", ""]
     text = words((None, files))
@@ -430,8 +443,8 @@ def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
     name = fake.write(tmp_path, fake.record(), fake.trials(6), fake.winner(fake.trial(77)))
     (tmp_path / "searches" / name / "trials/0003.json").write_text("{")
     search_result = (
-        load(str(tmp_path), name),
-        {"search.html": search_page.build(str(tmp_path), name)["search.html"]},
+        load_search_record(str(tmp_path), name),
+        {"search.html": search_page.build_search_report(str(tmp_path), name)["search.html"]},
     )
     assert "1 file could not be used" in words(search_result)
     assert "0003.json cannot be read" in words(search_result)
@@ -440,7 +453,10 @@ def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
 
 def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
-    search_result = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
+    search_result = (
+        load_search_record(str(tmp_path), "meat-real"),
+        search_page.build_search_report(str(tmp_path), "meat-real"),
+    )
     assert "the record of trial 7 of winner.json is missing" in words(search_result)
     check_page(search_result)
 
@@ -448,11 +464,11 @@ def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) ->
 def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Path) -> None:
     some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
-    search_result = load(str(tmp_path), "meat-real")
+    search_result = load_search_record(str(tmp_path), "meat-real")
     text = words(
         (
             search_result,
-            {"search.html": search_page.render_page(search_result, [], [], "").encode()},
+            {"search.html": search_page.render_search_page(search_result, [], [], "").encode()},
         )
     )
     assert "names trial 0 (80.0 %). The rule of this page gives trial 2" in text
@@ -460,7 +476,7 @@ def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Pat
 
 def test_a_search_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no search 'x'"):
-        search_page.build(str(tmp_path), "x")
+        search_page.build_search_report(str(tmp_path), "x")
 
 
 @pytest.mark.slow
@@ -495,7 +511,10 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path: Path) -> 
     ]
     body = fake.record()
     fake.write(tmp_path, body | {"space": space}, some)
-    search_result = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
+    search_result = (
+        load_search_record(str(tmp_path), "meat-real"),
+        search_page.build_search_report(str(tmp_path), "meat-real"),
+    )
     assert "Only the 12 most important settings of 20 are drawn" in words(search_result)
     check_page(search_result)
 
@@ -504,7 +523,7 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path: Path) -> 
 def of(tmp_path: Path, some: Any, space: Any = None) -> Any:
     body = fake.record()
     fake.write(tmp_path, body | ({"space": space} if space is not None else {}), some)
-    return load(str(tmp_path), "meat-real")
+    return load_search_record(str(tmp_path), "meat-real")
 
 
 def test_names_lose_what_all_keys_share_and_nothing_that_tells_them_apart() -> None:
@@ -643,7 +662,7 @@ def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any)
 
 
 def test_curves_end_where_a_trial_was_stopped(forty: Any) -> None:
-    axes = search_plots.draw_curves(forty[0]).axes[0]
+    axes = search_plots.draw_trial_curves(forty[0]).axes[0]
     drawn = sorted(len(x_values(line)) for line in axes.lines if line.get_linestyle() == "-")
     assert drawn == sorted(len(t["results"]) for t in forty[0].trials if t["results"])
     assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS

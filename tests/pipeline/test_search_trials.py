@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from pipeline.results import metrics
-from pipeline.results.trials import best, forgetting, gpu_hours, load, pareto, score, size
+from pipeline.results.trials import (
+    best,
+    compute_trial_forgetting,
+    gpu_hours,
+    load_search_record,
+    pareto,
+    score,
+    size,
+)
 from workers.errors import UserError
 
 
@@ -91,11 +99,15 @@ def test_forgetting_is_that_of_the_matrix_of_rates() -> None:
         for position in range(count):
             per_task = {f"t{i}": float(rates[position, i]) for i in range(position + 1)}
             results.append({"task": f"t{position}", "position": position, "per_task": per_task})
-        assert forgetting(results) == pytest.approx(metrics.METRICS["forgetting"](rates)), count
-    assert math.isnan(forgetting([]))
-    assert math.isnan(forgetting(results[1:])), "the first task was not judged when it was new"
+        assert compute_trial_forgetting(results) == pytest.approx(
+            metrics.METRICS["forgetting"](rates)
+        ), count
+    assert math.isnan(compute_trial_forgetting([]))
+    assert math.isnan(compute_trial_forgetting(results[1:])), (
+        "the first task was not judged when it was new"
+    )
     del results[2]["per_task"]["t1"]
-    assert math.isnan(forgetting(results))
+    assert math.isnan(compute_trial_forgetting(results))
 
 
 def test_gpu_hours_are_those_of_all_trials_and_none_of_early_records() -> None:
@@ -131,7 +143,7 @@ def test_each_phase_has_its_own_winner_in_the_order_of_the_stream(tmp_path: Path
     for trial in some:  # so that the last task's trials have the lowest numbers
         trial["number"] = 15 - trial["number"]
     fake_search.write(tmp_path, fake_search.record("greedy", protocol="per_task"), some)
-    search = load(str(tmp_path), "greedy")
+    search = load_search_record(str(tmp_path), "greedy")
     assert search.phases == fake_search.TASKS[:4]
     assert list(search.chosen()) == fake_search.TASKS[:4]
     for phase, number in search.chosen().items():
@@ -144,7 +156,7 @@ def test_each_phase_has_its_own_winner_in_the_order_of_the_stream(tmp_path: Path
 def test_the_winner_is_the_one_in_winner_json(tmp_path: Path) -> None:
     some = points((0.9, 100), (0.95, 100), (0.8, 1))
     fake_search.write(tmp_path, fake_search.record("said"), some, fake_search.winner(some[2]))
-    assert load(str(tmp_path), "said").chosen() == {"": 2}
+    assert load_search_record(str(tmp_path), "said").chosen() == {"": 2}
 
 
 def test_in_a_search_of_one_phase_standing_is_accuracy(tmp_path: Path) -> None:
@@ -153,7 +165,7 @@ def test_in_a_search_of_one_phase_standing_is_accuracy(tmp_path: Path) -> None:
         fake_search.record("one"),
         [*points((0.9, 100), (0.7, 1)), fake_search.trial(2, {}, "failed", accuracy=0.99)],
     )
-    assert load(str(tmp_path), "one").standing() == {0: 0.9, 1: 0.7}
+    assert load_search_record(str(tmp_path), "one").standing() == {0: 0.9, 1: 0.7}
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -163,7 +175,7 @@ def test_trials_are_sorted_and_missing_fields_have_defaults(tmp_path: Path) -> N
         fake_search.record("some"),
         [{"number": 10000, "status": "running"}, fake_search.trial(9999), *points((0.9, 1))],
     )
-    search = load(str(tmp_path), "some")
+    search = load_search_record(str(tmp_path), "some")
     assert [t["number"] for t in search.trials] == [0, 9999, 10000]
     assert (
         search.trials[2]
@@ -198,7 +210,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path
     # A running search is writing this file.
     (folder / "trials/0010.json.ab12cd34.part").write_bytes(b"{")
     (folder / "winner.json").write_text('{"trial": "the third"}')
-    search = load(str(tmp_path), "hurt")
+    search = load_search_record(str(tmp_path), "hurt")
     assert [t["number"] for t in search.trials] == [0]
     assert search.winner is None
     assert len(search.problems) == len(DAMAGE) + 1
@@ -211,7 +223,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path
 def test_trials_are_read_when_search_json_is_damaged(tmp_path: Path, body: bytes) -> None:
     fake_search.write(tmp_path, fake_search.record("hurt"), points((0.9, 1), (0.8, 1)))
     (tmp_path / "searches/hurt/search.json").write_bytes(body)
-    search = load(str(tmp_path), "hurt")
+    search = load_search_record(str(tmp_path), "hurt")
     assert len(search.trials) == 2
     assert search.problems
     assert all("search.json" in p for p in search.problems)
@@ -223,7 +235,7 @@ def test_trials_are_read_when_search_json_is_damaged(tmp_path: Path, body: bytes
 def test_a_missing_search_json_is_reported(tmp_path: Path) -> None:
     fake_search.write(tmp_path, fake_search.record("lost"), points((0.9, 1)))
     (tmp_path / "searches/lost/search.json").unlink()
-    search = load(str(tmp_path), "lost")
+    search = load_search_record(str(tmp_path), "lost")
     assert len(search.trials) == 1
     assert len(search.problems) == 1
 
@@ -232,16 +244,16 @@ def test_the_error_for_an_unknown_search_lists_the_searches(tmp_path: Path) -> N
     with pytest.raises(
         UserError, match=r"there is no search 'x' in .*; no search was started there"
     ):
-        load(str(tmp_path), "x")
+        load_search_record(str(tmp_path), "x")
     fake_search.write(tmp_path, fake_search.record("meat-real"), [])
     with pytest.raises(UserError, match=r"there is no search 'x' in .*; it has meat-real"):
-        load(str(tmp_path), "x")
-    assert load(str(tmp_path), "meat-real").trials == []
+        load_search_record(str(tmp_path), "x")
+    assert load_search_record(str(tmp_path), "meat-real").trials == []
 
 
 def test_records_are_read_on_any_filesystem_of_the_store(tmp_path: Path) -> None:
     fake_search.write(tmp_path, fake_search.record("uri"), points((0.9, 1)))
-    assert len(load(f"file://{tmp_path}", "uri").trials) == 1
+    assert len(load_search_record(f"file://{tmp_path}", "uri").trials) == 1
 
 
 def test_reading_the_records_loads_no_heavy_package() -> None:

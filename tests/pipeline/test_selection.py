@@ -117,7 +117,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def stub_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take longer than all the rest."""
-    monkeypatch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+    monkeypatch.setattr(page, "build_run_report", lambda *_: {"report.html": b"a page"})
 
 
 def run(

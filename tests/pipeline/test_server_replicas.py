@@ -115,16 +115,16 @@ def test_a_replica_asks_for_what_the_options_say() -> None:
 
 
 def test_missing_gpus_are_reported_before_replicas_start() -> None:
-    from pipeline.serving.application import check_gpus
+    from pipeline.serving.application import check_replica_gpus
 
     class FakeRay:
         def cluster_resources(self) -> dict[str, float]:
             return {"GPU": 1.0}
 
-    check_gpus(FakeRay(), ReplicaSettings(2, 4, 1, 0.5), is_private=True)
-    check_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=False)
+    check_replica_gpus(FakeRay(), ReplicaSettings(2, 4, 1, 0.5), is_private=True)
+    check_replica_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=False)
     with pytest.raises(UserError, match=r"3 replicas with --gpus 0.5 need 1.5 GPUs, and this .* 1"):
-        check_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=True)
+        check_replica_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=True)
 
 
 def test_a_server_is_not_run_from_outside_of_a_cluster(

@@ -42,7 +42,7 @@ def test_shards_of_ingested_cards_are_read_by_webdataset(
     assert "python -m pipeline ingest CONFIG" in message
     storage = str(tmp_path / "storage")
     store = Store(storage)
-    loaded = card_files.load(card)
+    loaded = card_files.load_card_file(card)
     key = compute_key(raw_data.stage_inputs(loaded, raw_data.find_source(store, loaded)), ())
     ingest.ingest(loaded, store.root, key, map, {"step": "ingest"})
     listed = output(capsys, "shards", config)
@@ -97,7 +97,7 @@ def test_braces_stand_for_exactly_the_urls(urls: list[str], expected: list[str])
 
 def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCRETE_IMAGENET_WDS", raising=False)
-    card = card_files.load("imagenet-wds")
+    card = card_files.load_card_file("imagenet-wds")
     urls = in_place.get_shard_urls(card)
     assert urls is not None
     by_name = urls_by_name(urls)

@@ -96,7 +96,7 @@ FORMS: dict[str, tuple[Callable[[Path], dict[str, Any]], tuple[str, ...]]] = {
 def test_classes_are_those_of_the_data_and_nothing_is_typed(form: str, tmp_path: Path) -> None:
     make, classes = FORMS[form]
     path = write_card(tmp_path, {"path": "data", **make(tmp_path / "data")})
-    card = card_files.load(path)
+    card = card_files.load_card_file(path)
     assert card.classes == classes
     run = index_shards if card.source.format == "webdataset" else ingest
     manifest = run(card, str(tmp_path / "storage"), "k", map, {"step": "ingest"})
@@ -107,7 +107,7 @@ def test_classes_are_those_of_the_data_and_nothing_is_typed(form: str, tmp_path:
 
 def test_digits_say_their_classes(tmp_path: Path) -> None:
     path = write_card(tmp_path, {"format": "sklearn", "name": "digits"})
-    assert card_files.load(path).classes == tuple("0123456789")
+    assert card_files.load_card_file(path).classes == tuple("0123456789")
 
 
 @pytest.mark.parametrize("form", ["folders", "table", "hub", "shards"])
@@ -115,11 +115,11 @@ def test_classes_are_known_when_the_source_is_gone(form: str, tmp_path: Path) ->
     make, classes = FORMS[form]
     path = write_card(tmp_path, {"path": "data", **make(tmp_path / "data")})
     notes = Notes()
-    card_files.load(path, notes)
+    card_files.load_card_file(path, notes)
     (tmp_path / "data").rename(tmp_path / "away")
-    assert card_files.load(path, notes).classes == classes
+    assert card_files.load_card_file(path, notes).classes == classes
     with pytest.raises(UserError, match=r"its classes come from|cannot be read|does not exist"):
-        card_files.load(path, Notes())
+        card_files.load_card_file(path, Notes())
 
 
 def test_labels_are_read_again_only_where_the_source_has_changed(
@@ -127,7 +127,7 @@ def test_labels_are_read_again_only_where_the_source_has_changed(
 ) -> None:
     path = write_card(tmp_path, {"path": "data", **hub(tmp_path / "data")})
     notes = Notes()
-    first = card_files.load(path, notes)
+    first = card_files.load_card_file(path, notes)
     counts: list[int] = []
 
     def count(*args: Any) -> Any:
@@ -135,29 +135,29 @@ def test_labels_are_read_again_only_where_the_source_has_changed(
         return count_labels(*args)
 
     monkeypatch.setattr("pipeline.data.source_classes.count_labels", count)
-    assert card_files.load(path, notes).classes == first.classes
+    assert card_files.load_card_file(path, notes).classes == first.classes
     assert counts == []
     file = next((tmp_path / "data").rglob("train-00000*"))
     os.utime(file, ns=(1, 1))
-    assert card_files.load(path, notes).classes == first.classes
+    assert card_files.load_card_file(path, notes).classes == first.classes
     assert counts == [1]
 
 
 def test_a_damaged_note_is_no_obstacle(tmp_path: Path) -> None:
     path = write_card(tmp_path, {"path": "data", **hub(tmp_path / "data")})
     notes = Notes()
-    card_files.load(path, notes)
+    card_files.load_card_file(path, notes)
     for value in ("x", {"state": 1}, {"state": [], "numbers": "names", "classes": [1]}):
         for identity in notes:
             notes[identity] = value
-        assert card_files.load(path, notes).classes == NAMES
+        assert card_files.load_card_file(path, notes).classes == NAMES
 
 
 def test_a_promised_number_of_classes_is_checked(tmp_path: Path) -> None:
     source = {"path": "data", **table(tmp_path / "data")}
-    assert card_files.load(write_card(tmp_path, source, num_classes=4)).num_classes == 4
+    assert card_files.load_card_file(write_card(tmp_path, source, num_classes=4)).num_classes == 4
     with pytest.raises(UserError, match="num_classes is 5, but there are 4"):
-        card_files.load(write_card(tmp_path, source, num_classes=5))
+        card_files.load_card_file(write_card(tmp_path, source, num_classes=5))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -171,7 +171,7 @@ def test_classes_that_cannot_be_read_are_one_sentence(case: str, tmp_path: Path)
     hub(tmp_path / "data")
     changes, says = BAD[case]
     with pytest.raises(UserError, match=says):
-        card_files.load(write_card(tmp_path, {"path": "data", **changes}))
+        card_files.load_card_file(write_card(tmp_path, {"path": "data", **changes}))
 
 
 def test_values_that_are_no_classes_are_refused(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_values_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     columns = {"image": [png(0), png(1)], "label": [[1], [2]]}
     pq.write_table(pa.table(columns), tmp_path / "data" / "train.parquet")
     with pytest.raises(UserError, match="are not classes"):
-        card_files.load(write_card(tmp_path, {"format": "parquet", "path": "data"}))
+        card_files.load_card_file(write_card(tmp_path, {"format": "parquet", "path": "data"}))
 
 
 def test_a_card_without_its_source_keeps_the_mark(tmp_path: Path) -> None:

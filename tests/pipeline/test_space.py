@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline.search.space import Dimension, Space, check, with_params
+from pipeline.search.space import Dimension, Space, check_against_config, with_params
 from pipeline.search.trial import with_history
 from workers.errors import UserError
 
@@ -210,7 +210,7 @@ def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(
     dimensions: dict[str, dict[str, Any]], texts: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        check(space(**dimensions), BODY, "s.yaml")
+        check_against_config(space(**dimensions), BODY, "s.yaml")
     assert "\n" not in str(error.value)
     for text in ["s.yaml", *texts]:
         assert text in str(error.value)

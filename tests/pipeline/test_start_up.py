@@ -124,7 +124,7 @@ def test_other_code_or_another_version_builds_anew(
     config_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(config_path)
-    for name in ("code_digest", "package_versions"):
+    for name in ("compute_project_digest", "package_versions"):
         with monkeypatch.context() as patch:
             patch.setattr(graph_cache, name, lambda: "other")
             assert prepared(config_path).has_jobs
@@ -143,7 +143,7 @@ def test_the_code_of_every_method_is_in_the_digest(
     digests = set()
     for text in ("", "revision = 1", "revision = 2"):
         path.write_text(text)
-        digests.add(graph_cache.code_digest.__wrapped__())
+        digests.add(graph_cache.compute_project_digest.__wrapped__())
     assert len(digests) == 3
 
 

@@ -42,7 +42,7 @@ def test_what_is_written_is_a_valid_config_on_a_valid_card(here: Path) -> None:
     config = configs.load("zoo.yaml")
     assert [entry.classes for entry in config.stream.tasks] == [NAMES[:3], NAMES[3:]]
     assert [entry.role for entry in config.stream.tasks] == ["base", "task"]
-    card = card_files.load("zoo-card.yaml")
+    card = card_files.load_card_file("zoo-card.yaml")
     assert card.classes == NAMES
     assert card.source.path == str(here.parent / "zoo")
     assert card.test_fraction == 0.2
@@ -69,7 +69,7 @@ def test_relative_paths_start_at_the_file_that_names_them(
     init("../zoo")
     monkeypatch.chdir(here.parent)
     config = configs.load("here/zoo.yaml")
-    card = card_files.load(config.stream.tasks[0].card)
+    card = card_files.load_card_file(config.stream.tasks[0].card)
     assert card.source.path == str(here.parent / "zoo")
 
 
@@ -84,7 +84,7 @@ def test_card_next_to_data_and_path_entries_work(here: Path) -> None:
         "name: x\nstream: {tasks: [./zoo, {card: zoo/card.yaml, name: y}]}\nmethods: {linear: {}}\n"
     )
     config = configs.load("run.yaml", with_methods=False)
-    assert [card_files.load(entry.card).source.path for entry in config.stream.tasks] == [
+    assert [card_files.load_card_file(entry.card).source.path for entry in config.stream.tasks] == [
         str(here / "zoo")
     ] * 2
 
@@ -96,7 +96,7 @@ def test_several_data_sets_are_a_task_each(here: Path) -> None:
     tasks = configs.load("zoo.yaml").stream.tasks
     assert [task.name for task in tasks] == ["zoo", "zoo-2"]
     assert [task.role for task in tasks] == ["base", "task"]
-    assert card_files.load(tasks[1].card).classes == ("x", "y")
+    assert card_files.load_card_file(tasks[1].card).classes == ("x", "y")
 
 
 def test_data_sets_with_the_same_classes_are_domains(here: Path) -> None:
@@ -140,7 +140,7 @@ def test_names_from_the_data_are_quoted_where_yaml_would_read_them_otherwise(her
     config = configs.load("zoo-1.yaml")
     written = [name for task in config.stream.tasks for name in task.classes or ()]
     assert written == sorted(names)
-    assert card_files.load("zoo-1-card.yaml").classes == tuple(sorted(names))
+    assert card_files.load_card_file("zoo-1-card.yaml").classes == tuple(sorted(names))
 
 
 @pytest.mark.parametrize("file", ["zoo.yaml", "zoo-card.yaml"])
@@ -178,22 +178,25 @@ def test_a_command_on_data_uses_the_config_that_was_edited(here: Path) -> None:
     edited = Path("zoo.yaml").read_text().replace("seed: 0", "seed: 7")
     Path("zoo.yaml").write_text(edited)
     lines: list[str] = []
-    assert starter.find_config(["../zoo"], "accrete", lines.append) == "zoo.yaml"
+    assert starter.find_or_write_config(["../zoo"], "accrete", lines.append) == "zoo.yaml"
     assert lines[-1] == "zoo.yaml exists and is used unchanged"
     assert Path("zoo.yaml").read_text() == edited
 
 
 def test_a_config_is_taken_for_one(here: Path) -> None:
     said: list[str] = []
-    assert starter.find_config(["configs/demo.yaml"], "accrete", said.append) == "configs/demo.yaml"
+    assert (
+        starter.find_or_write_config(["configs/demo.yaml"], "accrete", said.append)
+        == "configs/demo.yaml"
+    )
     Path("plain").write_text("x")
-    assert starter.find_config(["plain"], "accrete", said.append) == "plain"
+    assert starter.find_or_write_config(["plain"], "accrete", said.append) == "plain"
     assert said == []
 
 
 def test_a_config_beside_data_is_refused(here: Path) -> None:
     with pytest.raises(UserError, match=r"a.yaml is a config, given together with 1 other path"):
-        starter.find_config(["a.yaml", "zoo"], "accrete", print)
+        starter.find_or_write_config(["a.yaml", "zoo"], "accrete", print)
 
 
 @pytest.mark.parametrize("path", [".", "..", str(Path("..") / "zoo")])
@@ -220,7 +223,7 @@ def test_folders_of_splits_may_hold_their_results_too(
     class_folders(tmp_path / "zoo" / "test", NAMES)
     monkeypatch.chdir(tmp_path / "zoo")
     init(".")
-    assert card_files.load("zoo-card.yaml").source.path == str(tmp_path / "zoo")
+    assert card_files.load_card_file("zoo-card.yaml").source.path == str(tmp_path / "zoo")
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 4, 5, 9, 10, 101, 1000])

@@ -18,7 +18,7 @@ import pytest
 from pipeline.config.settings import TrackingSettings
 from pipeline.graph.store import Store
 from pipeline.tracking import mlflow_client
-from pipeline.tracking.database import is_whole, prepare, sqlite_path, sqlite_uri
+from pipeline.tracking.database import is_whole, prepare_database, sqlite_path, sqlite_uri
 from pipeline.tracking.outbox import Outbox
 from workers.errors import UserError
 from workers.storage import filesystem
@@ -54,7 +54,7 @@ def initialize(uri: str) -> None:
 
 
 def prepare_two_tables(path: Path) -> None:
-    prepare(path, initialize, lambda: REVISION)
+    prepare_database(path, initialize, lambda: REVISION)
 
 
 def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_
         initialize(uri)
         seen.append([entry.name for entry in tmp_path.iterdir()])
 
-    prepare(tmp_path / "mlflow.db", watched, lambda: REVISION)
+    prepare_database(tmp_path / "mlflow.db", watched, lambda: REVISION)
     assert len(seen) == 1
     assert "mlflow.db" not in seen[0], "it was not there before it was whole"
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
@@ -123,7 +123,7 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
         inodes.append(path.stat().st_ino)
 
     inodes: list[int] = []
-    prepare(path, slower, lambda: REVISION)
+    prepare_database(path, slower, lambda: REVISION)
     assert [path.stat().st_ino] == inodes
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 

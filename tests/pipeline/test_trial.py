@@ -56,7 +56,7 @@ def run(
 
 def record(plan: trial.PhasePlan, number: int = 0) -> Trial:
     """Return the stored record of a trial."""
-    body = trial.read_record(plan.storage, plan.name, number)
+    body = trial.read_trial_record(plan.storage, plan.name, number)
     assert body is not None
     return body
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pipeline.results import trials
-from pipeline.results.trials import Trial, load
+from pipeline.results.trials import Trial, load_search_record
 from pipeline.search import spec, trial, tune
 from pipeline.search.space import Dimension, Space
 from pipeline.search.warm_start import (
@@ -193,14 +193,16 @@ def asking(search: spec.Search) -> tune.AskingSearcher:
 
 def test_points_of_the_earlier_search_are_tried_first_and_cost_nothing(folder: Path) -> None:
     search = prepared(folder, warm_start="first", warm_points=2)
-    ranked = sorted(load(search.storage, "first").trials, key=lambda t: -trials.score(t))
+    ranked = sorted(
+        load_search_record(search.storage, "first").trials, key=lambda t: -trials.score(t)
+    )
     asked = asking(search)
     points = [asked.suggest(str(number))["params"] for number in range(3)]
     assert points[:2] == [record["params"] for record in ranked[:2]]
     assert points[2] == tune.draw_point(search, 2, 0), "then as without a warm start"
     plan = trial.PhasePlan(search.name, search.storage, search.body, {}, search.tasks)
     trial.run_trial(plan, 0, points[0], lambda result: None)
-    record = trial.read_record(search.storage, search.name, 0)
+    record = trial.read_trial_record(search.storage, search.name, 0)
     assert record is not None
     assert record["stages"]["run"] == 0
     assert record["results"] == ranked[0]["results"]
@@ -213,7 +215,7 @@ def test_tpe_learns_from_the_other_trials_where_they_were_judged_alike(folder: P
     study = asking(search).optuna
     assert study is not None
     values = sorted(told.values[0] for told in study.study.trials)
-    records = load(search.storage, "first").trials
+    records = load_search_record(search.storage, "first").trials
     ranked = sorted((trials.score(record), -record["number"]) for record in records)
     assert values == [score for score, _ in ranked[:-1]], "the best one is a trial of this search"
     longer = prepared(
@@ -233,7 +235,7 @@ def test_what_was_taken_stays_when_the_search_goes_on(folder: Path) -> None:
     shutil.rmtree(folder / "storage" / "searches" / "first")
     again = prepared(folder, budget={"trials": 9}, **more)
     assert again.warm_start == search.warm_start
-    assert load(search.storage, "small").origins() == {
+    assert load_search_record(search.storage, "small").origins() == {
         number: f"first {point.trial}" for number, point in enumerate(search.warm_start.points)
     }
     for other in ({}, {"warm_start": "first", "warm_points": 3}):

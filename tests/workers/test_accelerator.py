@@ -12,7 +12,7 @@ from workers.data import accelerator
 from workers.data.accelerator import (
     choose_memory_format,
     count_free_bytes,
-    describe,
+    describe_device,
     limit_memory,
     make_device,
     make_named_device,
@@ -112,9 +112,9 @@ def test_the_generators_of_cpu_and_gpu_are_seeded(monkeypatch: pytest.MonkeyPatc
 def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     device = use(monkeypatch, SharedGpu())
     assert device == make_named_device("cuda") == torch.device("cuda", 3)
-    assert describe(device) == "GPU 3"
+    assert describe_device(device) == "GPU 3"
     assert make_device(0) == make_named_device("cpu") == torch.device("cpu")
-    assert describe(torch.device("cpu")).startswith("cpu (")
+    assert describe_device(torch.device("cpu")).startswith("cpu (")
 
 
 def test_a_cpu_has_no_such_limit() -> None:

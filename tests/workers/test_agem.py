@@ -31,13 +31,15 @@ OTHER = torch.tensor([[-1, 1, 0.5], [2, 1, 0]]).double()
 def test_agem_projects_as_the_worked_value() -> None:
     reference = REFERENCES[0]
     assert float(GRADIENT @ reference) == -1.5
-    projected = agem.project(GRADIENT, reference)
+    projected = agem.project_gradient(GRADIENT, reference)
     assert projected.tolist() == pytest.approx([0.333333, -1.333333, 3.333333], abs=1e-6)
     assert abs(float(projected @ reference)) < 1e-12
     assert projected.norm() <= GRADIENT.norm()
-    assert torch.allclose(agem.project(projected, reference), projected, atol=1e-12), "idempotent"
-    assert torch.equal(agem.project(GRADIENT, -reference), GRADIENT), "nothing opposes it"
-    assert torch.equal(agem.project(GRADIENT, 0 * reference), GRADIENT), "no reference"
+    assert torch.allclose(agem.project_gradient(projected, reference), projected, atol=1e-12), (
+        "idempotent"
+    )
+    assert torch.equal(agem.project_gradient(GRADIENT, -reference), GRADIENT), "nothing opposes it"
+    assert torch.equal(agem.project_gradient(GRADIENT, 0 * reference), GRADIENT), "no reference"
 
 
 # ---- GEM -----------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def test_gem_keeps_a_gradient_that_nothing_opposes() -> None:
 
 def test_gem_of_one_task_without_gamma_is_agem() -> None:
     for scale in (1e-6, 1.0, 1e6):
-        expected = scale * agem.project(GRADIENT, REFERENCES[0])
+        expected = scale * agem.project_gradient(GRADIENT, REFERENCES[0])
         found = gem.project(scale * GRADIENT, scale * REFERENCES[:1], 0.0, 1e-12)
         assert torch.allclose(found, expected, rtol=1e-9)
 

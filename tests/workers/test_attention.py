@@ -245,7 +245,7 @@ def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab) -> None:
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
-    attention_maps = analysis.maps(method, job, task, 6)
+    attention_maps = analysis.compute_attention_maps(method, job, task, 6)
     assert attention_maps is not None
     ((images_shown, labels),) = analysis.spread(job, task, 6)
     assert attention_maps.right == [task.classes[label] for label in labels]
@@ -277,7 +277,7 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
         return tokens
 
     monkeypatch.setattr(top_down, "select_tokens", recording_select)
-    attention_maps = analysis.maps(method, job, job.tasks[1], 6)
+    attention_maps = analysis.compute_attention_maps(method, job, job.tasks[1], 6)
     assert attention_maps is not None
     assert attention_maps.selected is not None
     assert [*attention_maps.looks] == ["block 1, first look", "block 1, second look"]
@@ -298,7 +298,7 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
 def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None:
     run = lab.run_of("toast", OPTIMIZERS["adamw"], methods={"toast": {"feedback_from": 1}})
     job = run.evaluate_job(1)
-    attention_maps = analysis.maps(run.served(1), job, job.tasks[1], 2)
+    attention_maps = analysis.compute_attention_maps(run.served(1), job, job.tasks[1], 2)
     assert attention_maps is not None
     assert [*attention_maps.looks] == ["block 0, first look", "block 0, second look", "block 1"]
 
@@ -315,7 +315,7 @@ def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None
 def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
-    attention_maps = analysis.maps(run.served(1), job, job.tasks[0], 4)
+    attention_maps = analysis.compute_attention_maps(run.served(1), job, job.tasks[0], 4)
     assert attention_maps is not None
     assert [*attention_maps.looks] == looks
     assert all(

@@ -282,7 +282,7 @@ def test_geometry_is_that_of_pillow_away_from_the_edge() -> None:
 
 
 def test_a_policy_uses_every_operation_half_of_the_time() -> None:
-    policy = randaugment.plan(draw(4000), 2, 9.0)
+    policy = randaugment.draw_policy(draw(4000), 2, 9.0)
     assert set(policy.ops.unique().tolist()) == set(range(-1, len(randaugment.OPS)))
     assert 0.47 < (policy.ops >= 0).float().mean() < 0.53
     assert 8.9 < policy.levels.abs().mean() < 9.1
@@ -293,7 +293,7 @@ def test_a_policy_uses_every_operation_half_of_the_time() -> None:
 def test_operations_of_a_mixed_batch_are_those_of_each_image_alone() -> None:
     """Sorting by operation, twice, and restoring the order: each image gets its own two."""
     pixels = pictures(60, 24)
-    policy = randaugment.plan(draw(60), 2, 9.0)
+    policy = randaugment.draw_policy(draw(60), 2, 9.0)
     together = randaugment.apply(pixels, randaugment.schedule(policy), (128, 100, 80))
     for row in range(60):
         alone = pixels[row : row + 1]

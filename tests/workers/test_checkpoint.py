@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from workers.storage import artifact, checkpoint
-from workers.storage.checkpoint import Checkpoint, drop, load, save, trained_state
+from workers.storage.checkpoint import (
+    Checkpoint,
+    drop,
+    load_checkpoint,
+    save_checkpoint,
+    trained_state,
+)
 
 KEY = "stage"
 
@@ -73,10 +79,10 @@ def files(root: str) -> list[Path]:
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimizer: str) -> None:
     model, trainer = trained(3, optimizer)
-    save(root, KEY, model, trainer, {"head.bias": torch.tensor([1.0, 2.0])}, mark())
+    save_checkpoint(root, KEY, model, trainer, {"head.bias": torch.tensor([1.0, 2.0])}, mark())
     step(model, trainer)
     fresh, other = trained(0, optimizer)
-    checkpoint = load(root, KEY)
+    checkpoint = load_checkpoint(root, KEY)
     assert checkpoint is not None
     best = checkpoint.restore(fresh, other)
     assert torch.equal(best["head.bias"], torch.tensor([1.0, 2.0]))
@@ -120,10 +126,10 @@ def test_a_frozen_backbone_is_not_in_a_checkpoint_and_a_trained_one_is() -> None
 def test_only_the_last_one_is_kept(root: str) -> None:
     model, trainer = trained(1)
     for at in range(3):
-        save(root, KEY, model, trainer, {}, mark(0, at))
+        save_checkpoint(root, KEY, model, trainer, {}, mark(0, at))
         step(model, trainer)
         assert len(files(root)) == 2
-    checkpoint = load(root, KEY)
+    checkpoint = load_checkpoint(root, KEY)
     assert checkpoint is not None
     assert checkpoint.step == 2
 
@@ -132,7 +138,7 @@ def test_one_that_was_broken_off_leaves_the_one_before(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, trainer = trained(1)
-    save(root, KEY, model, trainer, {}, mark(0, 1))
+    save_checkpoint(root, KEY, model, trainer, {}, mark(0, 1))
     write = artifact.write_bytes
 
     def killed(uri: str, data: bytes) -> None:
@@ -143,31 +149,31 @@ def test_one_that_was_broken_off_leaves_the_one_before(
     step(model, trainer)
     monkeypatch.setattr(checkpoint, "write_bytes", killed)
     with pytest.raises(KeyboardInterrupt):
-        save(root, KEY, model, trainer, {}, mark(0, 2))
-    loaded_checkpoint = load(root, KEY)
+        save_checkpoint(root, KEY, model, trainer, {}, mark(0, 2))
+    loaded_checkpoint = load_checkpoint(root, KEY)
     assert loaded_checkpoint is not None
     assert loaded_checkpoint.step == 1
 
 
 def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str) -> None:
-    assert load(root, KEY) is None
-    save(root, KEY, *trained(1), {}, mark())
+    assert load_checkpoint(root, KEY) is None
+    save_checkpoint(root, KEY, *trained(1), {}, mark())
     drop(root, KEY)
-    assert load(root, KEY) is None
+    assert load_checkpoint(root, KEY) is None
     assert not Path(checkpoint.get_folder(root, KEY)).exists()
     drop(root, KEY)
 
 
 def test_a_flipped_bit_anywhere_is_noticed(root: str) -> None:
-    save(root, KEY, *trained(1), {}, mark())
+    save_checkpoint(root, KEY, *trained(1), {}, mark())
     for path in files(root):
         data = path.read_bytes()
         for at in range(0, len(data), 1 if path.suffix == ".json" else 29):
             for bit in (0, 5):
                 path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
-                assert load(root, KEY) is None, f"{path.name} byte {at} bit {bit}"
+                assert load_checkpoint(root, KEY) is None, f"{path.name} byte {at} bit {bit}"
         path.write_bytes(data)
-    assert load(root, KEY) is not None
+    assert load_checkpoint(root, KEY) is not None
 
 
 def test_after_damage_the_next_one_is_written_as_usual(root: str) -> None:
@@ -179,18 +185,18 @@ def test_after_damage_the_next_one_is_written_as_usual(root: str) -> None:
     ):
         for index in (0, 1):
             drop(root, KEY)
-            save(root, KEY, model, trainer, {}, mark(0, 1))
+            save_checkpoint(root, KEY, model, trainer, {}, mark(0, 1))
             harm(files(root)[index])
-            assert load(root, KEY) is None
-            save(root, KEY, model, trainer, {}, mark(0, 5))
-            checkpoint = load(root, KEY)
+            assert load_checkpoint(root, KEY) is None
+            save_checkpoint(root, KEY, model, trainer, {}, mark(0, 5))
+            checkpoint = load_checkpoint(root, KEY)
             assert checkpoint is not None
             assert checkpoint.step == 5
 
 
 def test_a_checkpoint_holds_no_code(root: str) -> None:
     """Tensors and JSON only: nothing that loading could run."""
-    save(root, KEY, *trained(1), {}, mark())
+    save_checkpoint(root, KEY, *trained(1), {}, mark())
     tensors, pointer = files(root)
     assert (tensors.suffix, pointer.name) == (".safetensors", "latest.json")
     header = json.loads(

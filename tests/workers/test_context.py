@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pipeline.config import settings as config
 from pipeline.graph.store import compute_key
 from pipeline.testing import lab as stage_lab
-from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, answers
+from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, compute_task_logits
 from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings, key_inputs
@@ -513,5 +513,7 @@ def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab) -> None:
         "of one token it would be nothing"
     )
     assert not torch.allclose(
-        answers(plain.served(0), x, "two"), answers(served, x, "two"), atol=1e-3
+        compute_task_logits(plain.served(0), x, "two"),
+        compute_task_logits(served, x, "two"),
+        atol=1e-3,
     )

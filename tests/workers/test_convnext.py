@@ -14,7 +14,7 @@ from method_steps import images
 from timm.models.convnext import ConvNeXt
 from torch import nn
 
-from pipeline.testing.lab import OPTIMIZERS, Lab, answers
+from pipeline.testing.lab import OPTIMIZERS, Lab, compute_task_logits
 from workers.errors import UserError
 from workers.job import BackboneSettings, ContextSettings
 from workers.methods import METHODS
@@ -250,7 +250,7 @@ def test_convnext_works_or_is_refused_before_run(lab: Lab, name: str) -> None:
         return
     run = lab.run_of(name, {**OPTIMIZERS["adamw"], "epochs": 1}, backbone=backbone)
     for task in (0, 1):
-        logits = answers(run.served(1), run.images(task), run.order[task])
+        logits = compute_task_logits(run.served(1), run.images(task), run.order[task])
         assert logits.shape == (len(run.images(task)), 2 + task)
         assert logits.isfinite().all()
         assert run.evaluated(task)["rows"]

@@ -123,8 +123,8 @@ def test_rank_that_holds_the_store_is_missing_without_an_answer(
 
 
 def test_sentence_about_several_ranks_and_about_none() -> None:
-    assert dist.describe_missing([1, 3], "a sum", 600.2) == (
+    assert dist.describe_missing_ranks([1, 3], "a sum", 600.2) == (
         "ranks 1, 3 of its group did not arrive within 600 s, while the others waited for a sum "
         "(restart the node of a rank that hangs)"
     )
-    assert "check the network" in dist.describe_missing([], "a sum", 600.0)
+    assert "check the network" in dist.describe_missing_ranks([], "a sum", 600.0)

@@ -345,7 +345,7 @@ class Stumbles:
 
 
 def put_and_list(system: fs.FileSystem, folder: str) -> bool:
-    filesystem.put(system, f"{folder}/b", b"12")
+    filesystem.put_object(system, f"{folder}/b", b"12")
     return list_files(folder) == {"a": 4, "b": 2}
 
 
@@ -760,7 +760,7 @@ def test_a_bucket_that_refuses_in_the_middle_is_no_file(
 ) -> None:
     bucket.faults[:] = [Fault("403")]
     write = [lambda *_: write_bytes(join(bucket.uri, "x"), b"1")]
-    monkeypatch.setattr(ui, "serve", lambda *_: write[0]())
+    monkeypatch.setattr(ui, "serve_ui", lambda *_: write[0]())
     assert cli.main(["ui", "--storage", bucket.uri]) == 2
     output = capsys.readouterr().err
     assert output.startswith("accrete: the storage refuses (")

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from pipeline.testing import lab as stage_lab
-from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab, Run, answers
+from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab, Run, compute_task_logits
 from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import find_idle, key_inputs
@@ -221,7 +221,7 @@ def test_later_tasks_carry_and_serve_the_adapted_features(lab: Lab, variant: str
         assert torch.equal(served.features(run.images(task)), features)
         assert not torch.allclose(features, plain, atol=1e-4)
         expected = served.heads[run.order[task]](served.project(features))
-        assert torch.equal(answers(served, run.images(task), run.order[task]), expected)
+        assert torch.equal(compute_task_logits(served, run.images(task), run.order[task]), expected)
 
 
 def test_the_first_session_lowers_its_loss(lab: Lab) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reservoir_steps import run_of
 
-from pipeline.testing.lab import Lab, answers, history
+from pipeline.testing.lab import Lab, compute_task_logits, history
 from workers.data.rows import list_keys
 from workers.dist import Group
 from workers.errors import UserError
@@ -71,7 +71,8 @@ def test_memory_of_all_images_is_joint_training(lab: Lab) -> None:
         images = run.images(task)
         name = run.order[task]
         assert torch.equal(
-            answers(run.served(1), images, name), answers(joint.served(1), images, name)
+            compute_task_logits(run.served(1), images, name),
+            compute_task_logits(joint.served(1), images, name),
         )
 
 

@@ -303,10 +303,10 @@ def test_files_of_days_that_are_over_are_merged(tmp_path: Path) -> None:
     folder = tmp_path / "inputs"
     folder.mkdir()
     write_days(folder, 5, 6)
-    input_counts.merge_files(str(folder), DAY)
+    input_counts.merge_count_files(str(folder), DAY)
     assert len([*folder.iterdir()]) == 6 + 6 + 3
     assert read_total(str(tmp_path)).inputs == 30
-    input_counts.merge_files(str(folder), DAY)
+    input_counts.merge_count_files(str(folder), DAY)
     assert read_total(str(tmp_path)).inputs == 30
 
 
@@ -331,9 +331,9 @@ def test_a_kill_while_merging_counts_nothing_twice(
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", unlink)
         with pytest.raises(KeyboardInterrupt):
-            input_counts.merge_files(str(folder), DAY)
+            input_counts.merge_count_files(str(folder), DAY)
     assert read_total(str(tmp_path)).inputs == 12
-    input_counts.merge_files(str(folder), DAY)
+    input_counts.merge_count_files(str(folder), DAY)
     assert read_total(str(tmp_path)).inputs == 12
     assert len([*folder.glob("*.json")]) == 3 + 3 + 1 + 1
 

@@ -106,7 +106,7 @@ def test_stage_resumes_at_its_step_with_equal_bytes(
     run = augmented(lab, method)
     job = again(run.stages(0)[0], f"at-{steps}", checkpoint_s=1e-9)
     interrupt(lab, job, steps)
-    mark = checkpoint.load(job.root, job.key)
+    mark = checkpoint.load_checkpoint(job.root, job.key)
     assert mark is not None
     assert (mark.epoch, mark.step) == position
     with interrupted_after(1000) as done:
@@ -146,7 +146,7 @@ def test_preempted_stage_checkpoints_and_resumes(
         lab.stage(job)
     preemption.requested.clear()
     assert len(made) == steps, "it goes at the next step that it can"
-    mark = checkpoint.load(job.root, job.key)
+    mark = checkpoint.load_checkpoint(job.root, job.key)
     assert mark is not None
     assert (mark.epoch, mark.step) == position
     resumed = lab.stage(job)
@@ -260,7 +260,7 @@ def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab) -> None:
     best = right.index(max(right))
     shorter = again(run.stages(0)[0], "until-best", checkpoint_s=1e-9)
     interrupt(lab, shorter, (best + 1) * PER_EPOCH)
-    mark = checkpoint.load(shorter.root, shorter.key)
+    mark = checkpoint.load_checkpoint(shorter.root, shorter.key)
     assert mark is not None
     best_head = {
         name.removeprefix("model/heads.layers.0."): t

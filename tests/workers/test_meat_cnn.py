@@ -25,7 +25,7 @@ from test_meat import (
 from torch import Tensor, nn
 
 from pipeline.testing import lab as stage_lab
-from pipeline.testing.lab import OPTIMIZERS, Lab, answers
+from pipeline.testing.lab import OPTIMIZERS, Lab, compute_task_logits
 from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings
@@ -500,7 +500,10 @@ def test_cnn_works_or_is_refused_before_run(lab: Lab, name: str) -> None:
             lab.run_of(name, {}, backbone=backbone)
     else:
         run = lab.run_of(name, {**OPTIMIZERS["adamw"], "epochs": 1}, backbone=backbone)
-        assert answers(run.served(0), run.images(0), run.order[0]).shape == (len(run.images(0)), 2)
+        assert compute_task_logits(run.served(0), run.images(0), run.order[0]).shape == (
+            len(run.images(0)),
+            2,
+        )
 
 
 CNN_PROMISES = [

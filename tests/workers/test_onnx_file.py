@@ -42,7 +42,7 @@ def test_onnxruntime_gives_the_logits_of_a_masked_task(packnet: Finished, tmp_pa
     import onnxruntime
 
     path = tmp_path / "two.onnx"
-    onnx_file.write(packnet.bundle, "two", str(path))
+    onnx_file.write_onnx_file(packnet.bundle, "two", str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     metadata = session.get_modelmeta().custom_metadata_map
     described = {name: json.loads(value) for name, value in metadata.items()}
@@ -66,11 +66,11 @@ def test_onnxruntime_gives_the_logits_of_a_masked_task(packnet: Finished, tmp_pa
 def test_a_model_that_differs_is_refused_and_nothing_is_written(
     packnet: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_file, "_export", lambda *_: b"")
-    monkeypatch.setattr(onnx_file, "_compute_difference", lambda *_: 3e-5)
+    monkeypatch.setattr(onnx_file, "_trace_onnx", lambda *_: b"")
+    monkeypatch.setattr(onnx_file, "_compute_onnx_difference", lambda *_: 3e-5)
     path = tmp_path / "two.onnx"
     with pytest.raises(UserError, match=r"'two' cannot be written as ONNX: .* differ by 3.0e-05;"):
-        onnx_file.write(packnet.bundle, "two", str(path))
+        onnx_file.write_onnx_file(packnet.bundle, "two", str(path))
     assert not path.exists()
 
 

@@ -13,7 +13,7 @@ from method_steps import ONE, TWO, rates, vit
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.testing.lab import OPTIMIZERS, Lab, Run, again, answers
+from pipeline.testing.lab import OPTIMIZERS, Lab, Run, again, compute_task_logits
 from workers import loop
 from workers.errors import UserError
 from workers.methods.bases.alignment import (
@@ -237,7 +237,7 @@ def test_without_alignment_heads_stay_as_they_were_trained(lab: Lab) -> None:
         expected = F.linear(
             features, trained[f"heads/{name}/weight"], trained[f"heads/{name}/bias"]
         )
-        assert torch.allclose(answers(run.served(1), images, name), expected, atol=1e-5)
+        assert torch.allclose(compute_task_logits(run.served(1), images, name), expected, atol=1e-5)
 
 
 def test_the_alignment_takes_tasks_in_stream_order(lab: Lab) -> None:

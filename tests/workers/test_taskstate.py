@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from workers.errors import UserError
-from workers.storage.taskstate import KINDS, Carried, TaskState, check_values, pack, unpack
+from workers.storage.taskstate import (
+    KINDS,
+    Carried,
+    TaskState,
+    check_values,
+    pack_mask,
+    unpack_mask,
+)
 
 SHAPES = [(), (1,), (7,), (8,), (9,), (3, 5), (2, 3, 4), (0,), (64, 33)]
 
@@ -39,14 +46,14 @@ def state() -> TaskState:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mask_of_any_shape_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
-    bits = pack(mask(*shape))
+    bits = pack_mask(mask(*shape))
     assert bits.dtype == torch.uint8
     assert bits.shape == (-(-int(np.prod(shape)) // 8),)
-    assert torch.equal(unpack(bits, shape), mask(*shape))
+    assert torch.equal(unpack_mask(bits, shape), mask(*shape))
 
 
 def test_bits_stand_in_the_order_of_numpys_packbits() -> None:
-    assert pack(
+    assert pack_mask(
         torch.tensor([True, False, False, False, False, False, False, False, True])
     ).tolist() == [128, 128]
 

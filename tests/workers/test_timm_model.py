@@ -22,7 +22,7 @@ def packnet(lab: Any) -> Finished:
 
 def test_timm_reads_a_masked_task_and_gives_its_logits(packnet: Finished, tmp_path: Path) -> None:
     folder = tmp_path / "timm"
-    timm_model.write(packnet.bundle, "two", str(folder))
+    timm_model.write_timm_folder(packnet.bundle, "two", str(folder))
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
     config = json.loads((folder / "config.json").read_text())
     assert config["label_names"] == list(packnet.bundle.task("two").classes)
@@ -37,13 +37,13 @@ def test_timm_reads_a_masked_task_and_gives_its_logits(packnet: Finished, tmp_pa
 def test_a_folder_with_files_is_left_alone(packnet: Finished, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
     with pytest.raises(UserError, match="not an empty folder"):
-        timm_model.write(packnet.bundle, "two", str(tmp_path))
+        timm_model.write_timm_folder(packnet.bundle, "two", str(tmp_path))
 
 
 def test_task_of_more_than_weights_is_refused(lab: Any, tmp_path: Path) -> None:
     run = finished(lab, "toast", epochs=1)
     with pytest.raises(UserError, match=r"cannot be written for plain timm: .*leave out --timm"):
-        timm_model.write(run.bundle, "two", str(tmp_path / "timm"))
+        timm_model.write_timm_folder(run.bundle, "two", str(tmp_path / "timm"))
     assert not (tmp_path / "timm").exists()
 
 

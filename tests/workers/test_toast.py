@@ -19,7 +19,7 @@ from timm.models.vision_transformer import ParallelThingsBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.testing.lab import TASKS, Lab, answers
+from pipeline.testing.lab import TASKS, Lab, compute_task_logits
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods import METHODS
@@ -768,7 +768,8 @@ def test_a_stream_with_a_base_task_is_pretuned_once_and_stays_a_star(lab: Lab, n
         for row in rows
     )
     assert torch.equal(
-        answers(run.served(1), run.images(0), "two"), answers(run.served(0), run.images(0), "two")
+        compute_task_logits(run.served(1), run.images(0), "two"),
+        compute_task_logits(run.served(0), run.images(0), "two"),
     )
     start = run.carried(0).tensors
     assert torch.equal(run.live(1).start["w1"], start["w1"])

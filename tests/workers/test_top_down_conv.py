@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.testing import lab as stage_lab
-from pipeline.testing.lab import TASKS, Lab, answers
+from pipeline.testing.lab import TASKS, Lab, compute_task_logits
 from pipeline.testing.promises import PROMISES
 from workers.errors import UserError
 from workers.job import BackboneSettings
@@ -584,7 +584,8 @@ def test_a_stream_with_a_base_task_is_pretuned_once(lab: Lab, name: str) -> None
     assert start["w2_0"].any()
     assert all(torch.equal(run.live(1).start[n], start[n]) for n in start)
     assert torch.equal(
-        answers(run.served(1), run.images(0), "two"), answers(run.served(0), run.images(0), "two")
+        compute_task_logits(run.served(1), run.images(0), "two"),
+        compute_task_logits(run.served(0), run.images(0), "two"),
     )
 
 

@@ -32,7 +32,7 @@ from workers.methods.base import OptimPlan
 from workers.methods.wsn import Wsn, WsnSettings
 from workers.model.protect import Protector
 from workers.model.vit import build, compute_digest
-from workers.storage.taskstate import Carried, TaskState, unpack
+from workers.storage.taskstate import Carried, TaskState, unpack_mask
 
 TASKS = [ONE, TWO, THREE]
 OF_ANY = pytest.mark.parametrize("optimizer", TRAININGS)
@@ -227,7 +227,10 @@ def test_the_union_grows_by_what_each_task_selects() -> None:
     states, carried = stream(TASKS)
     shapes = {site: tuple(weight.shape) for site, weight in wsn().sites.items()}
     unions = [
-        {site: unpack(handed.tensors[f"union/{site}"], shape) for site, shape in shapes.items()}
+        {
+            site: unpack_mask(handed.tensors[f"union/{site}"], shape)
+            for site, shape in shapes.items()
+        }
         for handed in carried
     ]
     for site in shapes:

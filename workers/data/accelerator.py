@@ -46,7 +46,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != CPU.type
 
 
-def describe(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """Return the name of the GPU, or the architecture and number of cores of the CPU."""
     if is_accelerator(device):
         return str(functions().get_device_name(device))

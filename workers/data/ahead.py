@@ -54,7 +54,7 @@ def make_ahead(
                 thread.join()
 
 
-class _Outcome(NamedTuple, Generic[T]):
+class _JobResult(NamedTuple, Generic[T]):
     """Result of a job, or the error that it raised."""
 
     value: T | None = None
@@ -68,7 +68,7 @@ class _Line(Generic[T]):
         self.jobs = jobs
         self.stop = stop
         self.num_ahead = num_ahead
-        self._outcomes: dict[int, _Outcome[T]] = {}
+        self._outcomes: dict[int, _JobResult[T]] = {}
         self._num_begun = 0
         self._num_taken = 0
         self._has_ended = False  # `jobs` is exhausted, or the results are not needed
@@ -80,9 +80,9 @@ class _Line(Generic[T]):
         while (number := self._begin()) is not None:
             index, job = number
             try:
-                outcome = _Outcome(job())
+                outcome = _JobResult(job())
             except BaseException as error:
-                outcome = _Outcome(error=error)
+                outcome = _JobResult(error=error)
             self._put(index, outcome)
             del job, outcome, number
 
@@ -99,7 +99,7 @@ class _Line(Generic[T]):
                 self._end()
                 return None
             except BaseException as error:
-                self._put(number, _Outcome(error=error))
+                self._put(number, _JobResult(error=error))
                 self._end()
                 return None
             self._num_begun += 1
@@ -108,7 +108,7 @@ class _Line(Generic[T]):
     def _has_room(self) -> bool:
         return self._has_ended or self._num_begun - self._num_taken < self.num_ahead
 
-    def _put(self, number: int, outcome: _Outcome[T]) -> None:
+    def _put(self, number: int, outcome: _JobResult[T]) -> None:
         with self._changed:
             self._outcomes[number] = outcome
             self._changed.notify_all()
@@ -118,7 +118,7 @@ class _Line(Generic[T]):
             self._has_ended = True
             self._changed.notify_all()
 
-    def take(self) -> _Outcome[T] | None:
+    def take(self) -> _JobResult[T] | None:
         """Wait for the next outcome; return None after the last one."""
         with self._changed:
             self._changed.wait_for(self._can_take)

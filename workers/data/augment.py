@@ -440,7 +440,7 @@ class Augment:
             mix = self._plan_mix(rng).of(rng.positions)
         schedule = None
         if self.data.randaugment:
-            policy = randaugment.plan(rng, self.data.randaugment, self.data.magnitude)
+            policy = randaugment.draw_policy(rng, self.data.randaugment, self.data.magnitude)
             schedule = randaugment.schedule(policy.of(positions))
         return Plan(
             positions,

@@ -101,7 +101,7 @@ class Cache:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             file = _open_in_use(path, size)
             if file is None:
-                with _locked(f"{path}.lock", is_temporary=True):
+                with _lock_file(f"{path}.lock", is_temporary=True):
                     file = _open_in_use(path, size) or self._create(path, size, write)
             # mark the file as the most recently used one
             modified = os.fstat(file.fileno()).st_mtime_ns
@@ -159,7 +159,7 @@ class Cache:
 
     def _create(self, path: str, size: int | None, write: Write) -> LocalFile:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
-        with _locked(self.path("room.lock")) as room:
+        with _lock_file(self.path("room.lock")) as room:
             self._reserve(room, size or 0)
             file = LocalFile(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             # the lock is held until the file is closed, also after it is renamed
@@ -181,7 +181,7 @@ class Cache:
 
     def _grow(self, size: int) -> None:
         """Count `size` more bytes of a file that is being written."""
-        with _locked(self.path("room.lock")) as room:
+        with _lock_file(self.path("room.lock")) as room:
             self._reserve(room, size)
 
     def _reserve(self, room: BinaryIO, size: int) -> None:
@@ -374,7 +374,7 @@ class Blocks:
 
 
 @contextmanager
-def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
+def _lock_file(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
     """Context manager that locks a file, and creates it if it is missing.
 
     If the process dies, the lock is released.

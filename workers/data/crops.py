@@ -168,12 +168,12 @@ def scale_box(box: Box, picture: Picture) -> Box:
     height, width, _ = picture.pixels.shape
     if (height, width) == (picture.height, picture.width):
         return box
-    top, scaled_height = _scaled(box.top, box.height, height, picture.height)
-    left, scaled_width = _scaled(box.left, box.width, width, picture.width)
+    top, scaled_height = _scale_interval(box.top, box.height, height, picture.height)
+    left, scaled_width = _scale_interval(box.left, box.width, width, picture.width)
     return Box(top, left, scaled_height, scaled_width)
 
 
-def _scaled(start: int, length: int, side: int, original_side: int) -> tuple[int, int]:
+def _scale_interval(start: int, length: int, side: int, original_side: int) -> tuple[int, int]:
     """Scale an interval from `original_side` to `side` pixels; return its start and length."""
     first = min(round(start * side / original_side), side - 1)
     end = round((start + length) * side / original_side)

@@ -123,7 +123,7 @@ def open_image(
     tags = getattr(image, "tag_v2", {})
     tile = [tags.get(tag, 0) for tag in TILE]
     for width, height in (image.size, tile):
-        _check_size(width, height, max_pixels)
+        _check_pixel_count(width, height, max_pixels)
     if image.format in ("JPEG", "MPO"):
         _check_scans(data, image.width * image.height)
     arguments = image.tile[0][3] if image.tile else None
@@ -134,7 +134,7 @@ def open_image(
     return image
 
 
-def _check_size(width: int, height: int, max_pixels: int) -> None:
+def _check_pixel_count(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
 
@@ -189,7 +189,7 @@ def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -
         ValueError: If the format declares no range, or a float value is outside of 0 to 1.
     """
     if is_deep(image):
-        image = ImageOps.exif_transpose(_scaled(image, value_range))
+        image = ImageOps.exif_transpose(_scale_to_8_bits(image, value_range))
     else:
         image = ImageOps.exif_transpose(image)
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
@@ -227,7 +227,7 @@ def _read_raw_values(image: Image.Image) -> NDArray[Any]:
     return values
 
 
-def _scaled(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+def _scale_to_8_bits(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
     """Scale a deep image to 8 bits. Transparent pixels become white."""
     if value_range is None:
         low, high = _find_declared_range(image)
@@ -342,7 +342,7 @@ def _read_jpeg(
         return None
     if colours not in ("YCbCr", "Gray"):
         return None
-    _check_size(width, height, max_pixels)
+    _check_pixel_count(width, height, max_pixels)
     if not _is_upright(data):
         return None
     scale = _choose_dct_scale(height, width, longest_side)

@@ -26,7 +26,7 @@ MAX_BRACES = 50  # maximum number of opening braces in a pattern; they can be ne
 RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
 
 
-def expand(patterns: tuple[str, ...]) -> list[str]:
+def expand_patterns(patterns: tuple[str, ...]) -> list[str]:
     """Expand patterns with braces to paths or URLs, like WebDataset.
 
     Raises:
@@ -88,7 +88,7 @@ def urls_by_name(urls: ShardUrls) -> dict[str, str]:
     by_name: dict[str, str] = {}
     names: dict[str, str] = {}
     for split, patterns in (("train", urls.train), ("val", urls.val), ("test", urls.test)):
-        for number, url in enumerate(expand(patterns)):
+        for number, url in enumerate(expand_patterns(patterns)):
             name = shard_name(split, number)
             if url in names:
                 raise UserError(
@@ -104,7 +104,7 @@ def is_in_place(artifact: Artifact) -> bool:
     return SHARDS in artifact.manifest["files"]
 
 
-def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
+def read_shard_list(artifact: Artifact) -> dict[str, FileInfo]:
     """Return the size and digest of each shard at the time of indexing.
 
     Raises:
@@ -130,8 +130,8 @@ def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
     return files
 
 
-def write_shards(files: dict[str, FileInfo]) -> bytes:
-    """Return the bytes of the list of shards that `read_shards` reads."""
+def encode_shard_list(files: dict[str, FileInfo]) -> bytes:
+    """Return the bytes of the list of shards that `read_shard_list` reads."""
     rows = [{"shard": name, **info} for name, info in files.items()]
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), buffer, compression="zstd")

@@ -228,7 +228,7 @@ class Loader:
         return chunk_maker
 
 
-def serve(memory: int, requests: int, replies: int) -> None:
+def serve_requests(memory: int, requests: int, replies: int) -> None:
     """Serve requests until the rank closes the request pipe or dies."""
     loader = Loader(memory)
     with suppress(BrokenPipeError):
@@ -260,7 +260,7 @@ def main() -> None:
     for _ in range(count):
         pid = os.fork()
         if not pid:
-            serve(memory, requests, replies)
+            serve_requests(memory, requests, replies)
             os._exit(0)
         loaders.add(pid)
     os.close(requests)

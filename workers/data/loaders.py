@@ -124,13 +124,13 @@ class Loaders:
             ],
             stdin=subprocess.DEVNULL,
             pass_fds=passed,
-            env=_environment(),
+            env=_make_server_environment(),
             start_new_session=True,
         )
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
         # also runs when the process exits
-        self.close = weakref.finalize(self, _end, self._requests, self._server)
+        self.close = weakref.finalize(self, _stop_loaders, self._requests, self._server)
 
     @property
     def have_failed(self) -> bool:
@@ -308,7 +308,7 @@ def _close_pipe(requests: int) -> None:
     os.close(nowhere)
 
 
-def _end(requests: int, server: subprocess.Popen[bytes]) -> None:
+def _stop_loaders(requests: int, server: subprocess.Popen[bytes]) -> None:
     """Stop the loaders and wait for them."""
     _close_pipe(requests)
     try:
@@ -325,7 +325,7 @@ def give_back(block: OwnedBlock) -> None:
         block.memory.madvise(mmap.MADV_REMOVE)
 
 
-def _environment() -> dict[str, str]:
+def _make_server_environment() -> dict[str, str]:
     """Return the environment of the server process: the module search path of this process.
 
     Numerical libraries use one thread, and no GPU is visible.
@@ -409,7 +409,7 @@ os.register_at_fork(after_in_child=release_pools)
 
 
 @contextmanager
-def count_work() -> Generator[None]:
+def measure_work() -> Generator[None]:
     """Context manager that adds the CPU time of this thread to the work on images."""
     began = time.thread_time()
     yield

@@ -28,7 +28,7 @@ from workers.data.crops import View
 from workers.data.decoding import DECODING, Picture, Pixels, read_picture
 from workers.data.image_maker import Decode, Normalisation, ReadPicture
 from workers.data.loader_process import ImageSpec
-from workers.data.loaders import Loaders, OwnedBlock, count_work, get_loaders, give_back
+from workers.data.loaders import Loaders, OwnedBlock, get_loaders, give_back, measure_work
 from workers.data.order import Ints
 from workers.data.reader import Reader, make_sequential_reader
 from workers.data.rows import SampleTable
@@ -358,7 +358,7 @@ def decode_rows(
             yield np.arange(first, min(first + chunk, len(samples)))
 
     def decode_chunk(rows: Ints, arena: Arena) -> list[Picture]:
-        with count_work():
+        with measure_work():
             arena.clear()
             reader = pictures.reader
             return [decode(reader.read(row), samples.limits(row), arena) for row in rows.tolist()]

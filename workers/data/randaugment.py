@@ -8,9 +8,9 @@ length is known before the device has computed anything. Tables and blends equal
 two deviations from timm. Posterize keeps at least 1 bit; timm asks for 0 bits at high magnitude,
 which Pillow 13 refuses. Affine maps are bilinear; timm draws bilinear or bicubic.
 
-Shapes: b images of a rank; `size` images of the global batch; in `Policy` and `plan` n operations
-per image; in the functions of operations n images that get the operation. Levels are (n,), signed,
-in [-10, 10]. Params are (n, 6), parameters of the operation for each image.
+Shapes: b images of a rank; `size` images of the global batch; in `Policy` and `draw_policy` n
+operations per image; in the functions of operations n images that get the operation. Levels are
+(n,), signed, in [-10, 10]. Params are (n, 6), parameters of the operation for each image.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Schedule:
         return Schedule(tuple(rounds), restored)
 
 
-def plan(draw: StepRng, n: int, magnitude: float) -> Policy:
+def draw_policy(draw: StepRng, n: int, magnitude: float) -> Policy:
     """Draw the policy of the whole global batch, n operations per image."""
     cpu = torch.device("cpu")
     uniform = torch.rand((draw.size, n, 3), generator=draw.generator("randaugment", cpu))
@@ -192,7 +192,7 @@ def _table(values: Tensor, pixels: Tensor) -> Tensor:
     return table.expand(len(pixels), 3, -1).contiguous()
 
 
-def _values(pixels: Tensor) -> Tensor:
+def _list_channel_values(pixels: Tensor) -> Tensor:
     """Return all possible values of a channel, (256,)."""
     return torch.arange(256, device=pixels.device)
 
@@ -201,7 +201,7 @@ def _autocontrast(pixels: Tensor) -> Tensor:
     flat = pixels.flatten(2)
     low = flat.amin(2, keepdim=True).double()  # (n, 3, 1)
     high = flat.amax(2, keepdim=True).double()
-    values = _values(pixels)
+    values = _list_channel_values(pixels)
     # `255.0 / tensor` would multiply by a rounded reciprocal
     scale = torch.full_like(high, 255.0) / (high - low)
     stretched = (values * scale + -low * scale).nan_to_num(0.0)
@@ -216,7 +216,7 @@ def _equalize(pixels: Tensor) -> Tensor:
     last = counts.gather(2, flat.amax(2, keepdim=True))  # count of the largest value, (n, 3, 1)
     step = (flat.shape[2] - last) // 255
     table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
-    return _table(torch.where(step > 0, table, _values(pixels)), pixels)
+    return _table(torch.where(step > 0, table, _list_channel_values(pixels)), pixels)
 
 
 # ---- arithmetic on bytes: several times faster on a CPU than tables or comparisons ---------------
@@ -340,7 +340,7 @@ def _warp(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
     return _bytes(moved.round_())
 
 
-def _maps(rows: list[list[float]]) -> Tensor:
+def _make_affine_maps(rows: list[list[float]]) -> Tensor:
     """Return affine maps (n, 6)."""
     return torch.tensor(rows, dtype=torch.float32).view(-1, NUM_PARAMS)
 
@@ -353,27 +353,27 @@ def _rotation(level: Tensor) -> Tensor:
         cos = math.cos(angle)
         sin = math.sin(angle)
         rows.append([cos, -sin, 0, sin, cos, 0])
-    return _maps(rows)
+    return _make_affine_maps(rows)
 
 
 def _shear_x(level: Tensor) -> Tensor:
     shears = (0.3 * level / STRONGEST).tolist()
-    return _maps([[1, s, s, 0, 1, 0] for s in shears])  # the top edge stays in place
+    return _make_affine_maps([[1, s, s, 0, 1, 0] for s in shears])  # the top edge stays in place
 
 
 def _shear_y(level: Tensor) -> Tensor:
     shears = (0.3 * level / STRONGEST).tolist()
-    return _maps([[1, 0, 0, s, 1, s] for s in shears])  # the left edge stays in place
+    return _make_affine_maps([[1, 0, 0, s, 1, s] for s in shears])  # the left edge stays in place
 
 
 def _translation_x(level: Tensor) -> Tensor:
     shifts = (0.45 * level / STRONGEST).tolist()
-    return _maps([[1, 0, 2 * s, 0, 1, 0] for s in shifts])
+    return _make_affine_maps([[1, 0, 2 * s, 0, 1, 0] for s in shifts])
 
 
 def _translation_y(level: Tensor) -> Tensor:
     shifts = (0.45 * level / STRONGEST).tolist()
-    return _maps([[1, 0, 0, 0, 1, 2 * s] for s in shifts])
+    return _make_affine_maps([[1, 0, 0, 0, 1, 2 * s] for s in shifts])
 
 
 # function of an operation: (pixels (n, 3, S, S), params (n, 6), fill) -> pixels

@@ -181,7 +181,7 @@ def select(
         }
         for name, values in columns.items():
             part = part.append_column(name, values)
-        in_order.append(_sorted(part, shards[data].is_in_place))
+        in_order.append(_sort_rows(part, shards[data].is_in_place))
     table = pa.concat_tables(in_order).combine_chunks()
     return SampleTable(
         shards,
@@ -191,7 +191,7 @@ def select(
     )
 
 
-def _sorted(part: pa.Table, is_in_place: bool) -> pa.Table:
+def _sort_rows(part: pa.Table, is_in_place: bool) -> pa.Table:
     """Sort the rows of a task as described in `SampleTable`. Usually ingest wrote them sorted."""
     if is_in_place or _is_sorted(part):
         return part
@@ -253,10 +253,10 @@ def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
         begin, end = (first + round(share * (last - first)) for share in (start, stop))
         parts.append(images.slice(begin, end - begin))
     own = pa.concat_tables(parts)
-    return rows.filter(pc.is_in(_join(rows), _join(own)))
+    return rows.filter(pc.is_in(_join_class_and_digest(rows), _join_class_and_digest(own)))
 
 
-def _join(rows: pa.Table) -> Any:
+def _join_class_and_digest(rows: pa.Table) -> Any:
     """Return the class and the sha256 of each row, joined to one string."""
     return pc.binary_join_element_wise(rows["class"], rows["sha256"], "/")
 

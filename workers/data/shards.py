@@ -142,7 +142,7 @@ class Shards:
         files = artifact.manifest["files"]
         shard_urls: dict[str, str] | None = None
         if in_place.is_in_place(artifact):
-            files = in_place.read_shards(artifact)
+            files = in_place.read_shard_list(artifact)
             if urls is not None:
                 shard_urls = in_place.urls_by_name(urls)
         return cls(artifact, read_index(artifact, files), files, shard_urls)

@@ -31,7 +31,7 @@ from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, View
 from workers.data.decoding import DECODING
 from workers.data.image_maker import ImageMaker, Normalisation, ReadSquare
-from workers.data.loaders import Loaders, OwnedBlock, count_work, get_loaders
+from workers.data.loaders import Loaders, OwnedBlock, get_loaders, measure_work
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
@@ -307,7 +307,7 @@ class PictureSource:
             maker = self.free.pop()
         except IndexError:  # other threads have taken all makers
             maker = ImageMaker(self.view, self.normalisation)
-        with count_work():
+        with measure_work():
             pictures = self.pictures.read(samples.rows[indices], maker.arena)
             maker.make(pictures, images, indices, samples.crops, indices)
         self.free.append(maker)

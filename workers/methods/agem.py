@@ -46,10 +46,10 @@ class Agem(Reservoir[ReservoirSettings]):
 
     def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
         """See `CombinesGradients`: (P,) and (1, P) -> (P,)."""
-        return project(gradient, replayed[0])
+        return project_gradient(gradient, replayed[0])
 
 
-def project(gradient: Tensor, reference: Tensor) -> Tensor:
+def project_gradient(gradient: Tensor, reference: Tensor) -> Tensor:
     """Return the vector closest to `gradient` (P,) that does not oppose `reference` (P,).
 
     The dot product of the result with `reference` is at least 0.

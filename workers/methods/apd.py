@@ -34,7 +34,7 @@ from workers.methods.base import (
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.norms import norm_names
 from workers.model.weights import Copies, weight_sites
-from workers.storage.taskstate import Carried, TaskState, pack, unpack
+from workers.storage.taskstate import Carried, TaskState, pack_mask, unpack_mask
 
 MAX_KMEANS_ROUNDS = 100  # k-means converges far earlier
 # Warn about a consolidation that replaces more than this share of a task's entries of tau.
@@ -116,13 +116,13 @@ class Sparse:
         num_bytes_of_positions = 4 * len(positions)
         num_bytes_of_bits = (flat.numel() + 7) // 8
         if num_bytes_of_positions >= num_bytes_of_bits:
-            return cls(values, pack(is_nonzero), "bits")
+            return cls(values, pack_mask(is_nonzero), "bits")
         return cls(values, positions.to(torch.int32).cpu(), "at")
 
     def support(self, shape: tuple[int, ...]) -> Tensor:
         """Return a boolean mask of this shape: True where the tensor is not zero."""
         if self.kind == "bits":
-            return unpack(self.where, shape)
+            return unpack_mask(self.where, shape)
         is_nonzero = torch.zeros(math.prod(shape), dtype=torch.bool)
         is_nonzero[self.where.long()] = True
         return is_nonzero.view(shape)

@@ -81,7 +81,7 @@ class Coda(PromptBank[CodaSettings]):
         cls, settings: CodaSettings, backbone: Any, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        find_sites(backbone, settings)
+        find_prefix_sites(backbone, settings)
         count = settings.components * max(len(tasks), 1)
         if count > backbone.num_features:
             raise UserError(
@@ -92,7 +92,7 @@ class Coda(PromptBank[CodaSettings]):
 
     def __init__(self, backbone: Any, settings: CodaSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = find_sites(backbone, settings)
+        self.sites = find_prefix_sites(backbone, settings)
         self.bank: dict[str, Components] = {}  # finished task -> its components, in order
         self.own = nn.ParameterDict()  # components of the task in training
 
@@ -202,6 +202,6 @@ class Coda(PromptBank[CodaSettings]):
         return 2 + self.prefix_share([self.settings.length] * len(self.sites))
 
 
-def find_sites(backbone: Any, settings: CodaSettings) -> PrefixSites:
+def find_prefix_sites(backbone: Any, settings: CodaSettings) -> PrefixSites:
     """Return the blocks of a ViT that get prefixes."""
     return PrefixSites(backbone, range(min(settings.blocks, len(backbone.blocks))))

@@ -137,7 +137,7 @@ class _CodeDigest:
         for cell in function.__closure__ or ():
             self.add("closure", _read_cell(cell))
         self._add_code(function.__code__, function.__doc__)
-        for name in _list_names(function.__code__, READS_GLOBAL):
+        for name in _list_used_names(function.__code__, READS_GLOBAL):
             if name in function.__globals__:
                 self._add_global(name, function.__globals__[name], function.__code__)
 
@@ -149,7 +149,7 @@ class _CodeDigest:
         self.add(name, value)
         if not isinstance(value, ModuleType) or not self._is_included(value.__name__):
             return
-        for attribute in _list_names(code):
+        for attribute in _list_used_names(code):
             if attribute in vars(value):
                 self.add(f"{name}.{attribute}", vars(value)[attribute])
 
@@ -195,7 +195,7 @@ def _read_cell(cell: CellType) -> Any:
         return None
 
 
-def _list_names(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
+def _list_used_names(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
     """Return the sorted names that code uses, including functions inside it.
 
     Args:
@@ -208,5 +208,5 @@ def _list_names(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]
         names = {str(each.argval) for each in used}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names.update(_list_names(constant, instructions))
+            names.update(_list_used_names(constant, instructions))
     return sorted(names)

@@ -18,7 +18,7 @@ from workers.data.batch import Batch
 from workers.data.features import extract_features
 from workers.errors import UserError
 from workers.methods.base import ParamGroup, Progress, StepContext
-from workers.methods.bases.rehearsal import Memory, flatten
+from workers.methods.bases.rehearsal import Memory, list_task_keys
 from workers.methods.bases.reservoir import Reservoir, ReservoirSettings, list_slots
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
@@ -78,7 +78,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
         """In `herd`, return the task's exemplars, to compute their logits."""
         if context.step != "herd":
             return super().memory(context)
-        keys = flatten(self.next_memory(context)).get(context.task.name, [])
+        keys = list_task_keys(self.next_memory(context)).get(context.task.name, [])
         return {context.task.name: keys}
 
     def begin(self, context: StepContext) -> list[ParamGroup]:

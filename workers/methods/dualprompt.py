@@ -88,11 +88,13 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         cls, settings: DualPromptSettings, backbone: Any, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        find_sites(backbone, settings)  # raises `UserError` if a block cannot get a prefix
+        find_prompted_blocks(
+            backbone, settings
+        )  # raises `UserError` if a block cannot get a prefix
 
     def __init__(self, backbone: Any, settings: DualPromptSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites, num_general = find_sites(backbone, settings)
+        self.sites, num_general = find_prompted_blocks(backbone, settings)
         width = self.sites.width
         general = (num_general, 2, settings.general_length, width)
         self.general = nn.Parameter(torch.empty(general).uniform_(-1, 1))
@@ -198,7 +200,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         return (1 if self.scenario == "task" else 2) + self.prefix_share([*general, *expert])
 
 
-def find_sites(backbone: Any, settings: DualPromptSettings) -> tuple[PrefixSites, int]:
+def find_prompted_blocks(backbone: Any, settings: DualPromptSettings) -> tuple[PrefixSites, int]:
     """Return the blocks of a ViT that get prefixes, and how many of them get shared prefixes.
 
     The blocks with shared prefixes come first.

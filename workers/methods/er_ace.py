@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.methods.base import ParamGroup, Progress, StepContext
-from workers.methods.bases.rehearsal import flatten
+from workers.methods.bases.rehearsal import list_task_keys
 from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
 from workers.methods.train_defaults import TrainDefaults
 
@@ -50,7 +50,7 @@ class ErAce(Reservoir[ReservoirSettings]):
         Without these images no term of the loss would compare new classes with old classes.
         """
         if context.step == "train":
-            return flatten(self.next_memory(context))
+            return list_task_keys(self.next_memory(context))
         return super().memory(context)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:

@@ -27,7 +27,7 @@ from workers.methods.base import (
     require_adamw,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.masks import GumbelHard
+from workers.model.masks import GumbelHard, compute_share_of_ones
 from workers.model.sites import Sites, find_sites
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
@@ -247,8 +247,8 @@ class Meat(Method[MeatSettings]):
         shares: dict[str, float] = {}
         for metric, names in values.items():
             if names:
-                shares[metric] = _share([masks[name] for name in names])
-        shares["flipped"] = 1 - _share(list(masks.values()))
+                shares[metric] = compute_share_of_ones([masks[name] for name in names])
+        shares["flipped"] = 1 - compute_share_of_ones(list(masks.values()))
         return shares
 
     def warnings(self) -> list[str]:
@@ -262,7 +262,7 @@ class Meat(Method[MeatSettings]):
         warnings: list[str] = []
         mask_names = (self.sites.gates, self.sites.entries)
         for kind, names in zip(self.sites.kinds, mask_names, strict=True):
-            if names and _share([masks[name] for name in names]) == 1:
+            if names and compute_share_of_ones([masks[name] for name in names]) == 1:
                 warnings.append(
                     f"task {self.task.name!r}: no {kind} mask entry left its initial state, so "
                     "these masks do nothing; raise mask_travel or mask_lr, or train for more steps"
@@ -332,8 +332,3 @@ def drop_control(gates: list[Tensor], keep: float) -> Tensor:
     """
     shares = torch.cat([gate.mean(dim=(0, -1)).reshape(-1) for gate in gates])
     return (keep - shares).square().mean()
-
-
-def _share(masks: list[Tensor]) -> float:
-    """Return the share of ones in several masks."""
-    return sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)

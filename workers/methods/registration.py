@@ -13,7 +13,12 @@ from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
-from workers.plugins import describe_missing, find_missing, import_plugins, load_installed
+from workers.plugins import (
+    describe_missing_modules,
+    find_missing_modules,
+    import_plugins,
+    load_installed,
+)
 
 REGISTERED: dict[str, type[Method[Any]]] = {}  # methods in `METHODS` that `register` added
 BROKEN: dict[str, str] = {}  # methods of installed packages that cannot be loaded -> the reason
@@ -90,9 +95,9 @@ def require_plugins(modules: Iterable[str], where: str) -> None:
     Raises:
         UserError: If a module is not loaded.
     """
-    missing = find_missing(modules, (method.__module__ for method in REGISTERED.values()))
+    missing = find_missing_modules(modules, (method.__module__ for method in REGISTERED.values()))
     if missing:
-        raise UserError(describe_missing(where, missing))
+        raise UserError(describe_missing_modules(where, missing))
 
 
 def get_code_digest(name: str) -> str:

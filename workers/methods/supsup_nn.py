@@ -21,7 +21,7 @@ from workers.methods.supsup import SupSup, SupSupSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.superposition import Judge, Weights, shares
 from workers.rng import derive_seed
-from workers.storage.taskstate import Carried, TaskState, pack, unpack
+from workers.storage.taskstate import Carried, TaskState, pack_mask, unpack_mask
 
 # Indices into the buffer `counter`.
 KNOWN = 0  # the number of known masks
@@ -163,7 +163,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         current = int(self.counter[CURRENT])
         if current >= 0:
             bits = torch.cat([mask.flatten() for mask in self.hard().values()])
-            self.bank[current] = pack(bits).to(self.bank.device)
+            self.bank[current] = pack_mask(bits).to(self.bank.device)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -322,7 +322,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 def by_site(row: Tensor, shapes: dict[str, tuple[int, ...]]) -> Weights:
     """Return boolean masks of these shapes from packed bits in the same order."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    bits = unpack(row, (sum(sizes),))
+    bits = unpack_mask(row, (sum(sizes),))
     parts = bits.split(sizes)
     masks: Weights = {}
     for (site, shape), part in zip(shapes.items(), parts, strict=True):

@@ -38,7 +38,7 @@ def find_training_symptoms(
     """
     if not length or not history or job.task is None:
         return []
-    label = _label(job)
+    label = _get_method_label(job)
     section = "train" if job.method == "finetune" and label == "backbone" else _section(label, job)
     sentences = []
     guessing = math.log(method.competing_outputs())
@@ -68,7 +68,7 @@ def find_training_symptoms(
 
 def describe_divergence_remedy(job: StageJob, method: Method) -> str:
     """Return the settings to change if a loss has become NaN or infinite."""
-    label = _label(job)
+    label = _get_method_label(job)
     section = _section(label, job) if job.task is not None and label != "backbone" else "train"
     remedies = [f"lower {section}.lr (now {job.train.lr:g})"]
     remedies += [f"lower methods.{label}.{name}" for name in method.penalty_terms.values()]
@@ -84,7 +84,7 @@ def _added_share(row: Mapping[str, Any]) -> float:
     return float(abs(row["loss"] - row[CROSS_ENTROPY]) / max(abs(row["loss"]), 1e-30))
 
 
-def _label(job: StageJob) -> str:
+def _get_method_label(job: StageJob) -> str:
     """Return the label of the job's method in the config, or `backbone`.
 
     A stage id is LABEL/TASK/STEP or `backbone`. In a run with several seeds the name of the replica

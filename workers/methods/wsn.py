@@ -20,7 +20,7 @@ from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import TopK
 from workers.model.protect import Protector
-from workers.storage.taskstate import Carried, TaskState, pack, unpack
+from workers.storage.taskstate import Carried, TaskState, pack_mask, unpack_mask
 
 
 class WsnSettings(WeightMaskSettings):
@@ -139,7 +139,7 @@ class Wsn(WeightMasks[WsnSettings]):
         for site, weight in self.sites.items():
             tensors[f"weights/{site}"] = weight.detach().clone()
         for site, used in self.union.items():
-            tensors[f"union/{site}"] = pack(used.cpu() | state.masks[site])
+            tensors[f"union/{site}"] = pack_mask(used.cpu() | state.masks[site])
         return state, Carried(tensors)
 
     # ---- serving ---------------------------------------------------------------------------------
@@ -148,5 +148,5 @@ class Wsn(WeightMasks[WsnSettings]):
         super().load_carried(carried)
         for site, weight in self.sites.items():
             weight.copy_(carried.tensors[f"weights/{site}"])
-            union = unpack(carried.tensors[f"union/{site}"], tuple(weight.shape))
+            union = unpack_mask(carried.tensors[f"union/{site}"], tuple(weight.shape))
             self.union[site] = union.to(weight.device)

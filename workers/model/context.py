@@ -117,7 +117,7 @@ def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1)
 
 
-def insert(backbone: nn.Module, settings: ContextSettings) -> None:
+def insert_context(backbone: nn.Module, settings: ContextSettings) -> None:
     """Insert context into the chosen blocks, with hooks that stay for the backbone's lifetime.
 
     Existing parameters keep their names and values. `settings.kind` selects the place:

@@ -18,8 +18,8 @@ class Teacher:
     """
 
     def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):
-        self.backbone = _frozen(backbone)
-        self.heads = {task: _frozen(head) for task, head in heads.items()}
+        self.backbone = _copy_frozen(backbone)
+        self.heads = {task: _copy_frozen(head) for task, head in heads.items()}
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ class Teacher:
         return torch.cat([*self.logits(images).values()], 1)
 
 
-def _frozen(module: nn.Module) -> nn.Module:
+def _copy_frozen(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).eval().requires_grad_(False)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -396,6 +396,11 @@ def draw_initial_embedding(
         return 2 - 2 * torch.rand(shape, generator=generator)
     mean = NormalDist().inv_cdf(1 / tasks) if how == "sparse" else 0.0
     return torch.randn(shape, generator=generator) + mean
+
+
+def compute_share_of_ones(masks: Sequence[Tensor]) -> float:
+    """Return the share of ones in several masks."""
+    return sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
 
 
 def compute_mask_digest(masks: Mapping[str, Tensor]) -> str:

@@ -35,7 +35,7 @@ class FrozenNorm(nn.Module):
 _frozen_classes: dict[Any, Any] = {}  # class of a norm -> its subclass with `FrozenNorm`
 
 
-def _frozen(kind: Any) -> Any:
+def _find_frozen_class(kind: Any) -> Any:
     """Return the subclass of a class of norms that is always in evaluation mode."""
     if kind not in _frozen_classes:
         _frozen_classes[kind] = type(f"Frozen{kind.__name__}", (FrozenNorm, kind), {})
@@ -68,7 +68,7 @@ def freeze_statistics(model: nn.Module) -> None:
             )
     for module in find_norms_with_statistics(model).values():
         if not isinstance(module, FrozenNorm):
-            module.__class__ = _frozen(type(module))
+            module.__class__ = _find_frozen_class(type(module))
         module.eval()
 
 

@@ -89,11 +89,11 @@ def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
                 by_block[block].append(tensor)
     joined: dict[str, list[Tensor]] = {}
     for name, by_block in parts.items():
-        joined[name] = [_join(name, tensors) for tensors in by_block]
+        joined[name] = [_join_bottlenecks(name, tensors) for tensors in by_block]
     return joined
 
 
-def _join(name: str, tensors: list[Tensor]) -> Tensor:
+def _join_bottlenecks(name: str, tensors: list[Tensor]) -> Tensor:
     """Return a tensor of the joint bottleneck: units are concatenated, output biases are summed."""
     if name == "up_bias":
         return torch.stack(tensors).sum(0)  # (d,)

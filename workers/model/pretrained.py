@@ -93,7 +93,7 @@ FILTERS = (
 )
 # names of classifiers, for models whose `pretrained_cfg` does not name them
 CLASSIFIERS = ("head", "fc", "classifier")
-# `from_hub` creates these models in their own size; `fit` adapts the weights
+# `from_hub` creates these models in their own size; `convert_weights` adapts the weights
 PLAIN_KINDS = (
     VisionTransformer,
     ResNet,
@@ -114,7 +114,7 @@ def find_filter(name: str) -> Callable[..., dict[str, Tensor]] | None:
     return None
 
 
-def fit(
+def convert_weights(
     tensors: dict[str, Tensor], model: Any, name: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Convert published weights to the names and shapes of `model`.

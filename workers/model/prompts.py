@@ -30,7 +30,7 @@ Depth = Literal["shallow", "deep"]
 PLAIN_ATTENTION = (Attention, AttentionRope, EvaAttention, BeitAttention)
 
 
-def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
+def insert_prompts(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
     """Insert prompts after the prefix tokens: (B, T, d) -> (B, T + p, d).
 
     Args:
@@ -41,14 +41,14 @@ def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
     return torch.cat([x[:, :prefix], prompts.expand(x.shape[0], -1, -1), x[:, prefix:]], 1)
 
 
-def remove(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """Remove the prompts of `insert`: (B, T + p, d), (p, d) -> (B, T, d)."""
+def remove_prompts(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
+    """Remove the prompts of `insert_prompts`: (B, T + p, d), (p, d) -> (B, T, d)."""
     return torch.cat([x[:, :prefix], x[:, prefix + len(prompts) :]], 1)
 
 
-def replace(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """Replace the prompts of `insert` by other prompts: (B, T + p, d), (p, d) -> (B, T + p, d)."""
-    return insert(remove(x, prompts, prefix), prompts, prefix)
+def replace_prompts(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
+    """Replace the prompts of `insert_prompts`: (B, T + p, d), (p, d) -> (B, T + p, d)."""
+    return insert_prompts(remove_prompts(x, prompts, prefix), prompts, prefix)
 
 
 def leave_unrotated(rope: Tensor, prompts: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ class PromptSites:
         check_attention(vit)
         self.width: int = vit.embed_dim
         before_blocks = getattr(vit, "norm_pre", vit.pos_drop)  # BEiT has no such norm
-        self.hooks = [self._behind(before_blocks, insert, vit)]
+        self.hooks = [self._behind(before_blocks, insert_prompts, vit)]
         if depth == "deep":
-            self.hooks += [self._behind(block, replace, vit) for block in vit.blocks[:-1]]
-        self.out = self._behind(vit.blocks[-1], remove, vit)
+            self.hooks += [self._behind(block, replace_prompts, vit) for block in vit.blocks[:-1]]
+        self.out = self._behind(vit.blocks[-1], remove_prompts, vit)
         self.positions = [form for block in vit.blocks for form in _add_position_forms(block, vit)]
 
     @staticmethod
@@ -170,7 +170,7 @@ def read_prompts(vit: Any, images: Tensor, prompts: Tensor) -> Tensor:
         Features (B, d) after the final norm.
     """
     prefix = vit.num_prefix_tokens
-    x = insert(enter_blocks(vit, images), prompts, prefix)
+    x = insert_prompts(enter_blocks(vit, images), prompts, prefix)
     for block in vit.blocks:
         x = block(x)
     outputs = vit.norm(x)[:, prefix : prefix + prompts.shape[1]]

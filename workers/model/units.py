@@ -108,7 +108,7 @@ def _find_unit_rows(vit: Any) -> list[UnitRows]:
     is_rotary = getattr(vit, "rope", None) is not None
     parameters: list[UnitRows] = []
     for index, block in enumerate(vit.blocks):
-        rows = [*_attention_rows(block.attn, is_rotary), *_ffn_rows(block.mlp)]
+        rows = [*_list_attention_parameters(block.attn, is_rotary), *_ffn_rows(block.mlp)]
         rows.insert(1, UnitRows("attn.proj.weight", ("v",), 1, are_columns=True))
         rows.append(UnitRows("mlp.fc2.weight", ("ff",), 1, are_columns=True))
         existing = dict(block.named_parameters())
@@ -118,7 +118,7 @@ def _find_unit_rows(vit: Any) -> list[UnitRows]:
     return parameters
 
 
-def _attention_rows(attn: Any, is_rotary: bool) -> list[UnitRows]:
+def _list_attention_parameters(attn: Any, is_rotary: bool) -> list[UnitRows]:
     """Return the rows of queries, keys and values, with biases, for a fused or a split projection.
 
     Some of these parameters do not exist in a given model; `_find_unit_rows` drops them.

@@ -120,7 +120,7 @@ def _prepare_model(model: Any, settings: BackboneSettings) -> nn.Module:
     norms.freeze_statistics(model)
     model.num_features = feature_width(model)
     if settings.context:
-        context.insert(model, settings.context)
+        context.insert_context(model, settings.context)
     prepared: nn.Module = model
     return prepared
 
@@ -213,7 +213,7 @@ def outline(settings: BackboneSettings) -> nn.Module:
     """
     with torch.device("meta"):
         model = build(settings)
-        count = count_bytes(model)
+        count = count_elements(model)
         if count > MAX_ELEMENTS:
             raise UserError(
                 f"backbone {settings.name!r} at img_size {settings.img_size} with options "
@@ -238,7 +238,7 @@ def shared_outline(settings: BackboneSettings) -> nn.Module:
     return _outlines[key]
 
 
-def count_bytes(model: nn.Module) -> int:
+def count_elements(model: nn.Module) -> int:
     """Return the number of elements in all parameters and buffers of a model (not bytes)."""
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
@@ -248,7 +248,7 @@ def most_bytes(model: nn.Module) -> int:
 
     It is eight bytes for each element of the backbone, plus 1 GiB for heads and names.
     """
-    return 8 * count_bytes(model) + (1 << 30)
+    return 8 * count_elements(model) + (1 << 30)
 
 
 def _check_features(model: Any, settings: BackboneSettings) -> None:
@@ -324,7 +324,7 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
             name: model.get_parameter(name).detach()
             for name in context.context_parameter_names(model)
         }
-        fitting, classifier = pretrained.fit(tensors, model, settings.name)
+        fitting, classifier = pretrained.convert_weights(tensors, model, settings.name)
         problems = model.load_state_dict(start | fitting, strict=False)
         differs = []
         for kind, names in zip(("missing", "unexpected"), problems, strict=True):

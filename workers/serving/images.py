@@ -200,7 +200,7 @@ def to_pillow(image: Any, limits: Limits) -> Image.Image:
     """
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
-        return _load(lambda: to_rgb(image, limits.value_range))
+        return _load_image(lambda: to_rgb(image, limits.value_range))
     if isinstance(image, (list, tuple, np.ndarray)):
         return Image.fromarray(to_array(image, limits))
     return decode_file(read_encoded(image, limits), limits)
@@ -213,7 +213,7 @@ def read_encoded(image: Any, limits: Limits) -> bytes:
         UserError: If the image has another type, is too large, or cannot be read.
     """
     if isinstance(image, os.PathLike):
-        image = _read_file(os.fspath(image), limits)
+        image = _read_image_file(os.fspath(image), limits)
     if isinstance(image, str):
         image = read_text(image, limits)
     if not isinstance(image, (bytes, bytearray)):
@@ -236,7 +236,7 @@ def decode_file(data: bytes, limits: Limits) -> Image.Image:
             counted before they are decoded.
     """
     image = open_header(data, limits)
-    return _load(lambda: to_rgb(image, limits.value_range))
+    return _load_image(lambda: to_rgb(image, limits.value_range))
 
 
 def open_header(data: bytes, limits: Limits) -> Image.Image:
@@ -258,7 +258,7 @@ def open_header(data: bytes, limits: Limits) -> Image.Image:
     return image
 
 
-def _load(load: Callable[[], Image.Image]) -> Image.Image:
+def _load_image(load: Callable[[], Image.Image]) -> Image.Image:
     """Call `load`, and raise `UserError` if it fails."""
     try:
         return load()
@@ -335,7 +335,7 @@ def read_text(text: str, limits: Limits) -> bytes:
         data = None
     may_be_path = limits.paths and len(text) <= MAX_PATH_CHARACTERS
     if may_be_path and (data is None or os.path.exists(text)):
-        return _read_file(text, limits)
+        return _read_image_file(text, limits)
     if data is None and is_path(text):
         raise UserError(
             "is the name of a file, but no files are read here; send the bytes of the image as "
@@ -362,7 +362,7 @@ def is_path(image: Any) -> bool:
     )
 
 
-def _read_file(path: str, limits: Limits) -> bytes:
+def _read_image_file(path: str, limits: Limits) -> bytes:
     """Return the bytes of an image file. Raise `UserError` if it cannot be read."""
     try:
         return read_regular(path, limits.image_bytes)

@@ -199,7 +199,7 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
     valid: dict[str, DayCounts] = {}
     damaged: list[str] = []
     bytes_left = MAX_BYTES
-    for name in _list_names(folder):
+    for name in _list_count_files(folder):
         try:
             data = read_regular(os.path.join(folder, name), min(MAX_FILE_BYTES, bytes_left))
             bytes_left -= len(data)
@@ -220,7 +220,7 @@ def sum_days(files: Iterable[DayCounts]) -> list[DayCounts]:
     return [days[day] for day in sorted(days)]
 
 
-def merge_files(folder: str, today: date) -> None:
+def merge_count_files(folder: str, today: date) -> None:
     """Merge the files of each past day into one file, so that restarts do not accumulate files.
 
     If the process is killed, no count is lost or counted twice: the merged file lists its parts,
@@ -238,7 +238,7 @@ def merge_files(folder: str, today: date) -> None:
         for name in os.listdir(folder):
             if name.endswith(".part") and is_leftover(name):  # partial file of a killed process
                 _delete(folder, [name])
-        days = Counter(name[: len(last_day)] for name in _list_names(folder))
+        days = Counter(name[: len(last_day)] for name in _list_count_files(folder))
         if not any(day <= last_day and count > 1 for day, count in days.items()):
             return
         valid, _ = read_counts(folder)
@@ -255,7 +255,7 @@ def merge_files(folder: str, today: date) -> None:
         _delete(folder, superseded)
 
 
-def _list_names(folder: str) -> list[str]:
+def _list_count_files(folder: str) -> list[str]:
     """Return the sorted names of the files with counts; [] if the folder cannot be read."""
     try:
         return sorted(name for name in os.listdir(folder) if FILE.fullmatch(name))

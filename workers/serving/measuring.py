@@ -104,7 +104,7 @@ def fit_router(predictor: Predictor) -> dict[str, Tensor]:
         rows = [*chain(*choose_train_rows(task, train))]
         parts = []
         for start in range(0, len(rows), MAX_CLASS_IMAGES):
-            pixels = _read_pixels(predictor, train, rows[start : start + MAX_CLASS_IMAGES])
+            pixels = _read_row_pixels(predictor, train, rows[start : start + MAX_CLASS_IMAGES])
             parts.append(router.features(predictor.network_input(pixels)).cpu())
         router.add(task, torch.cat(parts), train.labels[rows], train.keys(np.array(rows)))
     return router.weights()
@@ -151,7 +151,7 @@ def measure_rules(predictor: Predictor, choosing: Sequence[ChoosingRule]) -> dic
     right_tasks = dict.fromkeys(choosing, 0)
     for task, table in zip(tasks, tables, strict=True):
         rows = torch.linspace(0, len(table) - 1, min(count, len(table))).round().long().tolist()
-        pixels = _read_pixels(predictor, table, rows)
+        pixels = _read_row_pixels(predictor, table, rows)
         labels = [task.classes[label] for label in table.labels[rows].tolist()]
         images += len(rows)
         known = predictor.answers(pixels, [task.name] * len(rows))
@@ -206,10 +206,12 @@ def _measure_task(predictor: Predictor, name: str) -> TaskReference:
 
 def _read_features(predictor: Predictor, table: SampleTable, rows: list[int], task: str) -> Tensor:
     """Return the features of some rows of a table, float32 (rows, d)."""
-    return predictor.features(_read_pixels(predictor, table, rows), task)
+    return predictor.features(_read_row_pixels(predictor, table, rows), task)
 
 
-def _read_pixels(predictor: Predictor, table: SampleTable, rows: list[int]) -> NDArray[np.uint8]:
+def _read_row_pixels(
+    predictor: Predictor, table: SampleTable, rows: list[int]
+) -> NDArray[np.uint8]:
     """Return the images of some rows of a table, uint8 (rows, 3, S, S)."""
     limits = Limits(predictor.bundle.body["max_pixels"], value_range=predictor.bundle.value_range)
     return predictor.read_pixels([table.read_bytes(row) for row in rows], limits)

@@ -52,7 +52,7 @@ class TaskModel(nn.Module):
         return self.method.logits(images, self.task_name)
 
 
-def write(bundle: Bundle, task_name: str, uri: str) -> None:
+def write_onnx_file(bundle: Bundle, task_name: str, uri: str) -> None:
     """Write one task into an ONNX file.
 
     Args:
@@ -83,19 +83,19 @@ def export_onnx(bundle: Bundle, task_name: str) -> bytes:
     nbytes = sum(tensor.nbytes for tensor in weights)
     if nbytes > MAX_WEIGHT_BYTES:
         reason = f"an ONNX file holds 2 GiB, its weights {nbytes} bytes"
-        raise _make_error(bundle, task_name, reason)
+        raise _make_onnx_error(bundle, task_name, reason)
     try:
         with torch.no_grad(), _silence():
-            data = _export(method, task_name, side, build_metadata(bundle, task_name))
-            difference = _compute_difference(data, method, task_name, side)
+            data = _trace_onnx(method, task_name, side, build_metadata(bundle, task_name))
+            difference = _compute_onnx_difference(data, method, task_name, side)
     except Exception as error:  # exporter and runtime raise many kinds of errors
         cause = error.__cause__ or error
         detail = " ".join(str(cause).split())
         reason = f"{type(cause).__name__}: {detail:.200}"
-        raise _make_error(bundle, task_name, reason) from None
+        raise _make_onnx_error(bundle, task_name, reason) from None
     if not difference <= TOLERANCE:
         reason = f"onnxruntime gives logits that differ by {difference:.1e}"
-        raise _make_error(bundle, task_name, reason)
+        raise _make_onnx_error(bundle, task_name, reason)
     return data
 
 
@@ -126,7 +126,7 @@ def _need_packages() -> None:
         )
 
 
-def _make_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
+def _make_onnx_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
     """Return the error for a task that cannot be exported."""
     return UserError(
         f"{bundle.where}: task {task_name!r} cannot be written as ONNX: {reason}; leave out "
@@ -147,7 +147,7 @@ def _silence() -> Iterator[None]:
         logging.disable(previous)
 
 
-def _export(method: Method, task_name: str, side: int, metadata: dict[str, str]) -> bytes:
+def _trace_onnx(method: Method, task_name: str, side: int, metadata: dict[str, str]) -> bytes:
     """Return a task as an ONNX model with metadata."""
     import onnx
 
@@ -171,7 +171,7 @@ def _export(method: Method, task_name: str, side: int, metadata: dict[str, str])
     return data
 
 
-def _compute_difference(data: bytes, method: Method, task_name: str, side: int) -> float:
+def _compute_onnx_difference(data: bytes, method: Method, task_name: str, side: int) -> float:
     """Return the largest difference of onnxruntime's logits, relative to the largest logit."""
     import onnxruntime
 

@@ -22,7 +22,7 @@ from workers.errors import UserError
 from workers.serving.input_counts import (
     INPUTS,
     DayCounts,
-    merge_files,
+    merge_count_files,
     new_file,
     utc_day,
     write_counts,
@@ -210,7 +210,7 @@ class InputRecorder:
     def _merge(self) -> None:
         """Merge the files of past days."""
         try:
-            merge_files(self.folder, self.today())
+            merge_count_files(self.folder, self.today())
         except OSError as error:
             self._fail(error)
 

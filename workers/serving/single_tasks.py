@@ -238,10 +238,10 @@ def remove_task(uri: str, name: str) -> str:
         UserError: If the task is the only one, or the logits of other tasks depend on its state.
     """
     with changing(uri) as versions:
-        return _remove(versions, name)
+        return _remove_from_versions(versions, name)
 
 
-def _remove(versions: Versions, name: str) -> str:
+def _remove_from_versions(versions: Versions, name: str) -> str:
     """See `remove_task`."""
     uri = versions.uri
     bundle = Bundle.open(uri)

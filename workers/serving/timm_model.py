@@ -22,11 +22,11 @@ from workers.serving.bundle import Bundle, check_new
 from workers.storage.artifact import join, write_bytes
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TOLERANCE = 1e-5  # largest accepted result of `_compute_difference`
+TOLERANCE = 1e-5  # largest accepted result of `_compute_timm_difference`
 CHECKED_IMAGES = 4  # noise images on which the timm model is compared with the bundle
 
 
-def write(bundle: Bundle, task_name: str, uri: str) -> None:
+def write_timm_folder(bundle: Bundle, task_name: str, uri: str) -> None:
     """Write one task as a plain timm model into a new folder.
 
     Args:
@@ -55,7 +55,7 @@ def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
     settings = BackboneSettings.model_validate(bundle.body["backbone"])
     reason = _find_export_obstacle(settings)
     if reason:
-        raise _make_error(bundle, task_name, reason)
+        raise _make_timm_error(bundle, task_name, reason)
     arguments = _make_model_arguments(settings)
     classes = list(task.classes)
     try:
@@ -64,7 +64,7 @@ def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:
         detail = " ".join(str(error).split())
         reason = f"its weights do not fit timm's model ({detail:.200})"
-        raise _make_error(bundle, task_name, reason) from None
+        raise _make_timm_error(bundle, task_name, reason) from None
     config = {
         "architecture": settings.name.partition(".")[0],
         "num_classes": len(classes),
@@ -83,14 +83,14 @@ def export_timm_files(bundle: Bundle, task_name: str) -> dict[str, bytes]:
         "accrete": {"method": method.name, "task": task_name},
     }
     files = {CONFIG: json.dumps(config, indent=1).encode(), WEIGHTS: vit.to_bytes(model)}
-    difference = _compute_difference(files, method, settings.img_size, task_name)
+    difference = _compute_timm_difference(files, method, settings.img_size, task_name)
     if not difference <= TOLERANCE:  # `not <=` is also true for NaN
         reason = f"a plain timm model gives logits that differ by {difference:.1e}"
-        raise _make_error(bundle, task_name, reason)
+        raise _make_timm_error(bundle, task_name, reason)
     return files
 
 
-def _make_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
+def _make_timm_error(bundle: Bundle, task_name: str, reason: str) -> UserError:
     """Return the error for a task that cannot be exported."""
     return UserError(
         f"{bundle.where}: task {task_name!r} cannot be written for plain timm: {reason}; leave out "
@@ -137,7 +137,7 @@ def _collect_state_dict(method: Method, model: Any, task_name: str) -> dict[str,
 
 
 @torch.no_grad()
-def _compute_difference(
+def _compute_timm_difference(
     files: dict[str, bytes], method: Method, side: int, task_name: str
 ) -> float:
     """Return the largest absolute difference between the logits of the two models.

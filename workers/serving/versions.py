@@ -240,7 +240,7 @@ class Versions:
                 write_bytes(join(self.uri, place), bundle.read(name))
         if forget is not None:
             self._drop([n for n in self.kept if _has_task(self.bodies[n], forget)])
-        missing = _find_missing(self.uri, body, version_file(number))
+        missing = _find_missing_file(self.uri, body, version_file(number))
         if missing:
             raise UserError(
                 f"{self.uri}: another process deleted {missing} while this version was written; "
@@ -259,7 +259,7 @@ class Versions:
             )
         number = earlier[-1]
         file = version_file(number)
-        missing = _find_missing(self.uri, self.bodies[number], file)
+        missing = _find_missing_file(self.uri, self.bodies[number], file)
         if missing:
             raise UserError(
                 f"{self.uri}: version {number} cannot be served, because {missing} is missing or "
@@ -386,7 +386,7 @@ def _delete_file(uri: str) -> None:
         system.delete_file(path)
 
 
-def _find_missing(uri: str, body: Mapping[str, Any], file: str) -> str | None:
+def _find_missing_file(uri: str, body: Mapping[str, Any], file: str) -> str | None:
     """Return the first file of a version that is missing or has another size, or None.
 
     Args:

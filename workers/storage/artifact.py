@@ -38,7 +38,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pyarrow import fs
 
 from workers.errors import DamagedArtifact, UserError
-from workers.storage.filesystem import open_filesystem, put
+from workers.storage.filesystem import open_filesystem, put_object
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
@@ -208,7 +208,7 @@ def write_bytes(uri: str, data: bytes) -> None:
     """
     system, path = resolve(uri)
     if not isinstance(system, fs.LocalFileSystem):
-        put(system, path, data)
+        put_object(system, path, data)
         return
     make_dirs(os.path.dirname(path))
     part = f"{path}.{temporary_name()}.part"

@@ -91,7 +91,7 @@ def get_folder(root: str, key: str) -> str:
     return join(parent(root), CHECKPOINTS, key)
 
 
-def save(
+def save_checkpoint(
     root: str,
     key: str,
     model: nn.Module,
@@ -140,7 +140,7 @@ def save(
             system.delete_file(path)
 
 
-def load(root: str, key: str) -> Checkpoint | None:
+def load_checkpoint(root: str, key: str) -> Checkpoint | None:
     """Return the last checkpoint of a stage, or None if it is missing or damaged."""
     folder = get_folder(root, key)
     latest = _latest(folder)
@@ -181,7 +181,7 @@ def _latest(folder: str) -> dict[str, Any] | None:
         return None
     if not isinstance(latest, dict) or latest.keys() != {"file", "bytes", "sha256"}:
         return None
-    # only names of checkpoints are accepted, because `save` deletes the named file
+    # only names of checkpoints are accepted, because `save_checkpoint` deletes the named file
     if not isinstance(latest["file"], str) or not FILE.fullmatch(latest["file"]):
         return None
     return latest

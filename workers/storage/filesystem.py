@@ -234,7 +234,7 @@ def unwrap_filesystem(system: fs.FileSystem) -> fs.FileSystem:
     return system
 
 
-def put(system: fs.FileSystem, path: str, data: bytes) -> None:
+def put_object(system: fs.FileSystem, path: str, data: bytes) -> None:
     """Write one object completely or not at all, to a filesystem of `open_filesystem`.
 
     A multipart upload becomes visible only when all parts have arrived.
@@ -343,8 +343,8 @@ class Reading:
 class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
     """A filesystem that repeats operations after transient errors.
 
-    Files can only be written as a whole with `put`, because a stream that is closed by an exception
-    would publish a part of the file.
+    Files can only be written as a whole with `put_object`, because a stream that is closed by an
+    exception would publish a part of the file.
 
     Args:
         system: The filesystem without retries.

@@ -20,14 +20,14 @@ from workers.errors import UserError
 KINDS = ("masks", "tokens", "head", "copies")
 
 
-def pack(mask: Tensor) -> Tensor:
+def pack_mask(mask: Tensor) -> Tensor:
     """Pack a boolean mask of n entries into uint8 (ceil(n / 8),), in the order of np.packbits."""
     flat = mask.detach().cpu().numpy().astype(bool).reshape(-1)
     return torch.from_numpy(np.packbits(flat))
 
 
-def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the boolean mask of `shape` from packed bits, the inverse of `pack`.
+def unpack_mask(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the boolean mask of `shape` from packed bits, the inverse of `pack_mask`.
 
     Raises:
         ValueError: If the number of bytes does not fit the shape. Without this check, a few
@@ -82,7 +82,7 @@ class TaskState:
 
     def to_bytes(self) -> bytes:
         """Return the state as safetensors bytes. The header has all fields that are not tensors."""
-        stored = {f"masks/{name}": pack(mask) for name, mask in self.masks.items()}
+        stored = {f"masks/{name}": pack_mask(mask) for name, mask in self.masks.items()}
         for kind, tensors in self._float_tensors().items():
             for name, tensor in tensors.items():
                 stored[f"{kind}/{name}"] = tensor.detach().cpu().contiguous()
@@ -115,7 +115,7 @@ class TaskState:
                 kind, name = full_name.split("/", 1)
                 tensor = stored
                 if kind == "masks":
-                    tensor = unpack(stored, tuple(shapes[name]))
+                    tensor = unpack_mask(stored, tuple(shapes[name]))
                 parts[kind][name] = tensor
             texts = [
                 header["task"],

@@ -52,7 +52,7 @@ from pipeline.data.splits import (
     tokenize_name,
 )
 from pipeline.data.tables import MAX_TEXT
-from workers.data.in_place import expand
+from workers.data.in_place import expand_patterns
 from workers.errors import UserError
 from workers.storage.artifact import join
 
@@ -170,7 +170,7 @@ def _assign_given_files(
     for split, given in named.items():
         patterns = (given,) if isinstance(given, str) else tuple(given)
         has_braces = any("{" in pattern for pattern in patterns)
-        expanded = expand(patterns) if has_braces else [*patterns]
+        expanded = expand_patterns(patterns) if has_braces else [*patterns]
         names = {name for pattern in expanded for name in _match_names(pattern, files.names)}
         names |= {name for name in files.names if name in expanded}
         if not names and split != IGNORE:
@@ -366,7 +366,7 @@ def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> 
     if pa.types.is_struct(arrow_type) and arrow_type.get_field_index("path") >= 0:
         paths.append(f"{image}.path")
     for column in paths:
-        parts = {part for folder in _read_folders(files, column) for part in folder.split("/")}
+        parts = {part for folder in _list_path_folders(files, column) for part in folder.split("/")}
         words = [part for part in parts if find_role(part) and not is_weak(part)]
         # only folders named by a split and neutral words: `test_images`, but not `test_drive`
         words = [part for part in words if is_generic_split_name(part)]
@@ -379,7 +379,7 @@ def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> 
             )
 
 
-def _read_folders(files: Files, column: str) -> Iterator[str]:
+def _list_path_folders(files: Files, column: str) -> Iterator[str]:
     """Yield the first MAX_FOLDERS distinct folders of the paths in a column or a struct field."""
     seen: set[str] = set()
     for uri in files.uris(files.names):
@@ -423,7 +423,7 @@ def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
     batches = read_batches(uri, names, SAMPLE_BATCH_ROWS) if names else iter(())
     for batch in islice(batches, MAX_SAMPLE_BATCHES):
         for name in names:
-            sample[name] += [_to_text(value) for value in to_python_list(batch[name])]
+            sample[name] += [_to_short_text(value) for value in to_python_list(batch[name])]
 
     def read_distinct(column: str) -> set[str] | None:
         values = _read_distinct(files, column)
@@ -439,7 +439,7 @@ def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
     )
 
 
-def _to_text(value: Any) -> str | None:
+def _to_short_text(value: Any) -> str | None:
     return None if value is None else str(value)[:MAX_TEXT].strip()
 
 
@@ -496,7 +496,7 @@ def _read_distinct(files: Files, column: str) -> set[str]:
                 f"{printable(uri)} has no column {column!r}, but other files do; add it"
             )
         for batch in read_batches(uri, [column]):
-            values.update(_to_text(value) or "" for value in {*to_python_list(batch[column])})
+            values.update(_to_short_text(value) or "" for value in {*to_python_list(batch[column])})
             if len(values) > MAX_SPLIT_VALUES:
                 return values
     return values

@@ -156,11 +156,11 @@ def find_label_column(
     if not candidates:
         return None
     if len(candidates) > 1:
-        raise columns.ambiguous_error(LABEL, sort_labels(columns.sample, candidates))
+        raise columns.ambiguous_error(LABEL, sort_label_columns(columns.sample, candidates))
     return columns.check(candidates[0])
 
 
-def sort_labels(sample: Values, names: Iterable[str]) -> list[str]:
+def sort_label_columns(sample: Values, names: Iterable[str]) -> list[str]:
     """Sort columns by the likelihood that they are the label, likeliest first."""
 
     def priority(name: str) -> tuple[bool | int, ...]:
@@ -188,7 +188,7 @@ def note_label(columns: Columns, label: str, taken: Iterable[str]) -> list[str]:
         taken: Columns with another role, for example the image column.
     """
     word = normalize_word(label)
-    others = sort_labels(
+    others = sort_label_columns(
         columns.sample, [name for name in columns.sample if name not in {label, *taken}]
     )
     if "label" in columns.request.given or word in LABEL_COLUMNS or label in taken:
@@ -198,7 +198,7 @@ def note_label(columns: Columns, label: str, taken: Iterable[str]) -> list[str]:
     note = f"column {quoted(label)} was taken as the label"
     if not others:
         return [f"{note}, because there is no other; add a column `label` if it is not"]
-    likeliest = sort_labels(columns.sample, others)[0]
+    likeliest = sort_label_columns(columns.sample, others)[0]
     command = columns.request.command(f"source.label={to_yaml(likeliest)}")
     return [f"{note}, and {listed(others)} not; if another is meant, name it, as in `{command}`"]
 

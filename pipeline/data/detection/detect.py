@@ -284,7 +284,7 @@ class SourceFolder:
             request = replace(self.request, path=join(self.request.path, folder.name))
             data_sets += SourceFolder(request, uri, name, entries).data_sets()
         used = sum(len(data_set.entries) for data_set in data_sets)
-        others = [e.name for e in self.entries if not _is_inside(e.name, folders)]
+        others = [e.name for e in self.entries if not _is_in_folders(e.name, folders)]
         if others and used:
             num_others = format_count(len(others), "file")
             note = f"{num_others} beside the data sets are not read: {listed(others)}"
@@ -553,7 +553,7 @@ def _get_stem(name: str) -> str:
     return posixpath.basename(name).rpartition(".")[0]
 
 
-def _is_inside(name: str, folders: Sequence[Folder]) -> bool:
+def _is_in_folders(name: str, folders: Sequence[Folder]) -> bool:
     return any(name.startswith(f"{folder.name}/") for folder in folders)
 
 

@@ -92,7 +92,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
     Raises:
         SplitUnclear: If names contradict the layout.
     """
-    images = [*_list_images(data_set)]
+    images = [*_list_readable_images(data_set)]
     checks = Checks(request, data_set, images)
     is_folder = data_set.card.source.format == "folder"
     if not {"split", "splits"} & request.given.keys():
@@ -110,7 +110,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
             checks.check_pairs()
 
 
-def _list_images(data_set: DataSet) -> Iterator[ReadImage]:
+def _list_readable_images(data_set: DataSet) -> Iterator[ReadImage]:
     list_items = get_format(data_set.card).list_items
     if list_items is None:
         return

@@ -215,7 +215,8 @@ def _read_split_folders(children: Sequence[Folder], splits: Sequence[Folder]) ->
         raise SplitUnclear(
             f"{names} can be a class, or images of that split without labels, beside "
             f"{listed(child.base_name for child in others)}; leave it out with "
-            f"{format_option(train=_parent(splits), ignore=splits[0].name)}, or name all classes "
+            f"{format_option(train=_find_parent(splits), ignore=splits[0].name)}, "
+            "or name all classes "
             "with --set 'classes=[...]'"
         )
     if train and others and len(roles) == 1:
@@ -293,7 +294,7 @@ def _has_labels(child: Folder, train: Folder) -> bool:
     )
 
 
-def _parent(children: Sequence[Folder]) -> str:
+def _find_parent(children: Sequence[Folder]) -> str:
     """Return the parent of some folders."""
     return posixpath.dirname(children[0].name) or "."
 
@@ -318,12 +319,13 @@ def _read_test_beside_classes(classes: Sequence[Folder], splits: Sequence[Folder
             raise SplitUnclear(
                 f"{quoted(child.name)} can be a class, or the images of a split, and has no folder "
                 f"of the classes {listed(sorted(names))}; leave it out with "
-                f"{format_option(train=_parent(classes), ignore=child.name)}, or name all classes "
+                f"{format_option(train=_find_parent(classes), ignore=child.name)}, "
+                "or name all classes "
                 "with --set 'classes=[...]'"
             )
     words = parse_split_words([*(child.base_name for child in splits), "train"])
     by_name = {child.base_name: child for child in splits}
-    layout: dict[str, list[str]] = {"train": [_parent(classes)]}
+    layout: dict[str, list[str]] = {"train": [_find_parent(classes)]}
     for split in SPLITS[1:]:
         if split in words.splits:
             layout[split] = [_find_class_root(by_name[name]).name for name in words.splits[split]]

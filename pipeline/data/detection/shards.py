@@ -156,8 +156,8 @@ def read_shards(files: Files) -> DataSet:
             f"and no images, only members {listed(train.endings)}; give WebDataset shards (key.jpg "
             "and key.cls), or unpack them"
         )
-    _check_images(files, surveys)
-    _check_splits(files, surveys)
+    _check_image_members(files, surveys)
+    _check_sample_splits(files, surveys)
     label, classes, numbers = _choose_label_member(files, surveys)
     images = {ending for survey in surveys.values() for ending in survey.images}
     is_in_place = (
@@ -184,7 +184,7 @@ def read_shards(files: Files) -> DataSet:
     return read_labelled(files.request, files.name, layout, source, note_unused(unused), classes)
 
 
-def _check_images(files: Files, surveys: Mapping[str, Survey]) -> None:
+def _check_image_members(files: Files, surveys: Mapping[str, Survey]) -> None:
     """Raise LabelUnclear if samples have several images and `source.image` does not choose one."""
     several = next((survey.several for survey in surveys.values() if survey.several), ())
     if several and "image" not in files.request.given:
@@ -196,14 +196,14 @@ def _check_images(files: Files, surveys: Mapping[str, Survey]) -> None:
 
 
 # ---- splits --------------------------------------------------------------------------------------
-def _check_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
+def _check_sample_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
     """Raise SplitUnclear if samples name a different split than their shards."""
     request = files.request
     if {"split", "splits"} & request.given.keys():
         return
     for split, survey in surveys.items():
         for source, values in survey.splits.items():
-            roles = {value: _parse_role(source, value) for value in values}
+            roles = {value: _parse_sample_role(source, value) for value in values}
             if all(role is not None and _agrees(role, split, surveys) for role in roles.values()):
                 continue
             none = request.command("source.split=null")
@@ -224,7 +224,7 @@ def _check_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
             )
 
 
-def _parse_role(source: str, value: str) -> Role | None:
+def _parse_sample_role(source: str, value: str) -> Role | None:
     flag = parse_flag_column(source.removeprefix(JSON_PREFIX))
     if flag is not None and (is_yes(value) or is_no(value)):
         other: Role = "test" if flag == "train" else "train"
@@ -262,7 +262,7 @@ def _choose_label_member(
             )
         return source, (), None
     train = surveys["train"]
-    of_train = candidates = _find_candidates(train)
+    of_train = candidates = _find_label_candidates(train)
     if not candidates:
         raise _no_label_error(files, train)
     for survey in surveys.values():  # every split with labels must have the member
@@ -287,7 +287,7 @@ def _choose_label_member(
     return (names or candidates)[0], (), None
 
 
-def _find_candidates(survey: Survey) -> list[str]:
+def _find_label_candidates(survey: Survey) -> list[str]:
     """Return the members that may be the label: members with few distinct values.
 
     Members with a single value are returned only if no other candidates exist.

@@ -22,7 +22,7 @@ from pipeline.data.detection.columns import (
     find_split_columns,
     format_columns,
     note_label,
-    sort_labels,
+    sort_label_columns,
     tokenize_lower,
 )
 from pipeline.data.detection.data_set import DataSet, Request, read_labelled, to_yaml
@@ -470,7 +470,7 @@ def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[s
     if not others and len(folders - {""}) > 1:
         return image  # a list of paths like `cat/1.png`
     if len(others) > 1:
-        raise columns.ambiguous_error("label", sort_labels(columns.sample, others))
+        raise columns.ambiguous_error("label", sort_label_columns(columns.sample, others))
     raise NoTable(f"{columns.where} has no column of labels; give a table of images and labels")
 
 

@@ -349,7 +349,7 @@ def _bytes_to_read(item: Item) -> int:
     return 0 if item.problem else item.size or 0
 
 
-class Run(NamedTuple):
+class ItemRange(NamedTuple):
     """Items whose bytes are read together: bytes `start` to `stop` of a file.
 
     If `stop` is None, the whole file is read.
@@ -366,7 +366,7 @@ def read_items(items: list[Item]) -> Iterator[ItemBytes]:
 
     Neighbouring members of an archive are read together. Several reads from a bucket run ahead.
     """
-    for run, data in _read_ahead(_runs(items)):
+    for run, data in _read_ahead(_group_ranges(items)):
         for item in run.items:
             if item.problem:
                 yield item, None
@@ -377,8 +377,8 @@ def read_items(items: list[Item]) -> Iterator[ItemBytes]:
                 yield item, data[first : first + item.size]
 
 
-def _runs(items: list[Item]) -> Iterator[Run]:
-    run = Run([], "", 0, 0)
+def _group_ranges(items: list[Item]) -> Iterator[ItemRange]:
+    run = ItemRange([], "", 0, 0)
     for item in items:
         if item.problem:
             run.items.append(item)
@@ -389,14 +389,14 @@ def _runs(items: list[Item]) -> Iterator[Run]:
         if not _continues(run, item, stop):
             if run.items:
                 yield run
-            run = Run([], item.uri, item.offset, stop)
+            run = ItemRange([], item.uri, item.offset, stop)
         run.items.append(item)
         run = run._replace(stop=stop)
     if run.items:
         yield run
 
 
-def _continues(run: Run, item: Item, stop: int | None) -> bool:
+def _continues(run: ItemRange, item: Item, stop: int | None) -> bool:
     """Return whether an item is read together with the run before it."""
     if run.uri != item.uri or run.stop is None or stop is None:
         return False
@@ -404,12 +404,12 @@ def _continues(run: Run, item: Item, stop: int | None) -> bool:
     return 0 <= gap <= RUN_GAP and stop - run.start <= RUN_BYTES
 
 
-def _read_ahead(runs: Iterator[Run]) -> Iterator[tuple[Run, bytes]]:
+def _read_ahead(runs: Iterator[ItemRange]) -> Iterator[tuple[ItemRange, bytes]]:
     """Yield runs with their bytes, in order.
 
     Local files are read in this thread. Files in a bucket are read ahead by other threads.
     """
-    waiting: deque[tuple[Run, Future[bytes]]] = deque()
+    waiting: deque[tuple[ItemRange, Future[bytes]]] = deque()
     num_bytes = 0
     with ThreadPoolExecutor(READERS, "source") as pool:
         for run in runs:
@@ -426,11 +426,11 @@ def _read_ahead(runs: Iterator[Run]) -> Iterator[tuple[Run, bytes]]:
             yield run, future.result()
 
 
-def _compute_size(run: Run) -> int:
+def _compute_size(run: ItemRange) -> int:
     return AHEAD_BYTES if run.stop is None else run.stop - run.start
 
 
-def _read_run(run: Run) -> bytes:
+def _read_run(run: ItemRange) -> bytes:
     if not run.uri:
         return b""
     size = None

@@ -158,13 +158,13 @@ def list_images(card: Card, entries: list[Entry]) -> list[TableImage]:
     """
     last = _LastImages
     if last.images is None or last.card != card or last.entries is not entries:
-        last.images = _read_images(card, entries)
+        last.images = _read_table_images(card, entries)
         last.card = card
         last.entries = entries
     return last.images
 
 
-def _read_images(card: Card, entries: list[Entry]) -> list[TableImage]:
+def _read_table_images(card: Card, entries: list[Entry]) -> list[TableImage]:
     base, tables = list_tables(card)
     index = FileIndex(
         entry.name for entry in visible(entries) if get_suffix(entry.name) in IMAGE_FILES

@@ -301,11 +301,11 @@ def _sorted_items(card: Card, entries: list[Entry]) -> list[Item]:
     names = [one.entry.name for one in found]
     check_unicode_forms(f"source of card {card.name!r}", names)
     base = base_uri(card)
-    items = [_item(base, one) for one in found]
+    items = [_make_folder_item(base, one) for one in found]
     return sorted(items, key=lambda item: SPLITS.index(item.split))
 
 
-def _item(base: str, found: LabelledEntry) -> Item:
+def _make_folder_item(base: str, found: LabelledEntry) -> Item:
     entry = found.entry
     stem = os.path.splitext(entry.name.rpartition("/")[2])[0]
     problem = entry.problem

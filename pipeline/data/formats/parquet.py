@@ -102,11 +102,11 @@ def list_row_groups(file: ParquetFile) -> list[RowGroup]:
     Raises:
         UserError: If the file cannot be read, or lacks a column.
     """
-    _check_columns(file, read_schema(file.uri))
+    _check_card_columns(file, read_schema(file.uri))
     return read_row_groups(file.uri)
 
 
-def _check_columns(file: ParquetFile, schema: Schema) -> None:
+def _check_card_columns(file: ParquetFile, schema: Schema) -> None:
     missing = [column for column in _list_columns(file.card) if column not in schema.names]
     twice = [column for column in _list_columns(file.card) if schema.names.count(column) > 1]
     if twice:
@@ -160,7 +160,7 @@ def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterat
         cells = [to_python_value(batch[column][0]) for column in columns]
         label = labels.find(cells[1], row) if source.label is not None else None
         split = file.split or values.find(_split_value(values, cells), row)
-        item, data = _item(split, file.uri, row, cells[0], label)
+        item, data = _make_row_item(split, file.uri, row, cells[0], label)
         if isinstance(data, bytes):
             num_bytes += len(data)
         check_unfolding(file.uri, num_bytes, file_bytes)
@@ -218,7 +218,7 @@ class DeclaredLabels:
         return label
 
 
-def _item(split: str, uri: str, row: int, image: Any, label: Label) -> ItemBytes:
+def _make_row_item(split: str, uri: str, row: int, image: Any, label: Label) -> ItemBytes:
     path = None
     data = image
     if isinstance(image, dict):
@@ -244,7 +244,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     declared: dict[bool, str] = {}
     for file in list_parquet_files(card, entries)[0]:
         schema = read_schema(file.uri)
-        _check_columns(file, schema)
+        _check_card_columns(file, schema)
         if source.label is None:
             rows = sum(group.rows for group in read_row_groups(file.uri))
             counts[file.split or SPLITS[0], None] += rows

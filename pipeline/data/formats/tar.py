@@ -303,7 +303,7 @@ def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
 Members = dict[str, tarfile.TarInfo]  # extension -> member of a sample
 
 
-def _is_whole(members: Members) -> bool:
+def _is_whole_sample(members: Members) -> bool:
     """Return whether a sample has an image and a label."""
     return bool(members.keys() & set(LABEL_ENDINGS) and image_suffixes(members, IMAGE_ENDINGS))
 
@@ -327,7 +327,7 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, OpenTar]]:
             members: Members = {}
             for member in iterate_members(tar, shard.stream, file.size()):
                 key, suffix = split_name(uri, member, shard.has_dots)
-                begins = suffix == next(iter(members), "") and _is_whole(members)
+                begins = suffix == next(iter(members), "") and _is_whole_sample(members)
                 if suffix in members and key == current and not begins:
                     raise tarfile.ReadError(
                         f"key {key!r:.80} has two members .{suffix:.20}, and it is not clear which "
@@ -428,7 +428,9 @@ def list_tar(job: TarJob) -> list[Item]:
         if job.split is not None:
             split = job.split
         else:
-            cells = [_text(texts.get(column)) for column in job.card.source.split_columns()]
+            cells = [
+                _to_label_text(texts.get(column)) for column in job.card.source.split_columns()
+            ]
             split = values.find(values.value(cells), len(items))
         if split == IGNORE:
             continue
@@ -445,7 +447,7 @@ def list_tar(job: TarJob) -> list[Item]:
     return items
 
 
-def _text(value: Any) -> str | None:
+def _to_label_text(value: Any) -> str | None:
     return None if value is None else str(value).strip()
 
 

@@ -83,10 +83,10 @@ METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset skips
 # ---- URLs of the shards --------------------------------------------------------------------------
 def shard_urls(card: Card) -> ShardUrls:
     """Return the URLs of a card's shards, in brace notation."""
-    return ShardUrls(*(tuple(_absolute(card, split)) for split in ("train", "test", "val")))
+    return ShardUrls(*(tuple(_list_patterns(card, split)) for split in ("train", "test", "val")))
 
 
-def _absolute(card: Card, split: Split) -> Iterator[str]:
+def _list_patterns(card: Card, split: Split) -> Iterator[str]:
     # each part of a split is a pattern of shards, for example train-{000..007}.tar
     for pattern in filter(None, card.source.list_parts(split)):
         if "://" in pattern or os.path.isabs(pattern):
@@ -152,7 +152,9 @@ def _look_up_folder(folder: str, urls: list[str]) -> dict[str, FileVersion | Non
             # The context contains the time limit for a server. Each call gets its own copy, because
             # a context cannot be entered twice at once.
             contexts = [copy_context() for _ in urls]
-            answers = pool.map(lambda url, context: context.run(_ask, url), urls, contexts)
+            answers = pool.map(
+                lambda url, context: context.run(_fetch_version, url), urls, contexts
+            )
             return dict(zip(urls, answers, strict=True))
     if folder.startswith("hf://"):
         listed = list_hub_folder(folder)
@@ -172,7 +174,7 @@ def _look_up_folder(folder: str, urls: list[str]) -> dict[str, FileVersion | Non
     return versions
 
 
-def _ask(url: str) -> FileVersion | None:
+def _fetch_version(url: str) -> FileVersion | None:
     try:
         return WebFile(url).version
     except FileNotFoundError:
@@ -350,11 +352,11 @@ class Sample:
                 self._reject("corrupt: two labels for one key")
                 return
             self.found.add("label")
-            self.label = normalize_label(_read_field(job.label, member, stream))
+            self.label = normalize_label(_read_member_field(job.label, member, stream))
         elif is_image_ending(suffix, job.endings):
             self._add_image(suffix, member, stream, job)
         elif suffix == NAME_SUFFIX and job.label == LABEL_SUFFIX:
-            self.text = _read_field(NAME_SUFFIX, member, stream)
+            self.text = _read_member_field(NAME_SUFFIX, member, stream)
 
     def _add_image(
         self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ReadJob
@@ -411,7 +413,7 @@ class Sample:
         )
 
 
-def _read_field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
+def _read_member_field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
     """Return the value of a member, or None if it cannot be read."""
     stream.seek(member.offset_data)
     if not source.startswith(JSON_PREFIX):

@@ -52,7 +52,7 @@ def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared
     """
     archive = require_layout(card)
     folder = target_folder(card, folder)
-    target = TargetFolder(folder, split_folders(card))
+    target = TargetFolder(folder, get_split_folders(card))
     files, layout = find_files(card, archive, source)
     images = [*wanted_images(card, layout.read(files))]
     check_counts(card, files, images)
@@ -74,7 +74,7 @@ def require_layout(card: Card) -> Archive:
     raise UserError(f"card {card.name!r} {state}; name it in a stream, it needs no preparation")
 
 
-def split_folders(card: Card) -> dict[Split, str]:
+def get_split_folders(card: Card) -> dict[Split, str]:
     """Return the sub-folder of each split; raise UserError if a split is not one sub-folder."""
     folders: dict[Split, str] = {}
     official: tuple[Split, ...] = ("train", "test")

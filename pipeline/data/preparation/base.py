@@ -75,7 +75,7 @@ def class_name(text: str, where: str) -> str:
     return name
 
 
-def class_names(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
+def map_class_folders(names: Iterable[tuple[str, str]], where: str) -> dict[str, str]:
     """Map the number of each class in the lists to the name of the class folder.
 
     Args:

@@ -9,8 +9,8 @@ from pipeline.data.preparation.base import (
     LabelledImage,
     OfficialLayout,
     choose_split,
-    class_names,
     look_up_value,
+    map_class_folders,
     parse_box,
 )
 from pipeline.data.preparation.official import OfficialFolder
@@ -26,7 +26,7 @@ NEEDS = ((IMAGES,), (LABELS,), (SPLIT,), (CLASSES,), ("images",))
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images. A class has the name of its folder, e.g. `001.Black_footed_Albatross`."""
     names = files.table(CLASSES)
-    return read_lists(files, class_names(names.items(), files.where(CLASSES)))
+    return read_lists(files, map_class_folders(names.items(), files.where(CLASSES)))
 
 
 def read_lists(files: OfficialFolder, classes: dict[str, str]) -> Iterator[LabelledImage]:

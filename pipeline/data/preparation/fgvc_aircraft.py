@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_names, look_up_value
+from pipeline.data.preparation.base import (
+    LabelledImage,
+    OfficialLayout,
+    look_up_value,
+    map_class_folders,
+)
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.splits import Split
 
@@ -21,7 +26,7 @@ LISTS: dict[Split, str] = {
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images; train includes validation. The variant `F/A-18` becomes class `F-A-18`."""
     where = files.where(VARIANTS)
-    classes = class_names(((name, name) for (name,) in files.rows(VARIANTS, 1)), where)
+    classes = map_class_folders(((name, name) for (name,) in files.rows(VARIANTS, 1)), where)
     for split, name in LISTS.items():
         for image, variant in files.rows(name, 2):
             label = look_up_value(classes, variant, where)

@@ -191,7 +191,7 @@ class MatReader:
             raise MatError("the fields of a struct have no names")
         length = int(lengths[0])
         starts = range(0, len(names), length)
-        fields = [_name(names[start : start + length]) for start in starts]
+        fields = [_decode_name(names[start : start + length]) for start in starts]
         rows: list[dict[str, Value]] = [{} for _ in range(count)]
         for row in rows:
             for field in fields:
@@ -216,7 +216,7 @@ class MatReader:
         return element.body.decode(encoding)
 
 
-def _name(padded: bytes) -> str:
+def _decode_name(padded: bytes) -> str:
     return padded.split(b"\0")[0].decode("latin-1")
 
 

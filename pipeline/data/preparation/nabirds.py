@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.data.preparation import cub
-from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_names
+from pipeline.data.preparation.base import LabelledImage, OfficialLayout, map_class_folders
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
 
@@ -22,7 +22,7 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
         if not number.isdecimal():
             raise UserError(f"{where}: {number!r:.60} is not a number of a class; fetch it again")
         numbered.append((number, f"{number:0>4}.{name.replace(' ', '_')}"))
-    return cub.read_lists(files, class_names(numbered, where))
+    return cub.read_lists(files, map_class_folders(numbered, where))
 
 
 LAYOUTS = (OfficialLayout(cub.NEEDS, read),)

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.preparation.base import LabelledImage, OfficialLayout, class_names, look_up_value
+from pipeline.data.preparation.base import (
+    LabelledImage,
+    OfficialLayout,
+    look_up_value,
+    map_class_folders,
+)
 from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -23,7 +28,7 @@ TEST_IMAGES = ("val_256", "val_large")
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images. `/a/apartment_building/outdoor` becomes apartment_building-outdoor."""
     where = files.where(CLASSES)
-    classes = class_names(_categories(files), where)
+    classes = map_class_folders(_categories(files), where)
     train_images = files.need(TRAIN_IMAGES)
     for path, number in files.rows(TRAIN, 2):
         label = look_up_value(classes, number, where)

@@ -15,8 +15,8 @@ from pipeline.data.preparation.base import (
     LabelledImage,
     OfficialLayout,
     choose_split,
-    class_names,
     look_up_value,
+    map_class_folders,
 )
 from pipeline.data.preparation.matlab import Value
 from pipeline.data.preparation.official import OfficialFolder
@@ -34,13 +34,13 @@ SIDES = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 def read_two_folders(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images of cars_train and cars_test."""
     meta = files.need(META)
-    classes = _classes(files.matlab(meta, ["class_names"]), files.where(meta))
+    classes = _map_classes(files.matlab(meta, ["class_names"]), files.where(meta))
     for split, names in (("train", TRAIN), ("test", TEST)):
         name = files.need(names)
         where = files.where(name)
         for row in _annotations(files.matlab(name, ["annotations"]), where, "fname"):
             path = f"cars_{split}/{matlab.require_text(row['fname'], where)}"
-            label = _label(row, classes, where)
+            label = _find_label(row, classes, where)
             yield LabelledImage(choose_split(split == "train"), label, path, _box(row, where))
 
 
@@ -48,26 +48,26 @@ def read_one_folder(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images of car_ims."""
     where = files.where(ALL[0])
     values = files.matlab(ALL[0], ["annotations", "class_names"])
-    classes = _classes(values, where)
+    classes = _map_classes(values, where)
     for row in _annotations(values, where, "relative_im_path", "test"):
         is_train = matlab.require_integer(row["test"], where) == 0
         path = matlab.require_text(row["relative_im_path"], where)
         yield LabelledImage(
-            choose_split(is_train), _label(row, classes, where), path, _box(row, where)
+            choose_split(is_train), _find_label(row, classes, where), path, _box(row, where)
         )
 
 
 # ---- values of .mat files ------------------------------------------------------------------------
-def _classes(values: dict[str, Value], where: str) -> dict[str, str]:
+def _map_classes(values: dict[str, Value], where: str) -> dict[str, str]:
     names = matlab.require_texts(values["class_names"], where)
-    return class_names(((str(number), name) for number, name in enumerate(names, 1)), where)
+    return map_class_folders(((str(number), name) for number, name in enumerate(names, 1)), where)
 
 
 def _annotations(values: dict[str, Value], where: str, *fields: str) -> list[dict[str, Value]]:
     return matlab.require_structs(values["annotations"], where, ["class", *SIDES, *fields])
 
 
-def _label(row: dict[str, Value], classes: dict[str, str], where: str) -> str:
+def _find_label(row: dict[str, Value], classes: dict[str, str], where: str) -> str:
     return look_up_value(classes, str(matlab.require_integer(row["class"], where)), where)
 
 

@@ -84,7 +84,7 @@ class CarriesMemory(ClassIncremental[AnySettings]):
         if context.carried is None:
             return {}
         exemplars: Memory = context.carried.meta.get(MEMORY, {})
-        keys = flatten(exemplars)
+        keys = list_task_keys(exemplars)
         if context.step in ("train", "herd"):
             keys.pop(context.task.name, None)  # the step reads all images of this task
         return keys
@@ -303,6 +303,6 @@ class Rehearsal(CarriesMemory[S]):
         super().load_carried(Carried(tensors, carried.meta))
 
 
-def flatten(memory: Memory) -> dict[str, list[str]]:
+def list_task_keys(memory: Memory) -> dict[str, list[str]]:
     """Return the keys of each task, class after class."""
     return {name: list(chain(*classes.values())) for name, classes in memory.items()}

@@ -12,7 +12,7 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
 from workers.methods.base import MethodSettings, ParamGroup, StepContext
-from workers.methods.bases.rehearsal import MEMORY, CarriesMemory, Memory, flatten
+from workers.methods.bases.rehearsal import MEMORY, CarriesMemory, Memory, list_task_keys
 from workers.rng import derive_seed
 
 
@@ -119,4 +119,4 @@ def keep_reservoir(samples: Memory, size: int, seed: int) -> Memory:
 
 def list_slots(memory: Memory) -> list[tuple[str, str]]:
     """Return the task and the key of each sample of a memory, in slot order."""
-    return [(task, key) for task, keys in flatten(memory).items() for key in keys]
+    return [(task, key) for task, keys in list_task_keys(memory).items() for key in keys]

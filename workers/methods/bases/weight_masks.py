@@ -22,7 +22,7 @@ from workers.methods.base import (
     StepContext,
     require_adamw,
 )
-from workers.model.masks import compute_mask_digest
+from workers.model.masks import compute_mask_digest, compute_share_of_ones
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 
@@ -122,7 +122,9 @@ class WeightMasks(Method[S]):
 
     def metrics(self) -> dict[str, float]:
         """Return the share of mask entries that are on."""
-        return {"density": _share([self.in_use(mask) for mask in self.hard().values()])}
+        return {
+            "density": compute_share_of_ones([self.in_use(mask) for mask in self.hard().values()])
+        }
 
     def warnings(self) -> list[str]:
         if self.task is None:
@@ -273,8 +275,3 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
 def full(weight: Tensor, value: float) -> Tensor:
     """Return an fp32 tensor in the shape of `weight`, filled with a value."""
     return torch.full_like(weight, value, dtype=torch.float32)
-
-
-def _share(masks: list[Tensor]) -> float:
-    """Return the share of ones in several boolean masks."""
-    return sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)

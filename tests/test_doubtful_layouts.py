@@ -513,6 +513,29 @@ CASES: dict[str, Case] = {
 }
 
 
+def test_a_flag_in_json_gives_the_splits_with_the_printed_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = Tree(tmp_path / "zoo")
+    flag = json_member(train=lambda _, i, split: split == "train")
+    tree.samples("a.tar", ("train", "test"), flag, key="k{index}")
+    splits = {"train": ["True"], "test": ["False"]}
+    given = {"format": "tar", "split": "json:train", "splits": splits}
+    with pytest.raises(UserError, match=r"looks like a split .*json:train"):
+        detect(Request(str(tree.folder)))
+    (data_set,) = detect(Request(str(tree.folder), given=given))
+    assert data_set.counts == {"train": 12, "test": 12}
+
+
+def test_a_meaning_of_numbers_is_refused_where_labels_are_folders(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    for index in range(9):
+        tree.image(f"{index % 3}/{index}.png", str(index % 3))
+    assert len(detect(Request(str(tree.folder)))) == 1
+    with pytest.raises(UserError, match=r"source.numbers is set, but .* 'folder' has none"):
+        detect(Request(str(tree.folder), given={"numbers": "places"}))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_doubtful_layout_is_read_correctly_or_refused_with_remedy(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

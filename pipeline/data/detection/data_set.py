@@ -209,6 +209,11 @@ def build_data_set(
     # Labels of folders are names, and numbers of libraries are places: both leave `numbers` unset.
     if card.source.format not in ("folder", *LIBRARIES):
         body["numbers"] = numbers or "names"
+    elif "numbers" in request.given:
+        raise UserError(
+            f"{where}: source.numbers is set, but it only applies to labels in tables and tars, "
+            f"and format {card.source.format!r} has none; leave it out"
+        )
     card = _build_card(name, body, classes)
     return _assemble(card, layout, entries, counts, notes, where, request)
 

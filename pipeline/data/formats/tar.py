@@ -154,16 +154,17 @@ def member_suffix(source: str) -> str:
     return "json" if source.startswith(JSON_PREFIX) else source
 
 
-def read_field(source: str, data: bytes) -> Any:
+def read_field(source: str, data: bytes, keep_flags: bool = False) -> Any:
     """Return the value of a member: a field of the JSON, or its text.
 
     Args:
         source: `json:FIELD`, or the extension of a text.
         data: Content of the member.
+        keep_flags: Return true and false, which can name splits. Otherwise None is returned in
+            place of them, because they are no labels.
 
     Returns:
-        The value. None if the JSON cannot be parsed, or its field is missing, null, true or false:
-        true and false are no labels.
+        The value. None if the JSON cannot be parsed, or its field is missing or null.
     """
     if not source.startswith(JSON_PREFIX):
         return data.decode("utf-8", "replace")
@@ -172,7 +173,7 @@ def read_field(source: str, data: bytes) -> Any:
     except (ValueError, RecursionError):
         return None
     value = body.get(source.removeprefix(JSON_PREFIX)) if isinstance(body, dict) else None
-    return None if isinstance(value, bool) else value
+    return None if isinstance(value, bool) and not keep_flags else value
 
 
 def find_contradiction(names: ClassNames, label: Label, text: Any) -> str | None:
@@ -397,13 +398,15 @@ def list_tar(job: TarJob) -> list[Item]:
     samples: list[tuple[str, Members, dict[str, Any]]] = []
     last: dict[str, int] = {}  # key -> index of its last sample
     wanted = [source] if source is not None else []
+    split_columns = job.card.source.split_columns()
     for key, members, shard in read_samples(job.uri):
         texts: dict[str, Any] = {}
-        for name in (*wanted, *job.card.source.split_columns(), NAME_SUFFIX):
+        for name in (*wanted, *split_columns, NAME_SUFFIX):
             member = members.get(member_suffix(name))
             if member is not None:
                 max_bytes = MAX_JSON_BYTES if name.startswith(JSON_PREFIX) else MAX_LABEL_BYTES
-                texts[name] = read_field(name, shard.read_start(member, max_bytes))
+                data = shard.read_start(member, max_bytes)
+                texts[name] = read_field(name, data, keep_flags=name in split_columns)
         # Join the runs of one sample, whose members may not be neighbours: for example, a tar with
         # all images before all labels.
         place = last.get(key)
@@ -428,9 +431,7 @@ def list_tar(job: TarJob) -> list[Item]:
         if job.split is not None:
             split = job.split
         else:
-            cells = [
-                _to_label_text(texts.get(column)) for column in job.card.source.split_columns()
-            ]
+            cells = [_to_label_text(texts.get(column)) for column in split_columns]
             split = values.find(values.value(cells), len(items))
         if split == IGNORE:
             continue

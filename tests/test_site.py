@@ -93,7 +93,7 @@ def test_the_page_on_python_has_every_public_name_with_its_types(site: dict[str,
         assert f"\n### `{name}`\n" in text
     for line in (
         "- `status(self) -> pd.DataFrame`: Return the progress of the run",
-        "- `summary: pd.DataFrame`: A row for each method",
+        "- `summary: pd.DataFrame`: One row per method",
         "- `winner: dict[str, Any]`: Config of the winner",
         "open_model(folder: AnyPath) -> Model",
     ):

@@ -153,7 +153,7 @@ def test_a_link_out_of_the_folder_is_not_followed(
     (cub / "images").symlink_to(tmp_path / "elsewhere")
     text = prepare(capsys, cub_card, cub, code=2)
     assert "8 of 8 images" in text
-    assert "behind a link out of the folder" in text
+    assert "reached by a link that leaves the folder" in text
     (cub / "classes.txt").rename(tmp_path / "classes.txt")
     (cub / "classes.txt").symlink_to(tmp_path / "classes.txt")
     assert "classes.txt is a link out of" in prepare(capsys, cub_card, cub, code=2)

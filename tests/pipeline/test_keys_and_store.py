@@ -255,7 +255,7 @@ def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
     assert cli.main([*command, "1d", "--yes"]) == 0
     assert keys() == ["new"]
     assert cli.main([*command, "30d", "--yes"]) == 0
-    assert "is younger than --older-than" in capsys.readouterr().out
+    assert "younger than --older-than" in capsys.readouterr().out
     assert cli.main([*command, "a month"]) == 2
     assert "is not an age; give a number with d, h or m" in capsys.readouterr().err
 

@@ -385,5 +385,5 @@ def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.PhasePlan, tmp_p
     assert {name.split("/")[1] for name, *_ in find_garbage(store)} == keys
     (tmp_path / "elsewhere").rename(search_folder)
     Path(trial.record_path(plan.storage, plan.name, 0)).write_text("{")
-    with pytest.raises(UserError, match="what it needs is not known"):
+    with pytest.raises(UserError, match="its stages are not known"):
         find_garbage(store)

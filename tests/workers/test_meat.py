@@ -627,7 +627,7 @@ def test_an_ffn_of_three_layers_is_refused() -> None:
         meat(other_vit("eva02_base_patch14_224"))
     method = meat(other_vit("eva02_tiny_patch14_224"))
     method.load_task(with_random_masks(method))
-    with pytest.raises(UserError, match="is written for timm's VisionTransformer"):
+    with pytest.raises(UserError, match="needs timm's VisionTransformer"):
         method.compact("one")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -84,7 +85,8 @@ def test_missing_rank_is_named(tmp_path: Path, collective: str, missing: int) ->
     assert events.keys() == set(range(WORLD)) - {missing}
     for kind, message in events.values():
         assert kind == "lost", "the stage is retried on other workers"
-        assert message.startswith(f"rank {missing} of its group did not arrive within 1 s")
+        # under load more seconds pass than the limit
+        assert re.match(rf"rank {missing} of its group did not arrive within \d+ s, ", message)
     purposes = [COLLECTIVES[collective][1], "the values of all ranks"]
     waited_for = [f"waited for {purpose} (" for purpose in purposes]
     assert all(any(text in message for text in waited_for) for _, message in events.values())

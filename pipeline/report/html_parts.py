@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from jinja2 import Environment
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from pipeline import templates
 from pipeline.config.text import format_bytes, format_count, format_seconds
@@ -35,6 +35,7 @@ def make_report_environment() -> Environment:
     environment.filters |= {
         "base64": lambda data: base64.b64encode(data).decode(),
         "bytes": format_bytes,
+        "code": mark_code,
         "counted": format_count,
         "interval": format_interval,
         "lines": format_lines,
@@ -46,6 +47,16 @@ def make_report_environment() -> Environment:
         "yaml": format_yaml,
     }
     return environment
+
+
+def mark_code(text: str) -> Markup:
+    """Convert a sentence to HTML, with the texts between backticks as code."""
+    parts = text.split("`")
+    marked = [
+        Markup("<code>{}</code>").format(part) if index % 2 else escape(part)
+        for index, part in enumerate(parts)
+    ]
+    return Markup("").join(marked) if len(parts) % 2 else escape(text)
 
 
 def render_markup(template: str, **values: Any) -> Markup:

@@ -674,3 +674,8 @@ def test_a_report_removes_what_an_earlier_one_wrote_and_nothing_else(tmp_path: P
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     kept = {"runs/mine/notes.txt", "runs/mine/old.csv", "precious.txt"}
     assert left == {"runs/mine/report.html", f"runs/mine/{REPORT_FILES}", *kept}
+
+
+def test_texts_between_backticks_are_code_and_nothing_else_is_markup() -> None:
+    assert html_parts.mark_code("a `b<c>` & d") == "a <code>b&lt;c&gt;</code> &amp; d"
+    assert html_parts.mark_code("one ` of <two>") == "one ` of &lt;two&gt;"

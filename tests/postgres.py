@@ -107,7 +107,7 @@ class Postgres:
 @contextlib.contextmanager
 def postgres_up() -> Iterator[Postgres]:
     """Run a new server inside the context, in a folder that its user can reach."""
-    with tempfile.TemporaryDirectory(prefix="accrete-postgres-") as folder:
+    with tempfile.TemporaryDirectory(prefix="postgres-of-a-test-") as folder:
         owner = account()
         if owner is not None:
             os.chown(folder, owner, -1)

@@ -449,6 +449,14 @@ def test_dualprompt_leaves_a_block_to_the_prompts_of_tasks(
     assert (len(method.general), len(method.sites)) == (general, sites)
 
 
+def test_dualprompt_counts_the_query_unless_the_task_is_given() -> None:
+    state = TaskState("one", ("a", "b"), "dualprompt", "")
+    shares = {
+        name: make("dualprompt", name).flops_share(state) for name in ("task", "class", "domain")
+    }
+    assert shares["class"] == shares["domain"] == pytest.approx(shares["task"] + 1)
+
+
 def test_dualprompt_stores_as_many_numbers_as_published() -> None:
     """A ViT-B: 15,360 numbers are shared, 23,040 and a key of 768 belong to a task."""
     with torch.device("meta"), mock.patch.object(base, "compute_digest", return_value=""):

@@ -17,6 +17,7 @@ from workers.methods import METHODS
 from workers.methods.s_prompts import SPrompts, SPromptsSettings
 from workers.model.kmeans import find_centres
 from workers.model.vit import build
+from workers.storage.taskstate import TaskState
 
 QUICK = {**OPTIMIZERS["adamw"], "epochs": 1}
 
@@ -78,6 +79,17 @@ def test_domains_are_told_apart_and_answered_by_their_own_prompts(lab: Lab) -> N
                 rows = chosen == task
                 torch.testing.assert_close(logits[rows], told[rows], rtol=1e-4, atol=1e-5)
         assert result[index]["task"] == name
+
+
+def test_the_query_counts_as_a_forward_pass_unless_the_task_is_given() -> None:
+    state = TaskState("two", ("a", "b"), "s_prompts", "")
+    shares = {}
+    for scenario in ("task", "class", "domain"):
+        method = make_method()
+        method.scenario = scenario
+        shares[scenario] = method.flops_share(state)
+    assert shares["class"] == shares["domain"] == shares["task"] + 1
+    assert 1 < shares["task"] < 2
 
 
 def test_a_state_without_centres_is_refused(lab: Lab) -> None:

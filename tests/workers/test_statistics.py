@@ -11,7 +11,7 @@ import torch
 from rank_runs import on_ranks, small_batches
 from torch import Tensor, nn
 
-from pipeline.testing.lab import OPTIMIZERS, Lab, again
+from pipeline.testing.lab import OPTIMIZERS, TASKS, Lab, again
 from workers.data.features import FeatureBatch, extract_features
 from workers.data.feed import Feed
 from workers.data.rows import list_keys
@@ -220,6 +220,29 @@ def test_a_base_task_gets_statistics_too(name: str) -> None:
     steps = METHODS[name].steps_for(settings, -1)
     assert [step.name for step in steps] == ["statistics"]
     assert METHODS[name].steps_for(settings, 0) == steps
+
+
+@pytest.mark.parametrize("scenario", ["task", "class"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_base_task_is_answered_by_its_statistics(lab: Lab, name: str, scenario: str) -> None:
+    tasks: list[dict[str, Any]] = [
+        {"card": str(lab.card), "name": task, "classes": list(classes)}
+        for task, classes in TASKS.items()
+    ]
+    tasks[0]["role"] = "base"
+    run = lab.run_of(
+        name,
+        {"optimizer": "adamw", "lr": 1e-2, "epochs": 3},
+        settings={"projection": 100} if name == "ranpac" else {},
+        stream={"scenario": scenario, "tasks": tasks},
+    )
+    assert [[job.step for job in run.stages(task)] for task in (0, 1)] == [["statistics"]] * 2
+    (row,) = run.evaluated(0)["rows"]
+    assert row["correct"] / row["total"] > 0.6, "the backbone was trained on these two classes"
+    rows = {row["task"]: row for row in run.evaluated(1)["rows"]}
+    assert tasks[1]["name"] in rows
+    assert (scenario == "class") <= (tasks[0]["name"] in rows)
+    assert run.state(0).method == name, "it replaces the state of the backbone's training"
 
 
 def test_the_names_of_the_methods() -> None:

@@ -94,8 +94,7 @@ class Fecam(ClassStatistics[FecamSettings]):
         return self.state(copies=copies), Carried()
 
     # ---- serving ---------------------------------------------------------------------------------
-    def load_task(self, state: TaskState) -> None:
-        super().load_task(state)
+    def load_statistics(self, state: TaskState) -> None:
         means, precisions = state.copies[MEANS], state.copies[PRECISIONS]
         shape = (len(state.classes), self.heads.width)
         if (means.shape, precisions.shape) != (shape, (*shape, shape[1])):

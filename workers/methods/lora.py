@@ -110,7 +110,8 @@ class Lora(Method[LoraSettings]):
         self.shapes: dict[str, tuple[int, ...]]
         if is_stacked(backbone, settings):
             self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
-            self.rows, width = get_projection_weight(backbone.blocks[0]).shape  # type: ignore[index]
+            first_block = backbone.blocks[0]  # type: ignore[index]
+            self.rows, width = get_projection_weight(first_block).shape
             self.shapes = shapes(len(self.sites), self.rows, width, settings.rank, settings.target)
         else:
             self.linear_sites = linear_sites(backbone, settings.target)

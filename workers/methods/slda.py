@@ -87,8 +87,7 @@ class Slda(ClassStatistics[SldaSettings]):
         return state, Carried({SCATTER: self.scatter}, {"samples": self.num_samples})
 
     # ---- serving ---------------------------------------------------------------------------------
-    def load_task(self, state: TaskState) -> None:
-        super().load_task(state)
+    def load_statistics(self, state: TaskState) -> None:
         self.means[state.task] = state.copies[MEANS].double().cpu()
         self.update_heads()
 

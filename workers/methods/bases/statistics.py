@@ -70,6 +70,8 @@ class ClassStatistics(ClassIncremental[S]):
         return []
 
     def load_task(self, state: TaskState) -> None:
+        if state.method == "base":  # the head that was trained with the backbone: not used
+            return
         super().load_task(state)
         if isinstance(self.heads, DerivedHeads):
             self.heads.add(state.task, len(state.classes), self.seed)
@@ -78,6 +80,10 @@ class ClassStatistics(ClassIncremental[S]):
                 f"task {state.task!r}: its state has no class means; export it again, or make the "
                 "folder again"
             )
+        self.load_statistics(state)
+
+    def load_statistics(self, state: TaskState) -> None:
+        """Load the statistics of a finished task, if its state has more than a head."""
 
     @abstractmethod
     def collect(self, task: Task, batch: FeatureBatch) -> None:

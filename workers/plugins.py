@@ -22,7 +22,7 @@ from workers.errors import UserError
 
 ENTRY_POINT_GROUP = "accrete.methods"
 VARIABLE = "ACCRETE_PLUGINS"  # modules, separated by commas; worker processes inherit it
-MODULE_NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"  # a regular expression
+MODULE_NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"  # regular expression of a dotted module name
 
 
 def list_plugins() -> list[str]:
@@ -31,11 +31,11 @@ def list_plugins() -> list[str]:
 
 
 def add_plugin(module: str) -> None:
-    """Add a module to ACCRETE_PLUGINS.
+    """Add a module to ACCRETE_PLUGINS. The module is not imported yet.
 
-    Its folder is also added to `sys.path` and `PYTHONPATH`, so that this process and its children
-    find it: the folder on Python's search path that has the module, or else the current folder. The
-    module is not imported yet.
+    The folder that contains its top-level package is added to `sys.path` and `PYTHONPATH`, so that
+    this process and its children find the module. It is the current folder if Python does not find
+    the package.
 
     Raises:
         UserError: If `module` is not a valid module name.

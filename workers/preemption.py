@@ -12,7 +12,7 @@ requested = threading.Event()  # set if this process must stop; rank 0 tells its
 
 
 class Preempted(Exception):
-    """Work stops because of a preemption. Its state is saved."""
+    """A stage stops because of a preemption, after its training state was saved."""
 
 
 def listen() -> Callable[[], None]:

@@ -26,7 +26,7 @@ def load_settings(job: StageJob) -> MethodSettings:
 
 
 def load_backbone(job: StageJob) -> torch.nn.Module:
-    """Return a new copy of the backbone stage's result.
+    """Return a new copy of the backbone that the job's backbone stage stored.
 
     A process keeps the last backbone, so that it is read and verified only once.
 
@@ -91,6 +91,8 @@ def load_carried(job: StageJob) -> Carried | None:
 
 def merge_carried(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
     """Merge the carried states of several steps into one.
+
+    There are several if a task ends in several steps that do not wait for each other.
 
     Args:
         where: Description of the states, for errors.

@@ -26,7 +26,7 @@ class StepRng:
     """The random numbers of one optimizer step.
 
     Attributes:
-        seed: Seed of the feed.
+        seed: Seed of the feed (the data loader of the stage).
         epoch: The epoch.
         step: The step within the epoch.
         positions: Positions in the global batch of the samples of this rank (and micro-batch),
@@ -51,9 +51,10 @@ class StepRng:
         return self.positions.to(self.device)
 
     def note_copy(self, positions_on_device: Tensor) -> None:
-        """Use this copy of `positions` on the device.
+        """Use an existing copy of `positions` on the device, instead of copying again.
 
-        The copy belongs only to this object: `replace` creates objects with other positions.
+        The copy belongs only to this object: `dataclasses.replace` creates objects without it,
+        because their positions can differ.
         """
         self.__dict__["positions_on_device"] = positions_on_device
 

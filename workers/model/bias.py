@@ -1,4 +1,7 @@
-"""Bias layer: alpha z + beta for the logits z of some classes, fitted on held-out images."""
+"""Bias layer of BiC: alpha z + beta for the logits z of some classes, fitted on held-out images.
+
+Wu, Chen, Wang, Ye, Liu, Guo, Fu: Large Scale Incremental Learning, CVPR 2019.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Te
     """Return (alpha, beta) that minimise cross-entropy of the biased logits + decay beta^2 / 2.
 
     The optimizer is L-BFGS, started at (1, 0), in fp64. The cross-entropy is weighted so that every
-    class has the same influence, for any number of images.
+    class has the same influence, whatever its number of images.
 
     Args:
         logits: Logits z, (n, classes).

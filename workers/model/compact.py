@@ -52,9 +52,9 @@ def plan_blocks(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
     """
     prefix = vit.num_prefix_tokens
     total = prefix + vit.patch_embed.num_patches
-    live = torch.ones(total, dtype=torch.bool)
+    live = torch.ones(total, dtype=torch.bool)  # tokens that must leave the last block
     if vit.global_pool == "token":
-        live[1:] = False
+        live[1:] = False  # the pooling reads only the class token
     needed: list[tuple[Tensor, Tensor, Tensor]] = []  # (keys, kept, queries) of a block, (total,)
     for block, mask in zip(reversed(vit.blocks), reversed(masks), strict=True):
         kept = torch.ones(total, dtype=torch.bool)
@@ -139,6 +139,12 @@ class CompactBlock(nn.Module):
     """A block that computes only the tokens and neurons in its plan.
 
     It shares the modules for norms, projection and layer scale with the backbone.
+
+    Attributes:
+        queries: Positions of the plan's queries among its inputs. None: all inputs are queries.
+        keys: Positions of the plan's keys among its inputs. None: all inputs are keys.
+        seen: Attention mask, (queries, keys) bool; True: the query attends to the key. None: no
+            mask.
     """
 
     norm1: nn.Module
@@ -294,9 +300,9 @@ def _multiply_by_mask(weight: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _positions(tokens: Tensor, among: Tensor) -> Tensor | None:
-    """Return the positions of `tokens` in the sorted superset `among`.
+    """Return the positions of `tokens` (sorted) in their sorted superset `among`.
 
-    The result is None if both are equal; then `_take` returns its input.
+    The result is None if both are equal, so that `_take` returns its input without a copy.
     """
     if len(tokens) == len(among):
         return None

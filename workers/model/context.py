@@ -52,9 +52,9 @@ class Context(nn.Module):
 class ScaledContext(Context):
     """CB_S(X)_i = a x_i + Lambda * c with a learned Lambda (D,), elementwise.
 
-    a = Lambda = 1/2 is CB; a = 1 and Lambda = 0 changes nothing. Difference from the paper: its
-    formula was not available, and a = 1 is our interpretation. By default Lambda starts at 0:
-    weights trained without this module give the same outputs until Lambda is trained.
+    With a = Lambda = 1/2 this is CB; with a = 1 and Lambda = 0 the output is the input. The formula
+    of the paper was not available to us; a = 1 is our interpretation. By default Lambda starts at
+    0, so weights that were trained without this module give the same outputs until Lambda changes.
 
     Args:
         pool: Definition of c, see `Context`.
@@ -92,9 +92,9 @@ class UniformHead(nn.Module):
         return projected
 
 
-# All blocks get the same hooks, and an attribute of the module enables a hook. torch.compile guards
-# on attributes of modules, but not on the list of hooks. So the compiled code of one block also
-# serves the other blocks with equal attributes.
+# Forward hooks. All blocks get the same hooks, and an attribute of the module enables a hook.
+# torch.compile guards on attributes of modules, but not on the list of hooks. So the compiled code
+# of one block also serves the other blocks with equal attributes.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     mixed: Tensor = module.context(output)
     return mixed
@@ -198,7 +198,7 @@ def _make_context(settings: ContextSettings, width: int) -> Context:
 
 
 def encode_settings(backbone: nn.Module) -> bytes:
-    """Return the context settings of a backbone for its digest; empty if it has no context."""
+    """Return the context settings as JSON, for the backbone's digest; empty without context."""
     settings: ContextSettings | None = getattr(backbone, "broadcasts", None)
     if settings is None:
         return b""

@@ -43,7 +43,8 @@ class GatedAttention(nn.Module):
         """Initialise the layer like a convolution.
 
         The layer for values becomes the identity. The position attention of each of the first
-        floor(sqrt(H))^2 heads is centred on one position of a square kernel around the patch.
+        floor(sqrt(H))^2 heads is centred on one position t of a square kernel around the patch: its
+        score is 2 t . r - |r|^2 for the offset r, which equals -|r - t|^2 up to a constant.
         """
         side = math.isqrt(self.num_heads)
         with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Cosine heads and their losses. The logit of a class is a scaled cosine similarity.
+"""Cosine heads of UCIR and PODNet, and their losses.
 
-The cosine is that of the features and a class vector. One learned scale multiplies all cosines.
+The logit of a class is the cosine of the features and a vector of the class, multiplied by a
+learned scale, which all classes share. A class can have several vectors (proxies).
 
-Axes: b images, d features, A classes so far, P vectors (proxies) of a class.
+Axes: b images, d features, A classes so far, P proxies of a class.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class CosineHeads(Heads):
     """A `CosineHead` for each task, with P vectors per class. All heads share the scale eta.
 
     eta is stored with every head; the head that is restored last determines its value. A stored
-    head without eta is the linear head of a base task. It is not restored, because the classes of
-    the base task get vectors by imprinting (`imprint`).
+    head without eta is the linear head of a base task. `restore` ignores it, because the classes of
+    the base task get their vectors from `imprint`.
     """
 
     def __init__(self, width: int, proxies: int = 1, scale: float = 1.0):
@@ -105,7 +106,7 @@ def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return `count` centres (count, d) of points (n, d), by Lloyd's algorithm after k-means++.
 
     An empty cluster keeps its centre. A point with several nearest centres belongs to the first of
-    them. If there are fewer points than centres, some centres are equal.
+    these. If there are fewer points than centres, some centres are equal.
     """
     first = torch.randint(len(points), (1,), generator=generator)
     centres = points[first]

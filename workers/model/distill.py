@@ -1,4 +1,4 @@
-"""Distillation: copies of the network before a task, and losses that keep the outputs similar."""
+"""Distillation: a frozen copy of the network before a task, and losses between both outputs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from torch.nn import functional as F
 
 
 class Teacher:
-    """Frozen copies of a backbone and of some heads; the heads are stored by task name.
+    """Frozen copies of a backbone and of the heads of some tasks.
 
     This class is intentionally not an `nn.Module`. As a submodule of a method it would be put into
     training mode, draw drop paths and be stored in checkpoints. Checkpoints do not need it, because
     it equals the carried state of the previous task.
+
+    Args:
+        backbone: The backbone to copy.
+        heads: The heads to copy, by task name.
     """
 
     def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):

@@ -21,20 +21,22 @@ Selection = Callable[[Tensor, int, torch.Generator], list[int]]
 
 
 def quota(memory: int, per_class: int, classes: int) -> int:
-    """Return the number of images per class: `per_class`, or floor(memory / classes) if it is 0.
+    """Return the number of images to keep per class.
 
     Args:
-        memory: Number of images in the memory.
-        per_class: Number of images per class, or 0.
+        memory: Number of images in the whole memory, shared equally by the classes; used if
+            `per_class` is 0.
+        per_class: Fixed number of images per class. 0: floor(memory / classes).
         classes: Number of classes.
     """
     return per_class or memory // classes
 
 
 def normalise(features: Tensor) -> Tensor:
-    """Return the rows of (n, d) as unit vectors, in fp64.
+    """Return the rows of (n, d) scaled to unit length, in fp64.
 
-    The precision makes the choice of the nearest row independent of the order of summation.
+    With fp64, rounding errors that depend on the order of summation do not change which row is the
+    nearest.
     """
     features = features.double()
     lengths: Tensor = features.norm(dim=1, keepdim=True)
@@ -94,7 +96,9 @@ def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) ->
 
 
 def closest(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Choose the images nearest to the mean of the unnormalised features (E2E, ECCV 2018).
+    """Choose the images nearest to the mean of the unnormalised features.
+
+    Castro et al., End-to-End Incremental Learning, ECCV 2018.
 
     Args:
         features: Features of one class, (n, d).
@@ -126,9 +130,9 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return the mean of each class, (classes, d), as a unit vector.
+    """Return the mean of each class, (classes, d), scaled to unit length.
 
-    The features are scaled to unit length before the mean.
+    The features are scaled to unit length before the mean. A class without images gets zeros.
 
     Args:
         features: Features, (n, d).

@@ -12,7 +12,7 @@ from workers.rng import derive_seed
 
 
 class Heads(nn.Module):
-    """A layer Linear(width, classes) for each task, or one for all tasks if `is_shared`.
+    """A layer Linear(width, classes) for each task, or one layer for all tasks if `is_shared`.
 
     Initial values depend only on the seed and the name of the task, so they are equal on all ranks
     and for any order of tasks. As in DeiT's head, weights are truncated normal with std 0.02 and
@@ -93,7 +93,7 @@ class JointHeads(Heads):
     """One linear layer without bias for the classes of all tasks, stored as its rows by task.
 
     `renew` replaces all rows when the number of features grows. A head that is restored with a
-    bias, such as that of a base task, keeps the bias until then.
+    bias, such as that of a base task, keeps the bias until `renew`.
     """
 
     def layer(self, classes: int) -> Any:

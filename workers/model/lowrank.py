@@ -1,4 +1,4 @@
-"""LoRA: W + s B A, merged into W or as a parallel branch.
+"""LoRA (Hu et al., ICLR 2022): W + s B A, merged into W or computed in a parallel branch.
 
 For the fused projection of queries, keys and values in the blocks of a timm VisionTransformer, the
 updates of all blocks are stacked (`LowRank`). For linear layers of other backbones, each layer has
@@ -156,9 +156,9 @@ def _is_pointwise(module: nn.Module) -> bool:
 class LinearUpdates(nn.Module):
     """The trained factors of linear layers: A (P, r, d) and B (P, o, r) for each layer.
 
-    If a side of a layer (or of a part) is smaller than `rank`, that side is the rank of the layer.
-    The factors are initialised like those of `LowRank`. In a task's state their names are
-    `SITE.a` and `SITE.b`.
+    The rank is reduced to the smaller side of a layer (or part) if that is less than `rank`. The
+    factors are initialised like those of `LowRank`. For the layer SITE, they have the names
+    `SITE.a` and `SITE.b`, also in a task's state.
 
     Args:
         backbone: The backbone.

@@ -2,7 +2,10 @@
 
 `make_maskable` changes the class of a module of an existing backbone; no tensor is copied. The
 parameters, their names, hooks and the digest stay the same. Without a mask, the forward pass is
-that of timm. Axes: B images, H heads, N tokens (prefix tokens first), D head width, C channels.
+that of timm.
+
+MEAT is Xue, Zhang, Song, Song: Meta-attention for ViT-backed Continual Learning, CVPR 2022. Axes:
+B images, H heads, N tokens (prefix tokens first), D head width, C channels.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from workers.errors import UserError
 
-# upper bound of score - (largest score of a kept key). It can be positive for masked keys; exp(20)
-# is still finite in fp32.
+# upper bound of the difference score - (largest score of a kept key), which is positive for some
+# masked keys; exp(20) is far from overflow in fp32
 LARGEST_EXPONENT = 20.0
 
 
@@ -205,7 +208,7 @@ def mask_keys(attn: Any, where: str, instead: str) -> Any:
     """
     plain = next((kind for kind, masked in MASKED.items() if type(attn) in (kind, masked)), None)
     if plain is None:
-        plain = Attention
+        plain = Attention  # `make_maskable` raises the error
     elif plain is not Attention:
         attn.fused_attn = True  # the module must call the function that `Multiplicative` replaces
     return make_maskable(MASKED[plain], plain, attn, where, instead)
@@ -214,7 +217,8 @@ def mask_keys(attn: Any, where: str, instead: str) -> Any:
 class GatedLinear(nn.Linear):
     """nn.Linear with gated inputs, which masks the neurons before the layer.
 
-    With a gate, a frozen weight needs no gradient; a mask on the weight would need one.
+    To train a gate, no gradient of the (frozen) weight is computed. A mask on the columns of the
+    weight would be equivalent, but would need the gradient of the whole masked weight.
 
     Attributes:
         gate: 0/1 per input feature. None: no gate.
@@ -262,9 +266,9 @@ class BlockMasks:
     neurons: Tensor | None = None
 
     def folded(self) -> BlockMasks:
-        """Return masks of weights only, for serving: masked neurons become masked columns of fc2.
+        """Return the masks of weights, for serving: masked neurons become masked columns of fc2.
 
-        A mask that keeps everything becomes None.
+        The mask of tokens is left out. A mask that keeps everything becomes None.
         """
         fc2 = self.fc2 if self.neurons is None else self.neurons[None]
         return BlockMasks(fc1=effective_mask(self.fc1), fc2=effective_mask(fc2))

@@ -3,6 +3,10 @@
 Each class has a trained tensor (fp32), a method `sample(...)` that returns the mask as floats with
 a gradient, for training, and a method `hard()` that returns the mask without a gradient, for
 storage and serving.
+
+`GumbelHard` belongs to MEAT, `Threshold` to Piggyback and SupSup, `SoftBinary` to KSM, `TopK` to
+SupSup and WSN, `AnnealedSigmoid` to HAT. Equation numbers are those of the papers, which the module
+of each method cites (workers/methods/).
 """
 
 from __future__ import annotations
@@ -97,12 +101,12 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Threshold(nn.Module):
-    """M = 1[scores > theta] (Piggyback), or 1[scores >= theta] (SupSup, `scores: threshold`).
+    """M = 1[scores > theta] (Piggyback), or 1[scores >= theta] (SupSup with `scores: threshold`).
 
     Args:
         start: Initial scores.
         theta: The threshold.
-        ternary: The mask is -1 for scores below 0, 0 up to theta, and 1 above theta.
+        ternary: The mask is -1 for scores below 0, 1 for scores above theta, and 0 otherwise.
         inclusive: Compare with >=.
     """
 
@@ -231,7 +235,8 @@ class TopK(nn.Module):
 def keep_largest(size: Tensor, dropped: int) -> Tensor:
     """Return a bool mask (n,) of all but the `dropped` smallest entries of `size` (n,).
 
-    Among equal entries the first entries are kept. The host does not wait for the device.
+    `dropped` is at least 1. Among equal entries the first entries are kept. The host does not wait
+    for the device.
     """
     cut = size.kthvalue(dropped).values
     larger, equal = size > cut, size == cut
@@ -249,8 +254,9 @@ class AnnealedSigmoid(nn.Module):
     gradient of a, for any s, and 0 if |s e| > 50: the effect of HAT's compensation (Sec. 2.5).
 
     With compensation `official`, the gradient is computed in two steps like in the released code.
-    The sigmoid is exactly 1 in fp32 if s e > 17, and the gradient is then 0: late in an epoch, such
-    a unit cannot be switched off. A unit that is off has a gradient as long as s e > -88.
+    If s e > 17, the sigmoid is exactly 1 in fp32 and the gradient is 0. Therefore a unit that is on
+    cannot be switched off late in an epoch, when s is large. A unit that is off has a gradient as
+    long as s e > -88.
 
     Args:
         start: Initial embedding e, one number per unit.

@@ -1,4 +1,4 @@
-"""The norm layers of a backbone, and batch norms with constant statistics."""
+"""Find the norm layers of a backbone, and keep the running statistics of batch norms constant."""
 
 from __future__ import annotations
 

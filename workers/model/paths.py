@@ -3,7 +3,8 @@
 A path selects one module from each bank. At each block, the outputs of all modules that some path
 has selected are added to the residual stream.
 
-Axes: S modules that a path adds, d width of the backbone, m units of a module.
+Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019.
+Axes: b images, d width of the backbone.
 """
 
 from __future__ import annotations

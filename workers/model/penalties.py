@@ -1,4 +1,8 @@
-"""Penalties: named scalars that methods add to the cross-entropy."""
+"""HAT's regularisation term, which methods with unit masks add to the cross-entropy.
+
+Serra, Suris, Miron, Karatzoglou: Overcoming Catastrophic Forgetting with Hard Attention to the
+Task, ICML 2018.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from torch import Tensor
 
 
 def newly_used(masks: Iterable[Tensor], used: Iterable[Tensor]) -> Tensor:
-    """Return HAT's regularisation term R (Eq. 4, 5), the mean mask of units not used before.
+    """Return HAT's regularisation term R (Eq. 4, 5): the mean mask of units that are still unused.
 
-    R is the sum of a (1 - used) divided by the sum of (1 - used), both over all sites. It is 0 if
-    earlier tasks use all units.
+    R is the sum of a (1 - used) divided by the sum of (1 - used), both over all sites (groups of
+    units, see units.py). It is 0 if earlier tasks use all units.
 
     Args:
         masks: Masks a in [0, 1], one tensor per site, with gradients.

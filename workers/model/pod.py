@@ -1,6 +1,7 @@
-"""Distillation of features: their direction, and the pooled outputs of the blocks of a ViT (POD).
+"""Distillation of features (UCIR), and of the pooled outputs of the blocks of a ViT (PODNet).
 
-Axes: b images, d width, h x w grid of patches.
+Hou et al.: Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019; Douillard et
+al.: PODNet, ECCV 2020. Axes: b images, d width, h x w grid of patches.
 """
 
 from __future__ import annotations

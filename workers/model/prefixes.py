@@ -21,7 +21,8 @@ from workers.errors import UserError
 class PrefixedAttention(Attention):
     """timm's Attention of a VisionTransformer with a prefix.
 
-    It computes softmax(q [P_k; K]^T / sqrt(A / H)) [P_v; V].
+    It computes softmax(q [P_k; K]^T / sqrt(A / H)) [P_v; V]. A norm of keys (`k_norm`) is applied
+    to K only.
 
     Attributes:
         prefix: Keys P_k and values P_v, (B or 1, p, A) each. None: timm's forward pass.
@@ -57,7 +58,11 @@ class PrefixedAttention(Attention):
 
 
 class PrefixSites:
-    """The blocks of a ViT that get prefixes.
+    """The blocks of a ViT that get prefixes. The class of their attention is changed in place.
+
+    Args:
+        vit: A timm VisionTransformer.
+        blocks: Indices of the blocks, from 0.
 
     Attributes:
         width: A, the width of keys and values.

@@ -76,7 +76,8 @@ def find_input(config: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = config[name]
     crop_pct = values.get("crop_pct")
     if isinstance(crop_pct, (int, float)):
-        values["crop_pct"] = min(1.0, float(crop_pct))  # three models in timm have 1.15
+        # three models in timm have 1.15, and `BackboneSettings` allows at most 1
+        values["crop_pct"] = min(1.0, float(crop_pct))
     if config.get("interpolation") in get_args(Interpolation):
         values["interpolation"] = config["interpolation"]
     return values
@@ -120,8 +121,8 @@ def convert_weights(
     """Convert published weights to the names and shapes of `model`.
 
     Args:
-        tensors: The weights.
-        model: The model.
+        tensors: The published weights by name.
+        model: The backbone, without a classifier.
         name: NAME or NAME.TAG of the model.
 
     Returns:

@@ -54,6 +54,8 @@ def replace_prompts(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 def leave_unrotated(rope: Tensor, prompts: Tensor) -> Tensor:
     """Prepend p rows that mean no rotation: (..., n, 2 d) -> (..., p + n, 2 d).
 
+    timm does not rotate prefix tokens, and the prompts lie between these and the patches.
+
     Args:
         rope: Concatenated sines and cosines of the patches. In this function d is half the width of
             a row.
@@ -79,7 +81,10 @@ def leave_unbiased(bias: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 
 
 class PromptedBeitAttention(BeitAttention):
-    """timm's attention of BEiT that passes its bias of relative positions through a form."""
+    """timm's attention of BEiT; `bias_form` extends its bias of relative positions by the prompts.
+
+    None: the bias is unchanged.
+    """
 
     bias_form: SwitchedForm | None = None
 
@@ -179,9 +184,11 @@ def read_prompts(vit: Any, images: Tensor, prompts: Tensor) -> Tensor:
 
 
 def _add_position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
-    """Add forms to a block that extend its rotary embedding or position bias by the prompts.
+    """Make a block extend its rotary embedding or position bias by the prompts.
 
-    The blocks of a VisionTransformer have neither, so the result is empty.
+    Returns:
+        The added `SwitchedForm`s. The blocks of a VisionTransformer have neither a rotary embedding
+        nor a position bias, so the list is empty for them.
     """
     unbiased = partial(leave_unbiased, prefix=vit.num_prefix_tokens)
     forms: list[SwitchedForm] = []

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class Protector:
     """Zeroes the gradients of locked entries, and restores their values after a step.
 
-    Call order in a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. The
-    values that a boolean lock keeps are those at the time of construction.
+    Call order in a step: backward, sum over ranks, `gate`, clip, optimizer step, `restore`. A
+    boolean lock keeps the values that the entries have when this object is created.
 
     Args:
         locks: Pairs (parameter, lock) by name; a lock broadcasts to its parameter. Boolean: True
@@ -33,7 +33,10 @@ class Protector:
 
     @torch.no_grad()
     def gate(self) -> None:
-        """Zero the gradients of entries with a boolean lock. Call it before the optimizer step."""
+        """Zero the gradients of entries with a boolean lock; store the values under a float lock.
+
+        Call it before the optimizer step.
+        """
         for name, (p, lock) in self.locks.items():
             if lock.dtype != torch.bool:
                 self.saved[name] = p.detach().clone()
@@ -42,7 +45,10 @@ class Protector:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the values of locked entries. Call it after the optimizer step."""
+        """Restore the values of locked entries, or undo a share of their last change.
+
+        Call it after the optimizer step.
+        """
         for name, values in self.saved.items():
             p, lock = self.locks[name]
             if lock.dtype == torch.bool:

@@ -34,8 +34,8 @@ class Argument(NamedTuple):
     """An argument of a model.
 
     Attributes:
-        hint: Its type.
-        default: Its default value, or `inspect.Parameter.empty`.
+        hint: Its type annotation.
+        default: Its default value, or `inspect.Parameter.empty` without one.
     """
 
     hint: Any
@@ -53,7 +53,10 @@ def find_model_class(name: str) -> type[nn.Module]:
 
 @functools.lru_cache(maxsize=64)
 def list_arguments(name: str) -> Mapping[str, Argument]:
-    """Return the arguments of timm's model `name`, including those passed to base classes."""
+    """Return the arguments of timm's model `name`.
+
+    If a constructor has **kwargs, the arguments of its base class are included.
+    """
     arguments: dict[str, Argument] = {}
     for owner in find_model_class(name).__mro__:
         constructor = vars(owner).get("__init__")

@@ -47,8 +47,8 @@ class Sites(Protocol):
         kinds: Words for a gate and for an entry, used in names of metrics and in messages.
         gates: Shapes of the gates by name; the last axis is the number of gates in one layer.
         entries: Shapes of the entries by name.
-        meta: Fields of a task's state in addition to its masks; the field `token_blocks` lists the
-            blocks with gates.
+        meta: Fields of a task's state in addition to its masks. The field `token_blocks` lists the
+            indices of the blocks with gates.
     """
 
     kinds: tuple[str, str]
@@ -159,6 +159,7 @@ class TokenSites:
                     "eva02_tiny_patch14_224 or vit_small_patch16_dinov3"
                 )
             fc1 = getattr(mlp, "fc1", None)
+            # fc1 needs no other class, because its neurons are masked at fc2: only check its class
             fc1 = make_maskable(nn.Linear, nn.Linear, fc1, name, PLAIN)
             fc2 = getattr(mlp, "fc2", None)
             fc2 = make_maskable(GatedLinear, nn.Linear, fc2, name, PLAIN)

@@ -81,8 +81,9 @@ class InputMoments:
 def find_directions(moments: Tensor, subspace: Subspace | None, rank: int) -> Tensor:
     """Return A (r, d): the leading directions of new inputs outside the subspace of earlier ones.
 
-    Rows have length 1 / sqrt(3). If there are fewer than r such directions, the other rows are
-    zero, because an update along another direction would change the outputs for earlier inputs.
+    Rows have length 1 / sqrt(3), as in InfLoRA's released code. If there are fewer than r such
+    directions, the other rows are zero, because an update along another direction would change the
+    outputs for earlier inputs.
 
     Args:
         moments: R of the new inputs.

@@ -1,9 +1,10 @@
 """Infer the mask that fits some images, among several masks of the same weights.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. The outputs of a network with weights
-W .* sum_i alpha_i M^i have a high entropy if its masks do not fit the images. The derivative with
-respect to alpha_i shows the mask that would lower the entropy most (Eq. 3 and 4: the entropy is
-minimised). Other objectives than the entropy can be used.
+W .* sum_i alpha_i M^i have a high entropy if the masks do not fit the images. The mask that fits
+best is the one with the most negative derivative of the entropy with respect to its alpha_i: more
+of this mask would lower the entropy most (Eq. 3 and 4). Other objectives than the entropy can be
+used.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def entropy(outputs: Tensor) -> Tensor:
 
 
 def superfluous(outputs: Tensor, real: int) -> Tensor:
-    """Return G, the logsumexp of the outputs: (n, s) -> (n,).
+    """Return the paper's objective G, the logsumexp of the outputs: (n, s) -> (n,).
 
-    Only the outputs after the first `real` outputs get a gradient.
+    Only the superfluous outputs get a gradient. These are the outputs after the first `real`
+    outputs; they belong to no class.
     """
     outputs = outputs.float()
     return torch.cat([outputs[:, :real].detach(), outputs[:, real:]], 1).logsumexp(1)
@@ -79,9 +81,9 @@ def slopes(
 ) -> Tensor:
     """Return the derivative of the mean objective of each group with respect to alpha, (g, k).
 
-    The gradient with respect to the superposed weights is computed for each group. For each mask,
-    its product with W is summed over the entries that the mask keeps. The function also works if
-    gradients are disabled outside.
+    For each group, the gradient with respect to the superposed weights is computed once. The
+    derivative for a mask M^i is then the sum of gradient .* W .* M^i over all entries. The function
+    also works if gradients are disabled outside.
 
     Args:
         network: The network.

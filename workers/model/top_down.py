@@ -50,7 +50,10 @@ def select_tokens(x: Tensor, prior: Tensor) -> Tensor:
 
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
-    """Add `added` (B, N, A) in place to the values, the last A columns of `qkv` (B, N, 3 A)."""
+    """Add `added` (B, N, A) in place to the values, which are the last A columns of `qkv`.
+
+    `qkv` is (B, N, 3 A), or (B, N, A) if the values have a separate layer.
+    """
     qkv[..., -added.shape[-1] :] += added
     return qkv
 

@@ -33,7 +33,8 @@ _rows_of: WeakKeyDictionary[nn.Module, list[UnitRows]] = WeakKeyDictionary()
 class UnitRows(NamedTuple):
     """A parameter whose rows, or columns, belong to units.
 
-    The rows consist of consecutive parts of equal size, for example queries, keys and values.
+    The rows consist of consecutive parts of equal size, for example those of queries, keys and
+    values in a fused projection. Each row of a part belongs to one unit.
 
     Attributes:
         name: Name of the parameter.

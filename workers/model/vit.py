@@ -35,8 +35,9 @@ DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "
 MAX_ELEMENTS = 10_000_000_000
 EXAMPLES = "vit_tiny_patch16_224, convnext_atto, resnet18 or mobilenetv3_small_100"
 NOISE_IMAGES = 32  # number of noise images in `measure_statistics`
-MAX_OUTLINES = 16  # maximum size of `_outlines`
-_outlines: dict[str, nn.Module] = {}  # cache of `shared_outline`, by the repr of the settings
+MAX_OUTLINES = 16  # maximum number of backbones in `_outlines`
+# cache of `shared_outline`: backbones on the meta device, by the repr of their settings
+_outlines: dict[str, nn.Module] = {}
 
 
 def build(settings: BackboneSettings) -> nn.Module:
@@ -286,12 +287,13 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
 def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
     """Load the weights of `settings.weights` into `model`.
 
-    The setting is `hub`, a model on the hub, a local safetensors file, or `none`. Position
-    embeddings are resampled. Parameters of context (see context.py) that the weights lack keep
-    their initial values.
+    The setting is one of: `hub` (timm's weights of `settings.name`), another model on the hub
+    (`hf-hub:OWNER/NAME`), the path of a safetensors file, or `none`. Position embeddings are
+    resampled. Parameters of context (see context.py) that the weights lack keep their initial
+    values.
 
     Returns:
-        Notes about ignored parts of weights, except for those of `hub`.
+        Notes for the user: a classifier in the weights was ignored. Empty for `hub`.
 
     Raises:
         UserError: If the weights do not fit.
@@ -356,10 +358,10 @@ def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
 
 
 def compute_digest(model: nn.Module) -> str:
-    """Return the sha256 of names, dtypes, shapes and bytes of all parameters and buffers.
+    """Return the sha256 of names, dtypes, shapes and bytes of all tensors in the `state_dict`.
 
-    They are sorted by name. The digest includes the settings of context (see context.py), because
-    context can change the outputs without having parameters.
+    Tensors are sorted by name. The digest includes the settings of context (see context.py),
+    because context can change the outputs without having parameters.
     """
     digest = hashlib.sha256(context.encode_settings(model))
     for name, tensor in sorted(model.state_dict().items()):

@@ -22,7 +22,12 @@ def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
 
 
 class Copies(nn.Module):
-    """A task's own trained copies of some parameters of the backbone, by parameter name."""
+    """A task's own trained copies of some parameters of the backbone.
+
+    Args:
+        backbone: The backbone.
+        names: Names of the parameters to copy.
+    """
 
     def __init__(self, backbone: nn.Module, names: list[str]):
         super().__init__()

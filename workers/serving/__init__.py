@@ -1,1 +1,1 @@
-"""Models in bundles, and their answers to images."""
+"""Bundles (model folders that serve all tasks of a run), and predictions with them."""

@@ -61,7 +61,7 @@ from workers.storage.taskstate import Carried, TaskState, check_values
 
 
 class BundleFile(NamedTuple):
-    """A file of a stage in the store."""
+    """A file of a stage in the store: the key of the stage, and the name of the file."""
 
     key: str
     file: str
@@ -106,8 +106,8 @@ class Bundle:
         """Return a bundle of the stored states from which an evaluation job builds its method.
 
         `restore.restore_finished_method` loads the same states. Files are read lazily, by `fetch`.
-        Only carried states of methods with `Method.training_only` are read now, because they are
-        stored in the bundle without these entries, so they have another size and digest.
+        The exception are carried states of methods with `Method.training_only`. They are read now,
+        because the bundle stores them without these entries, so their size and digest change.
 
         Args:
             job: An evaluation of all tasks.
@@ -174,7 +174,10 @@ class Bundle:
 
     @property
     def value_range(self) -> tuple[float, float] | None:
-        """The values of black and white in images of more than 8 bits; None: set by each image."""
+        """The values of black and white in images of more than 8 bits.
+
+        None: the range that the format of each image declares (see `decoding.to_rgb`).
+        """
         value_range = self.body.get("range")
         return None if value_range is None else (float(value_range[0]), float(value_range[1]))
 
@@ -333,7 +336,11 @@ class Bundle:
 
     @contextmanager
     def _loading(self, part: str) -> Iterator[None]:
-        """Context manager that raises `UserError` if invalid tensors make a method fail."""
+        """Context manager that raises `UserError` if invalid tensors make a method fail.
+
+        Args:
+            part: The part of the bundle that is loaded, for the message.
+        """
         try:
             yield
         except UserError:
@@ -385,9 +392,10 @@ class Bundle:
         """Return a bundle with other tasks.
 
         Args:
-            tasks: All tasks of the new bundle.
-            files: Name -> bytes of new files.
-            carried: Step -> name of the new file with its carried state.
+            tasks: All tasks of the new bundle. The states of other tasks are left out.
+            files: Name -> bytes of new or replaced files.
+            carried: Step -> name of the new file with its carried state; only for steps whose
+                carried state changes.
         """
         new_files = dict(files or {})
         carried_files = {**self.body["carried"], **(carried or {})}

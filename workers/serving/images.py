@@ -1,7 +1,8 @@
 """Decode the images of a request to pixels, in the same way as for evaluation.
 
 An image may be a path, bytes, base64, an array, or a Pillow image. An invalid image raises
-`UserError` with one sentence.
+`UserError` with one sentence. The functions for one image leave out the subject of this sentence
+("is too large: ..."), because `read_pixels` prepends the index of the image.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Limits:
         max_pixels: Maximum number of pixels of one image.
         total_pixels: Maximum number of pixels of all images, according to their headers; None: no
             limit.
-        value_range: The values of black and white in images of more than 8 bits; None: set by
-            each image.
+        value_range: The values of black and white in images of more than 8 bits. None: the range
+            that the format of each image declares.
         paths: Whether a string may be the path of a local file. A server must not read local files
             for clients.
         images: Maximum number of images.
@@ -195,8 +196,7 @@ def to_pillow(image: Any, limits: Limits) -> Image.Image:
     """Decode one image of any kind to a Pillow image in RGB.
 
     Raises:
-        UserError: If the image is invalid or exceeds a limit. The message continues the name of
-            the image.
+        UserError: If the image is invalid or exceeds a limit.
     """
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
@@ -333,6 +333,7 @@ def read_text(text: str, limits: Limits) -> bytes:
         data = base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError):
         data = None
+    # a path can also be valid base64, so an existing file is preferred
     may_be_path = limits.paths and len(text) <= MAX_PATH_CHARACTERS
     if may_be_path and (data is None or os.path.exists(text)):
         return _read_image_file(text, limits)
@@ -349,7 +350,10 @@ def read_text(text: str, limits: Limits) -> bytes:
 
 
 def is_path(image: Any) -> bool:
-    """Return whether an image is, or looks like, the name of a file. Errors contain such names."""
+    """Return whether an image is, or looks like, the name of a file.
+
+    Errors contain such names, but no other strings, because these can be long base64.
+    """
     if isinstance(image, os.PathLike):
         return True
     if not isinstance(image, str) or not 0 < len(image) <= 256 or not image.isprintable():

@@ -47,7 +47,7 @@ Distances = Annotated[
 
 
 class CountsBody(BaseModel):
-    """Base class of the models of a file. Unknown fields are rejected."""
+    """Base class of the pydantic models of a file with counts. Unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

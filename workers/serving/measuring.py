@@ -37,7 +37,9 @@ MAX_CLASS_IMAGES = 32  # training images per class mean
 MAX_TRAIN_IMAGES = 256  # per task; with more classes, one image per class
 MAX_TEST_IMAGES = 256  # per task
 MAX_RULE_IMAGES = 64  # per task, to measure the rules
-MAX_RULE_PASSES = 4096  # limit of 2 * tasks * tasks * images per task
+# Maximum of 2 T^2 n for T tasks and n images per task. It limits n, because a rule can need a
+# forward pass for each task and image.
+MAX_RULE_PASSES = 4096
 
 
 def with_measurements(bundle: Bundle) -> Bundle:
@@ -45,7 +47,7 @@ def with_measurements(bundle: Bundle) -> Bundle:
 
     The measurements use images of the run's storage. For the references, at most
     `MAX_TRAIN_IMAGES` (or one per class) and `MAX_TEST_IMAGES` images per task are read. If the
-    images of a task cannot be read, the file contains the reason instead. If the method cannot
+    images of a task cannot be read, the reference file contains the reason. If the method cannot
     infer the task of an image and there are several tasks, the rules of `task_rules` are measured,
     too.
 
@@ -93,7 +95,10 @@ def with_measurements(bundle: Bundle) -> Bundle:
 
 
 def fit_router(predictor: Predictor) -> dict[str, Tensor]:
-    """Compute the weights of the rule `ranpac` for each task, on the images of the class means."""
+    """Compute the weights of the rule `ranpac` for each task: name -> tensor.
+
+    The training images are those of the class means (see `choose_train_rows`).
+    """
     job = predictor.bundle.job
     assert job is not None
     router = Router(predictor.bundle, predictor.device)

@@ -20,12 +20,13 @@ from workers.storage.artifact import compute_sha256, join, read_json, write_byte
 FORMAT = 1
 MODEL, BACKBONE = "model.json", "backbone.safetensors"
 REFERENCE = "reference.safetensors"  # see reference.py; optional
-PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
+PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"  # names of tasks and steps, which are parts of file names
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
 # without control characters, because these strings are printed to terminals
 Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]
-# These patterns allow only paths inside the folder.
+# FILE: names of files. PLACE: their paths, which can contain a part of the sha256 (see versions.py).
+# Both patterns allow only paths inside the folder.
 FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
@@ -46,7 +47,7 @@ class FileBody(Frozen):
 
 
 class TaskBody(Frozen):
-    """A served task."""
+    """A served task. The fields are those of `Task`."""
 
     name: Plain
     classes: tuple[Shown, ...] = Field(min_length=1)
@@ -78,7 +79,17 @@ class RulesBody(Frozen):
 
 
 class Body(Frozen):
-    """The schema of `model.json`. The file is validated because a folder may be untrusted."""
+    """The schema of `model.json`. The file is validated because a folder may be untrusted.
+
+    Attributes:
+        carried: Step -> name of the file with its carried state.
+        max_pixels: Maximum number of pixels of an image.
+        range: Values of black and white, see `Bundle.value_range`.
+        plugins: Modules that define the method.
+        rules: Accuracy of the rules that choose a task. None: they were not measured.
+        files: Name of a file -> its size, digest and path.
+        sha256: Digest of all other fields.
+    """
 
     format: int
     method: str

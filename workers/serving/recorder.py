@@ -52,7 +52,7 @@ class MeasuredBatch(NamedTuple):
 
 
 class InputRecorder:
-    """Counts the answers of a predictor; see `input_counts`.
+    """Counts the answers of a predictor in files of its model folder; see `input_counts`.
 
     Args:
         predictor: The predictor. Its answers are counted until `close`.
@@ -159,7 +159,7 @@ class InputRecorder:
                 distances = reference.distances(features).tolist()
             except Exception as error:  # the server must continue
                 logger.warning("distances of inputs are not measured: %s", error)
-                self.reference = Reference({}, {})
+                self.reference = Reference({}, {})  # no later batch is measured
                 return
             with self.lock:
                 day_counts = self.days.setdefault(batch.day, DayCounts(day=batch.day))

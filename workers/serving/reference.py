@@ -25,9 +25,9 @@ from workers.serving.model_file import REFERENCE, REMAKE, state_file
 from workers.storage.taskstate import check_values
 
 METADATA = "accrete.reference"  # key of the metadata
-LEVELS = tuple(level / 20 for level in range(1, 20))  # 0.05, 0.1, ..., 0.95
-MAX_PROJECTION = 10_000  # random features of a router
-MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)
+LEVELS = tuple(level / 20 for level in range(1, 20))  # quantiles 0.05, 0.1, ..., 0.95
+MAX_PROJECTION = 10_000  # maximum number of random features of a router
+MEDIAN, FAR = LEVELS.index(0.5), LEVELS.index(0.95)  # positions of these quantiles
 OLD_FOLDER = (
     "the model folder was written without class means; write a new one with `accrete bundle`, "
     "from the storage of its run"
@@ -150,7 +150,14 @@ def load_reference(bundle: Bundle) -> Reference:
 def _parse_reference(
     bundle: Bundle, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Reference:
-    """Convert the content of the file to references. Raise `ValueError` if it is invalid."""
+    """Convert the content of the file to references. Raise `ValueError` if it is invalid.
+
+    Args:
+        bundle: The bundle.
+        about: The metadata: task -> `state` (digest of the measured state), and `test_images` or
+            `missing` (reason).
+        tensors: The tensors of the file.
+    """
     tasks: dict[str, TaskReference] = {}
     missing: dict[str, str] = {}
     widths: set[int] = set()

@@ -21,9 +21,10 @@ SEED = 0  # seed of the random projection
 
 
 class Router:
-    """A ridge regression of all classes on random features of the frozen backbone.
+    """A ridge regression of all classes of all tasks on random features of the frozen backbone.
 
-    The score of a task is its highest class score.
+    The score of a task is the highest score of its classes. A new router has no tasks: fill it with
+    `add`, or create it with `load`.
 
     Args:
         bundle: The model. The router loads its own copy of the frozen backbone, without weights

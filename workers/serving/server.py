@@ -1,4 +1,7 @@
-"""Predict with a loaded bundle. The images of a batch can belong to several tasks."""
+"""Predict with a loaded bundle: see `Predictor`.
+
+The images of a batch can belong to several tasks, and a request can leave out the task of an image.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,7 @@ class LruCache:
 
     Args:
         limit: Maximum bytes of all entries. Above it, the least recently used entries are dropped.
+            A value that alone exceeds the limit is not kept.
         excluded: Addresses of storages that do not count, because the method holds them anyway.
     """
 
@@ -314,7 +318,10 @@ class Predictor:
         return image_tasks
 
     def find_rule(self, rule: str) -> str:
-        """Return the rule to apply. `recommended` is replaced by the rule with the best accuracy.
+        """Return the rule to apply: `recommended` is replaced by the rule with the best accuracy.
+
+        With a single task, the result is `confident`, which needs no measurements. The router of
+        `ranpac` is loaded now, if it is not loaded yet.
 
         Raises:
             UserError: If the model lacks a measurement that the rule needs.
@@ -560,10 +567,12 @@ class Predictor:
     def to_answers(self, group: LogitGroup, top: int) -> list[Answer]:
         """Convert the logits of a group to an answer per row.
 
+        In `Answer.probabilities`, a class name that several competing tasks have is listed as
+        TASK/CLASS.
+
         Args:
             group: Logits with a common output space.
-            top: Number of probabilities per answer; 0: all. A class name that occurs in several
-                competing tasks is listed as TASK/CLASS.
+            top: Number of probabilities per answer; 0: all.
         """
         probabilities = group.logits.float().softmax(1).cpu()  # (b, classes)
         best = probabilities.max(1)

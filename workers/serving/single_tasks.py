@@ -251,7 +251,7 @@ def _remove_from_versions(versions: Versions, name: str) -> str:
         raise UserError(f"{uri}: {name!r} is the only task; remove the folder instead")
     new_files: dict[str, bytes] = {}
     new_names: dict[str, str] = {}  # step -> file
-    head = f"heads/{name}/"
+    head = f"heads/{name}/"  # prefix of the tensors of the task's head in a carried state
     for step, file in bundle.body["carried"].items():
         carried = Carried.from_bytes(bundle.read(file))
         tensors = {key: t for key, t in carried.tensors.items() if not key.startswith(head)}

@@ -40,6 +40,7 @@ def score_by_logits(rule: str, logits: Tensor) -> Tensor:
     if rule == "confident":
         return probabilities.amax(1)
     entropy: Tensor = torch.special.entr(probabilities).sum(1)
+    # the maximal entropy is log K; of a task with one class it is 0, so log 2 avoids 0 / 0
     return -entropy / math.log(max(logits.shape[1], 2))
 
 

@@ -1,1 +1,1 @@
-"""Results on any file system: artifacts, checkpoints, task states, locks."""
+"""Results on any file system (artifacts, checkpoints, task states, locks), and remote files."""

@@ -9,8 +9,8 @@ Layout of one artifact, `<root>/<key>/`:
 Each attempt writes its files to a folder with a unique name, and the manifest is a single atomic
 write. So two runs that compute the same artifact at the same time never mix their files: the
 manifest names one attempt. On a disk the first manifest is kept, and the files of the other attempt
-are deleted immediately. On an object store the last manifest is kept, with equal results, and `gc`
-deletes the files of the other attempt. S3 could keep the first manifest by a conditional PUT
+are deleted immediately. On an object store the last manifest is kept, and `accrete gc` deletes the
+files of the other attempt; both results are equal. S3 could keep the first manifest by a conditional PUT
 (If-None-Match), but pyarrow 25 does not offer it.
 """
 
@@ -546,7 +546,13 @@ def _is_file_info(info: Any) -> bool:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A published artifact. Every read is checked with the manifest."""
+    """A published artifact. Every read is checked against the manifest.
+
+    Attributes:
+        root: Folder or URI of the results.
+        key: Key of the result.
+        manifest: Content of `manifest.json`.
+    """
 
     root: str
     key: str
@@ -634,7 +640,11 @@ class Artifact:
         return f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
 
     def _read(self, name: str) -> tuple[str | None, bytes]:
-        """Read a file. Return a description of the damage, or None, and the bytes."""
+        """Read a file.
+
+        Returns:
+            A description of the damage, or None if the file is intact; and the bytes.
+        """
         expected = self.manifest["files"].get(name)
         if expected is None:
             return "is not in the manifest", b""
@@ -659,7 +669,8 @@ class Artifact:
 def withdraw(root: str, key: str) -> None:
     """Rename the manifest of a damaged artifact, so that its stage runs again.
 
-    The files are kept until `gc`, because most may be intact and their inputs may no longer exist.
+    The files are kept until `accrete gc`, because most of them may be intact, and the inputs from
+    which they were made may no longer exist.
     """
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:

@@ -46,7 +46,8 @@ class Checkpoint:
         history: Metrics of each finished epoch.
         sums: Running sums of the unfinished epoch.
         best: Record of the best epoch.
-        tensors: "kind/name" -> tensor.
+        tensors: "kind/name" -> tensor; the kinds are `model`, `optimizer`, and `best` (tensors of
+            the best epoch).
     """
 
     epoch: int
@@ -107,7 +108,7 @@ def save_checkpoint(
         model: The model.
         optimizer: The optimizer.
         best: Tensors of the best epoch: name -> tensor.
-        mark: The position. Its field `tensors` is ignored.
+        mark: The epoch, step and metrics. Its field `tensors` is ignored.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in trained_state(model).items():
@@ -131,7 +132,7 @@ def save_checkpoint(
     info = file_info(data)
     file_name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
     previous = _latest(folder)
-    # The folder is missing if another run has finished the same stage and dropped its checkpoints.
+    # Files are missing if another run has finished the same stage and dropped its checkpoints.
     with suppress(FileNotFoundError):
         write_bytes(join(folder, file_name), data)
         write_bytes(join(folder, LATEST), json.dumps({"file": file_name, **info}).encode())
@@ -175,6 +176,7 @@ def drop(root: str, key: str) -> None:
 
 
 def _latest(folder: str) -> dict[str, Any] | None:
+    """Return the content of `latest.json`, or None if the file is missing or invalid."""
     try:
         latest = read_json(join(folder, LATEST))
     except (FileNotFoundError, ValueError):

@@ -28,7 +28,7 @@ from workers.errors import UserError
 
 # times in seconds
 PATIENCE_S = 120.0  # time that operations are retried before the run ends
-FIRST_CONTACT_S = 20.0  # the same at the first contact, because the address may be wrong
+FIRST_CONTACT_S = 20.0  # the same at the first contact (see `patience`)
 FIRST_S = 0.2  # first pause between tries; each pause is twice as long as the previous pause
 LONGEST_S = 5.0  # longest pause between tries
 SAY_S = 5.0  # time of retrying after which a message is printed
@@ -37,6 +37,7 @@ SILENT_S = 20.0  # time limit of a request without any received byte
 SMALL = 8 << 20  # bytes; smaller objects are written by one request
 TRIES = 3  # tries of the S3 client before it reports an error
 DEFAULT_REGION = "us-east-1"
+# accepted in the query of an `s3://` URI
 S3_OPTIONS = (
     "allow_bucket_creation",
     "endpoint_override",

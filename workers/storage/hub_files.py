@@ -88,7 +88,11 @@ class HubFile:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Context manager that converts errors of the hub's client to OSError."""
+    """Context manager that converts errors of the hub's client to OSError.
+
+    `filesystem.retry` recognises transient errors by the text: some HTTP statuses, and every error
+    without a status ("connection closed").
+    """
     try:
         yield
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from io import BufferedReader
 
 from workers.errors import UserError
 
-MIN_READ_BYTES = 1 << 16  # in a read beyond the reported size, which is too small in /proc
+MIN_READ_BYTES = 1 << 16  # size of reads beyond the reported size, which is too small in /proc
 
 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:

@@ -1,4 +1,7 @@
-"""The states that training produces: of a finished task, and the state that the next task gets."""
+"""The two kinds of state that training stores, as safetensors.
+
+`TaskState` belongs to one finished task. `Carried` is what a task hands to the next task.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from workers.errors import UserError
 
+# tensors of a `TaskState`: its fields, and the first part of their names in the file (KIND/NAME)
 KINDS = ("masks", "tokens", "head", "copies")
 
 

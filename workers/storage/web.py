@@ -74,7 +74,7 @@ async def _new_session(**_: Any) -> Any:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=CONNECTIONS, socket_factory=_checked_socket),
         timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_S, sock_read=SILENT_S),
-        auto_decompress=False,
+        auto_decompress=False,  # ranges count the bytes of the uncompressed file
         headers={"Accept-Encoding": "identity"},
         trust_env=False,
     )
@@ -96,7 +96,7 @@ class WebFile:
     """A file of a web server. Several threads can read it at the same time."""
 
     def __init__(self, url: str):
-        """Request the size of the file.
+        """Request the first byte of the file, whose response contains the size and the version.
 
         Raises:
             OSError: If the file does not exist.

@@ -1,4 +1,8 @@
-"""Restore methods from stored results: backbone, states of finished tasks, carried state."""
+"""Restore methods from stored results: backbone, states of finished tasks, carried state.
+
+`new_method`, `load_states` and `load_carried` are the parts for a training step;
+`restore_finished_method` does all of it for evaluation.
+"""
 
 from __future__ import annotations
 

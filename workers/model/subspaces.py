@@ -100,9 +100,10 @@ def find_directions(moments: Tensor, subspace: Subspace | None, rank: int) -> Te
 def extend_subspace(subspace: Subspace | None, moments: Tensor, threshold: float) -> Subspace:
     """Extend a subspace by the leading directions of new inputs, as in DualGPM.
 
-    Directions are added until the subspace holds a share `threshold` of |R|_F^2. The singular
-    values of R are the squares of those of the inputs, so this is a share of the sum of their
-    fourth powers.
+    Directions are added until the subspace holds a share `threshold` of |R|_F^2. A first subspace
+    (`subspace` is None) leaves out the direction that reaches the threshold, but has at least one
+    direction. The singular values of R are the squares of those of the inputs, so the share is one
+    of the sum of their fourth powers.
 
     Args:
         subspace: The subspace of earlier inputs. None: no earlier inputs.
@@ -112,10 +113,8 @@ def extend_subspace(subspace: Subspace | None, moments: Tensor, threshold: float
     outside = moments if subspace is None else subspace.project(moments)
     vectors, values = decompose(outside)
     shares = values.square() / moments.square().sum()
-    # share outside the subspace before the direction at each position is added
+    # for each direction: the share outside the subspace before this direction is added
     missing = shares.sum() - (shares.cumsum(0) - shares)
-    # the number of directions of the first subspace is the number of cumulated shares below the
-    # threshold
     if subspace is None:
         count = max(int((shares.cumsum(0) < threshold).sum()), 1)
     elif subspace.is_free:

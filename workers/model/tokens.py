@@ -52,7 +52,7 @@ def make_block_arguments(vit: Any) -> list[Arguments]:
     if isinstance(vit, Eva) and vit.rope is not None:
         rope = _rotary_embedding(vit)
         if vit.rope_mixed:
-            return [{"rope": of_block} for of_block in rope]
+            return [{"rope": of_block} for of_block in rope]  # each block has its own embedding
         return [{"rope": rope} for _ in range(depth)]
     if isinstance(vit, Beit) and vit.rel_pos_bias is not None:
         bias = vit.rel_pos_bias()
@@ -61,7 +61,10 @@ def make_block_arguments(vit: Any) -> list[Arguments]:
 
 
 def _rotary_embedding(vit: Any) -> Tensor:
-    """Return the sines and cosines of the rotary embedding of n patches, (..., n, 2 d)."""
+    """Return the sines and cosines of the rotary embedding of n patches, (..., n, 2 d).
+
+    d is the width of a head. With mixed embeddings, the first axis is that of the blocks.
+    """
     if vit.dynamic_img_size or not hasattr(vit.rope, "feat_shape"):
         embedding: Tensor = vit.rope.get_embed(shape=vit.patch_embed.grid_size)
     else:

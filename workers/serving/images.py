@@ -352,7 +352,7 @@ def read_text(text: str, limits: Limits) -> bytes:
 def is_path(image: Any) -> bool:
     """Return whether an image is, or looks like, the name of a file.
 
-    Errors contain such names, but no other strings, because these can be long base64.
+    Errors contain such a name, but not the text of an image that is given as base64.
     """
     if isinstance(image, os.PathLike):
         return True

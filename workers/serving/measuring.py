@@ -57,7 +57,7 @@ def with_measurements(bundle: Bundle) -> Bundle:
     """
     if bundle.job is None:
         return bundle
-    device = accelerator.make_device(float(accelerator.is_available()))
+    device = accelerator.make_device(float(accelerator.is_available()))  # a GPU if there is one
     predictor = Predictor(bundle, device=device)
     tensors: dict[str, Tensor] = {}
     about: dict[str, dict[str, Any]] = {}

@@ -25,8 +25,8 @@ NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
 # without control characters, because these strings are printed to terminals
 Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]
-# FILE: names of files. PLACE: their paths, which can contain a part of the sha256 (see versions.py).
-# Both patterns allow only paths inside the folder.
+# FILE: names of files. PLACE: their paths, in which a part of the sha256 can follow the name (see
+# versions.py). Both patterns allow only paths inside the folder.
 FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 File = Annotated[str, Field(pattern=f"^{FILE}$")]
 PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"

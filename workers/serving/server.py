@@ -400,6 +400,7 @@ class Predictor:
         """Convert pixels uint8 (n, 3, S, S) to images (n, 3, H, W), as in evaluation."""
         (batch,) = to_device([torch.from_numpy(pixels)], self.device)
         rows = torch.arange(len(batch))
+        # `Augment` needs an rng, but draws nothing in evaluation
         rng = StepRng(0, 0, 0, rows, len(batch), self.device)
         return self.augment(batch, rows, None, rng)[0]
 

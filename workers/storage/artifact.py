@@ -9,9 +9,9 @@ Layout of one artifact, `<root>/<key>/`:
 Each attempt writes its files to a folder with a unique name, and the manifest is a single atomic
 write. So two runs that compute the same artifact at the same time never mix their files: the
 manifest names one attempt. On a disk the first manifest is kept, and the files of the other attempt
-are deleted immediately. On an object store the last manifest is kept, and `accrete gc` deletes the
-files of the other attempt; both results are equal. S3 could keep the first manifest by a conditional PUT
-(If-None-Match), but pyarrow 25 does not offer it.
+are deleted immediately. On an object store the last manifest is kept, which is as good because both
+results are equal, and `accrete gc` deletes the files of the other attempt. S3 could keep the first
+manifest by a conditional PUT (If-None-Match), but pyarrow 25 does not offer it.
 """
 
 from __future__ import annotations

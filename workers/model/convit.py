@@ -23,7 +23,8 @@ class GatedAttention(nn.Module):
 
     For head h, P = softmax_j(u_h . r_ij + b_h) and g_h = sigmoid(gate_h). P, (H, N, N), does not
     depend on the image, so it is computed once per forward pass. The content part uses fused
-    attention. The rows of both parts sum to 1, so the mixture is not normalised again.
+    attention. The rows of both parts sum to 1, so the mixture is not normalised again. Other
+    arguments that timm passes (`of_timm`) are ignored.
     """
 
     # (N, N, 3): r_ij = (dx, dy, dx^2 + dy^2) from patch i to patch j; `ConViT` sets this buffer,

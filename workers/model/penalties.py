@@ -16,7 +16,7 @@ def newly_used(masks: Iterable[Tensor], used: Iterable[Tensor]) -> Tensor:
     """Return HAT's regularisation term R (Eq. 4, 5): the mean mask of units that are still unused.
 
     R is the sum of a (1 - used) divided by the sum of (1 - used), both over all sites (groups of
-    units, see units.py). It is 0 if earlier tasks use all units.
+    units). It is 0 if earlier tasks use all units.
 
     Args:
         masks: Masks a in [0, 1], one tensor per site, with gradients.

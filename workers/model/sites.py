@@ -159,7 +159,7 @@ class TokenSites:
                     "eva02_tiny_patch14_224 or vit_small_patch16_dinov3"
                 )
             fc1 = getattr(mlp, "fc1", None)
-            # fc1 needs no other class, because its neurons are masked at fc2: only check its class
+            # only a check of the class: fc1 needs no gate, because neurons are masked at fc2
             fc1 = make_maskable(nn.Linear, nn.Linear, fc1, name, PLAIN)
             fc2 = getattr(mlp, "fc2", None)
             fc2 = make_maskable(GatedLinear, nn.Linear, fc2, name, PLAIN)

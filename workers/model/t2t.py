@@ -80,7 +80,8 @@ class TokensToToken(nn.Module):
 
     Three soft splits cut their input into overlapping windows of 7, 3 and 3 pixels, with strides of
     4, 2 and 2. The first input is the image. A `Performer` follows each of the first two splits;
-    its output is the input of the next split. The windows of the last split are projected.
+    its output is the input of the next split. The windows of the last split are projected. Other
+    arguments that timm passes (`of_timm`) are ignored.
     """
 
     def __init__(

@@ -106,8 +106,8 @@ class Bundle:
         """Return a bundle of the stored states from which an evaluation job builds its method.
 
         `restore.restore_finished_method` loads the same states. Files are read lazily, by `fetch`.
-        The exception are carried states of methods with `Method.training_only`. They are read now,
-        because the bundle stores them without these entries, so their size and digest change.
+        Only carried states of methods with `Method.training_only` are read now: the bundle stores
+        them without these entries, so their size and digest must be computed.
 
         Args:
             job: An evaluation of all tasks.

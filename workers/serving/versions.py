@@ -55,6 +55,7 @@ MAX_VERSIONS = 3  # number of kept versions, including the current version
 LOCK = ".lock"  # name of the file that is locked during a change
 DROPPED = "versions/dropped.json"
 VERSION_FILE = re.compile(r"versions/([1-9][0-9]*)\.json")
+# files that `write_bytes` or `link_file` had not renamed yet when their process was killed
 PARTIAL = re.compile(
     rf"({MODEL}|versions/[a-z0-9]+\.json|{PLACE})\.[^/]+-[0-9]+-[0-9a-f]{{8}}\.part"
 )

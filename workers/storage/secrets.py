@@ -20,6 +20,7 @@ USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S{0,4000}@|[^\s/?#]*@)")
 # A parameter of a query: its separator, its name and its value. The value may contain an "&".
 PARAMETER = re.compile(r"([?&;#])([^\s=&;?#]{1,100})=([^\s&]*(?:&[^\s&=]+(?=&|\s|$))*)")
 PASSWORD = re.compile(r"://[^\s/?#:@]*:(.*)@", re.DOTALL)
+# environment variables that are secrets
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -28,6 +29,7 @@ VARIABLES = (
     "RAY_AUTH_TOKEN",
     "HF_TOKEN",
 )
+# environment variables with a URI, which can contain a password
 URIS = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_REGISTRY_URI",

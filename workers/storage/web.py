@@ -26,7 +26,7 @@ CONNECTIONS = 32  # maximal number of simultaneous connections
 MAX_REDIRECTIONS = 5
 REFUSED = "is a private address"
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-NAT64 = ipaddress.ip_network("64:ff9b::/96")
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
 
 
 class FileVersion(NamedTuple):

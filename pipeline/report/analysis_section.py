@@ -1,7 +1,8 @@
 """The section of the report with the results of `accrete analyse`.
 
-The section consists of parts. A part is current as long as the analysed runs still have the
-evaluations that the part was computed from. Outdated parts are omitted.
+`build_files` builds the files of an analysis, `add_section` inserts the section into the page. The
+section has one part per kind of measurement (PART_ORDER). A part is current as long as the analysed
+runs still have the evaluations that the part was computed from. Outdated parts are omitted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipeline.report.figures import FigureFile
 from pipeline.report.html_parts import render_markup
 from workers.storage.artifact import join, read_bytes, read_json
 
-LIST_FILE = "analysis.json"
+LIST_FILE = "analysis.json"  # in the folder of the first analysed run: <storage>/runs/NAME
 PART_ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # order on the page
 # The link to the section is inserted before the first marker, the section before the second.
 INSERT_MARKERS = ('<a href="#sizes">', '<h2 id="sizes">')
@@ -45,6 +46,7 @@ class AnalysedRun(TypedDict):
     evaluations: dict[str, str]
 
 
+# A part in LIST_FILE. The key `analysis-of` is not an identifier, hence no class as above.
 ListedPart = TypedDict(
     "ListedPart",
     {
@@ -77,7 +79,7 @@ class AnalysisPart:
 
 
 def identify_results(record: RunRecord) -> AnalysedRun:
-    """Return the name of a run and the keys of the evaluations."""
+    """Return the name of a run and the keys of its evaluations."""
     keys: dict[str, str] = {}
     for stage in record["stages"]:
         if stage["step"] == "evaluate":
@@ -162,7 +164,16 @@ def is_current(part: ListedPart, record: RunRecord, store: Store) -> bool:
 
 
 def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
-    """Insert the section into report.html if the run was analysed. Return all files."""
+    """Return the files of a report, with the section inserted into report.html.
+
+    The files are unchanged if the run was not analysed, or if the page lacks a marker of
+    INSERT_MARKERS.
+
+    Args:
+        files: File name -> content of the report.
+        record: The record of the run.
+        store: The store of the run.
+    """
     parts = load_parts(store, record["name"])
     page = files.get("report.html", b"").decode()
     if not parts or not all(marker in page for marker in INSERT_MARKERS):
@@ -175,7 +186,7 @@ def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> 
 
 
 def render_section(parts: Mapping[str, ListedPart], record: RunRecord, store: Store) -> str:
-    """Render the section with the current parts."""
+    """Render the section with the current parts, and the number of outdated parts."""
     folder = join(store.storage, "runs", record["name"])
     current = [part for part in parts.values() if is_current(part, record, store)]
     runs: dict[str, None] = {}

@@ -31,8 +31,13 @@ ROBUSTNESS_TITLES = {  # kind of measurement -> title of the panel, label of the
 def draw_attention(rows: Sequence[Row]) -> Figure:
     """Draw entropy and distance of attention against the block, averaged over heads and images.
 
-    If a row has a Context Broadcasting scale, a third panel shows the scale. Each method is a
-    line. The tasks of a method are faint lines.
+    The distance is the mean distance between a patch and the patches that it attends to, relative
+    to uniform attention. If a row has a Context Broadcasting scale, a third panel shows the scale.
+    Each method has a bold line, the mean over its tasks, and a faint line per task.
+
+    Args:
+        rows: Rows of `workers.analysis.attention_rows`, with the columns `name` (of the method) and
+            `task`.
     """
     names = _list_row_names(rows)
     has_scale = any(row["scale"] is not None for row in rows)
@@ -50,7 +55,7 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
         measured_rows = [row for row in rows if row[value] is not None]
         _draw_lines(ax, names, measured_rows, "block", value)
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    # maximum over all methods: the entropy of uniform attention to fewer tokens is lower
+    # Uniform attention to n tokens has entropy ln n. The line is at the largest n of all methods.
     max_tokens = max(row["tokens"] for row in rows)
     _mark_uniform(axes[0], float(np.log(max_tokens)))
     _mark_uniform(axes[1], 1.0)
@@ -79,6 +84,10 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
     """Draw accuracy against occluded share of the image, FGSM strength, and card.
 
     There is one panel per kind of measurement. Kinds without rows are omitted.
+
+    Args:
+        rows: Rows of `workers.analysis.measure_robustness` and `measure_shifted_accuracy`, with the
+            columns `name` (of the method) and `task`.
     """
     names = _list_row_names(rows)
     measured_kinds = {row["kind"] for row in rows}
@@ -105,7 +114,7 @@ def describe_level(row: Row) -> str:
     """Return a label for the level of a robustness row.
 
     For `occlusion` and `fgsm` the label is a number. For `shifted` the label is the name of the
-    other card, or `own (CARD)` for the task's own images of the classes of that card.
+    other card, or `own (CARD)` for the comparison: the task's own images of the classes of CARD.
     """
     if row["kind"] != "shifted":
         return f"{row['level']:g}"

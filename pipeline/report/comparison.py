@@ -1,7 +1,8 @@
 """Compare runs: metrics on the tasks that all runs share, and settings that differ.
 
 Runs whose settings are equal, except for the seed and the other IGNORED_SETTINGS, form a group. The
-runs of a group are replicas, so each metric of a method has a mean and a deviation.
+runs of a group are replicas, so each metric of a method has a mean and a deviation. Start with
+`compare_runs`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class RunGroup:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Dotted key -> value of the settings, without IGNORED_SETTINGS."""
+        """Dotted key -> value of the settings, without IGNORED_SETTINGS and empty mappings."""
         config = dict(self.first.record["config"])
         for name in IGNORED_SETTINGS:
             config.pop(name, None)
@@ -140,7 +141,14 @@ class ComparedMethod:
         return numbers
 
     def _values(self, matrix: Matrix, sizes: list[Row]) -> dict[str, float | None]:
-        """Return the metrics of one run. Accuracies are missing if the run is not finished."""
+        """Return the metrics of one run.
+
+        Metrics of the accuracy matrix are missing if the run has not finished all shared tasks.
+
+        Args:
+            matrix: Accuracy matrix on the shared tasks.
+            sizes: Rows of `RunTables.sizes`.
+        """
         values: dict[str, float | None] = {}
         if matrix.finished == len(matrix.tasks):
             values |= matrix.final
@@ -360,7 +368,8 @@ class Comparison:
     def differ(self, entry: ComparedMethod, other: ComparedMethod, metric: str) -> bool:
         """Return whether the means of two entries differ by more than the noise.
 
-        Only seeds that both entries have are compared.
+        Only seeds that both entries have are compared. Accuracies of a single seed never differ by
+        more than the noise, because one seed does not show the noise.
         """
         values = entry.values(metric)
         base = other.values(metric)
@@ -370,7 +379,8 @@ class Comparison:
             return differ(draws, differences)
         if not differences or any(map(math.isnan, differences)):
             return False
-        if len(set(differences)) == 1:  # sizes do not vary with the seed
+        if len(set(differences)) == 1:
+            # Sizes do not vary with the seed: a difference is real, even with a single seed.
             return differences[0] != 0 and not _is_rate(metric)
         return t_interval(differences).excludes_zero
 
@@ -388,9 +398,9 @@ class Comparison:
     def base(self, entry: ComparedMethod) -> ComparedMethod | None:
         """Return the entry of the first group that `entry` is compared with.
 
-        This is the same method in the first group, or the only method of the first group. The
-        result is None for entries of the first group, and if the first group has several methods
-        that all differ from this one.
+        This is the entry of the first group with the same label, or else the only entry of the
+        first group. The result is None if `entry` is in the first group, or if the first group has
+        several methods and none with this label.
         """
         if entry.group is self.groups[0]:
             return None
@@ -611,8 +621,9 @@ def describe_image_differences(runs: Sequence[RunTables], tasks: Sequence[str]) 
 def group_runs(runs: Sequence[RunTables]) -> list[RunGroup]:
     """Group runs with the same settings and different seeds.
 
-    Runs of different results files are never grouped together. Runs with the same settings and the
-    same seed stay in separate groups, because they must differ in something else.
+    Runs from different results files, or from a file and a store, are never grouped together. Runs
+    with the same settings and the same seed stay in separate groups, because they must differ in
+    something else.
     """
     groups: list[RunGroup] = []
     for run in runs:
@@ -633,10 +644,10 @@ def group_runs(runs: Sequence[RunTables]) -> list[RunGroup]:
 
 
 def _distinguish(groups: Sequence[RunGroup]) -> None:
-    """Make the names of groups unique.
+    """Make the names of groups unique, in place.
 
-    The name of the storage folder is added to a name that several groups have, and a number if
-    the names are still equal.
+    If several groups have the same name, the name of the storage folder is added, and then a number
+    if the names are still equal.
     """
     counts = Counter(group.name for group in groups)
     names: set[str] = set()
@@ -649,9 +660,9 @@ def _distinguish(groups: Sequence[RunGroup]) -> None:
 
 
 def _common_name(group: RunGroup) -> str:
-    """Return the common part of the run names, such as `table` for table-seed-0, table-seed-1.
+    """Return the run names without `-seed-N`: `table` for table-seed-0 and table-seed-1.
 
-    Without a common part, return the name of the group.
+    If these names differ, return the name of the group.
     """
     stems = set()
     for seed, run in group.runs.items():
@@ -675,7 +686,8 @@ def find_common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
     for name in streams[0]:
         if all(name in stream for stream in streams):
             known = {stream[name] for stream in streams if stream[name]}
-            if len(known) <= 1:  # an imported accuracy matrix may have tasks without classes
+            # Unknown classes fit any classes: an imported accuracy matrix may have none.
+            if len(known) <= 1:
                 tasks.append(name)
     if not tasks:
         run_names = dict.fromkeys(str(run.record["name"]) for run in runs)

@@ -1,4 +1,4 @@
-"""Compare runs of a store and files of results: as a page, as CSV, and as text.
+"""Compare runs of a store and files of results: as a page, as CSV, and as text. See `compare`.
 
 Modules that import matplotlib or torch are imported inside functions, so that mistakes in the
 input are reported before the slow imports.
@@ -153,9 +153,10 @@ def load_runs(run: str, storage: str) -> list[RunTables]:
 
 
 def name_tasks(runs: Sequence[RunTables]) -> None:
-    """Name the tasks of imported matrices that have no task names.
+    """Name the tasks of imported matrices that have no task names, in place.
 
-    The names and their order are those of the first run with task names.
+    They get the names of the first run with task names, in its order. If no run has task names,
+    nothing changes.
 
     Raises:
         UserError: If the numbers of tasks differ.

@@ -136,7 +136,7 @@ def draw_curve(
     """Draw a metric after each task: the mean over the seeds as a line, and a band.
 
     The band is the 95 % interval of the mean. Without bootstrap draws the band reaches from the
-    lowest to the highest run.
+    lowest to the highest run. The curve ends at the last task that all runs have finished.
 
     Args:
         axes: Axes to draw on.
@@ -172,15 +172,15 @@ def draw_curve(
 def matrix_pictures(comparison: Comparison) -> list[FigureFile]:
     """Return pictures of accuracy matrices.
 
-    A picture shows a base (see `Comparison.base`) and entries compared with it. The
-    differences from the base are below the matrices.
+    A picture shows a base (see `Comparison.base`) and up to SIDE_BY_SIDE - 1 entries compared with
+    it. The differences from the base are below the matrices. An entry without a base is its own.
     """
     families: dict[str, list[ComparedMethod]] = {}
     for entry in comparison.entries:
         base = comparison.base(entry) or entry
         families.setdefault(base.name, []).append(entry)
     pictures: list[FigureFile] = []
-    for base, *compared in families.values():
+    for base, *compared in families.values():  # a base precedes its entries in the comparison
         for start in range(0, max(len(compared), 1), SIDE_BY_SIDE - 1):
             entries = [base, *compared[start : start + SIDE_BY_SIDE - 1]]
             caption = (
@@ -205,7 +205,7 @@ class HeatScale(NamedTuple):
         cmap: Name of the colour map.
         low: Value at the start of the scale.
         high: Value at the end of the scale.
-        text: Format of the numbers in cells, which are per cent.
+        text: Format of the numbers in the cells, which are the values times 100.
     """
 
     cmap: str

@@ -13,11 +13,11 @@ from typing import Any
 
 from pipeline.results.tables import RunTables
 
-# The best value of a column is bold only if its method has the same conditions SAME as every other
-# method, and not more of the conditions NO_MORE.
+# The best value of a column is bold only if its method equals every other method in the conditions
+# SAME, and exceeds none in the conditions NO_MORE. Other conditions are only listed.
 SAME = ("backbone", "weights", "order", "validation", "seeds")
 NO_MORE = ("exemplars", "images")
-TOLERANCE = 1.01  # factor for NO_MORE, because numbers of steps are rounded
+TOLERANCE = 1.01  # for NO_MORE: up to 1 % more is allowed, because numbers of steps are rounded
 TITLES = {
     "backbone": "backbone",
     "weights": "weights",
@@ -60,7 +60,11 @@ class Conditions:
 
 
 def count_exemplars(run: RunTables, label: str) -> int | None:
-    """Return the maximum number of exemplars of a method; 0 if it has none, None if unknown."""
+    """Return the maximum number of exemplars of a method.
+
+    This is the setting `per_class` times the number of classes, or the setting `memory`. The result
+    is 0 for a method without exemplars, and None if the settings are unknown.
+    """
     stages = [stage for stage in run.record["stages"] if stage["label"] == label]
     inputs = [stage["inputs"] for stage in stages if stage.get("inputs")]
     if not inputs:
@@ -77,8 +81,8 @@ def count_exemplars(run: RunTables, label: str) -> int | None:
 def find_advantages(best: Conditions, other: Conditions) -> list[str]:
     """Return the titles of the conditions in which `best` may have had an advantage over `other`.
 
-    A condition in SAME is one if it differs, a condition in NO_MORE if `best` had more. A condition
-    unknown for one of the methods also counts as an advantage.
+    A condition in SAME is an advantage if it differs. A condition in NO_MORE is an advantage if
+    `best` had more. In both cases, a condition that is unknown for one of the methods is, too.
     """
 
     def is_fair(name: str) -> bool:

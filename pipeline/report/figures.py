@@ -135,7 +135,8 @@ def task_aware_matrix_figure(
 ) -> CaptionedFigure | None:
     """Return the figure of the accuracy matrix with given tasks; None if it was not measured.
 
-    This matrix exists in addition to the first one if the method is not given the task of an image.
+    In the scenarios `class` and `domain` the method is not given the task of an image. This second
+    matrix shows the accuracy if it were given.
     """
     matrix = tables.matrix(label, "correct_task_aware")
     if "measured" not in matrix.source:
@@ -315,7 +316,8 @@ def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
 def list_training_histories(tables: RunTables, label: str) -> list[tuple[str, list[Row]]]:
     """Return (name, rows of the epochs) for each training stage of a method, in order.
 
-    The name is the task, or `TASK/STEP` if the task has several training stages.
+    The name is the task, or `TASK/STEP` if the task has several training stages. The shared
+    backbone stage is omitted, because it belongs to no method.
     """
     histories = []
     for task in tables.tasks(label):

@@ -50,7 +50,10 @@ def make_report_environment() -> Environment:
 
 
 def mark_code(text: str) -> Markup:
-    """Convert a sentence to HTML, with the texts between backticks as code."""
+    """Convert a sentence to HTML, with the texts between backticks as code.
+
+    If a backtick has no partner, all backticks are kept as text.
+    """
     parts = text.split("`")
     marked = [
         Markup("<code>{}</code>").format(part) if index % 2 else escape(part)
@@ -65,7 +68,7 @@ def render_markup(template: str, **values: Any) -> Markup:
 
 
 def render_macro(name: str, *arguments: Any, **options: Any) -> Markup:
-    """Render a macro of `macros.html`."""
+    """Render a macro of `macros.html` with its positional and keyword arguments."""
     html: Markup = getattr(make_report_environment().get_template("macros.html").module, name)(
         *arguments, **options
     )
@@ -121,6 +124,7 @@ def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str
     if not math.isnan(spread.deviation):
         text += f" ± {100 * spread.deviation:.1f}"
     text += " pp" if is_difference else " %"
+    # Write 0.0 for -0.0 and for negative values that round to it.
     return text.replace("+-0.0", "+0.0").replace("-0.0 ", "0.0 ")
 
 

@@ -1,4 +1,4 @@
-"""The text that `report` prints about the inputs of a model folder."""
+"""The text that `report` prints about the inputs of a model folder: the images it classified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ HEADING += ["distance", "far"]
 
 
 def format_inputs(report: InputReport) -> str:
-    """Return a table with one row per day, model and task, followed by findings and notes."""
+    """Return a table with one row per day, model and task, followed by findings and notes.
+
+    `InputRow` explains the columns.
+    """
     rows = [_format_row(row) for row in report.rows]
     table = [table_text(HEADING, rows, HEADING[:3])] if rows else []
     return "\n".join([*table, *report.findings, *report.notes])

@@ -1,4 +1,9 @@
-"""Draw maps over test images: attention of the class token, and patches selected by feedback."""
+"""Draw maps over test images: attention of the class token, and patches selected by feedback.
+
+A look is one pass of an image through the network. A method with top-down feedback (TOAST) has two:
+the first look selects patches, and the selection steers the second look. The data are
+`workers.analysis.Maps`.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +126,10 @@ class Sheet:
 
 
 def _titles(entries: Sequence[tuple[str, Maps]]) -> list[str]:
-    """Return the titles of all maps. The selection of the first look precedes the second look."""
+    """Return the titles of all maps, in the order of the columns.
+
+    The order is: first look, selection, second look, other blocks.
+    """
     distinct: dict[str, None] = {}
     for _, maps in entries:
         distinct |= dict.fromkeys(maps.looks)

@@ -123,7 +123,10 @@ def _draw_image(axes: Axes, entry: TokenMasks) -> None:
 
 
 def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
-    """Draw the mask of a block. Draw nothing if the block is missing or the grid is not square."""
+    """Draw the mask of a block.
+
+    Draw nothing if the task has no mask of this block, or if its patches are not a square grid.
+    """
     side = math.isqrt(entry.masks.shape[1])
     if block >= len(entry.masks) or side * side != entry.masks.shape[1]:
         return
@@ -144,7 +147,10 @@ class DensityLine(NamedTuple):
 
 
 def _density_lines(views: Sequence[MaskView]) -> dict[str, list[DensityLine]]:
-    """Return kind of mask -> one line per task. A task without masks of this kind has no points."""
+    """Return kind of mask -> one line per view, in order.
+
+    A task without masks of a kind has a line without points.
+    """
     lines_by_kind: dict[str, list[DensityLine]] = {}
     for index, view in enumerate(views):
         for row in view.rows():
@@ -307,7 +313,8 @@ def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
 def draw_prompts(views: Sequence[MaskView]) -> Figure | None:
     """Draw the learned tokens of the last task, and cosine similarities of the tokens of all tasks.
 
-    Return None without learned tokens.
+    If the last task has learned tokens under several names, the first two are drawn. Return None if
+    it has none.
     """
     if not views or not views[-1].prompts:
         return None

@@ -70,7 +70,7 @@ def build_run_report(
 
 
 def compare_methods(tables: RunTables) -> Comparison:
-    """Return the comparison of the methods of one run, which is its only replica."""
+    """Return the comparison of the methods of one run, as a run with a single replica."""
     seed = str(tables.record["config"].get("seed", ""))
     return compare_replicas(str(tables.record["name"]), {seed: tables})
 
@@ -156,7 +156,10 @@ def render_page(
 
 
 def render_summary(tables: RunTables) -> Markup:
-    """Render the table with one row per method."""
+    """Render the table with one row per method.
+
+    The best sizes are bold only if all methods have finished the same number of tasks.
+    """
     rows = tables.summary()
     keys: set[str] = set()
     for row in rows:
@@ -172,7 +175,8 @@ def render_summary(tables: RunTables) -> Markup:
 def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, str]:
     """Return column -> best value, formatted as on the page.
 
-    Only columns that are not rates (such as sizes) with at least two distinct values are included.
+    Columns with fewer than two distinct values are omitted, and so are rates: the lead of an
+    accuracy of one seed may be chance.
     """
     best = {}
     for column in columns:
@@ -187,7 +191,10 @@ def _best_values(rows: Sequence[Row], columns: Sequence[Metric]) -> dict[str, st
 
 # ---- one method ----------------------------------------------------------------------------------
 def get_method_summary(tables: RunTables, label: str) -> dict[str, Any]:
-    """Return `text`, `carries` and `paper` of a method. `text` is "" if it is not installed."""
+    """Return `text` (a summary as HTML), `carries` and `paper` of a method.
+
+    If the method is not installed, for example one of a plugin, only `text` is returned, and is "".
+    """
     from workers.methods import METHODS  # heavy: imports torch
 
     method = METHODS.get(tables.method(label))
@@ -201,7 +208,8 @@ def get_method_summary(tables: RunTables, label: str) -> dict[str, Any]:
 def render_picks(tables: RunTables, label: str) -> Markup:
     """Render the table of inferred tasks after the last finished task.
 
-    The result is empty for methods that do not infer the task.
+    The last column is the task that was inferred most often. The result is empty for methods that
+    do not infer the task.
     """
     picks = tables.pick_counts(label)
     if picks is None:

@@ -1,7 +1,7 @@
-"""Tables and figures of a comparison for papers.
+"""Tables and figures of a comparison for papers. Start with `paper_files`.
 
 Tables are LaTeX (booktabs), Markdown, CSV and Parquet. Figures are PDF and SVG in the width of a
-column.
+column. The pages of reports show the same tables as HTML.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pipeline.results.training import TrainingBudget
 HtmlRows = list[list[tuple[str, str]]]  # rows of cells (content, CSS class)
 COLUMN_INCHES = 3.3  # width of a figure: a column of a two-column paper
 FIGURE_INCHES = 2.5  # height of a figure
+# special character -> its escaped form
 LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",

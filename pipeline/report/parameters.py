@@ -17,6 +17,7 @@ MAX_TRIALS = 1000  # maximum number of trials to measure importance on, so that 
 CONDITIONS = ("when", "if")  # keys of a dimension that hold the condition under which it applies
 # parameter that chooses one of several methods; settings of the other methods do not apply
 METHOD = "method"
+# keys of a dimension that are put into words; other keys are shown as they are
 KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 
 
@@ -27,7 +28,8 @@ class Parameter:
     Attributes:
         key: Dotted name of the setting.
         name: Short name of the setting (see `short_names`).
-        dist: Distribution as in the space; "" if the space does not contain the setting.
+        dist: Name of the distribution, such as `loguniform`; "" if the space does not contain the
+            setting.
         says: Description of the possible values, in words.
         categories: The categories in order; empty for a numeric parameter.
         log: Whether the axis of a numeric parameter is logarithmic.
@@ -72,6 +74,7 @@ class Parameter:
             order = sorted(self.categories, key=float)
         except ValueError:  # the categories are not numbers, so they have no end
             return False
+        # each of two categories is an end, which says nothing
         return len(order) > 2 and format_setting(value) in (order[0], order[-1])
 
 
@@ -258,6 +261,7 @@ def _fanova(
     distributions: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.categories:
+            # the last one is for trials without the parameter, see `_impute_position`
             categories = tuple(range(len(parameter.categories) + 1))
             distributions[parameter.key] = CategoricalDistribution(categories)
         else:

@@ -473,6 +473,7 @@ def draw_size_accuracy(summary: Sequence[Row]) -> Figure:
     points = []
     for index, row in enumerate(summary):
         if row["growth"] and not math.isnan(row["average_accuracy"]):
+            # total bytes without the backbone, because growth = total / backbone
             added_bytes = max(row["total_bytes"] * (1 - 1 / row["growth"]), 1)
             points.append(LabelledPoint(added_bytes, row["average_accuracy"], index, row["label"]))
     axes.set_xscale("log")
@@ -543,7 +544,7 @@ def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesB
 
     If no rectangle is free, return the one at the height of the point.
     """
-    width = 0.0115 * len(label)
+    width = 0.0115 * len(label)  # approximate
     candidates = [AxesBox(x + 0.02, x + 0.022 + width, y - 0.022, y + 0.022)]
     for distance in range(1, 12):
         for shift in (-0.045 * distance, 0.045 * distance):
@@ -557,6 +558,7 @@ def _free_box(x: float, y: float, label: str, taken: Sequence[AxesBox]) -> AxesB
 
 
 # ---- training ------------------------------------------------------------------------------------
+# columns of every history; the other columns are loss terms and metrics of the method
 FIXED_COLUMNS = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
 History = Sequence[tuple[str, Sequence[Row]]]  # (name of the stage, rows of the epochs), in order
 

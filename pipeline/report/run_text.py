@@ -26,7 +26,7 @@ from workers.storage.artifact import join
 from workers.storage.secrets import printable
 
 WATCH_S = 2.0  # seconds between two reads of the status
-MAX_STAGES = 40  # with more stages, those with a state in ENDED are listed only with --all
+MAX_STAGES = 40  # if a run has more, stages with a state in ENDED are listed only with --all
 MAX_METHODS = 4  # maximum number of methods whose accuracies are on a line
 MAX_CHARACTERS = 200  # maximum length of the progress of a stage
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"

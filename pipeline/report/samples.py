@@ -16,9 +16,9 @@ SIDE = 192  # side of an image in pixels
 def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
     """Return the first test image of `task`, cropped as in evaluation, (SIDE, SIDE, 3).
 
-    The result is None if the shards are missing or damaged.
+    The result is None if the shards are missing or damaged, or the task has no test image.
     """
-    from workers.data.decoding import decode  # heavy: with shards it imports torch
+    from workers.data.decoding import decode
     from workers.data.shards import Shards
 
     task_record = tables.task(task)

@@ -1,6 +1,7 @@
 """The report of a search: a self-contained HTML page, the table of trials, and figures.
 
-Everything is read from the records of the search, which may still be running.
+Everything is read from the records of the search (`pipeline.results.trials`, which also defines a
+phase). The search may still be running. Start with `build_search_report`.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def trial_columns(search: SearchRecord) -> list[str]:
 def trial_rows(search: SearchRecord) -> list[files.Row]:
     """Return one row per trial, with one column per setting.
 
-    The values of a setting are written as text if one is not a number.
+    If one value of a setting is not a number, all values of the setting are written as text: a
+    column of Parquet has one type.
     """
     text_keys = set()
     for parameter in search_parameters(search):
@@ -299,7 +301,10 @@ def _find_winner(search: SearchRecord) -> Trial | None:
 
 
 def explain_choice(search: SearchRecord, trial: Trial) -> str:
-    """Explain why this trial was chosen, by accuracy, tolerance and size (see `best`)."""
+    """Explain why this trial was chosen, by accuracy, tolerance and size (see `best`).
+
+    If the rule of `best` would now choose another trial, the text says so.
+    """
     finished = [candidate for candidate in search.of(trial["phase"]) if has_score(candidate)]
     ruled = best(finished, search.tolerance)
     accuracy = format_rate(score(trial))
@@ -454,6 +459,7 @@ def _cost_values(search: SearchRecord) -> dict[str, Any]:
     if not (num_run and num_reused):
         return {"rows": rows, "share": 0}
     share = 100 * num_reused / (num_run + num_reused)
+    # estimate: a reused stage would have taken the mean time of the computed ones
     return {"rows": rows, "share": share, "saved_s": device_s / num_run * num_reused}
 
 
@@ -480,7 +486,11 @@ def _budget_cells(search: SearchRecord, used: Mapping[str, float]) -> list[list[
 
 # ---- trials --------------------------------------------------------------------------------------
 def rank_trials(search: SearchRecord) -> list[Trial]:
-    """Sort trials by phase, status and accuracy. Stopped trials are first sorted by progress."""
+    """Sort trials by phase, status and accuracy, and among equals by size and number.
+
+    Stopped trials are sorted by the number of learned tasks before the accuracy, because accuracies
+    after different numbers of tasks cannot be compared.
+    """
     phases = {phase: index for index, phase in enumerate(search.phases)}
     statuses = list(STATUS_STYLES)
 
@@ -533,7 +543,10 @@ def _trial_cells(
 
 
 def _trial_marks(search: SearchRecord) -> dict[int, Markup]:
-    """Return trial number -> marks: chosen, on the Pareto front, taken from an earlier search."""
+    """Return trial number -> marks: chosen, on the Pareto front, taken from an earlier search.
+
+    A chosen trial on the front has only the mark of a chosen trial.
+    """
     soft = Markup('<span class="soft">{}</span>')
     marks: dict[int, Markup] = {}
     if search_plots.sizes_differ(search):

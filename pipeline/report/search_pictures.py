@@ -39,7 +39,7 @@ class Drawn:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a trial is not finished."""
+        """Whether a trial has not finished: it was stopped, failed, or still runs."""
         return self.count("finished") < len(self.search.trials)
 
     @property
@@ -77,7 +77,7 @@ class Drawn:
 
     @property
     def left_out_text(self) -> str:
-        """A sentence about the left-out parameters, or ""."""
+        """A sentence about the parameters that are not drawn, or ""."""
         if len(self.parameters) == self.num_varied:
             return ""
         return (

@@ -1,4 +1,8 @@
-"""Figures of a search: parallel coordinates, importance, progress, and accuracy against size."""
+"""Figures of a search: parallel coordinates, importance, progress, and accuracy against size.
+
+`standing` is the score of a trial, comparable across phases: see `SearchRecord.standing`. A chosen
+trial is the winner of its phase, or the best trial so far.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +142,10 @@ def legend_entries(search: SearchRecord, trials: Sequence[Trial]) -> list[Line2D
 
 
 def format_accuracy_axis(axes: Axes, search: SearchRecord) -> str:
-    """Format a y axis of accuracies in per cent, or in points if there are several phases.
+    """Format a y axis of scores (see `SearchRecord.standing`).
+
+    Scores are accuracies in per cent. With several phases they are differences from the best of the
+    phase, in percentage points.
 
     Returns:
         Label of the axis.

@@ -107,6 +107,8 @@ class RunGroup:
 class ComparedMethod:
     """A method of a group, evaluated on the tasks that all compared runs share.
 
+    A seed is a key of `RunGroup.runs`, which can also be the name of a replica.
+
     Attributes:
         name: Name of this entry in tables.
         group: The group of runs.
@@ -214,7 +216,7 @@ class ComparedMethod:
         return values
 
     def spread(self, metric: str) -> Spread:
-        """Return the spread of a metric (see `values`) over the seeds."""
+        """Return the spread of a metric over the seeds. See `values` for the argument."""
         return Spread.of(list(self.values(metric).values()))
 
     def difference(self, base: ComparedMethod, metric: str) -> Spread:

@@ -188,6 +188,7 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
         panel.yaxis.set_major_formatter(SHARES)
         panel.set_ylim(0, 1.03)
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        # The legend has the tasks of the panel with the most lines.
         panel_handles = panel.get_legend_handles_labels()[0]
         if len(panel_handles) > len(handles):
             handles = panel_handles

@@ -318,6 +318,7 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
             values = [row[metric] for row in matrix.over_time[: matrix.finished]]
             positions = []
             for position, task in enumerate(matrix.tasks[: matrix.finished]):
+                # A method may not be evaluated on the base task, so positions can differ.
                 if task in tasks:
                     position = tasks.index(task)
                 positions.append(position)

@@ -148,7 +148,7 @@ def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
 
 
 def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
-    """Return methods with their accuracies, best first: as many as fit, but at least one.
+    """Return methods with their accuracies, best first: as many as fit, from 1 to MAX_METHODS.
 
     Args:
         methods: The methods.

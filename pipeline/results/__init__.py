@@ -1,1 +1,1 @@
-"""The read model of the store: tables and metrics of runs and searches."""
+"""Read results from the store: tables and metrics of runs and searches. Start with `tables`."""

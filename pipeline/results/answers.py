@@ -1,6 +1,7 @@
 """Correct predictions of each method, and bootstrap draws of metrics over images and replicas.
 
-See `pipeline.results.intervals` for the bootstrap.
+`right_answers` loads the predictions of a method, `draw_metrics` computes the draws. See
+`pipeline.results.intervals` for the bootstrap.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class RightAnswers:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Test images drawn together, because they share a task in every replica.
+    """Test images that are drawn together, because in every replica they are all in one task.
 
     Attributes:
-        rows: Replica -> index of the task, and positions (images,) of the images in the task.
+        rows: Replica -> index of the task in the stream of this replica, and positions (images,) of
+            the images in the arrays of the task.
         counts: How often each image is in each draw, (images, draws).
     """
 
@@ -70,12 +72,14 @@ def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnsw
         if table is None or result is None:
             return None
         for i, task in enumerate(tasks[: t + 1]):
-            # a method that does not rewrite cannot change its predictions on earlier tasks
+            # `rewrites` is false: the predictions on earlier tasks cannot change, so they were not
+            # measured again
             if i < t and not result["rewrites"]:
                 right[t, i] = right[i, i]
                 continue
             rows = table.filter(pc.equal(table["task"], task))
             keys = rows["key"].to_pylist()
+            # by key, so that the order is the same after every task and in every replica
             order = sorted(range(len(keys)), key=keys.__getitem__)
             task_images = [(str(run.task(task).get("data", "")), keys[row]) for row in order]
             if t == i:
@@ -92,7 +96,8 @@ def find_strata(
 ) -> list[Stratum]:
     """Group test images that share a task in every replica, and draw from each group.
 
-    With one class order, each task is a group.
+    With one class order, each task is a group. With several, a task of one replica may be split
+    over several groups.
 
     Args:
         images: Replica -> images of each task.
@@ -137,6 +142,7 @@ def compute_drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[St
         task, rows = stratum.rows[replica]
         right = np.array([answers.right[t, task][rows] for t in range(task, size)], np.float32)
         hits[:, task:, task] += (right @ stratum.counts.astype(np.float32)).T
+    # Each stratum is drawn at its own size, so a task has the same number of images in every draw.
     totals = np.array([len(task_images) for task_images in answers.images], float)
     rates: Array = hits / totals
     return rates

@@ -56,6 +56,8 @@ def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
 def _find_limits(store: Store, tasks: Iterable[Task]) -> ImageLimits:
     """Return the common limits of the images of all tasks.
 
+    Data that are not in the store are skipped. Without any data, the default limits are returned.
+
     Raises:
         UserError: If two cards have different values of `source.range`.
     """
@@ -77,7 +79,10 @@ def _find_limits(store: Store, tasks: Iterable[Task]) -> ImageLimits:
 
 # ---- model folders -------------------------------------------------------------------------------
 def is_model_folder(path: str) -> bool:
-    """Return whether a path is a folder or the URI of a bundle, not the path of a config."""
+    """Return whether a path is a folder or the URI of a bundle, not the path of a config.
+
+    For a folder on disk, it is not checked whether the folder contains a bundle.
+    """
     return os.path.isdir(path) or ("://" in path and exists(join(path, MODEL)))
 
 
@@ -141,7 +146,8 @@ def import_task(folder: str, file: str, replace: bool = False) -> Task:
         The added task.
 
     Raises:
-        UserError: If model and task do not fit, or the folder has the task already.
+        UserError: If model and task do not fit, or the folder has the task already and `replace` is
+            False.
     """
     bundle = open_folder(folder)
     data = read_regular(file, bundle.most_task_bytes)

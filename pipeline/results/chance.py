@@ -1,4 +1,8 @@
-"""Chance level, its confidence interval, and the tasks that do not exceed it."""
+"""Warn about tasks whose test accuracy does not exceed chance.
+
+`describe_chance` returns the warnings. An accuracy exceeds chance if it is above the confidence
+interval of guessing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def max_correct_by_chance(num_images: int, num_classes: int) -> int:
 
     Args:
         num_images: Number of test images.
-        num_classes: Number of classes to choose from.
+        num_classes: Number of classes to choose from. With one class or none, every guess is right.
     """
     if num_classes <= 1:
         return num_images
@@ -68,7 +72,11 @@ class LearnedTask:
     is_trained: bool = True
 
     def sentence(self) -> str:
-        """Return a warning if the accuracy does not exceed chance, else ""."""
+        """Return a warning if the accuracy does not exceed chance, else "".
+
+        The warning ends with advice: more test images, another backbone, the default learning rate
+        of the method, or longer training.
+        """
         if self.num_classes <= 1 or not self.total:
             return ""
         limit = max_correct_by_chance(self.total, self.num_classes)

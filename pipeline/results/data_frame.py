@@ -17,7 +17,7 @@ def data_frame(rows: list[Row], columns: Iterable[str] = ()) -> pd.DataFrame:
 
     Args:
         rows: The rows.
-        columns: Columns of an empty data frame.
+        columns: Columns of the result if there are no rows; otherwise they are not used.
 
     Raises:
         UserError: If pandas is not installed.

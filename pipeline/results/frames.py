@@ -26,7 +26,8 @@ COLUMNS = ("replica", "seed", "label")  # first columns of every table
 class Results:
     """The stored results of a run. An unfinished run has the results so far.
 
-    Each table is read from the store at the time of the call. The first columns of a table are
+    Tables are built at each call, from the stages that were finished when this object was created.
+    The first columns of a table are
     `replica` (empty for a run with one seed and class order, otherwise a name such as `seed-1`),
     `seed`, and `label` (the name of the method in the config). Rates are between 0 and 1.
 

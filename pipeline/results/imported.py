@@ -38,7 +38,7 @@ class ImportedMethod:
 class ImportedTables(RunTables):
     """The results of a run from a file. Metrics are computed from the matrices.
 
-    `storage` is the path of the file.
+    `storage` is the path of the file, `artifacts` is empty, and the record has no stages.
 
     Attributes:
         methods: Label -> results of the method.
@@ -78,9 +78,12 @@ class ImportedTables(RunTables):
         return list(self.methods[label].tasks)
 
     def matrix(self, label: str, correct: str = "correct") -> Matrix:
-        """Return the accuracy matrix of one method. A file contains only the counts `correct`.
+        """Return the accuracy matrix of one method.
 
-        `correct` only determines the chance level.
+        Args:
+            label: Label of the method.
+            correct: Determines only the chance level (see `RunTables.matrix`). The predictions are
+                always those of the file, which has no other counts.
         """
         method = self.methods[label]
         shape = method.correct.shape

@@ -1,4 +1,8 @@
-"""Counts of the inputs of a model folder by day and task, and shifts away from the test images."""
+"""Counts of the inputs of a model folder by day and task, and shifts away from the test images.
+
+Inputs are the images that `predict` and `serve` classified with the model. Distances are those of
+an image to the nearest class mean. Start with `read_inputs`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ EXPECTED_FAR = 0.05  # beyond the 95 % quantile of the distances of the test ima
 EXPECTED_BEYOND_MEDIAN = 0.5  # beyond the median of the distances of the test images
 # first bin of the histogram beyond the median; distances are in units of the median
 MEDIAN_BIN = round(1 / DISTANCE_WIDTH)
-Z = 3.090232  # 99.9 % quantile of the standard normal distribution
+Z = 3.090232  # 99.9 % quantile of the standard normal distribution, for one-sided bounds
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ class InputRow:
         unsure: Share of `inputs` whose predicted class has a probability below 0.5.
         classes: Number of images by predicted class.
         measured: Number of images whose distance to the nearest class mean was measured.
-        far: Number of measured images farther than 95 % of the test images.
-        beyond_median: Number of measured images farther than half of the test images.
+        far: Number of measured images with a larger distance than 95 % of the test images.
+        beyond_median: Number of measured images with a larger distance than half of the test
+            images.
         distance: Median distance divided by the median distance of the test images; None if
             `measured` is 0.
         finding: Sentence on how the inputs differ from the test images; "" if they do not differ.
@@ -88,9 +93,9 @@ class InputReport:
 def exceeds(expected: float, count: int, measured: int, test_images: int) -> bool:
     """Return whether more inputs are beyond a distance than chance explains.
 
-    The lower Wilson bound of the share of these inputs (Wilson 1927, equation 2) must exceed an
-    upper bound of the expected share. The upper bound is needed because the distance was estimated
-    on few test images. Both bounds are one-sided at 99.9 %.
+    The result is True if the lower Wilson bound of the share of these inputs (Wilson 1927, equation
+    2) exceeds an upper bound of the expected share. The expected share has a bound, too, because
+    the distance was estimated on few test images. Both bounds are one-sided at 99.9 %.
 
     Args:
         expected: Share of test images beyond the distance.
@@ -163,6 +168,7 @@ def read_inputs(folder: str) -> InputReport:
 
 
 def _make_row(day: str, model: str, name: str, task: TaskCounts, total: int) -> InputRow:
+    """Return the row of a task. `total` is the number of inputs of all tasks of model and day."""
     inputs = max(task.inputs, 1)  # a file may contain distances without inputs
     beyond_median = sum(task.distances[MEDIAN_BIN:])
     return InputRow(

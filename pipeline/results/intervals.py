@@ -2,8 +2,8 @@
 
 Test images and replicas are crossed: every replica is tested on the same images. Each bootstrap
 draw resamples the images and the replicas with replacement. The drawn images are the same for all
-replicas and methods, and the drawn replicas are the same for all methods. Differences are therefore
-paired. The draws use a fixed seed.
+replicas and methods. The drawn replicas are the same for all methods that have the same replicas.
+The differences of such methods are therefore paired. The draws use a fixed seed.
 
 A bootstrap over few replicas underestimates the noise between replicas. Two means are therefore
 reported as different only if Student's t interval over the replicas, which is wide for few
@@ -74,6 +74,9 @@ def t_quantile(degrees: int) -> float:
     """Return the 97.5 % quantile of Student's t.
 
     Beyond the table, the quantile is computed by its asymptotic series in 1 / degrees.
+
+    Args:
+        degrees: Degrees of freedom, at least 1.
     """
     if degrees <= len(T_QUANTILES):
         return T_QUANTILES[degrees - 1]

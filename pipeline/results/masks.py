@@ -30,7 +30,8 @@ Bits = NDArray[np.uint8]
 class MaskView:
     """The masks and learned tokens of one task.
 
-    It is small enough to keep the views of a whole stream in memory.
+    Masks are packed bits, so that the views of a whole stream fit into memory. The kind of a mask
+    is its name without the block (see `mask_kind`).
 
     Attributes:
         label: Label of the method.
@@ -61,7 +62,8 @@ class MaskView:
         Args:
             label: Label of the method.
             state: State of the task.
-            masks: Name -> mask, in place of the masks of the state.
+            masks: Name -> boolean mask, in place of the masks of the state. None: the masks of the
+                state.
         """
         view = cls(label, state.task)
         if masks is None:
@@ -134,6 +136,7 @@ def load_masks(tables: RunTables, label: str, task: str) -> dict[str, NDArray[np
 
 
 def _display_masks(tables: RunTables, label: str, state: TaskState) -> dict[str, Tensor]:
+    # a method that is not installed: the base class returns the boolean masks of the state
     method = METHODS.get(state.method, Method)
     return method.display_masks(state, tables.carried(label, state.task))
 
@@ -266,7 +269,8 @@ def _count_set(bits: Bits) -> int:
 def similarity(views: list[MaskView], name: str) -> tuple[NDArray[np.float64], list[str]]:
     """Compute cosine similarities between the learned tokens `name` of all tasks.
 
-    Tasks are omitted if the width of their tokens differs from the width in the last task.
+    Tasks are omitted if the width of their tokens differs from that of the last task with such
+    tokens. At least one task must have them.
 
     Returns:
         Similarities (tokens, tokens), over the tokens of all tasks, and the task of each row.

@@ -97,7 +97,8 @@ def _cell_value(path: str, number: int, cell: str) -> float | None:
 def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
     """Return a run with one method from a JSON list of lists. The tasks have no names.
 
-    A row may be cut at any column from the diagonal on.
+    Row t, from 0, has at least t + 1 values, up to the diagonal, and at most as many as the matrix
+    has rows.
 
     Args:
         path: Path of the file, for messages.
@@ -134,7 +135,10 @@ def _check_task_names(path: str, names: Sequence[str]) -> None:
 def _make_matrix_tables(
     path: str, names: Sequence[str], rows: Sequence[Sequence[Any]], has_task_names: bool
 ) -> ImportedTables:
-    """Return a run with one method from a matrix of accuracies. Missing rows are not finished."""
+    """Return a run with one method from a matrix of accuracies.
+
+    If there are fewer rows than tasks, the run is not finished.
+    """
     size = len(names)
     rates = np.full((size, size), np.nan)
     has_more = False

@@ -3,8 +3,8 @@
 R[t, i] is the accuracy on task i after stage t, shape (T, T). It is given as integer counts
 `correct` and `total` of this shape, or as rates with the default `total=1`, which gives all tasks
 the same weight. Entries above the diagonal belong to tasks not learned yet, and no metric
-reads them. Forward transfer (GEM) is not included: a future task has no head, and if the task is
-not given, the model has no outputs for its classes.
+reads them. Forward transfer (GEM) is therefore not included: it needs predictions on future tasks,
+for which the model has no head and no outputs yet.
 
 An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
@@ -31,7 +31,9 @@ from workers.errors import UserError
 NAN = float("nan")
 Array = NDArray[np.float64]
 Place = Literal[
-    "variants",  # variants `top5_...` and `task_aware_...` if the task of an image is not given
+    # no page: the metric also has variants `top5_...` and `task_aware_...` in the scenarios `class`
+    # and `domain`, see `tables.EXTRA_COUNTS`
+    "variants",
     "draws",  # bootstrap intervals
     "report",
     "bars",  # figure that compares the methods of a report
@@ -69,7 +71,7 @@ class Metric:
 
     Attributes:
         name: Name in tables, files, MLflow and Python.
-        meaning: Explanation on the pages and in the documentation.
+        meaning: Explanation on the pages and in the documentation, as a phrase.
         unit: `rate`, `bytes`, `times` or `count`, see `format_value`.
         better: `max` or `min`, which picks the best value. None: no value is better than another.
         shown_in: Places that show the metric.

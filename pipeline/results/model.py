@@ -64,7 +64,8 @@ class Model:
                 images.
             task: One task for all images, or a task or None for each image. None: the method infers
                 the task.
-            rule: How to choose the task of an image without a task if the method cannot infer it.
+            rule: How to choose the task of an image for which `task` is None, if the method cannot
+                infer it.
                 `refuse` raises an error; `confident`, `entropy`, `nearest` and `ranpac` choose a
                 task; `recommended` is the rule among these that was right most often when the
                 model was written. See `workers/serving/task_rules.py`.

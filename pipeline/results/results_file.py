@@ -46,6 +46,7 @@ WRITE = "write it again with `accrete report CONFIG --json FILE`"
 
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Rate = Annotated[float, Field(ge=0, le=1)]
+# 1 to 200 characters; \pC are control and other invisible characters
 Text = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]
 Cells = Annotated[list[list[Count | None]], Field(max_length=MAX_TASKS)]
 
@@ -129,6 +130,7 @@ class ResultFileBody(Strict):
 def encode_results(runs: Sequence[RunTables]) -> bytes:
     """Return the content of the file with the results of a run, or of all its replicas."""
     body = {"format": FORMAT, "version": VERSION, "runs": [_run_body(run) for run in runs]}
+    # the values that a reader parses, so that the reader computes the same digest
     plain = json.loads(json.dumps(body, default=str))
     text = json.dumps({**plain, "sha256": compute_sha256(plain)}, indent=1, allow_nan=False)
     return text.encode()
@@ -207,7 +209,12 @@ def _list_cells(matrix: Matrix) -> dict[str, Any]:
 def to_nested_lists(
     values: NDArray[np.float64], is_count: bool = False
 ) -> list[list[float | None]]:
-    """Return a matrix (T, T) as lists. NaN and entries above the diagonal become None."""
+    """Return a matrix (T, T) as lists. NaN and entries above the diagonal become None.
+
+    Args:
+        values: The matrix.
+        is_count: Whether to convert the values to int.
+    """
     rows = []
     for t, row in enumerate(values.tolist()):
         cells: list[float | None] = []
@@ -220,6 +227,8 @@ def to_nested_lists(
     return rows
 
 
+# Columns of `RunTables.sizes` that are in the file by name, and columns that are not in the file.
+# All other columns are the bytes of a kind of state.
 SIZE_COLUMNS = ("after", "backbone", "carried", "task_bytes", "trained_parameters", "flops_share")
 OTHER_COLUMNS = ("label", "after_index", "role", "total", "growth")
 

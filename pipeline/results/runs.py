@@ -1,4 +1,8 @@
-"""The runs of a storage and their progress, from run records, results and driver status files."""
+"""The runs of a storage and their progress, from run records, results and driver status files.
+
+`list_runs` returns all runs of a storage, `run_status` returns one run with its stages. The driver
+is the process that executes a run.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,8 @@ from workers.storage.artifact import (
     list_files,
 )
 
+# State of a run, see `_find_run_state`. The driver wrote `failed`, `interrupted`, `preempted` and
+# `stopped` into its status file before it ended. `killed`: it ended without writing a state.
 State = Literal[
     "running",
     "finished",
@@ -94,9 +100,10 @@ class StageStatus:
         label: Label of the method, or None.
         task: Name of the task, or None.
         key: Key of the result.
-        state: State of the stage.
+        state: A `StageState` of the driver; or `interrupted` or `missing` if the stage has no
+            result and no driver runs: with or without a checkpoint.
         where: The process that runs or ran the stage.
-        since_s: Seconds in this state; None if unknown.
+        since_s: Seconds in this state; None if unknown, or if the driver is not alive.
         wall_s: Duration in seconds; None if unknown.
         tries: Number of failed tries.
         message: Why the stage failed or waits again.
@@ -195,7 +202,8 @@ def _make_overview(
 ) -> RunOverview | None:
     """Return the entry of a run in the list; None for a folder without a record.
 
-    On a disk, a record that cannot be read makes the run `damaged` and does not raise an error.
+    On a disk, a record that cannot be read makes the run `damaged`. In a bucket, an `OSError` is
+    raised.
     """
     try:
         record = store.record(name)

@@ -31,7 +31,7 @@ def find_requested(name: str, storage: str | None) -> list[ShardUrl]:
 
     Args:
         name: Name of a card, or path of a card or a config.
-        storage: Storage with the ingested data. None for the storage in the config, or for
+        storage: Storage with the ingested data. None: the storage in the config, or the folder
             `storage` if `name` is a card.
     """
     names = [name]
@@ -45,12 +45,13 @@ def find_requested(name: str, storage: str | None) -> list[ShardUrl]:
 
 
 def list_shard_urls(name: str, store: Store) -> list[ShardUrl]:
-    """Return the shards of a card: the shards that the card names, or the ingested shards.
+    """Return the shards of a card.
 
-    Shards are not opened.
+    These are the shards that the card lists, if it uses existing shards in place, or else the
+    shards that ingest wrote. Shards are not opened.
 
     Raises:
-        UserError: If the card names no shards and is not ingested yet.
+        UserError: If the card lists no shards and is not ingested yet.
     """
     card = card_files.load_card_file(name, store)
     urls = in_place.get_shard_urls(card)

@@ -1,7 +1,8 @@
 """The results of a run as tables: matrices, metrics over time, sizes, histories, confusions.
 
-Everything is read from stage results in the store, never from a live run, so a report can be built
-again at any time. An unfinished run has the results so far.
+`RunTables.load` reads a run. Its methods return lists of rows, or a `Matrix`. Everything is read
+from stage results in the store, never from a live run, so a report can be built again at any time.
+An unfinished run has the results so far.
 """
 
 from __future__ import annotations
@@ -238,7 +239,11 @@ class RunTables:
         return learning
 
     def result(self, label: str, task: str) -> dict[str, Any] | None:
-        """Return the result of `evaluate` after learning `task`; None if it is not finished."""
+        """Return the result of `evaluate` after learning `task`; None if it is not finished.
+
+        `rewrites` tells whether learning can change predictions on earlier tasks, `rows` are the
+        measured entries of the matrix, and `canary` see `evaluation_rows`.
+        """
         artifact = self.artifacts.get(f"{label}/{task}/evaluate")
         if artifact is None:
             return None
@@ -408,6 +413,7 @@ class RunTables:
                     round(1 / matrix.chance[t, t]),
                     has_rate,
                     length.get("steps", 0),
+                    # unknown without stages or sizes, as in imported results: assume training
                     is_trained=not has_stages or sizes is None or bool(sizes.trained_parameters),
                 )
             )
@@ -432,6 +438,7 @@ class RunTables:
                 continue
             for kind, count in task_sizes.bytes_by_kind.items():
                 sums[kind] = sums.get(kind, 0) + count
+            # the latest carried state replaces the one before
             carried_bytes = task_sizes.carried_bytes or carried_bytes
             total = backbone_bytes + sum(sums.values()) + carried_bytes
             growth = total / backbone_bytes if backbone_bytes else None
@@ -463,6 +470,8 @@ class RunTables:
             state = self.state(label, task)
             sizes = state.sizes() if state else {}
         stages = self.stages(label, task)
+        # The state that an inner stage carries is consumed by a later stage of the same task, so it
+        # is not stored for the next task.
         inner_ids: set[str] = set()
         for stage in stages:
             inner_ids.update(stage["parents"])
@@ -483,7 +492,8 @@ class RunTables:
     def budget(self, label: str) -> TrainingBudget:
         """Return the training budget of a method, without the shared backbone stage.
 
-        Stages that compute features are included, although other methods may share them.
+        Stages that compute features for the method are included, although other methods may share
+        them.
         """
         manifests: list[Manifest | None] = []
         trained: dict[str, None] = {}
@@ -502,7 +512,10 @@ class RunTables:
         return sum_budget(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
 
     def summary(self) -> list[Row]:
-        """Return one row per method: final metrics, sizes, and whether logits changed."""
+        """Return one row per method: metrics after its last finished task, sizes, and cost.
+
+        The column `answers` tells whether logits changed, see `logits_verdict`.
+        """
         return [self.summary_row(label) for label in self.labels]
 
     def summary_row(self, label: str) -> Row:
@@ -554,7 +567,8 @@ class RunTables:
         """Return one row per task: number of measurements, and whether their logits were equal.
 
         The sha256 of logits is only compared between measurements on the same kind of device with
-        the same number of threads, because other measurements sum in a different order.
+        the same number of threads, because other measurements sum in a different order. If no two
+        measurements of a task are comparable, `logits_equal` is None.
         """
         digests: dict[str, dict[str, list[str]]] = {}  # task -> device -> sha256 of logits
         for after in self.tasks(label):
@@ -601,9 +615,9 @@ class RunTables:
     def picks(self, label: str) -> list[Row]:
         """Return how well a method infers the task; empty for methods that do not infer the task.
 
-        There is one row for each learned task and each task tested after it, with the number of
-        images assigned to the right task, and the mean confidence of right and of wrong
-        assignments.
+        There is one row for each learned task and each task tested after it, with the number and
+        the share of the images assigned to the right task, and the mean confidence of right and of
+        wrong assignments.
         """
         rows = []
         for index, after in enumerate(self.tasks(label)):
@@ -788,7 +802,7 @@ class RunTables:
         )
 
     def ingested(self) -> list[Artifact]:
-        """Return the results of the ingest stages."""
+        """Return the results of the finished ingest stages."""
         stages = [stage for stage in self.record["stages"] if stage["step"] == "ingest"]
         return [self.artifacts[s["id"]] for s in stages if s["id"] in self.artifacts]
 

@@ -1,4 +1,4 @@
-"""Training settings and training lengths of the steps of a run."""
+"""Training settings, training lengths and training budgets of the steps of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepTraining:
     """One training step of one method, with the same settings for all `tasks`.
 
     Attributes:
-        label: Label of the method; the step for stages without a method.
+        label: Label of the method. For stages without a method, it equals `step`.
         step: Name of the step, for example `train` or `finetune`.
         train: Training settings.
         tasks: Tasks trained with these settings.
@@ -115,10 +115,10 @@ class StageInfo(NamedTuple):
     """A stage of a run or a plan. Not all stages train.
 
     Attributes:
-        label: Label of the method; the step for stages without a method.
+        label: Label of the method. For stages without a method, it equals `step`.
         step: Name of the step.
-        task: Name of the task, or "".
-        inputs: Inputs of the stage's key.
+        task: Name of the task; "" for a stage without a task.
+        inputs: Inputs of the stage's key. `train` contains the training settings, if it trains.
         length: Length of the training, if it is known.
     """
 
@@ -139,6 +139,7 @@ def group_steps(stages: Iterable[StageInfo]) -> list[StepTraining]:
         configured = stage.inputs.get("train")
         if not configured:
             continue
+        # settings that are newer than the record get the values that give the same results
         train = TrainSettings.model_validate(add_neutral_values(TrainSettings, configured))
         key = (stage.label, stage.step, train.model_dump_json())
         group = groups.setdefault(key, StepTraining(stage.label, stage.step, train))

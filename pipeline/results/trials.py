@@ -1,4 +1,9 @@
-"""Records of a search in the store: its trials, their scores, and the rule to choose a winner."""
+"""Records of a search in the store: its trials, their scores, and the rule to choose a winner.
+
+A search has phases. With protocol `per_task`, the settings of each task are searched in a phase of
+their own, named after the task. Any other search has one phase, named "". Scores of different
+phases are averages over different tasks. `load_search_record` reads a search, `best` is the rule.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ SEARCH_TYPES: dict[str, type] = {
 
 # ---- records -------------------------------------------------------------------------------------
 class TrialResult(TypedDict):
-    """The result of a trial after one task.
+    """The result of a trial after one task of the stream.
 
     Attributes:
         task: Name of the task.
@@ -86,9 +91,9 @@ class Trial(TypedDict):
         message: Why the trial failed or was stopped.
         results: Results after each task.
         stages: Numbers of executed and reused stages.
-        device_s: Seconds of stages times their number of workers.
+        device_s: Seconds of executed stages and failed attempts times their number of workers.
         rounds: Rounds of population-based training.
-        gpu_s: Seconds of stages times their number of GPUs; missing in old records.
+        gpu_s: The same seconds times the number of GPUs of a worker; missing in old records.
         graph: The stages of the trial, as a run record.
         history: Task -> parameters that the task was trained with, if they differ between tasks.
     """
@@ -264,7 +269,7 @@ def completed(trial: Trial) -> int:
 
 
 def gpu_hours(trials: Iterable[Trial]) -> float:
-    """Return the GPU time of all stages that trials have run, in hours."""
+    """Return the GPU time of the executed stages and failed attempts of trials, in hours."""
     return sum(trial.get("gpu_s", 0.0) for trial in trials) / 3600
 
 

@@ -1,1 +1,1 @@
-"""Search files, spaces, trials, and Ray Tune."""
+"""Search settings: search files, spaces, trials, and Ray Tune. Start with `run.execute`."""

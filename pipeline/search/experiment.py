@@ -95,7 +95,7 @@ class SearchExperiment:
 
     Attributes:
         source: Path of the search file.
-        overrides: Overrides in the form of `--set`.
+        overrides: Overrides in the form of `--set`: `KEY=VALUE`.
         settings: Settings of the search file.
         folder: Folder that relative paths refer to: the current folder at the time of loading. Each
             method changes to this folder while it runs.

@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 class LivePage:
     """Writes a page in a thread: immediately, and again after new results.
 
-    The search does not wait for this thread. If the page cannot be written, the error is logged,
-    and the page is written again later.
+    The search does not wait for this thread, except at its end for a page that is being written. If
+    the page cannot be written, the error is logged, and the page is written again later.
 
     Args:
-        write: Writes the page.
+        write: Writes the page. Called in the thread.
     """
 
     def __init__(self, write: Callable[[], object]):

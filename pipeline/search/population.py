@@ -1,8 +1,9 @@
 """Population-based training in rounds: between tasks, poor trials continue from better trials.
 
 The algorithm is that of Jaderberg et al. (arXiv 1711.09846), with truncation selection of a
-quarter. All trials learn a task before any trial starts the next task. Therefore the exchange
-depends only on the records of the trials, and not on the number of parallel trials.
+quarter. A round is one task: all trials learn a task before any trial starts the next task.
+Therefore the exchange depends only on the records of the trials, and not on the number of parallel
+trials. `tune.run_population` runs the rounds.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ def choose_start(
 
     For each trial in the lower quarter by accuracy, a trial in the upper quarter is drawn. If the
     drawn trial is better by more than a rounding error, the poor trial continues from it, with
-    perturbed parameters. All other trials continue unchanged. There is one round per task, so no
-    exchange follows the last task.
+    perturbed parameters. All other trials continue unchanged.
 
     Args:
         number: Number of the trial, which has learned tasks 0 to `position` - 1.
-        position: Index of the task to start.
+        position: Index of the task to start, at least 1.
         records: Records of all trials.
         space: Search space.
         seed: Seed of the search.

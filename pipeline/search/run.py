@@ -1,6 +1,8 @@
-"""Run a search: phases of trials on Ray Tune, then the winner on test data.
+"""Run a search: phases of trials on Ray Tune, then the winner on test data. Start with `execute`.
 
-A search is resumed from the trial records, and not from the state of Ray Tune.
+A search is resumed from the trial records, and not from the state of Ray Tune. A session is one
+process that runs the search; a resumed search has several. `pipeline.results.trials` defines a
+phase.
 """
 
 from __future__ import annotations
@@ -121,8 +123,9 @@ def run_search(
 def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, PhasePlan]]:
     """Yield the number of the first trial and the plan of each phase.
 
-    With protocol `per_task`, there is a phase for each task; otherwise, there is one phase for all
-    tasks.
+    With protocol `per_task`, there is a phase for each task of `Search.method_tasks`; otherwise,
+    there is one phase for all tasks. In the phase of a task, trials learn the tasks up to this one,
+    and the earlier tasks keep the parameters chosen for them.
 
     Args:
         search: The search.
@@ -159,7 +162,7 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
 
 
 def build_any_config(search: Search) -> configs.Config:
-    """Return the config of an arbitrary point. All points have the same data and storage."""
+    """Return the config of an arbitrary point, for its data and storage: all points share them."""
     point = next(search.space.corners())
     return configs.check(spaces.with_params(search.body, point), search.name)
 
@@ -213,7 +216,7 @@ def build_winner_config(
     Args:
         search: The search.
         number: Number of the winner.
-        chosen_so_far: Parameters chosen in each phase, by task.
+        chosen_so_far: Parameters chosen in each phase, by task; empty for a search with one phase.
     """
     winner = read_trial(search, number)
     history = chosen_so_far or winner["history"]
@@ -225,7 +228,16 @@ def build_winner_config(
 
 
 def write_winner(search: Search, outcome: SearchOutcome, tests: Sequence[SeedTest]) -> str:
-    """Write winner.yaml, a config for `run`, and winner.json. Return the path of winner.yaml."""
+    """Write winner.yaml, a config for `run`, and winner.json. Return the path of winner.yaml.
+
+    It is called before the first test and again after each test, so that the page of the search
+    shows the tests so far.
+
+    Args:
+        search: The search.
+        outcome: The winner.
+        tests: Results on test data so far, one per seed.
+    """
     record = read_trial(search, outcome.trial)
     last = record["results"][-1]
     search_folder = folder(search.storage, search.name)
@@ -287,7 +299,7 @@ def _search_and_record(
     recorder = SearchRecorder(search.tracking, search.storage, remedy=report_command)
     recorder.start(build_state(search))
     files: dict[str, bytes] = {}
-    status = "KILLED"
+    status = "KILLED"  # of the MLflow run, if an exception other than a UserError ends the search
     page = LivePage(partial(write_search_report, search, is_running=True))
     tests: list[SeedTest] = []
     write_state(search)  # the page is built from search.json
@@ -374,7 +386,10 @@ def get_page_path(search: Search) -> str:
 def evaluate_winner(
     search: Search, outcome: SearchOutcome, seed: int, resume_command: str, screen: SearchScreen
 ) -> SeedTest:
-    """Train the winner with one seed, and measure it on test data. Stored results are reused."""
+    """Train the winner with one seed, and measure it on test data. Stored results are reused.
+
+    The training is a run of its own, `SEARCH-winner-seedN`, with a report and an MLflow record.
+    """
     name = f"{search.name}-winner-seed{seed}"
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)

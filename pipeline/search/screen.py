@@ -37,7 +37,10 @@ class SearchScreen:
         self.heartbeat = Heartbeat(self._show_activity)
 
     def __call__(self, record: Trial) -> None:
-        """Print a trial if it has ended."""
+        """Remember the record of a trial, and print a line if the trial has ended.
+
+        A trial is printed only once.
+        """
         number = record["number"]
         self.records[number] = record
         if record["status"] == "running" or number in self.printed:
@@ -76,6 +79,7 @@ class SearchScreen:
 
     def describe(self) -> str:
         """Describe the number of ended trials and the progress of running trials."""
+        # a copy, because the thread of the heartbeat calls this while records are added
         records = sorted(self.records.copy().values(), key=lambda record: record["number"])
         statuses = [record["status"] for record in records]
         num_ended = len(statuses) - statuses.count("running")
@@ -95,7 +99,7 @@ class SearchScreen:
         return Console(graph, lookups, self.stream)
 
     def head(self) -> str:
-        """Describe the search and the number of trials of earlier sessions."""
+        """Describe the search, and the trials known from earlier sessions and a warm start."""
         settings = self.search.settings
         text = f"search {self.search.name}: {settings.algorithm}"
         if settings.scheduler != "none":
@@ -163,7 +167,8 @@ class SearchScreen:
 def point_text(params: Mapping[str, Any]) -> str:
     """Format a point of the space in one line.
 
-    The prefix `methods.LABEL.` of keys is left out. Floats have four significant digits.
+    The prefix `methods.LABEL.` of keys is left out. Floats have four significant digits. A point
+    without parameters is `the base`: the base config as it is.
     """
     parts = []
     for key, value in params.items():

@@ -1,6 +1,8 @@
 """The space of a search: settings of a config with distributions of their values.
 
-A space is checked against the schema of the config before a search starts.
+A dimension is one setting (a dotted key of the config) with its distribution. A point is one value
+for each dimension that applies; it makes the config of a trial. See `Space`. A space is checked
+against the schema of the config before a search starts.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ Params = dict[str, Any]  # dotted key -> value
 
 # ---- dimensions ----------------------------------------------------------------------------------
 class Conditional(Frozen, ABC):
-    """One dimension of a space. It applies only to points that match its conditions `when`."""
+    """Base class of the dimensions of a space.
+
+    A dimension applies only to points that match its conditions `when`. Without conditions it
+    applies to all points.
+    """
 
     when: dict[str, Any] = Field(
         default_factory=dict,
@@ -49,7 +55,7 @@ class Conditional(Frozen, ABC):
 
     @abstractmethod
     def suggest(self, trial: Trial, key: str) -> Any:
-        """Return the value that Optuna suggests."""
+        """Return the value that Optuna suggests for the trial, under the name `key`."""
 
     @abstractmethod
     def grid(self) -> list[Any]:
@@ -91,6 +97,7 @@ class Uniform(Conditional):
     def grid(self) -> list[Any]:
         gaps = max(self.points - 1, 1)
         values = [self.low + (self.high - self.low) * i / gaps for i in range(self.points)]
+        # rounding can exceed `high`
         return [min(value, self.high) for value in values]
 
     @property
@@ -122,6 +129,7 @@ class LogUniform(Uniform):
         ratio = self.high / self.low
         gaps = max(self.points - 1, 1)
         values = [self.low * ratio ** (i / gaps) for i in range(self.points)]
+        # rounding can exceed `high`
         return [min(value, self.high) for value in values]
 
 
@@ -285,7 +293,8 @@ class Space:
     def perturb(self, params: Mapping[str, Any], rng: random.Random) -> Params:
         """Return a point close to `params`.
 
-        A value is drawn again with probability REDRAW_PROBABILITY, or if `params` does not have it.
+        Each value of `params` is changed by `perturb` of its dimension. It is drawn again with
+        probability REDRAW_PROBABILITY, and if `params` does not have it.
         """
         point: Params = {}
         for key, dimension in self.dimensions.items():
@@ -300,8 +309,9 @@ class Space:
     def corners(self) -> Iterator[Params]:
         """Yield points that cover both ends of every range and every value of every choice.
 
-        For each method, each point sets one dimension and the values that its `when` needs. All
-        other dimensions have their first value.
+        Each point sets one dimension to one of its `bounds`, and the dimensions that its `when`
+        needs to matching values. All other dimensions have their first value. If the space has the
+        dimension `method`, there are such points for each method.
         """
         labels: list[Any] = [None]
         if METHOD in self.dimensions:
@@ -340,7 +350,11 @@ def _as_list(condition: Any) -> list[Any]:
 
 
 def _check_when(dimensions: Mapping[str, Dimension], key: str) -> None:
-    """Raise `UserError` if `when` of a dimension contains anything but values of choices."""
+    """Raise `UserError` if a condition in `when` of a dimension cannot be met.
+
+    A condition must name another dimension of the space, which must be a choice, and some of its
+    values.
+    """
     conditions = dimensions[key].when
     for other in conditions:
         if other not in dimensions:
@@ -383,7 +397,10 @@ def _sort_dimensions(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension
 
 # ---- points and configs --------------------------------------------------------------------------
 def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of a config, with the values of a point inserted."""
+    """Return a copy of the plain values of a config, with the values of a point inserted.
+
+    If the point has a method, the other methods are removed.
+    """
     config_body = copy.deepcopy(dict(body))
     if METHOD in params:
         label = params[METHOD]
@@ -404,8 +421,9 @@ def check_against_config(space: Space, body: Mapping[str, Any], path: str) -> No
         path: Path of the search file.
 
     Raises:
-        UserError: If a key is not a setting of the config or cannot be searched, if the config
-            rejects a value, or if a trial would not have exactly one method.
+        UserError: If a key is not a setting of the config or must not be searched (`stream` and
+            NOT_SEARCHABLE), if the config rejects a value, or if a trial would not have exactly one
+            method.
     """
     labels = _find_searched_labels(space, body, path)
     for key in space.dimensions:

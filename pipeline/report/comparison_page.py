@@ -173,7 +173,8 @@ def matrix_pictures(comparison: Comparison) -> list[FigureFile]:
     """Return pictures of accuracy matrices.
 
     A picture shows a base (see `Comparison.base`) and up to SIDE_BY_SIDE - 1 entries compared with
-    it. The differences from the base are below the matrices. An entry without a base is its own.
+    it. The differences from the base are below the matrices. An entry without a base is its own
+    base.
     """
     families: dict[str, list[ComparedMethod]] = {}
     for entry in comparison.entries:

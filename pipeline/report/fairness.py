@@ -82,7 +82,7 @@ def find_advantages(best: Conditions, other: Conditions) -> list[str]:
     """Return the titles of the conditions in which `best` may have had an advantage over `other`.
 
     A condition in SAME is an advantage if it differs. A condition in NO_MORE is an advantage if
-    `best` had more. In both cases, a condition that is unknown for one of the methods is, too.
+    `best` had more. A condition that is unknown for one of the methods counts as an advantage, too.
     """
 
     def is_fair(name: str) -> bool:

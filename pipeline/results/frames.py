@@ -27,9 +27,9 @@ class Results:
     """The stored results of a run. An unfinished run has the results so far.
 
     Tables are built at each call, from the stages that were finished when this object was created.
-    The first columns of a table are
-    `replica` (empty for a run with one seed and class order, otherwise a name such as `seed-1`),
-    `seed`, and `label` (the name of the method in the config). Rates are between 0 and 1.
+    The first columns of a table are `replica` (empty for a run with one seed and class order,
+    otherwise a name such as `seed-1`), `seed`, and `label` (the name of the method in the config).
+    Rates are between 0 and 1.
 
     Attributes:
         name: Name of the run.

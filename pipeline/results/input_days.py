@@ -168,7 +168,7 @@ def read_inputs(folder: str) -> InputReport:
 
 
 def _make_row(day: str, model: str, name: str, task: TaskCounts, total: int) -> InputRow:
-    """Return the row of a task. `total` is the number of inputs of all tasks of model and day."""
+    """Return the row of a task. `total` counts the inputs of all tasks of the model on that day."""
     inputs = max(task.inputs, 1)  # a file may contain distances without inputs
     beyond_median = sum(task.distances[MEDIAN_BIN:])
     return InputRow(

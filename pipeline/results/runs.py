@@ -100,8 +100,9 @@ class StageStatus:
         label: Label of the method, or None.
         task: Name of the task, or None.
         key: Key of the result.
-        state: A `StageState` of the driver; or `interrupted` or `missing` if the stage has no
-            result and no driver runs: with or without a checkpoint.
+        state: While the driver is alive, a `StageState`. Afterwards, a stage with a result is
+            `done` or `reused`; any other is `failed`, `blocked`, `interrupted` if it has a
+            checkpoint, or else `missing`.
         where: The process that runs or ran the stage.
         since_s: Seconds in this state; None if unknown, or if the driver is not alive.
         wall_s: Duration in seconds; None if unknown.

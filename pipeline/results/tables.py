@@ -241,8 +241,8 @@ class RunTables:
     def result(self, label: str, task: str) -> dict[str, Any] | None:
         """Return the result of `evaluate` after learning `task`; None if it is not finished.
 
-        `rewrites` tells whether learning can change predictions on earlier tasks, `rows` are the
-        measured entries of the matrix, and `canary` see `evaluation_rows`.
+        Its key `rewrites` tells whether learning a task can change predictions on earlier tasks.
+        See `evaluation_rows` for the keys `rows` and `canary`.
         """
         artifact = self.artifacts.get(f"{label}/{task}/evaluate")
         if artifact is None:
@@ -470,8 +470,8 @@ class RunTables:
             state = self.state(label, task)
             sizes = state.sizes() if state else {}
         stages = self.stages(label, task)
-        # The state that an inner stage carries is consumed by a later stage of the same task, so it
-        # is not stored for the next task.
+        # Stages with a later stage of the same task. That stage uses the state that they carry, so
+        # it does not count as carried to the next task.
         inner_ids: set[str] = set()
         for stage in stages:
             inner_ids.update(stage["parents"])

@@ -293,8 +293,8 @@ class Space:
     def perturb(self, params: Mapping[str, Any], rng: random.Random) -> Params:
         """Return a point close to `params`.
 
-        Each value of `params` is changed by `perturb` of its dimension. It is drawn again with
-        probability REDRAW_PROBABILITY, and if `params` does not have it.
+        Each value is drawn again with probability REDRAW_PROBABILITY, or if `params` does not have
+        it. Otherwise, `perturb` of its dimension changes it.
         """
         point: Params = {}
         for key, dimension in self.dimensions.items():

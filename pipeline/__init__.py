@@ -182,7 +182,7 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
     return SearchExperiment(source, texts, spec.load_search_file(source, list(texts)).settings)
 
 
-# ---- data that grow ------------------------------------------------------------------------------
+# ---- adding and removing data --------------------------------------------------------------------
 def add_data(
     config: AnyPath,
     data: AnyPath,
@@ -199,11 +199,12 @@ def add_data(
 
     Args:
         config: Path of the config file, which is changed.
-        data: Path of new data, or the source of a card of the config that has new files.
-        kind: Interpretation of ambiguous data: `task`, `classes` or `images`.
+        data: Path of new data, or the source of a card of the config if new files were added there.
+        kind: How to use ambiguous data: as a new `task`, as `classes` (known ones get more images),
+            or as `images` of known classes only. None: ambiguous data are an error.
         into: Task for the new classes. Empty: the new classes become a new task.
         name: Name of the new task. Empty: the next free name.
-        model: Model folder that serves the run and gets a new version. Empty: no folder is updated.
+        model: Model folder that gets a new version, or is created. Empty: none.
         method: Label of the method that the folder serves, if the run has several.
         max_drop: Largest accepted loss of test accuracy of a served task, in percentage points.
         quiet: Print nothing.
@@ -243,15 +244,16 @@ def remove_data(
 ) -> Results:
     """Remove a task, a class or images from a run, like `accrete remove --yes`.
 
-    All results trained on the removed data are deleted without confirmation. Pass one of
+    All results trained on the removed data are deleted without confirmation. Pass exactly one of
     `task`, `class_name` and `images`.
 
     Args:
         config: Path of the config file, which is changed.
         task: The task to remove.
         class_name: The class to remove, from every task that has it.
-        images: Text file with the names of the images to remove.
-        model: Model folder that serves the run and gets a new version. Empty: no folder is updated.
+        images: Text file with the images to remove, one per line: the path below the source, or the
+            sha256 of the file.
+        model: Model folder that gets a new version and loses all earlier ones. Empty: none.
         method: Label of the method that the folder serves, if the run has several.
         quiet: Print nothing.
 
@@ -436,21 +438,23 @@ def collect_garbage(
     older_than_days: float = 0.0,
     keep_gb: float = 0.0,
 ) -> pd.DataFrame:
-    """Find results that no named run and no search needs, and optionally delete them.
+    """Find stage results that no recorded run and no search needs, and optionally delete them.
 
     Args:
         storage: Folder or URI of the storage.
         earlier: Include results that runs needed only before their configs or images were changed.
         dry_run: Only list the results. False deletes them.
-        older_than_days: Include only older results.
-        keep_gb: Keep the newest results up to this size.
+        older_than_days: Include only results last written at least so many days ago. 0: all.
+        keep_gb: Leave out the newest results, up to this total size in GB (1e9 bytes).
 
     Returns:
-        A row for each folder with its `bytes`. `deleted` is False if `dry_run`, if a new run needs
-        the result, or if a process is computing it.
+        A row for each folder: its `path` in the storage, `bytes`, `written` (seconds since the
+        epoch) and `deleted`, which is False after a dry run, if a new run needs the result, or if
+        a process is computing it.
 
     Raises:
-        UserError: If the storage does not exist.
+        UserError: If the storage does not exist, a record in it cannot be read, or a limit is
+            negative.
     """
     from pipeline.app.garbage import delete_garbage, find_garbage
     from pipeline.config.yaml_files import absolute
@@ -639,7 +643,11 @@ def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
 
 
 def _resolve_config(source: LoadSource) -> ConfigSource:
-    """Return the path or values of a config. For data, write a config and return its path."""
+    """Return the path or the values of a config.
+
+    For paths of data, return the path of their config; it is written if it does not exist. Cards
+    inside a mapping are written to files.
+    """
     if isinstance(source, Mapping):
         from pipeline.config.yaml_files import to_plain_values
         from pipeline.data.inline_cards import write_inline_cards  # start-up time: imports pyarrow

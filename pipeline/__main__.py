@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-PROCESS = os.getpid()
+PROCESS = os.getpid()  # forked children inherit the handler, but have another id
 
 
 def stop(number: int, frame: object) -> None:
@@ -19,6 +19,6 @@ def stop(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
-    from pipeline.cli import leave, main  # can take a second
+    from pipeline.cli import leave, main  # after the handler: takes up to a second
 
     leave(main())

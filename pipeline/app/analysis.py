@@ -43,7 +43,10 @@ class AnalysisResult:
 
     @property
     def attention(self) -> pd.DataFrame:
-        """A row per method, task, layer and head: entropy and distance of the attention."""
+        """A row per method, task, layer and head: entropy and distance of the attention.
+
+        `workers.model.attention` defines both.
+        """
         return data_frame(self.analysis.attention)
 
     @property
@@ -72,12 +75,12 @@ def analyse(
     are added to the MLflow record of the method's run.
 
     Args:
-        finished_runs: The runs. The iterator is advanced only after the previous run was checked,
-            so it can prepare the runs lazily.
+        finished_runs: The runs. A generator can prepare them lazily: it is advanced only after the
+            previous run was checked.
         open_screen: Creates the screen.
         command: Command that repeats the analysis, for messages.
-        images: Approximate number of test images per task.
-        map_images: Approximate number of test images per task for attention maps.
+        images: Maximum number of test images per task.
+        map_images: Maximum number of test images per task for attention maps. 0: no maps.
         robustness: Also measure the accuracy on occluded and adversarial images.
         other_cards: Cards with further test images of the same classes.
 
@@ -134,7 +137,14 @@ def analyse(
 
 
 def check_image_count(option: str, count: int, least: int, most: float) -> None:
-    """Raise `UserError` if a number of test images is out of bounds."""
+    """Raise `UserError` if a number of test images is out of bounds.
+
+    Args:
+        option: Name of the command-line option, without dashes, for the message.
+        count: The number.
+        least: Smallest allowed number.
+        most: Largest allowed number, or infinity.
+    """
     if not least <= count <= most:
         bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
         raise UserError(
@@ -149,7 +159,15 @@ def _record_analysis(
     analysis_files: Mapping[str, bytes],
     images: int,
 ) -> WrittenReport:
-    """Add an analysis to the report of one run and to its record in MLflow."""
+    """Add an analysis to the report of one run and to its record in MLflow.
+
+    Args:
+        run: The run.
+        record: The run's record in the storage.
+        analysis: The measurements of all analysed runs.
+        analysis_files: Tables and pictures to log. Empty for all runs but the first.
+        images: Maximum number of test images per task.
+    """
     # imported here to keep the start-up fast: they import torch and matplotlib
     from pipeline.report import analysis_section
     from pipeline.tracking import points

@@ -317,8 +317,8 @@ class Experiment:
 
         Args:
             *others: Further finished runs for comparison.
-            images: Approximate number of test images per task.
-            maps: Approximate number of test images per task for attention maps.
+            images: Maximum number of test images per task.
+            maps: Maximum number of test images per task for attention maps. 0: no maps.
             robustness: Also measure accuracy on occluded and adversarial images.
             on: Cards with further test images of the same classes.
             quiet: Print nothing.
@@ -346,6 +346,7 @@ class Experiment:
 
     # ---- preparation -----------------------------------------------------------------------------
     def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:
+        """Read `source` again and prepare its run. `options`: see `runs.prepare`."""
         from pipeline.app import runs as app
 
         return app.prepare(
@@ -362,7 +363,9 @@ class Experiment:
     def _command(
         self, command: str, run: PreparedRun, cd_prefix: str, options: Sequence[str] = ()
     ) -> str:
-        """Return the command line that runs a command on this config.
+        """Return the command line that runs a command on this config, for messages.
+
+        If the config or a method exists only in Python, return the Python call instead.
 
         Args:
             command: The command.

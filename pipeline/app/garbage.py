@@ -93,7 +93,7 @@ def _delete_garbage(
             if path not in remaining_paths:
                 needed_again.append(path)
                 continue
-            key = path.split("/")[1]
+            key = path.split("/")[1]  # a path is AREA/KEY or stages/KEY/ATTEMPT
             try:
                 with stage_lock(store.root, key, wait=False):
                     delete_dir(join(store.storage, path))

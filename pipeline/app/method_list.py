@@ -1,4 +1,4 @@
-"""Describe the methods and their settings as text.
+"""Describe the methods and their settings as text, for `accrete methods` and `pipeline.methods`.
 
 The text of a setting has its type, range, default and meaning, and the value of the paper if it
 differs from the default.
@@ -40,6 +40,7 @@ TASK_NOT_NEEDED = {  # key: an item of OLD_IMAGES
     "exemplars": "without the task of an image, with some images of earlier tasks",
     "all": "without the task of an image, with all images of earlier tasks",
 }
+# constraint -> sign; its attribute with the limit has the name of the class in lower case
 SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
@@ -64,11 +65,12 @@ class Setting(NamedTuple):
 
 
 def method_rows() -> list[Row]:
-    """Return a row for each method, sorted by the requirements of the method.
+    """Return a row for each method.
 
-    Methods that predict without a given task come first. Among these and among the other methods,
-    methods that read fewer images of earlier tasks come first, and then methods that train a
-    smaller part of the network.
+    The rows are sorted by whether the task of an image must be given (last), the images of earlier
+    tasks that the method reads (fewest first), the part of the network that it trains (smallest
+    first), and the name. `removal` is `exact` if a task can be removed without training other tasks
+    again.
     """
     from workers.methods import METHODS  # imports torch
     from workers.serving.single_tasks import trains_shared
@@ -103,6 +105,7 @@ def _find_old_images(method: type[Method[Any]]) -> str:
 
 
 def _find_trained_part(method: type[Method[Any]]) -> str:
+    """Return the part of the network that is trained by gradients: an item of TRAINED."""
     if not method.has_training():
         return "nothing"
     return "modules" if method.freezes_backbone else "backbone"
@@ -217,7 +220,7 @@ def list_settings(name: str) -> list[Setting]:
 
 
 def describe_train_defaults(method: type[Method[Any]]) -> list[str]:
-    """Describe the default training of each step, and the source of the default values."""
+    """Describe the default training of each step that trains, and the source of the values."""
     defaults = method.train_defaults
     texts = []
     for step in method.steps:
@@ -278,7 +281,11 @@ def format_bounds(info: FieldInfo) -> str:
 
 
 def _find_constraints(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
-    """Yield the constraints of a field, including constraints on members of a union."""
+    """Yield the constraints of a field, including constraints on members of a union.
+
+    A member `Annotated[int, Field(ge=0)]` has a `FieldInfo` that holds the constraint, in its own
+    `metadata`.
+    """
     yield from metadata
     for mark in getattr(annotation, "__metadata__", ()):
         yield from getattr(mark, "metadata", None) or [mark]
@@ -293,6 +300,7 @@ def describe_setting_type(info: FieldInfo) -> str:
 
 
 def _find_type_names(annotation: Any) -> Iterator[str]:
+    """Yield a word for each type in an annotation, or the values of a `Literal`."""
     names = {
         float: "number",
         int: "whole number",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from workers.errors import UserError
 
-NAME = r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
+NAME = r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?"  # pattern of the names of methods
 PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]

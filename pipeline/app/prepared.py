@@ -1,4 +1,7 @@
-"""A config with its store and graph, ready to run, and the run plan."""
+"""A config with its store and graph, ready to run, and the run plan.
+
+`runs.prepare` returns a `PreparedRun`, and `runs.plan` a `RunPlan`.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,15 @@ class PreparedRun:
     """A checked config with its store and its graph of stages, before the run.
 
     Attributes:
+        config: The config.
+        store: Store of the results.
+        graph: All stages with their keys.
+        tasks: Tasks in the order of the stream; a base task is first.
         has_jobs: Whether the stages of `graph` can be run. False for a graph from the cache, which
             contains no jobs; `runs.with_jobs` builds them.
-        replicas: Replicas of a run with several seeds or class orders, each a separate run. In
-            this case `graph` contains the stages of all replicas, and `tasks` are the tasks of the
-            first replica.
+        replicas: Replicas of a run with several seeds or class orders, each a separate run; empty
+            for other runs. With replicas, `graph` contains the stages of all replicas, and `tasks`
+            are the tasks of the first replica.
     """
 
     config: Config
@@ -127,6 +134,7 @@ def _describe_code() -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
+    # Not imported here, because it imports torch. Before its import, no method is registered.
     registration = sys.modules.get("workers.methods.registration")
     for method in registration.REGISTERED.values() if registration else ():
         package = describe_package(method.__module__)
@@ -141,7 +149,10 @@ def _describe_code() -> dict[str, Any]:
 
 
 def find_or_make_record(run: PreparedRun) -> RunRecord:
-    """Return the stored record of a run, or a new record if the graph has changed since then."""
+    """Return the stored record of a run, or a new one if none is stored or its keys are outdated.
+
+    A new record is not stored.
+    """
     record = run.store.record(run.config.name)
     keys = {stage.id: stage.key for stage in run.graph}
     if record is not None and {s["id"]: s["key"] for s in record["stages"]} == keys:
@@ -150,7 +161,7 @@ def find_or_make_record(run: PreparedRun) -> RunRecord:
 
 
 def make_replica_records(run: PreparedRun) -> dict[str, RunRecord]:
-    """Return a new record of each replica of a run, by replica; empty for a run of one seed."""
+    """Return a new record of each replica, by replica; empty for a run without replicas."""
     records = {}
     for name, replica in run.replicas.items():
         records[name] = make_record(replica.graph, replica.config, replica.tasks, provenance())

@@ -42,6 +42,7 @@ LOG = logging.getLogger("accrete.app")
 REPORT_FILES = "report-files.json"  # file with the names and digests of the files of the report
 
 
+# Paths that `export` may delete: relative and without `..`, because anyone can edit REPORT_FILES.
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
@@ -122,6 +123,7 @@ def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, 
 
 
 def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
+    """Build and commit the report. `made_of` of its manifest: key -> content digest of inputs."""
     started = time.monotonic()
     store = run.store
     attempt = Attempt(store.root, stage.key)

@@ -146,11 +146,12 @@ def prepare(
         source: Path of the config, or its values.
         overrides: Overrides in the form of `--set`.
         to_run: Prepare to run stages: check that the storage is writable, delete temporary files of
-            killed processes, and read raw data that was rewritten in place. If false, a data source
-            on another machine is not contacted if its data was ingested.
+            killed processes, and read raw data again that was rewritten in place (same paths and
+            sizes, other modification times). If false, nothing is written, and a data source on
+            another machine is not contacted if its data was ingested.
         say: Called with each line about raw data rewritten in place.
-        with_jobs: Build stages that can be run. If false, the graph is read from the cache if
-            nothing that it is built from has changed, without importing torch.
+        with_jobs: Build stages that can be run. If false, the graph comes from the cache, without
+            importing torch, unless an input of the graph has changed.
         allow_replicas: Accept a config with several seeds or class orders.
 
     Raises:
@@ -196,6 +197,7 @@ def _prepare(
 
     def build_replica(name: str, config: Config) -> PreparedRun:
         def checked() -> Config:
+            # `name` is the name of a replica, or "" for a run without replicas
             whole = configs.load(source, list(overrides))
             return make_replica_configs(whole).get(name, whole)
 
@@ -224,7 +226,7 @@ def _with_graph(
         store: Its store.
         to_run: See `prepare`.
         with_jobs: See `prepare`.
-        may_use_cache: Whether the cache can be used.
+        may_use_cache: Whether the cache can be used. If true, `config` was not checked completely.
         checked: Loads the config with all checks, including the ones that need torch.
     """
     inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None
@@ -351,6 +353,7 @@ def _execute(
     report_command: str,
     selection: StageSelection,
 ) -> RunResult:
+    """Look up all stages, and run and record what is missing. See `execute`."""
     config = run.config
     store = run.store
     graph = run.graph
@@ -364,15 +367,16 @@ def _execute(
     with at_work(lambda: "looking for results in the storage"):
         lookups = force(graph, look_up_all(graph, store, previous), selection)
     todo = select_stages_to_run(graph, lookups, selection)
-    left_out = stages_to_run(graph, lookups) - todo
+    left_out = stages_to_run(graph, lookups) - todo  # missing, but not selected
     LOG.info("run %s: %d stages, %d to run", config.name, len(graph), len(todo))
     screen = open_screen(graph, lookups)
     if not todo and not left_out:
+        # If the MLflow record is complete too, neither torch nor MLflow has to be imported.
         files = add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
         state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
         links = complete.find_links(state) if config.tracking.enabled else []
-        if links is not None:
+        if links is not None:  # None: the record must be written again, below
             outcome = run_graph(graph, store, _no_executor, 0, [screen], lookups)
             return _finish(run, record, outcome, files, [], links)
     elif not run.has_jobs:
@@ -394,7 +398,13 @@ def _execute(
 
 
 def _describe_forced_result(before: Lookup, outcome: Outcome, stage_id: str) -> str:
-    """Describe whether the result of a forced stage is the same as before."""
+    """Describe whether the result of a forced stage is the same as before.
+
+    Args:
+        before: Look-up of the stage before the run, from `force`.
+        outcome: Outcome of the run.
+        stage_id: Id of the stage.
+    """
     after = outcome.manifests[stage_id]
     if before.manifest is None or after is None:
         return "it had no result before"
@@ -416,7 +426,8 @@ def _run_and_record(
     """Run the stages `todo` and log the run to MLflow at the same time.
 
     The ingest stages run first: the keys of other stages depend on the ingested data, so the graph
-    is built again after them.
+    is built again after them. Only a whole run, which leaves out no missing stage, is logged as
+    finished, with its models.
     """
     # imported here to keep the start-up fast: they import torch and matplotlib
     from pipeline.graph.walk import State
@@ -429,7 +440,7 @@ def _run_and_record(
     missing = stages_to_run(graph, lookups) | todo
     groups = config.cluster.groups if config.cluster.workers else 1
     files: dict[str, bytes] = {}
-    status = "KILLED"
+    status = "KILLED"  # of the run in MLflow, if an exception or `selection` ends it early
     with (
         keep_journal(
             store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
@@ -450,6 +461,7 @@ def _run_and_record(
             run = rebuild(run)
             graph = run.graph
             record = make_record(graph, config, run.tasks, provenance())
+            # before the look-up: `gc` keeps the results with the new keys
             for saved in (record, *make_replica_records(run).values()):
                 store.save_record(saved)
             lookups = _look_up_again(graph, store, before, lookups, ingested)
@@ -483,7 +495,8 @@ def _run_and_record(
         links = recorder.links()
         location = recorder.writer.location
         if config.tracking.enabled and is_whole and not recorder.warnings:
-            # Read the manifests from the store: an event of an executor can lack the attempt.
+            # Read the manifests from the store. The state needs the name of the attempt, which
+            # `Attempt.commit` adds, so a manifest from an event of the executor can lack it.
             stored = look_up_all(graph, store, None, "nothing")
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
@@ -574,7 +587,7 @@ class Walks:
             return run_graph(
                 Graph.of(self.graph.name, stages),
                 self.store,
-                lambda todo: self.executor.lend(),
+                lambda todo: self.executor.lend(),  # the second walk uses the executor again
                 self.retries,
                 [self.screen, self.run_log, self.journal],
                 {stage.id: lookups[stage.id] for stage in stages},
@@ -686,9 +699,9 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
 
 
 def _read_account(store: Store, key: str) -> tuple[list[str], str]:
-    """Return the account of the files of an ingest stage, and the location of the preview page.
+    """Return the lines of an ingest stage's account, and the location of its preview page.
 
-    Both are empty for results of older versions.
+    Both are empty if the result lacks them, as results of older versions do.
     """
     artifact = Artifact.open(store.root, key)
     if artifact is None or not {ACCOUNT, PREVIEW} <= artifact.manifest["files"].keys():
@@ -712,14 +725,14 @@ def bring(
     open_screen: OpenScreen,
     resume_command: str,
 ) -> None:
-    """Run the missing stages of `ingest_graph`.
+    """Run the missing stages of a graph of ingest stages, without a report or an MLflow record.
 
     Args:
-        ingest_graph: Graph of ingest stages.
+        ingest_graph: The graph.
         config: The config.
         store: The store.
         open_screen: Creates the screen.
-        resume_command: Command that resumes the run, for messages.
+        resume_command: Command that resumes the ingest, for messages.
 
     Raises:
         UserError: If a stage fails.

@@ -75,6 +75,7 @@ def _methods_schema(definitions: Schema) -> Schema:
     """Return the schema of `methods`, a mapping from labels to settings of methods.
 
     The label of an entry is the name of the method, unless the entry names the method in `method`.
+    The schemas of the methods are added to `definitions`.
     """
     from workers.methods import METHODS  # imports torch
 
@@ -106,7 +107,8 @@ def _other_method(name: str) -> Schema:
 def _method_schema(definitions: Schema, name: str) -> Schema:
     """Return the schema of an entry of `methods`.
 
-    It has the settings of this method, and the settings that all methods have.
+    It has the settings of this method, and the settings that all methods have. The schemas of
+    nested settings are added to `definitions`.
     """
     from workers.methods import METHODS  # imports torch
 

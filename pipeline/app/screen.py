@@ -27,4 +27,5 @@ class Screen(Watcher, Protocol):
         """Context manager that shows the text of `describe` after a while without output."""
 
 
+# creates the screen of a run from its graph and the look-up of each stage
 OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]

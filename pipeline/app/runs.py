@@ -147,8 +147,8 @@ def prepare(
         overrides: Overrides in the form of `--set`.
         to_run: Prepare to run stages: check that the storage is writable, delete temporary files of
             killed processes, and read raw data again that was rewritten in place (same paths and
-            sizes, other modification times). If false, nothing is written, and a data source on
-            another machine is not contacted if its data was ingested.
+            sizes, other modification times). If false, a data source on another machine is not
+            contacted if its data was ingested.
         say: Called with each line about raw data rewritten in place.
         with_jobs: Build stages that can be run. If false, the graph comes from the cache, without
             importing torch, unless an input of the graph has changed.

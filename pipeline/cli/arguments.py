@@ -20,7 +20,8 @@ CONFIG_OR_DATA = {
 AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[dhm])")
 AGE_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}  # seconds per unit
 
-# function that adds one command: (name, function, help text, config=True, ...) -> its parser
+# Function that adds one command: (name, function, help text, config=True, ...) -> its parser. It is
+# `add_command` in `main.parser`; the further keywords are options of the argument `config`.
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 
@@ -46,7 +47,11 @@ def parse_amount(text: str, noun: str) -> float:
 
 
 def parse_age(text: str) -> float:
-    """Parse an age, for example `30d`, `12h` or `90m`, into seconds."""
+    """Parse an age in days, hours or minutes (`30d`, `12h`, `90m`) into seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is not an age.
+    """
     match = AGE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -114,7 +119,10 @@ def add_method_option(sub: argparse.ArgumentParser) -> None:
 
 
 class AddMethod(argparse.Action):
-    """Action of `--method NAME`: puts the method into the first override, `methods=[...]`."""
+    """Action of `--method NAME`: puts the method into the first override, `methods=[...]`.
+
+    The override comes before those of `--set`, so that `--set` can change settings of the method.
+    """
 
     def __call__(
         self,
@@ -124,6 +132,7 @@ class AddMethod(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         names = [*getattr(namespace, "method_names", []), values]
+        # from the second method on, the first override is the one of the earlier methods
         rest = [*namespace.overrides][bool(len(names) > 1) :]
         namespace.method_names = names
         namespace.overrides = [f"methods=[{', '.join(names)}]", *rest]

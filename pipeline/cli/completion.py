@@ -45,7 +45,15 @@ FILES = ("FILE", "IMAGE")  # metavars of arguments whose values are files
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of a shell of SHELLS."""
+    """Return the completion script for a shell.
+
+    Args:
+        parser: Parser of the whole command line.
+        shell: An item of SHELLS.
+
+    Raises:
+        UserError: If the package shtab is not installed.
+    """
     require_package("shtab", "completion", "type the commands in full")
     import shtab  # imported here, so that other commands start fast
 

@@ -331,7 +331,10 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _describe_status(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
-    """Return why a stage must run or why its deleted result is not needed, and the stage's note."""
+    """Return the text of `plan` for a stage: the reason of its status, and the stage's note.
+
+    A hit has a reason only if its result was deleted and is not needed.
+    """
     lookup = lookups[stage.id]
     text = ""
     if stage.id in stages_to_run:

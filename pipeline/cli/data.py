@@ -64,7 +64,10 @@ def data(args: argparse.Namespace) -> int:
 
 
 def prepare_card(args: argparse.Namespace) -> int:
-    """Sort the official images of a card into class folders, and print the next step."""
+    """Sort the official images of a card into class folders, and print the next step.
+
+    If the folder is not the one that the card reads (`--to`), the next step is `init`.
+    """
     from pipeline.data import card_files, preparation  # imports pyarrow
 
     card = card_files.load_without_source(args.card)

@@ -13,7 +13,13 @@ HELP_POSITION = 16  # column at which the description of a command begins
 
 
 class CommandGroup(NamedTuple):
-    """A group of commands in the general help. `example` is the command whose example is shown."""
+    """A group of commands in the general help.
+
+    Attributes:
+        title: Heading of the group.
+        commands: Names of the commands, in the order of the help.
+        example: The command whose example is shown below the group.
+    """
 
     title: str
     commands: tuple[str, ...]
@@ -78,7 +84,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class GroupedParser(Parser):
-    """The parser of all commands; its help lists them in groups."""
+    """The parser of all commands; its help lists them in groups.
+
+    Commands that are in no group of GROUPS are listed under `more`.
+    """
 
     def format_help(self) -> str:
         """Return the help: description, commands in groups, options."""

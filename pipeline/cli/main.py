@@ -37,11 +37,11 @@ MAX_ERROR_CHARACTERS = 4000  # maximal printed characters of an error; errors of
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with a code, without the finalisation of the interpreter.
+    """Exit with a code, but skip the finalisation of the interpreter.
 
-    Like a normal exit, this function waits for Python threads, runs the `atexit` functions and
-    flushes the output. The finalisation is skipped because a pyarrow thread that is still running
-    during the finalisation aborts the process and changes the exit code.
+    A pyarrow thread that is still running during the finalisation would abort the process and
+    change the exit code. The rest of a normal exit is done here: wait for Python threads, run the
+    `atexit` functions, and flush the output.
     """
     try:
         vars(threading)["_shutdown"]()  # waits for threads that Python started
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe of our output, e.g. `| head`
         sys.stderr.close()
         return 0
-    except ConnectionError as error:  # an OSError without a file name
+    except ConnectionError as error:  # before OSError: it has no file name to report
         reason = one_line(str(error)) or type(error).__name__
         print(
             f"accrete: a connection was lost or refused ({reason}); "
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def describe_file_error(error: OSError) -> str:
-    """Describe an error of a file, or of an object in a bucket, and the remedy."""
+    """Describe an error of a file, or of a bucket (an OSError of pyarrow), and the remedy."""
     text = one_line(str(error.strerror or error))
     file_name = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -161,7 +161,8 @@ class PrintVersion(argparse.Action):
 def parser(program: str = "") -> argparse.ArgumentParser:
     """Return the parser of the whole command line.
 
-    The attribute `command` of the parsed arguments is the function of the command.
+    The attribute `command` of the parsed arguments is the function that runs the command. It takes
+    the parsed arguments and returns the exit code.
 
     Args:
         program: Name of the program. Default: the name with which this process was started.

@@ -135,7 +135,7 @@ def report(args: argparse.Namespace) -> int:
 
     For a model folder, print the inputs that it counted.
     """
-    if os.path.isdir(args.config) or "://" in args.config:
+    if os.path.isdir(args.config) or "://" in args.config:  # a model folder; configs are files
         return _report_inputs(args)
     from pipeline.app import reports
     from pipeline.app import runs as app
@@ -236,7 +236,7 @@ def list_runs(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print the progress of a run."""
+    """Print the progress of a run: once, or until it ends with `--watch`."""
     from pipeline.report import run_text
     from pipeline.results import runs
 

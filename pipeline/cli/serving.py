@@ -114,7 +114,12 @@ def add_commands(add_command: AddCommand) -> None:
 
 
 def open_bundle(args: argparse.Namespace) -> Bundle:
-    """Return the bundle of a model folder, or of one method of a config's run."""
+    """Return the bundle that `args.config` names: a model folder, or a config's finished run.
+
+    Raises:
+        UserError: If the run is not finished, if it has several methods and `--method` names none,
+            or if `--method` or `--set` is given with a model folder.
+    """
     from pipeline.results import bundles
 
     if bundles.is_model_folder(args.config):
@@ -246,7 +251,12 @@ def _write_model_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def describe_rules(rules: Mapping[str, Any]) -> str:
-    """Describe the accuracy of each rule that chooses the task of an image."""
+    """Describe the accuracy of each rule that chooses the task of an image.
+
+    Args:
+        rules: Entry `rules` of the model file: the accuracies as shares, and what they were
+            measured on.
+    """
     from pipeline.config.text import format_percent
 
     parts = [f"{rule} {format_percent(share)}" for rule, share in rules["accuracy"].items()]
@@ -319,7 +329,11 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def open_model_source(args: argparse.Namespace) -> ModelSource:
-    """Return the source of the model that `args.config` names."""
+    """Return the source of the model that `args.config` names.
+
+    It is a registered model of MLflow (`models:/...`), a model folder, or a config. Only the model
+    of a config cannot change while it is served.
+    """
     from pipeline.config.yaml_files import absolute
     from pipeline.results import bundles
     from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel

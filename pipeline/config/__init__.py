@@ -1,4 +1,5 @@
-"""Settings, YAML files and the few things that every package needs; imports no other package.
+"""Settings, YAML files and the few things that every package needs.
 
-A module here must not import another package of `pipeline`.
+A module here may import `workers`, but no other package of `pipeline`. Start with `load` in
+`settings.py`, which reads a config.
 """

@@ -20,8 +20,9 @@ def this_python() -> str:
 def this_command() -> str:
     """Return the command that starts Accrete in the same way as this process.
 
-    The command is `accrete` if this script is the one that the shell finds, else the path of the
-    script, or the interpreter with `-m pipeline`. A `--plugin` option for each plugin follows.
+    If this process was started by the script `accrete`, the command is `accrete` or, if the shell
+    finds another script of this name, its path. Otherwise it is `PYTHON -m pipeline`. A `--plugin`
+    option for each plugin follows.
     """
     return " ".join([_find_program(), *(f"--plugin {name}" for name in list_plugins())])
 
@@ -44,7 +45,12 @@ def program() -> str:
 
 
 def logs_command(storage: str, name: str) -> str:
-    """Return the command that prints the log of a stage, except its last argument, the id."""
+    """Return the command that prints the log of a stage. The caller appends the stage's id.
+
+    Args:
+        storage: Storage of the run.
+        name: Name of the run.
+    """
     return f"{this_command()} logs --storage {shlex.quote(storage)} {name}"
 
 

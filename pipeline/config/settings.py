@@ -1,6 +1,9 @@
 """The settings of a config: read from YAML and overrides, validated and immutable.
 
-Every error names the key, the value, the rule and the remedy.
+Start with `load`, which returns a `Config`. Two checks go beyond those of pydantic: the classes of
+the methods check the settings below `methods`, and an idle setting, which has no effect because of
+the value of another one, is an error. Every error names the key, the value, the rule and the
+remedy.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
     from workers.methods.base import Method
 
 ConfigSource = str | Mapping[str, Any]  # path of a config file, or the values of a config
-MAPPING = "the config"  # name in errors of a config without a file
+MAPPING = "the config"  # the name that errors give to a config without a file
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = (
     "name",
@@ -63,7 +66,8 @@ ELSEWHERE = (
     "tracking",
     "plugins",
 )  # settings that do not affect the key of any result
-MAX_SUFFIX_CHARACTERS = 60  # characters that overrides add to the name of a run, without a digest
+# characters that overrides add to the name of a run; a longer suffix is cut, and gets a digest
+MAX_SUFFIX_CHARACTERS = 60
 MAX_PROBLEM_TEXT = 500  # characters of an error; further mistakes of a file are only counted
 MAX_VALUE_CHARACTERS = 80  # characters of a value in an error
 # rule for the setting `tracking.prometheus` in errors
@@ -232,7 +236,7 @@ class ClusterSettings(Frozen):
     summed, so they change results by rounding. The other settings do not change results.
     """
 
-    largest_whole: ClassVar[int] = 100_000
+    largest_whole: ClassVar[int] = 100_000  # see `Frozen`; loops run over these numbers
 
     workers: int = Field(
         0,
@@ -339,7 +343,7 @@ class ClusterSettings(Frozen):
         return value
 
     def of_step(self, step: str) -> ClusterSettings:
-        """Return the settings with the resources for one kind of stage."""
+        """Return the settings with the resources for one kind of stage, for example `train`."""
         limits = self.stages.get(step, StageLimits())
         resources = {
             "cpus_per_worker": limits.cpus,
@@ -436,7 +440,7 @@ class TrackingSettings(Frozen):
 
     @property
     def samples_machines(self) -> bool:
-        """Whether the use of the workers' machines is sampled."""
+        """Whether CPU, memory and GPU use of the workers' machines are sampled."""
         return bool(self.prometheus) or (self.enabled and self.system_metrics)
 
 
@@ -661,6 +665,15 @@ class Config(Frozen):
 
         Later values override earlier ones: the defaults of the method, `train` of the config, of
         the method and of the task, `steps` of the method and of the task.
+
+        Args:
+            label: Label of the method.
+            step: Name of the step, for example `finetune`.
+            where: Name of the config in errors.
+            task: The task. None: only the settings that hold for all tasks.
+
+        Raises:
+            UserError: If a value is invalid.
         """
         return self._complete_train(
             self.methods[label].method,
@@ -671,9 +684,10 @@ class Config(Frozen):
         )
 
     def backbone_train(self) -> TrainSettings:
-        """Return the training settings of a backbone trained on the base task.
+        """Return the training settings of the stage that trains the backbone on the base task.
 
-        The backbone is fine-tuned. Values that `train` does not set are the defaults of `finetune`.
+        The stage trains like the method `finetune`, whose defaults replace the values that the
+        config's `train` does not set.
         """
         return self._complete_train("finetune", "train", self._set_train(), "train", "")
 
@@ -700,7 +714,8 @@ class Config(Frozen):
     ) -> str:
         """Check the training settings that the config sets for a step, and return `keep`.
 
-        Unlike `merge_train`, this method does not import torch.
+        Unlike `merge_train`, which has the same arguments, this method does not import torch,
+        because it does not fill in the defaults of the method.
         """
         path = f"{build_settings_path(label, task)}.train"
         configured = self._configured_train(label, step, task)
@@ -713,12 +728,15 @@ class Config(Frozen):
 
 
 def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
-    """Move all keys except the `shared` ones of a mapping into `settings`.
+    """Return a mapping with the keys of `raw`: the shared ones at the top, others in `settings`.
 
     Args:
-        raw: The mapping.
+        raw: The settings of a method, or of a method for one task. None: no settings.
         path: Its path in the config, for errors.
-        shared: Keys that every method has.
+        shared: Keys that every method has. An empty value becomes {}.
+
+    Raises:
+        ValueError: If `raw` is not a mapping.
     """
     if not isinstance(raw, (dict, type(None))):
         raise ValueError(f"{path} is {raw!r}, it must be a mapping of settings")
@@ -748,6 +766,10 @@ def load(
             folder.
         overrides: Overrides `key.sub=value`, like `--set`.
         with_methods: Also check the methods' own settings, which imports torch.
+
+    Returns:
+        The config. If the overrides change the results, it has a name of its own (see
+        `derive_run_name`).
 
     Raises:
         UserError: If the config is invalid.
@@ -794,9 +816,10 @@ def read_values(source: ConfigSource, overrides: Sequence[str]) -> dict[str, Any
 
 
 def _names_methods_of_stream(override: str, source: ConfigSource) -> bool:
-    """Return whether an override adds methods to a stream, a config without methods.
+    """Return whether an override adds methods to a config without methods (a stream).
 
-    These methods are part of the name of the run, so the override must not change the name again.
+    `set_named_methods` puts these methods into the name of the run. Therefore, `load` must not
+    count the override as a change that derives another name.
     """
     return override.startswith("methods=") and "methods" not in _list_values(source)
 
@@ -804,7 +827,7 @@ def _names_methods_of_stream(override: str, source: ConfigSource) -> bool:
 def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
     """Replace names of methods in the values of a config by their recommended settings.
 
-    A file without a name becomes the run FILE-METHOD.
+    If a file has no `name`, the run is called FILE-METHOD, with all given methods.
     """
     where = get_source_name(source)
     if not isinstance(source, str):
@@ -899,7 +922,7 @@ def _check_slices(config: Config, where: str) -> None:
 
 
 def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
-    """Return (label, None) for every method, followed by (label, task) for its task overrides."""
+    """Return (label, None) for every method, and then (label, task) for each of its `tasks`."""
     pairs: list[tuple[str, str | None]] = []
     for label, entry in config.methods.items():
         pairs.append((label, None))
@@ -908,6 +931,7 @@ def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
 
 
 def _check_methods(config: Config, where: str) -> None:
+    """Raise `UserError` if a method does not exist, or cannot be used as the config says."""
     # imports torch, so all checks that do not need torch come first
     from workers.methods import METHODS
     from workers.methods.registration import (
@@ -944,7 +968,7 @@ def _check_methods(config: Config, where: str) -> None:
 
 
 def _check_takes_slices(method_class: type[Method[Any]], path: str, where: str) -> None:
-    """Raise `UserError` if a method cannot learn a task that lacks images of some classes."""
+    """Raise `UserError` if a method cannot learn `slices`: tasks without images of some classes."""
     from workers.methods import METHODS
 
     if method_class.shares_head:
@@ -1031,7 +1055,7 @@ def _check_entry(
 
 
 def _check_one_head(method_class: type[Method[Any]], path: str, where: str) -> None:
-    """Raise `UserError` if a method has a head per task, which soft targets do not allow."""
+    """Raise `UserError` if a method with soft targets (mixup, smoothing) has a head per task."""
     if not method_class.shares_head:
         raise UserError(
             f"{where}: {path}: data.mixup, data.cutmix or data.smoothing is above 0, and "
@@ -1041,7 +1065,10 @@ def _check_one_head(method_class: type[Method[Any]], path: str, where: str) -> N
 
 
 def _check_train_and_data(config: Config, where: str) -> None:
-    """Raise `UserError` for a setting of `train` or `data` that has no effect on any method."""
+    """Raise `UserError` for a setting of a `train` or `data` section that has no effect anywhere.
+
+    A setting is accepted if it has its default value, or if one step of one method uses it.
+    """
     from workers.methods import METHODS  # imports torch
 
     errors: dict[tuple[str, str], str] = {}  # (section, key) -> error, raised if nothing uses it
@@ -1082,7 +1109,15 @@ def _check_train_and_data(config: Config, where: str) -> None:
 
 
 def _idle_text(path: str, key: str, value: Any, mark: ActiveIf, other: Any) -> str:
-    """Return the error for a setting that has no effect because of the value of another setting."""
+    """Return the error for a setting that has no effect because of the value of another setting.
+
+    Args:
+        path: Path of the section in the config.
+        key: The setting without an effect.
+        value: Its value.
+        mark: Names the other setting, and its values at which `key` has an effect.
+        other: Value of the other setting.
+    """
     if mark.name == "scenario":
         decider = "stream.scenario"
         remedy = ""
@@ -1105,7 +1140,15 @@ def _yaml_text(value: Any) -> str:
 def _check_task_overrides(
     settings: dict[str, Any], method_class: type[Method[Any]], path: str, label: str, where: str
 ) -> None:
-    """Raise `UserError` if a task overrides a setting that must be the same for all tasks."""
+    """Raise `UserError` if a task overrides an unknown setting, or one that holds for all tasks.
+
+    Args:
+        settings: The task's differences from the method's own settings.
+        method_class: The method; `per_task` has the settings that a task may override.
+        path: Path of the task's settings in the config.
+        label: Label of the method.
+        where: Name of the config in errors.
+    """
     allowed = [*sorted(method_class.per_task), "steps", "train"]
     common = {"data", *_list_accepted_keys(method_class.Settings, [])} - method_class.per_task
     for key, value in settings.items():
@@ -1159,7 +1202,7 @@ def describe_validation_error(
         error: The error.
         model: The validated model.
         prefix: Path of the settings in a config.
-        body: The validated values. Without them, only the first problem is described.
+        body: The validated values. None: only the first problem is described.
     """
     problems: dict[tuple[Any, ...], Any] = {}
     places = [problem["loc"] for problem in error.errors()]
@@ -1183,7 +1226,11 @@ def describe_validation_error(
 
 
 def _format_place(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the part of a location that is a path in `body`, or ends with a missing key."""
+    """Return the part of a location that is a path in `body`, or ends with a missing key.
+
+    pydantic appends the tried type to a location inside a union. Without it, all problems of one
+    value have the same place.
+    """
     path: list[Any] = []
     for part in location:
         path.append(part)
@@ -1243,7 +1290,10 @@ def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into dotted key -> value, to compare two sets of inputs."""
+    """Flatten nested mappings into dotted key -> value, to compare two sets of inputs.
+
+    An empty mapping is kept as a value, and a tuple becomes a list, as in JSON.
+    """
     if isinstance(value, Mapping) and value:
         flat: dict[str, Any] = {}
         for name, nested in value.items():
@@ -1258,11 +1308,12 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def derive_run_name(config: Config, plain: Config) -> Config:
     """Return the config with a derived name if the overrides change the results.
 
-    The renamed run has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`.
+    The renamed run has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`. A
+    name that an override sets is kept.
 
     Args:
-        config: The config.
-        plain: The config of the file without overrides.
+        config: The config with the overrides.
+        plain: The config of the file without them.
     """
     before = flatten(computed(plain))
     after = flatten(computed(config))

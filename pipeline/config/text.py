@@ -68,7 +68,7 @@ def format_percent(rate: float | None, digits: int = 2) -> str:
 
 
 def plural(count: float) -> str:
-    """Return the ending of a regular noun after a number: "s", or "" after 1."""
+    """Return the ending of a regular noun after `count`: "" for 1, else "s"."""
     return "" if count == 1 else "s"
 
 

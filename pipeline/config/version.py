@@ -1,4 +1,7 @@
-"""The version of Accrete, the commit of the checkout, and its location."""
+"""The version of Accrete, the commit of the checkout, and its location.
+
+They are printed by `--version`, and the commit is part of the provenance of results.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[2]  # for a wheel: site-packages
 GIT_TIMEOUT_S = 5.0
 CODE = ("pipeline", "workers", "pyproject.toml", "constraints.txt")  # files that results depend on
 COMMIT = "ACCRETE_COMMIT"  # environment variable with the commit of a copy without git
@@ -44,8 +47,9 @@ def get_version(checkout: Path = CHECKOUT) -> AccreteVersion:
 def git_commit(checkout: Path = CHECKOUT) -> str:
     """Return the commit of a checkout, with `-dirty` if its code differs or has new files.
 
-    For a copy without git, for example a container image or the working directory of a Ray job, it
-    is the value of ACCRETE_COMMIT. It is empty if the variable is not set, and if git fails.
+    For a copy without git, for example a container image or the working directory of a Ray job,
+    return the value of the environment variable ACCRETE_COMMIT. Return "" if the variable is not
+    set, or if git fails.
     """
     if not (checkout / ".git").exists():  # git would search the parent folders
         return os.environ.get(COMMIT, "")

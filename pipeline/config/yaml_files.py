@@ -45,7 +45,12 @@ UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
 
 class ScalarKind(NamedTuple):
-    """A kind of scalar other than a string. `first` has the possible first characters."""
+    """A kind of scalar other than a string.
+
+    Attributes:
+        pattern: Regular expression of its plain (unquoted) texts.
+        first: Possible first characters; "" stands for the empty text. PyYAML looks up kinds by it.
+    """
 
     pattern: str
     first: list[str]
@@ -136,7 +141,10 @@ class _PlainYamlLoader(yaml.SafeLoader):
         return text
 
     def construct_plain_scalar(self, node: Any) -> Any:
-        """Return a null, a boolean or a number. An explicit tag can require a type."""
+        """Return a null, a boolean or a number.
+
+        The pattern is checked here too, because an explicit tag (`!!int x`) can claim a type.
+        """
         kind = node.tag.removeprefix(TAG)
         text = self.construct_scalar(node)
         if not re.fullmatch(SCALARS[kind].pattern, text):
@@ -157,6 +165,8 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes a string if YAML 1.1 or 1.2 would read it as another type."""
 
 
+# Remove the rules of YAML 1.1 (`no` is false, 010 is eight), and all constructors of other types.
+# The loop below adds those of SCALARS. The dumper keeps its rules for YAML 1.1, for the quotes.
 _PlainYamlLoader.yaml_implicit_resolvers = {}
 _PlainYamlLoader.yaml_constructors = {
     TAG + "str": yaml.SafeLoader.yaml_constructors[TAG + "str"],
@@ -236,7 +246,13 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def compose_yaml(text: str) -> yaml.Node | None:
-    """Return the nodes of a YAML text. A node has its line and column in the text."""
+    """Return the root node of a YAML text, or None for an empty text.
+
+    A node has its line and column in the text, for edits that keep the rest of a file.
+
+    Raises:
+        yaml.YAMLError: If the text is not valid YAML.
+    """
     node: yaml.Node | None = yaml.compose(text, _PlainYamlLoader)
     return node
 
@@ -268,7 +284,10 @@ def find_config(path: str) -> Path:
 
 
 def find_shipped(file: Path) -> Path:
-    """Return the path of `configs/...` in the configs shipped with Accrete; else `file`."""
+    """Return the path of `configs/...` in the configs shipped with Accrete, which need not exist.
+
+    Any other path is returned unchanged.
+    """
     if file.parts[:1] != ("configs",) or ".." in file.parts:
         return file
     return CONFIGS.joinpath(*file.parts[1:])
@@ -296,10 +315,10 @@ def _notify_once(text: str) -> None:
 
 
 def read_with_bases(file: Path) -> dict[str, Any]:
-    """Return the values of a config, merged over the files that it `extends`.
+    """Return the values of a config, merged over the files that it `extends` (its bases).
 
     `extends` is a path or a list of paths, relative to the folder of the file, or `configs/...` for
-    files shipped with Accrete. Later files override earlier files.
+    files shipped with Accrete. Later bases override earlier ones, and the file overrides its bases.
 
     Raises:
         UserError: If a file extends itself or a missing file, or there are too many files.
@@ -350,7 +369,11 @@ def to_plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def _merge_over_bases(
     body: dict[str, Any], file: Path, extending: tuple[Path, ...], files_read: list[Path]
 ) -> dict[str, Any]:
-    """Return the values `body` of `file` merged over its bases; see `_read_over_bases`."""
+    """Return the values `body` of `file` merged over its bases; see `_read_over_bases`.
+
+    Methods that `body` gives by name get their recommended settings for the stream. `body` is
+    changed.
+    """
     _find_cards(body, file.parent)
     bases = body.pop("extends", [])
     if isinstance(bases, str):
@@ -387,7 +410,8 @@ def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
 
     Args:
         file: Path of the config.
-        bases: Names of the files that the config extends. None: read them from the file.
+        bases: Names of the files that the config extends; only the last one is followed. None:
+            read them from the file.
 
     Returns:
         The name without its extension, or "" if the config has no such file.
@@ -409,7 +433,8 @@ def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[st
         where: Name of the config in errors.
 
     Returns:
-        The values of a config with these methods, or {} if `methods` is not a name or a list.
+        `methods` with the settings of each name, and `backbone` if the only method is recommended
+        with another one. {} if `methods` is not a name or a list.
 
     Raises:
         UserError: If a name occurs twice, or several methods need different backbones.
@@ -445,13 +470,16 @@ def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[st
 
 
 def read_recommended(method: str) -> dict[str, dict[str, Any]]:
-    """Read the recommended settings of a method: stream -> settings; {} without a file."""
+    """Read the recommended settings of a method: stream -> settings; {} if there are none."""
     by_stream = _read_method_file(method).get(RECOMMENDED) or {}
     return {stream: dict(settings or {}) for stream, settings in by_stream.items()}
 
 
 def read_search(method: str) -> dict[str, Any]:
-    """Read the search of a method's settings, with full keys of a config; {} without a file."""
+    """Read the search of a method's settings; {} if its file has none.
+
+    The keys of `space` in the file are relative to `methods.NAME`. They are returned in full.
+    """
     search = dict(_read_method_file(method).get(SEARCH) or {})
     space: dict[str, Any] = {}
     for key, dimension in search.get("space", {}).items():
@@ -498,7 +526,10 @@ def is_path_of_card(card: str) -> bool:
 
 
 def merge_files(base: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values of a config over its base. `seeds` replaces `seed`, and vice versa."""
+    """Merge the values of a config over those of its base, like `merge`.
+
+    `seeds` in the config removes `seed` of the base, and vice versa.
+    """
     replaced = {other for key, other in ALTERNATIVES.items() if key in body}
     remaining = {key: value for key, value in base.items() if key not in replaced}
     return merge(remaining, body)
@@ -520,7 +551,11 @@ def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(body: dict[str, Any], override: str) -> None:
-    """Apply an override `a.b.0.c=value` to nested plain values. The value is parsed as YAML."""
+    """Apply an override `a.b.0.c=value` to nested plain values, in place.
+
+    Raises:
+        UserError: If the override has another form, or its path does not fit the values.
+    """
     path, value = parse_override(override)
     body.pop(ALTERNATIVES.get(path, ""), None)
     put(body, path, value, f"--set {override!r:.200}")
@@ -584,10 +619,10 @@ def _plain(value: Any) -> Any:
 
 
 def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
-    """Set the value at a dotted path in nested plain values.
+    """Set the value at a dotted path in nested plain values. Missing mappings are created.
 
     Args:
-        body: The values.
+        body: The values, which are changed.
         path: The path.
         value: The new value.
         where: Name of the override in errors.
@@ -630,8 +665,10 @@ VARIABLE = re.compile(r"\$\{([^}]+)\}")  # ${NAME} and ${NAME:-default}
 def expand(text: str) -> str:
     """Replace ${NAME} and ${NAME:-default} by the values of environment variables.
 
+    An empty variable or default counts as missing.
+
     Raises:
-        UserError: If a variable is not set, or the result contains a secret.
+        UserError: If a variable is not set and has no default, or the result contains a secret.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -650,7 +687,10 @@ def expand(text: str) -> str:
 
 
 def describe_variables(text: str) -> str:
-    """Return the remedy for a missing path that contains variables; "" without variables."""
+    """Return the start of the remedy for a missing path that contains a variable.
+
+    It ends with "or ", for another remedy to follow. It is "" if the path has no variable.
+    """
     parts = [name.partition(":-") for name in VARIABLE.findall(text)]
     if not parts:
         return ""

@@ -1,6 +1,6 @@
 """The account of a source: each file is used, rejected with a reason, or unread with a reason.
 
-The three numbers add up to the number of files.
+The three numbers add up to the number of files. Ingest stores the account as ACCOUNT.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pipeline.data.splits import IGNORE, SPLITS
 from workers.data.in_place import urls_by_name
 from workers.errors import UserError
 
-ACCOUNT = "account.json"
+ACCOUNT = "account.json"  # file of the ingest stage's result
 MAX_NAMED_PLACES = 5  # folders or files listed in one line
-MAX_LINES = 12  # rows of each of used (kinds), rejected and not read (reasons)
+MAX_LINES = 12  # printed kinds of used files, and printed reasons each of rejected and unread files
 MAX_PLACE_LENGTH = 40  # characters of a folder or file name in a line
 
 
@@ -39,9 +39,10 @@ class Account:
         used: Kind (`image`, `table` or `archive`) -> number of files.
         rejected: Reason -> number of files.
         not_read: Reason -> number of files.
-        places: Reason -> the first few folders and files.
-        images: `used` or a reason -> number of images inside tables, archives or a library. If a
-            csv table names missing files, the number of image files that it names.
+        places: Reason -> the first few top-level folders and files that it concerns.
+        images: `used` or a reason -> number of images inside tables, archives or a library. For a
+            csv table that names missing files, `used` or a reason -> number of named images. Empty
+            otherwise.
         notes: Sentences for the user.
     """
 
@@ -209,6 +210,7 @@ def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
 
 
 def _find_ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
+    """Return the files that `ignore` of the card excludes; only for format `folder`."""
     if card.source.format != "folder" or not card.source.list_parts(IGNORE):
         return set()
     labelled = labelled_entries(card, entries)
@@ -216,6 +218,7 @@ def _find_ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
 
 
 def _explain_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
+    """Return the reason why a file was not read. `ignored`: see `_find_ignored`."""
     if entry.problem == HIDDEN:
         return "hidden"
     if entry.problem is not None and "link" in entry.problem:

@@ -1,4 +1,4 @@
-"""Official files of a data set that the user downloads by hand."""
+"""The key `archive` of a card: official files of a data set that the user downloads by hand."""
 
 from __future__ import annotations
 

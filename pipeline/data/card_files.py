@@ -74,10 +74,10 @@ def list_card_names() -> list[str]:
 def load_without_source(name: str) -> Card:
     """Load a card by name or path without reading its source.
 
-    If the classes come from the source, `classes` is `(FROM_SOURCE,)`.
+    If the classes come from the source, `classes` is `(FROM_SOURCE,)`. Classes are not checked.
 
     Raises:
-        UserError: See `load_card_file`.
+        UserError: If the card does not exist, or is invalid.
     """
     path = find_card_file(name)
     return _resolve_files(_parse_card(path, read_yaml(path, "a card")), path)
@@ -95,7 +95,10 @@ def resolve_image_list(card_file: str | Path, value: str) -> Path:
 
 
 def read_image_lines(path: str | Path) -> list[str]:
-    """Return the distinct lines of a file that lists images, sorted, in Unicode form NFC."""
+    """Return the distinct lines of a file that lists images, sorted, in Unicode form NFC.
+
+    Empty lines and a byte order mark are left out.
+    """
     text = read_regular(Path(path), MAX_LIST_BYTES).decode("utf-8-sig", "replace")
     lines = {nfc(line.strip()) for line in text.split("\n")}
     return sorted(lines - {""})

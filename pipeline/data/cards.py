@@ -1,4 +1,7 @@
-"""Cards: descriptions of data sets with source, licence and contents."""
+"""Cards: descriptions of data sets with source, licence and contents.
+
+`Card` is the schema of a card's file. `card_files` reads the files.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,31 @@ from workers.job import Frozen, Neutral, key_inputs
 
 # each name is a module in pipeline/data/formats
 SourceFormat = Literal["folder", "csv", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
-Numbers = Literal["places", "names"]
-MAX_CLASS_CHARACTERS = 200
-# 8-bit PNG reaches 1032 pixels per byte and JPEG 512, for images of almost one colour
+Numbers = Literal["places", "names"]  # meaning of a label that is a number, see `Source.numbers`
+MAX_CLASS_CHARACTERS = 200  # of the name of a class
+# Default of `max_pixels_per_byte`. Intact files stay below it: for images of almost one colour,
+# 8-bit PNG reaches 1032 pixels per byte, and JPEG 512.
 MAX_PIXELS_PER_BYTE = 2000
 # Separator of a list in one text, as in WebDataset's lists of shards. The product avoids a literal
 # that security checkers take for the IPv6 address of all interfaces.
 LIST_MARK = 2 * ":"
 FROM_SOURCE = "from_source"  # value of `classes`: take them from the source
+# ends of the names of compressed files
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
 def _join_parts(parts: Any) -> Any:
-    """Join a list of texts and integers to one text, and convert a single integer to text."""
+    """Join a list of texts and integers to one text, and convert a single integer to text.
+
+    Other values are returned unchanged, and fail the validation.
+    """
     if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
         return LIST_MARK.join(map(str, parts))
     return str(parts) if type(parts) is int else parts
 
 
 _ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-# one text, or a list of texts
+# one text, or a list of texts in a file; a list is stored as one text, joined by LIST_MARK
 Parts = Annotated[str, BeforeValidator(_join_parts), WithJsonSchema(_ONE_OR_MORE)]
 
 
@@ -136,11 +144,14 @@ class Source(Frozen):
         return tuple(part.strip() for part in self.files.split(LIST_MARK))
 
     def split_columns(self) -> tuple[str, ...]:
-        """The columns with the split; empty without such a column."""
+        """Return the columns with the split; () without such a column."""
         return tuple(self.split.split(LIST_MARK)) if self.split else ()
 
     def list_parts(self, split: Part) -> tuple[str, ...]:
-        """Return the folders, files, globs or values of a split, in the order of the card."""
+        """Return the folders, files, globs or values of a split, in the order of the card.
+
+        They are () if `splits` lacks the split.
+        """
         text = self.splits.get(split)
         return () if text is None else tuple(part.strip() for part in text.split(LIST_MARK))
 
@@ -178,7 +189,7 @@ class Counts(Frozen):
     )
 
     def by_split(self) -> dict[Split, int]:
-        """Return the given numbers by split."""
+        """Return the numbers by split, without `val` if it is None."""
         numbers = {split: getattr(self, split) for split in SPLITS}
         return {split: number for split, number in numbers.items() if number is not None}
 
@@ -279,8 +290,8 @@ class Card(Frozen):
     def identity(self) -> str:
         """Return the hash of everything on the card that can change the result of ingest.
 
-        The path of the source is not part of the hash, because data can move. A fingerprint
-        identifies the data.
+        The path of the source is not part of the hash, because data can move. The data itself is
+        identified by a fingerprint of its files (`graph.raw_data`).
         """
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified", "leaks"))
         source = key_inputs(self.source, ("path",))

@@ -14,7 +14,7 @@ from workers.storage.artifact import is_local
 
 UNKNOWN = "-"  # shown for a value that a card does not state
 HEADING = ["card", "classes", "train", "test", "how it is obtained", "verified", "licence"]
-PREPARED = "by hand, then prepared"
+PREPARED = "by hand, then prepared"  # downloaded by hand, then `accrete data prepare`
 LEFT = ("card", "how it is obtained", "verified", "licence")
 
 
@@ -83,7 +83,7 @@ def make_entry(card: Card) -> CatalogueEntry:
 def num_classes(card: Card) -> int:
     """Return the number of classes of a card whose source is not read.
 
-    If the classes come from the source, this is the card's `num_classes`.
+    A card with `classes: from_source` must state `num_classes`: its `classes` has one placeholder.
     """
     return card.num_classes or len(card.classes)
 

@@ -105,6 +105,7 @@ def read_schema(uri: str) -> Schema:
 
 
 def _parse_hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
+    """Return column -> feature of the library `datasets`; {} without valid metadata."""
     text = metadata.get(b"huggingface", b"")
     if not 0 < len(text) <= MAX_METADATA_BYTES:
         return {}
@@ -118,7 +119,7 @@ def _parse_hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, 
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Return whether a column type can hold encoded images."""
+    """Return whether a column type can hold encoded images: bytes, or a struct with `bytes`."""
     if pa.types.is_dictionary(kind):
         return holds_bytes(kind.value_type)
     if pa.types.is_struct(kind):
@@ -160,10 +161,10 @@ def read_batches(
         uri: Path or URI of the file.
         columns: Columns to read.
         num_rows: Maximum number of rows in a batch.
-        groups: Indices of the row groups, or None for all.
+        groups: Indices of the row groups, or None for all. An Arrow file is always read whole.
 
     Raises:
-        UserError: If the file cannot be read to its end.
+        UserError: If the file cannot be read to its end, or its sizes are implausible.
     """
     names = list(dict.fromkeys(columns))
     with translate_read_errors(uri), open_file(uri) as stream:
@@ -307,7 +308,7 @@ class _FlatbufferTable:
         return _FlatbufferTable(self.data, start + struct.unpack_from("<I", self.data, start)[0])
 
     def read_pairs(self, field: int) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of numbers in a field."""
+        """Yield the pairs of 64-bit integers in a vector of structs, for example `Buffer`."""
         start = self.locate(field)
         if start:
             start += struct.unpack_from("<I", self.data, start)[0]
@@ -317,6 +318,10 @@ class _FlatbufferTable:
 
 @contextmanager
 def _open_arrow(stream: pa.NativeFile) -> Iterator[Any]:
+    """Context manager that yields the reader of an Arrow file or stream.
+
+    A stream without the end mark is refused: it was probably truncated.
+    """
     is_file = stream.read(len(ARROW_FILE)) == ARROW_FILE
     size = stream.size()
     if not is_file and stream.read_at(min(len(ARROW_END), size), max(size - len(ARROW_END), 0)) != (
@@ -344,7 +349,10 @@ def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
 
 
 def to_python_list(column: pa.Array) -> list[Any]:
-    """Convert a column to Python values; equal values of a dictionary column share one object."""
+    """Convert a column to Python values, and invalid UTF-8 to bytes.
+
+    Equal values of a dictionary column share one object.
+    """
     if not pa.types.is_dictionary(column.type):
         try:
             return list(column.to_pylist())

@@ -89,9 +89,11 @@ class Files:
         return [join(self.base, name) for name in names]
 
     def with_splits(self, splits: Mapping[str, Sequence[str]]) -> Files:
-        """Return a copy with these splits instead of the requested ones.
+        """Return a copy with these splits in place of the setting `splits` of the request.
 
-        If the request has no setting `splits`, the copy is unchanged.
+        Settings of the request override a proposed source (see `build_data_set`), so the patterns
+        that the user gave must be replaced by the files that they match. Without the setting, the
+        copy is unchanged.
         """
         settings = dict(self.request.given)
         if "splits" in settings:
@@ -103,9 +105,9 @@ class Files:
 def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
     """Assign files to splits.
 
-    With the setting `split`, a column or field gives the splits, and all files are returned as
-    train. Otherwise the setting `splits` decides, or else words in the paths, for example
-    `train-00.parquet`. Without such words, all files are train.
+    With the setting `split`, a column or field inside the files gives the splits, and all files are
+    returned as train. Otherwise the setting `splits` decides, or else words in the paths, for
+    example `train-00.parquet`. Without such words, all files are train.
 
     Returns:
         The files of each split, and the unused files.
@@ -191,7 +193,7 @@ def _check_variants(files: Files) -> None:
 
     For example, `full/train.parquet` and `small/train.parquet` are two variants of a data set.
     """
-    # folders without a role -> paths below them that name a split
+    # the folders of a path that name no split -> the rest of such paths: other folders, file name
     names_by_top: dict[str, set[str]] = {}
     for name in files.names:
         *folders, base = name.split("/")
@@ -221,7 +223,14 @@ def note_unused(names: Sequence[str]) -> list[str]:
 
 
 def _find_split_word(files: Files, name: str) -> str:
-    """Return the split word in the path of a file, for example `train`, or ""."""
+    """Return the split word in the path of a file, for example `train`, or "".
+
+    The file name is searched first, then its folders from the innermost outwards. In a name of
+    several words, a weak word counts only if there is no other split word.
+
+    Raises:
+        SplitUnclear: If one name contains words of several splits.
+    """
     stem = name.rpartition(".")[0]
     for part in reversed(stem.split("/")):
         if parse_role(part):
@@ -415,7 +424,10 @@ def _has_only_paths(uri: str, schema: Schema) -> bool:
 
 
 def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
-    """Sample the columns of the first file, `uri`, that may be labels or splits."""
+    """Sample the columns that may be labels or splits, from the first rows of the file `uri`.
+
+    The columns and their types come from this file. `distinct` reads the column in all files.
+    """
     types = schema.types.items()
     names = [name for name, arrow_type in types if _may_be_label(arrow_type)]
     names = [name for name in names if schema.names.count(name) == 1]
@@ -444,6 +456,7 @@ def _to_short_text(value: Any) -> str | None:
 
 
 def _choose_image_column(files: Files, schema: Schema, columns: Columns) -> str:
+    """Return the requested image column, or the only possible one, or the one called `image`."""
     requested = files.request.given.get("image")
     if requested is not None:
         return columns.check(requested)

@@ -36,11 +36,11 @@ from pipeline.data.splits import (
 )
 from workers.errors import UserError
 
-MAX_SPLIT_VALUES = 50  # distinct values of a split column
+MAX_SPLIT_VALUES = 50  # distinct values of a split column, and of a label column of numbers
 MAX_ROLE_VALUES = 5  # distinct values of a column like `test_group`, if they name no split
 MAX_VALUE_LENGTH = 60  # characters of a value that names a split
 MAX_NAMED_COLUMNS = 12  # columns listed in an error
-LABEL = "label"
+LABEL = "label"  # the usual name of the label column, and the setting that chooses it
 
 Values = Mapping[str, Sequence[str | None]]  # column -> one value per row
 
@@ -57,8 +57,8 @@ class Columns:
         request: The user's request.
         where: Name of the table in errors.
         names: Names of all columns, in order.
-        sample: Column -> values of rows sampled from the whole table, as text. Columns of images or
-            arrays are excluded.
+        sample: Column -> its values in some rows of the table, or in the first rows of the first
+            Parquet file, as text. Columns of images or arrays are excluded.
         distinct: Returns the distinct values of a column, or None if there are more than
             MAX_SPLIT_VALUES.
         find_row: Returns the number of a row with a given value in a column, or 0 if unknown.
@@ -121,7 +121,7 @@ def find_label_column(
     Args:
         columns: Columns of the table.
         taken: Columns with another role, for example the image column.
-        declared: Classes that the file declares, by column.
+        declared: Label column -> class names, if the file declares them (see `Schema.classes`).
 
     Returns:
         The name of the column, or None if no column can be the label.
@@ -142,12 +142,14 @@ def find_label_column(
         most = max(map(len, declared.values()))
         named = [name for name, classes in declared.items() if len(classes) == most] or named
     likely = [name for name in others if _looks_like_labels(columns.sample[name], name)]
+    # rivals: other columns that may be meant; unless they are equivalent, the user must choose
     if exact:
         rivals = [name for name in others if LABEL in tokenize_lower(name)]
     elif declared:
         rivals = []
     elif named:
         rivals = [name for name in likely if not _are_numbers(columns.sample[name])]
+        # `category` and `y` are weak names for a label; the others have rivals only beside ranks
         if not {normalize_word(name) for name in others} & RANKS:
             rivals = [name for name in rivals if normalize_word(named[0]) in ("category", "y")]
     else:
@@ -180,7 +182,7 @@ def sort_label_columns(sample: Values, names: Iterable[str]) -> list[str]:
 
 
 def note_label(columns: Columns, label: str, taken: Iterable[str]) -> list[str]:
-    """Return a note about a label column without a usual name like `label`.
+    """Return a note about a label column without a usual name like `label`, or [].
 
     Args:
         columns: Columns of the table.
@@ -209,7 +211,11 @@ def tokenize_lower(name: str) -> list[str]:
 
 
 def _looks_like_labels(texts: Sequence[str | None], name: str) -> bool:
-    """Return whether values repeat like labels, and the name of the column allows a label."""
+    """Return whether values repeat like labels, and the name of the column allows a label.
+
+    There must be at least two distinct values, each occurring twice on average. Numbers must be
+    whole, with at most MAX_SPLIT_VALUES distinct ones.
+    """
     labels = [label for label in map(normalize_label, texts) if label is not None]
     distinct = set(labels)
     is_repeated = 2 <= len(distinct) <= max(len(labels) // 2, 2)
@@ -282,7 +288,7 @@ def find_split_columns(
             continue
         values = columns.distinct(column)
         if values is None:
-            if kind == "column":
+            if kind == "column":  # raises the error: too many values for a split
                 words_by_column[column] = _parse_split_column(columns, column, None)
             continue
         role = parse_flag_column(column)
@@ -380,7 +386,15 @@ def _parse_split_column(columns: Columns, column: str, values: Iterable[str] | N
 
 
 def _parse_single_flag(columns: Columns, flag: tuple[str, Role]) -> SplitWords:
-    """Map the values of one flag column (`is_train`) to splits."""
+    """Map the values of one flag column to splits.
+
+    Args:
+        columns: Columns of the table.
+        flag: The column and its role, for example `is_train` and train.
+
+    Raises:
+        SplitUnclear: If no row is train, or the role is val: `valid` can mean that the row is good.
+    """
     column, role = flag
     values = columns.distinct(column) or set()
     words = parse_flag_values(role, values)

@@ -48,8 +48,9 @@ class Request:
     Attributes:
         path: The path, as it was given.
         program: The command that starts Accrete, for messages.
-        given: Settings of the card's source in the request, for example `label`.
-        classes: Classes in the request.
+        given: Settings of the card's source that the user gave, for example `label`. They override
+            what is detected.
+        classes: Classes that the user gave; () to find them.
         min_classes: Minimum number of classes of a data set.
     """
 
@@ -82,10 +83,11 @@ class DataSet:
         card: The card to write, with classes and the path of the source.
         entries: All files below the source.
         counts: Split -> number of images.
-        are_folders: Whether the card can take its classes from folders.
+        are_folders: Whether the classes are exactly the class folders, so that the card can have
+            `classes: from_source`.
         is_exact: Whether the counts are exact; if False, they are lower bounds.
         notes: Sentences on skipped images and files.
-        bad_fraction: Share of images known to be skipped.
+        bad_fraction: Share of images that are known to be rejected, or to have no known label.
         sizes: (width, height) of a few images in pixels.
         account: For every file below the source, whether it is used, rejected or not read.
         images: (split, class) -> number of images.
@@ -292,7 +294,21 @@ def _assemble(
     where: str,
     request: Request | None = None,
 ) -> DataSet:
-    """Assemble a data set from counted labels; images without a class are skipped and noted."""
+    """Assemble a data set from counted labels; images without a class are skipped and noted.
+
+    Args:
+        card: The card, with its classes.
+        layout: Short description of the layout.
+        entries: All files below the source.
+        counts: (split, label as written) -> number of images.
+        notes: Sentences on skipped files.
+        where: Name of the source in errors.
+        request: The user's request, for commands in errors. None: no command is given.
+
+    Raises:
+        UserError: If val or test has labels, but none of train, or if two labels are probably one
+            class in two spellings.
+    """
     checker = ImageChecker(card)
     images: Counter[tuple[str, str]] = Counter()
     unknown: Counter[tuple[str, str]] = Counter()
@@ -416,7 +432,8 @@ def _sample_items(
                 items.append(item)
         yield from read_items(items)
         return
-    # a unit is a part of the source that is read in one go (`formats.base.Unit`)
+    # A unit is a part of the source that is read in one go (`formats.base.Unit`). `map`: without
+    # workers.
     all_units = units(card, map, entries)
     items_per_unit = max(MAX_PREVIEWED // max(len(all_units), 1), 1)
     for unit in all_units:

@@ -109,6 +109,7 @@ def detect(request: Request) -> list[DataSet]:
 
 
 def _detect_file(uri: str, request: Request) -> DataSet:
+    """Detect the data set in a single file: a tar, a Parquet or Arrow file, or a table."""
     stem = _get_stem(uri)
     if stem.lower() in PLAIN_STEMS and "/" in request.path:
         stem = posixpath.basename(parent(uri))
@@ -186,6 +187,7 @@ class SourceFolder:
         return data_sets
 
     def _read(self) -> list[DataSet]:
+        """Read the folder in each of the three ways, and choose one (see the module)."""
         settings = self.request.given
         if settings.get("format") is not None:
             return self._read_format(str(settings["format"]))
@@ -249,6 +251,7 @@ class SourceFolder:
         splits = self.request.given.get("splits")
         try:
             if splits is not None and "split" not in self.request.given:
+                # the given splits override those of the layout in `build_data_set`
                 layout: Layout | list[Folder] = Layout({}, "class folders, splits as given")
             else:
                 layout = find_layout(folder_tree(self.entries))
@@ -264,6 +267,7 @@ class SourceFolder:
             return [], self._add_location(error)
 
     def _read_each(self, folders: Sequence[Folder]) -> list[DataSet]:
+        """Read the data sets in each of several subfolders. Each folder can hold several."""
         if len(folders) > MAX_DATA_SETS:
             raise UserError(
                 f"{printable(self.uri)} holds {len(folders)} folders of folders, and at most "
@@ -293,7 +297,14 @@ class SourceFolder:
 
     # ---- tables ----------------------------------------------------------------------------------
     def _read_table(self) -> tuple[TableReading | None, UserError | None]:
-        """Read the table of images and labels, or return the error of the likeliest table."""
+        """Read the table of images and labels, or return the error of the likeliest table.
+
+        All tables are read. Tables with a clear label column are preferred, and those that remain
+        must agree. Tables of one data set, such as `train.csv` and `test.csv`, count as one.
+
+        Returns:
+            The table and None, or None and the error, which is None if there is no table.
+        """
         names = [
             entry.name
             for entry in self.entries
@@ -308,6 +319,7 @@ class SourceFolder:
             for name in names
             if not (has_annotations and _get_stem(name) in bases) and self._may_be_table(name)
         ]
+        # likeliest first: no plain text, and few folders deep
         names.sort(key=lambda name: (get_suffix(name) == ".txt", name.count("/"), name))
         if not names:
             return None, None
@@ -395,6 +407,10 @@ class SourceFolder:
         self, table: TableReading, folders: list[DataSet]
     ) -> list[DataSet]:
         """Choose between a table and class folders.
+
+        The folders are chosen if the table does not look like a table of labels. The table is
+        chosen if it has all images of the folders, and its labels agree with the folders: they are
+        equal, map one to one, or the folders are only parts such as `part_1`.
 
         Raises:
             UserError: If the table and the folders contradict each other.
@@ -563,6 +579,7 @@ def _is_label_table(tables: Tables) -> bool:
 
 
 def _is_about_one_class(error: UserError) -> bool:
+    # the text is that of `source_classes`
     return "has one class" in str(error) or isinstance(error, NoClasses)
 
 

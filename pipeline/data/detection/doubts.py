@@ -48,9 +48,9 @@ MAX_IMAGES = 200_000  # maximum number of images to check
 MIN_NAMES = 2
 MIN_SHARE = 0.01
 SHARE_PAIRED = 0.9  # minimum share of equal image names of two classes, for an error
-MIN_PAIRED = 4  # classes with fewer image names are not compared
+MIN_PAIRED = 4  # a class with fewer image names is not compared with others
 MAX_PATHS = 20  # paths in a suggested command
-MAX_COMPARED = 300  # with more classes, image names are not compared
+MAX_COMPARED = 300  # if there are more classes, no class is compared with others
 LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".npy", ".pkl"))
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
 SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")
@@ -99,6 +99,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
         checks.check_splits()
         if "format" not in request.given:
             check_lists(request, [data_set], files)
+        # the note of `SourceFolder._choose_table_or_folders` on a table that is not read
         has_left_out = any(note.startswith("table ") for note in data_set.notes)
         if not is_folder and not has_left_out:
             checks.check_unread(files)
@@ -111,6 +112,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
 
 
 def _list_readable_images(data_set: DataSet) -> Iterator[ReadImage]:
+    """Yield the first MAX_IMAGES images; none if the format must read its files to list images."""
     list_items = get_format(data_set.card).list_items
     if list_items is None:
         return
@@ -150,6 +152,7 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
             continue
         if base == posixpath.basename(source.path) or entry.name in source.list_parts("train"):
             continue
+        # a table that was left out on purpose, see `SourceFolder._choose_table_or_folders`
         notes = [n for one in data_sets for n in one.notes if n.startswith("table ")]
         if any(quoted(entry.name) in note for note in notes):
             continue
@@ -249,6 +252,13 @@ class Checks:
                 raise self._split_in_names_error(role, number)
 
     def _find_role(self, part: str, is_label: bool) -> Role | None:
+        """Return the role of a folder name, or None.
+
+        Args:
+            part: The name.
+            is_label: Whether the folder is a class. Then only a generic name has a role, for
+                example `test_images`, but not `test_drive`.
+        """
         if is_weak(part) or not find_role(part):
             return None
         return find_role(part) if not is_label or is_generic_split_name(part) else None
@@ -351,7 +361,7 @@ class Checks:
             )
 
     def check_file_names(self) -> None:
-        """Raise SplitUnclear if files come in pairs like `1.png` and `1_mask.png`."""
+        """Raise SplitUnclear if files in a folder come in pairs like `1.png` and `1_mask.png`."""
         stems: dict[str, set[str]] = {}
         for image in self.images:
             stems.setdefault(posixpath.dirname(image.path), set()).add(image.stem)
@@ -441,6 +451,7 @@ def _find_extra_word(stem: str) -> str:
 
 
 def _remove_word(stem: str, word: str) -> str:
+    """Return a name without a word at its start or end, and without the separator beside it."""
     before, _, after = stem.partition(word) if stem.startswith(word) else stem.rpartition(word)
     return after.lstrip("_-. ") if not before else f"{before.rstrip('_-. ')}{after}"
 

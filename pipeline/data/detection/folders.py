@@ -132,6 +132,7 @@ def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Fo
     are_flat = [child for child in kept if not has_subfolders(child)]
     for child in [*kept]:
         below = {one.base_name for one in child.with_images}
+        # a folder of folders with the names of its siblings is probably a copy of them
         is_copy = bool(below) and below <= known - {child.base_name}
         if is_called(child.base_name, PERHAPS_NO_CLASSES) and len(kept) > 1:
             others = [other for other in kept if other is not child]
@@ -156,7 +157,8 @@ def _is_only_flat(child: Folder, others: Sequence[Folder]) -> bool:
 def _matches_names(child: Folder, others: Sequence[Folder]) -> bool:
     """Return whether most image names of a folder also occur in the other folders.
 
-    The result is False if two of the other folders share names.
+    Such images are derived from those of the other folders, for example masks. If two of the other
+    folders share names, equal names mean nothing, and the result is False.
     """
     stems = set(_iterate_stems(child))
     known: set[str] = set()
@@ -169,6 +171,7 @@ def _matches_names(child: Folder, others: Sequence[Folder]) -> bool:
 
 
 def _iterate_stems(folder: Folder) -> Iterator[str]:
+    """Yield the names of the first MAX_PAIRED images below a folder, without their extensions."""
     number = 0
     for below in folder.walk():
         for name in below.images:
@@ -187,7 +190,7 @@ def _maybe_class_error(folder: Folder, child: Folder) -> SplitUnclear:
 
 
 def format_option(**splits: str) -> str:
-    """Format the option that assigns folders to splits."""
+    """Format the option that assigns a folder to each split, for example `train="photos"`."""
     return f"--set {shlex.quote(format_splits({split: [path] for split, path in splits.items()}))}"
 
 
@@ -295,7 +298,7 @@ def _has_labels(child: Folder, train: Folder) -> bool:
 
 
 def _find_parent(children: Sequence[Folder]) -> str:
-    """Return the parent of some folders."""
+    """Return the common parent folder of siblings; "." for the source itself."""
     return posixpath.dirname(children[0].name) or "."
 
 
@@ -311,7 +314,11 @@ def _find_class_root(folder: Folder) -> Folder:
 
 
 def _read_test_beside_classes(classes: Sequence[Folder], splits: Sequence[Folder]) -> Layout:
-    """Find the layout of class folders next to a folder of test images."""
+    """Find the layout of class folders next to folders of val or test images.
+
+    Raises:
+        SplitUnclear: If such a folder has no folder of one of the classes.
+    """
     names = {child.base_name for child in classes}
     for child in splits:
         below = {one.base_name for one in _find_class_root(child).with_images}

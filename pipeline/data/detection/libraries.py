@@ -28,7 +28,7 @@ def resolve_hub_address(path: str) -> str:
     """Return the URI of a readable revision of a data set on the Hugging Face hub.
 
     If the repository has no Parquet files, tars, CSV files or images, this is the revision that
-    the hub converted to Parquet.
+    the hub converted to Parquet. A URI with a revision or a folder is returned unchanged.
 
     Raises:
         UserError: If the URI is malformed.

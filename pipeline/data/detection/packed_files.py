@@ -34,7 +34,8 @@ def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> 
         program: The command that starts Accrete.
 
     Returns:
-        The command, or None if an archive cannot be unpacked by a command.
+        The command, or None if an archive is not local or has an unknown format. It leaves out
+        archives whose folder already exists.
     """
     commands: list[str] = []
     target = ""
@@ -50,7 +51,7 @@ def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> 
 
 
 def _choose_target(path: str) -> str:
-    """Choose the folder to unpack into: next to the archive, or in the current folder."""
+    """Choose the folder to unpack into: next to the archive, or, if that is read-only, here."""
     suffix = _find_suffix(path)
     folder, name = os.path.split(path)
     stem = name[: len(name) - len(suffix)] or "unpacked"
@@ -60,6 +61,7 @@ def _choose_target(path: str) -> str:
 
 
 def _find_suffix(path: str) -> str:
+    """Return the longest known suffix of an archive, for example `.tar.gz`, or ""."""
     endings = [
         suffix for suffix in (*PACKED_SUFFIXES, *TAR_SUFFIXES) if path.lower().endswith(suffix)
     ]

@@ -63,9 +63,9 @@ class Survey:
     Attributes:
         samples: Number of samples.
         images: Extension -> number of images.
-        several: Extensions of a sample that has several images.
+        several: Extensions of a sample that has several images; () if no sample has.
         labels: Source -> label -> number of samples.
-        compared: Source -> label, for some samples.
+        compared: For each of the first MAX_COMPARED samples, source -> label.
         splits: Source -> values that look like splits.
         folders: Folders that contain images.
         endings: Extension -> number of members.
@@ -118,11 +118,13 @@ class Survey:
 
 
 def _find_first_word(stem: str) -> str:
+    """Return the first word of a name like `train_0001`, or "" for a name of one word."""
     tokens = tokenize_name(stem)
     return tokens[0] if len(tokens) > 1 and stem.startswith(tokens[0]) else ""
 
 
 def _is_label(source: str) -> bool:
+    """Return whether a member or a JSON field has a usual name for a label."""
     if source.startswith(JSON_PREFIX):
         name = normalize_word(source.removeprefix(JSON_PREFIX))
         return name in LABEL_COLUMNS or name == LABEL_SUFFIX
@@ -165,6 +167,7 @@ def read_shards(files: Files) -> DataSet:
     )
     is_in_place = is_in_place or settings.get("format") == "webdataset"
     source: dict[str, Any] = {"format": "webdataset" if is_in_place else "tar"}
+    # `label` alone is the default of the setting, and means `.cls` (see `formats.tar`)
     source["label"] = f".{label}" if label == "label" else label
     if numbers is not None:
         source["numbers"] = numbers
@@ -225,6 +228,7 @@ def _check_sample_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
 
 
 def _parse_sample_role(source: str, value: str) -> Role | None:
+    """Return the role that a value names; a flag such as `is_train: 0` names the other one."""
     flag = parse_flag_column(source.removeprefix(JSON_PREFIX))
     if flag is not None and (is_yes(value) or is_no(value)):
         other: Role = "test" if flag == "train" else "train"
@@ -233,6 +237,10 @@ def _parse_sample_role(source: str, value: str) -> Role | None:
 
 
 def _agrees(role: Role, split: str, surveys: Mapping[str, Survey]) -> bool:
+    """Return whether samples of a role may be in the shards of a split.
+
+    Validation samples may be test samples if there is no split val.
+    """
     if role == "held out":
         return split != "train"
     return role == split or (role == "val" and split == "test" and "val" not in surveys)
@@ -245,8 +253,8 @@ def _choose_label_member(
     """Choose the member that holds the label.
 
     Returns:
-        The member, its classes, and the setting `source.numbers` or None. The classes are empty if
-        they follow from the labels.
+        The member or `json:FIELD`, its classes, and the setting `source.numbers` or None. The
+        classes are empty unless `.cls` has numbers and `.txt` has their names.
 
     Raises:
         UserError: If no member holds a label, or if two members disagree.

@@ -64,9 +64,9 @@ class Experiment:
 
         `status` is `miss` if the stage would run, else `hit`. `reason` says why the stage has no
         valid result; with a valid result it is `stands`. An ingest stage whose result was deleted
-        is a `hit` with another reason if no stage that would run needs it. `replica` is the first
-        replica (seed or class order) with the stage, or empty if all replicas share it. No stage
-        runs.
+        is a `hit` with another reason if no stage that would run needs it. `label` is the label of
+        the method, and missing for stages that all methods share. `replica` is the first replica
+        (seed or class order) with the stage, or empty if all replicas share it. No stage runs.
 
         Raises:
             UserError: If the config or its storage cannot be used.

@@ -46,6 +46,7 @@ REPORT_FILES = "report-files.json"  # file with the names and digests of the fil
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
+# Exists if the run was analysed. It is `analysis_section.LIST_FILE`, whose module imports torch.
 ANALYSIS_FILE = "analysis.json"
 
 

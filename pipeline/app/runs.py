@@ -538,8 +538,9 @@ def _look_up_again(
 class Walks:
     """Runs the two walks of a run on one executor: the ingest stages, then all other stages.
 
-    Two walks are needed because the keys of the other stages depend on the ingested data. The
-    screen, the log and the journal observe both walks.
+    Two walks (`graph.walk.Walk`) are needed because the keys of the other stages depend on the
+    ingested data. The screen, the log and the journal observe both walks; the MLflow recorder and
+    the measurement of GPU use observe the second one.
 
     Args:
         run: The run before its data is ingested.

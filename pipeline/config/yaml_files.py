@@ -49,7 +49,7 @@ class ScalarKind(NamedTuple):
 
     Attributes:
         pattern: Regular expression of its plain (unquoted) texts.
-        first: Possible first characters; "" stands for the empty text. PyYAML looks up kinds by it.
+        first: Possible first characters, by which PyYAML finds the pattern; "" for the empty text.
     """
 
     pattern: str
@@ -165,8 +165,9 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes a string if YAML 1.1 or 1.2 would read it as another type."""
 
 
-# Remove the rules of YAML 1.1 (`no` is false, 010 is eight), and all constructors of other types.
-# The loop below adds those of SCALARS. The dumper keeps its rules for YAML 1.1, for the quotes.
+# The loader loses PyYAML's rules of YAML 1.1 (`no` is false, 010 is eight), and its constructors of
+# other types. The loop below adds the rules of SCALARS. The dumper keeps the rules of YAML 1.1 too,
+# so that it quotes each string that either version would misread.
 _PlainYamlLoader.yaml_implicit_resolvers = {}
 _PlainYamlLoader.yaml_constructors = {
     TAG + "str": yaml.SafeLoader.yaml_constructors[TAG + "str"],

@@ -72,6 +72,7 @@ from workers.storage.secrets import refuse_secrets
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
 MAX_TABLES = 50  # tables in a source; each is read to its end
 MAX_DATA_SETS = 200  # data sets in one folder
+# suffixes of the files that detection reads
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
 ACCEPTED_LAYOUTS = (
     "supported: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
@@ -99,6 +100,7 @@ def detect(request: Request) -> list[DataSet]:
     uri = path.rstrip("/")
     if "://" not in path:
         uri = os.path.abspath(path)
+    # `@` separates the revision in a URI of the hub
     name = get_file_name(posixpath.basename(uri.partition("@")[0]))
     if is_folder(uri):
         entries = list_entries(uri, [""], LISTED, MAX_FILES) or []

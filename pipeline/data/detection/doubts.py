@@ -51,9 +51,11 @@ SHARE_PAIRED = 0.9  # minimum share of equal image names of two classes, for an 
 MIN_PAIRED = 4  # a class with fewer image names is not compared with others
 MAX_PATHS = 20  # paths in a suggested command
 MAX_COMPARED = 300  # if there are more classes, no class is compared with others
+# suffixes of files that can list the images of a split
 LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".npy", ".pkl"))
+# example of `source.splits` in an error
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
-SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")
+SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")  # such as `224x224` in a file name
 STRANGE = ("_", "@", "~", "#recycle", "#snapshot")  # unusual prefixes of class names
 
 

@@ -13,6 +13,7 @@ from workers.errors import UserError
 
 HUB = "hf://"
 TORCHVISION = "torchvision:"
+# groups: data set, @revision, /folder
 HUB_NAME = re.compile(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)(@[\w.~/-]+)?(/.*)?/?")
 CONVERTED = "@~parquet"  # revision with the hub's conversion of a data set to Parquet
 # download folder of torchvision; a relative path starts at the current folder

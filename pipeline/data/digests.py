@@ -1,4 +1,8 @@
-"""Digests of keys, and of the rows of an index."""
+"""Digests of image keys, and of the rows of an index.
+
+The key of an image is its WebDataset key, `split/class/stem`. Selection sorts images by the digest
+of their keys. The digests of rows show whether the images of a source or of a class have changed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ ClassDigests = dict[str, dict[str, str]]  # split -> class -> digest of the imag
 
 
 def compute_key_digests(keys: pa.ChunkedArray) -> NDArray[np.uint64]:
-    """Compute the sha256 of n strings as (n, DIGEST_WORDS) words, the most significant first."""
+    """Compute the sha256 of n keys: (n, DIGEST_WORDS) 64-bit words, the most significant first."""
     digests = np.empty((len(keys), DIGEST_WORDS), np.uint64)
     for start in range(0, len(keys), BATCH_ROWS):
         part = keys.slice(start, BATCH_ROWS).to_pylist()
@@ -91,7 +95,10 @@ def digest_classes(index: pa.Table, is_in_place: bool, salt: str = "") -> ClassD
 
 
 def digest_index(index: pa.Table) -> str:
-    """Compute the sha256 of the sorted rows (split, key, class, sha256), without the shards."""
+    """Compute the sha256 of the sorted rows (split, key, class, sha256).
+
+    It does not depend on the division into shards.
+    """
     names = ("split", "key", "class", "sha256")
     columns = [index[name].cast(pa.large_string()) for name in names]
     rows = pc.binary_join_element_wise(*columns, pa.scalar("\t", pa.large_string()))

@@ -1,4 +1,4 @@
-"""The error of a source that does not match its card."""
+"""The error of a card whose source cannot be read as the card says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 
 class UnfitSource(UserError):
-    """A source does not match its card."""
+    """The source of a card is missing, or does not match the card.
+
+    The command line adds a description of the actual source, see `source_advice`.
+
+    Args:
+        message: The error.
+        card: The card.
+    """
 
     def __init__(self, message: str, card: Card):
         super().__init__(message)

@@ -1,5 +1,8 @@
 """Find the file that a row of a table names.
 
+Ingest uses `FileFinder` with the patterns of a card. Detection uses `find_placements` to find these
+patterns.
+
 Paths are relative to the folder of the table, or follow the patterns in `source.files`. Names are
 compared in Unicode form NFC. If no file matches exactly, case is ignored. If no row leads to a
 file, the paths are probably from another machine, for example `/home/ann/zoo/cat/1.png`. In this
@@ -22,6 +25,7 @@ from pipeline.data.splits import ROLES, parse_role
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
+# problems of rows without a file, see `formats.base.Item`
 ADDRESS = "corrupt: an address, and a table names files; download it and name the file"
 NO_FILE = "corrupt: there is no such file"
 NO_PATH = "corrupt: its row names no file"
@@ -67,12 +71,12 @@ class FileIndex:
         return _prefer_exact(self._by_path.get(_fold(path), []), path)
 
     def find_by_suffix(self, path: str) -> list[str]:
-        """Return the files that end with a path, with or without their extension."""
+        """Return the files whose paths end with a path, with or without their extension."""
         folded = _fold(path)
         names = self._by_base.get(folded.rpartition("/")[2], [])
         tail = f"/{folded}"
         matches: list[str] = []
-        for name in names[: MAX_CANDIDATES * 20]:
+        for name in names[: MAX_CANDIDATES * 20]:  # thousands of files can share a base name
             whole = f"/{_fold(name)}"
             if whole.endswith(tail) or whole[: whole.rfind(".")].endswith(tail):
                 matches.append(name)
@@ -151,7 +155,11 @@ class FileFinder:
         self.moved: tuple[str, str] | None = None
 
     def find(self, row: NamedRow) -> tuple[list[str], str | None]:
-        """Return the files that a row may name, and the problem if no file is found."""
+        """Find the files that a row may name.
+
+        Returns:
+            The files, several if the row is ambiguous, and the problem if there are none.
+        """
         if not row.text or "\0" in row.text:
             return [], NO_PATH
         path = parse_path(row.text, self.base)
@@ -165,6 +173,11 @@ class FileFinder:
         return names, None if names else NO_FILE
 
     def _find_by_pattern(self, pattern: str, path: RowPath, row: NamedRow) -> Iterator[str]:
+        """Yield the files that a row names according to one pattern.
+
+        Moved folders replace all patterns. An absolute path is searched below the source, unless
+        the pattern changes the path in the table.
+        """
         if self.moved is not None:
             before, after = self.moved
             if path.text.startswith(before):
@@ -194,7 +207,11 @@ class FileFinder:
         )
 
     def find_moved_folders(self, rows: Sequence[NamedRow]) -> None:
-        """Find a replacement for the leading folders of the rows, if no row leads to a file."""
+        """Set `moved` if no row leads to a file, for paths from another machine.
+
+        Of all possible replacements, the one that removes the fewest characters is used. `moved`
+        stays None if there is no such replacement, or more than one.
+        """
         if not all(map(self._is_plain, self.patterns)) or any(self.find(row)[0] for row in rows):
             return
         moves: Counter[tuple[str, str]] = Counter()
@@ -209,7 +226,10 @@ class FileFinder:
                 self.moved = nearest[0]
 
     def _find_moves(self, path: RowPath) -> list[tuple[str, str]]:
-        """Return the replacements (old prefix, new prefix) that keep the longest tail of a path."""
+        """Return the replacements (old prefix, new prefix) that keep the longest tail of a path.
+
+        The result is empty if no file ends with a part of the path, or the path has no extension.
+        """
         start = path.text.find("/") + 1
         while 0 < start < len(path.text):
             tail = path.text[start:]
@@ -260,7 +280,7 @@ def find_placements(
         base: Path or URI of the source.
 
     Returns:
-        The placements, or [] if the paths lead to no files.
+        One placement, several if the paths are ambiguous, or [] if they lead to no files.
     """
     direct = _build_placement(rows, FileFinder(index, folder, base, ("{}",)))
     candidates = [_find_candidate_files(row, index, base) for row in rows]
@@ -375,7 +395,8 @@ def _build_literal_placement(
 ) -> Placement | None:
     """Build the placement in which each row leads to the only file that ends with its path.
 
-    If a row has several such files, the file in a folder that other rows use is chosen.
+    Its patterns contain the names of folders instead of `{label}` and `{split}`. If a row has
+    several such files, the file in a folder that other rows use is chosen.
 
     Returns:
         The placement, or None if a row stays ambiguous or there are too many patterns.
@@ -410,7 +431,10 @@ def _build_literal_placement(
 def _find_other_placements(
     rows: Sequence[NamedRow], candidates: Sequence[list[str]], files: tuple[str | None, ...]
 ) -> Iterator[Placement]:
-    """Yield a placement that shares no folder with the given files, if there is one."""
+    """Yield a placement that shares no folder with the given files, if there is one.
+
+    It shows that the rows can be read in two ways.
+    """
     used: set[tuple[str, ...]] = set()
     for row, file in zip(rows, files, strict=True):
         if file is not None:
@@ -435,7 +459,7 @@ def ambiguous_files_error(where: str, row: int, text: str, names: Sequence[str])
         where: Name of the table.
         row: Number of the row.
         text: Path in the row.
-        names: The files.
+        names: The files, at least two.
     """
     return UserError(
         f"{where}: row {row} names {printable(text)!r:.80}, and there are both "

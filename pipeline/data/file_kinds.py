@@ -9,13 +9,14 @@ from pipeline.data.names import get_suffix, words
 IMAGE_SUFFIXES = words(
     """.jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .heic .heif .avif"""
 )
-# suffixes of image files in a listing; there, a file without an extension has a problem unless its
-# first bytes are those of an image
+# Suffixes of image files in a listing. They include "", because `listing` marks a file without an
+# extension by a problem, unless its first bytes are those of an image.
 IMAGE_FILES = IMAGE_SUFFIXES | {""}
 TEXT_TABLES = frozenset((".csv", ".tsv", ".txt"))
 JSON_TABLES = frozenset((".jsonl", ".ndjson"))
 COLUMN_FILES = frozenset((".parquet", ".arrow"))
 TABLE_SUFFIXES = TEXT_TABLES | JSON_TABLES | COLUMN_FILES
+# tables that are recognised, but not read
 OTHER_TABLES = frozenset((".json", ".xls", ".xlsx", ".ods", ".xml", ".yaml", ".db", ".sqlite"))
 TAR_SUFFIX = ".tar"
 PACKED_SUFFIXES = (".zip", ".tgz", ".tbz2", ".txz", ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
@@ -40,7 +41,7 @@ START_BYTES = 16  # bytes from the start of a file that IMAGE_START needs
 
 
 def is_hidden(path: str) -> bool:
-    """Return whether a path below a source is hidden or in LITTER, for example `__MACOSX`."""
+    """Return whether a file, or a folder in its path, is hidden or in LITTER (`__MACOSX`)."""
     return any(
         (part.startswith(".") and part not in (".", "..")) or part.lower() in LITTER
         for part in path.split("/")
@@ -58,7 +59,10 @@ def starts_as_image(data: bytes) -> bool:
 
 
 def describe_kind(name: str) -> str:
-    """Return the kind of an unread file: `table`, `archive`, `image` or `other file`."""
+    """Return the kind of an unread file: `table`, `archive`, `image` or `other file`.
+
+    A `.txt` file counts as `other file`, although it can be a table.
+    """
     suffix = get_suffix(name)
     if suffix in IMAGE_SUFFIXES:
         return "image"

@@ -52,7 +52,7 @@ class CheckedImage(NamedTuple):
         is_blank: Whether all pixels have one colour.
         became_blank: Whether the image is blank only after conversion to 8 bits: it is transparent,
             or its values are a small part of their range.
-        top: The largest value of an image with 16-bit integers.
+        top: The largest value of an image with 16-bit integers, 0 to 65535. None for other images.
     """
 
     problem: str | None = None
@@ -64,7 +64,7 @@ class CheckedImage(NamedTuple):
 def check_image(
     data: bytes, limits: ImageLimits = ANY_RANGE, per_byte: int = MAX_PIXELS_PER_BYTE
 ) -> CheckedImage:
-    """Decode a complete image and check it.
+    """Decode a complete image and check it. A problem is returned, not raised.
 
     Args:
         data: Bytes of the file.
@@ -83,10 +83,10 @@ def check_image(
         image.verify()
         if image.format == "PNG" and not has_all_rows(data):
             return CheckedImage("image file is truncated (its data ends before its last row)")
-        image = open_any(data, limits.max_pixels)
+        image = open_any(data, limits.max_pixels)  # Pillow cannot load an image after `verify`
         image.load()
         return _examine_image(image, limits)
-    except MemoryError:
+    except MemoryError:  # not a problem of the image
         raise
     except Exception as error:  # Pillow's plugins raise almost anything on damaged files
         return CheckedImage(_describe_decoding_error(error))
@@ -104,6 +104,7 @@ def _examine_image(image: Image.Image, limits: ImageLimits) -> CheckedImage:
         )
     if image.info.get(MAXIMUM) == SIXTEEN_BITS:
         if is_reduced(image):
+            # Pillow has reduced the values to 8 bits, so this is a lower bound of the maximum
             highest = float(np.asarray(image.convert("RGB")).max())
             top = max(highest - 0.5, 0.0) * SIXTEEN_BITS / EIGHT_BITS
         else:

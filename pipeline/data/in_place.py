@@ -1,7 +1,8 @@
 """Index shards in place: each shard is read once and hashed, and nothing is copied.
 
-The table of a shard is written after the shard was read, so a killed run continues with the next
-shard. Shards of an earlier ingest with the same URL, size and time are not read again.
+When a shard was read, its rows (one per sample) are written as a table. A killed run therefore
+continues with the next shard. Shards of an earlier ingest with the same URL, size and time are not
+read again. `index_shards` is the entry point, as `ingest.ingest` is for sources that are copied.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ from workers.storage.parquet import read_table
 
 INFO = b"shard"  # metadata key of a shard's table: size and digest of the shard
 PICTURES = b"pictures"  # metadata key: small images for the preview, as a shard is read only once
-PLACES = ("more", "path", "splits")  # settings of a source with the location of the shards
+# Settings of a source with the location of the shards. They do not affect how a sample is read.
+PLACES = ("more", "path", "splits")
 MAX_PICTURES = 40  # preview images per shard
 SHOWN_SHARDS = 200  # approximate number of shards with preview images
 TABLE_READERS = 8  # tables of shards read in parallel
@@ -78,9 +80,9 @@ class IndexJob(NamedTuple):
         unit: The shard as a unit.
         card: Card of the source.
         name: Name of the shard in the index.
-        target: Path of the table.
+        target: Path or URI of the table to write.
         is_shown: Whether some images of the shard are in the preview.
-        stamp: Stamp of the samples. Empty if the time of the shard is unknown.
+        stamp: Stamp of all samples (see `base.Item`). Empty if the time of the shard is unknown.
     """
 
     unit: Unit
@@ -168,7 +170,10 @@ def index_shards(
 
 
 def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
-    """Return all files in the folder of a local source, otherwise the shards of the card."""
+    """Return all files in the folder of a local source, otherwise the shards of the card.
+
+    The account of files also lists files that are not shards of the card.
+    """
     path = source_uri(card)
     if not card.source.path or not is_local(path) or not os.path.isdir(path):
         return entries
@@ -257,11 +262,13 @@ class KnownShards(NamedTuple):
         """Return the earlier result for a shard, or None if the shard must be read again."""
         start, stop = self.runs.get(job.stamp, (0, 0))
         rows = self.rows.slice(start, stop - start)
+        # rows that the earlier card excluded are missing
         if not len(rows) or self.num_rows.get(job.stamp, 1) != len(rows):
             return None
         names = rows["pack"].drop_null().unique().to_pylist()
         if len(names) != 1 or names[0] not in self.infos:
             return None
+        # the storage may be untrusted: exactly the used images must have an offset
         has_place = [number is not None and number >= 0 for number in rows["offset"].to_pylist()]
         is_used = pc.is_null(rows["problem"]).to_pylist()
         if has_place != is_used:
@@ -313,7 +320,11 @@ def _read_all(
     map_fn: MapFn,
     progress: ingest.Report | None,
 ) -> list[IndexedShard]:
-    """Index the shards without a table that are not in `before`; return all shards in order."""
+    """Read the shards that neither `before` nor a table in `folder` has.
+
+    Returns:
+        All shards, in the order of the jobs.
+    """
     shards: dict[str, IndexedShard] = {}
     if before is not None and jobs:
         checker = ImageChecker(jobs[0].card)

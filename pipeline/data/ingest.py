@@ -1,8 +1,10 @@
 """Ingest: convert raw data of any format to WebDataset tars and a Parquet index.
 
-Each unit of the source is read once and written to packs. Shards are written from packs. Both steps
-run in parallel tasks, and finished work is not repeated after a kill. An image that cannot be used
-is listed in rejected.csv with the reason.
+`ingest` works in two passes. First, each unit of the source is read once, and its images are
+checked and written to packs (intermediate files, see packs.py). Then shards are written from the
+packs. Both passes run in parallel tasks, and finished work is not repeated after a kill. An image
+that cannot be used is listed in rejected.csv with the reason. Shards that are used in place are
+indexed by in_place.py instead.
 """
 
 from __future__ import annotations
@@ -96,6 +98,8 @@ NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
 SMALL_BYTES = 8 << 20  # a source up to this size with few images is packed by this process
 TABLE_READERS = 8  # tables of finished units read in parallel
 
+# Called with `doing` (name of the pass), `images` (finished) and, if known, `of` (total),
+# `images_per_s` and `left_s` (seconds left).
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -142,7 +146,7 @@ def ingest(
     progress: Report | None = None,
     previous: str = "",
 ) -> Manifest:
-    """Write the artifact `key` and return its manifest.
+    """Write the shards, the index and the reports of a card as the artifact `key`.
 
     The shards have the same bytes for any parallelism. Packs and shards of a killed or failed
     attempt are reused.
@@ -156,6 +160,9 @@ def ingest(
         progress: Called with a report of the progress, or None.
         previous: Key of an earlier ingest of the same data. Its images are not read again, see
             `KnownImages`.
+
+    Returns:
+        The manifest of the artifact.
 
     Raises:
         UserError: If the source is missing, too many images are bad, or the source does not match
@@ -255,8 +262,8 @@ class Contents(NamedTuple):
     Attributes:
         card: Card of the source.
         rows: Rows of the source, without those that the card excludes.
-        selected: Rows to write.
-        rejected: Rows to list.
+        selected: Rows of the images to write.
+        rejected: Rows of rejected.csv.
         account: Outcome for every file.
         fields: Fields of the manifest.
     """
@@ -319,7 +326,7 @@ def _account(
     left_out: pa.Table,
     notes: list[str],
 ) -> Account:
-    """Return the outcome for every file, or for every image if files contain many.
+    """Return the outcome for every file; if files contain many images, also numbers of images.
 
     Images that the card excludes are counted and not named.
     """
@@ -540,6 +547,7 @@ def _write_all(
 def _find_written_shards(
     names: Iterable[str], attempt: Attempt, packs: str
 ) -> dict[str, WrittenShard]:
+    """Return the shards that an interrupted run of this attempt has finished, by name."""
     marks = list_files(packs)
     marked = [name for name in names if mark_name(attempt.name, name) in marks]
     if not marked:

@@ -46,7 +46,9 @@ from workers.storage.parquet import read_table
 
 SOURCE = "source.parquet"  # file of an ingest stage with a row for each image that has a stamp
 NUM_ROWS = b"rows"  # metadata key of SOURCE: stamp -> number of rows, if it is not 1
-STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"  # groups: size of the file; position in the file
+# A stamp (`_build_stamp`): name, size and time of the file, first byte or row, number of bytes or
+# rows. The groups are the size of the file, and the position in the file.
+STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"
 # Settings of a card that do not affect how a single image is read.
 NOT_OF_IMAGES = (
     "title", "licence", "cite", "archive", "verified", "leaks", "classes", "num_classes",
@@ -76,7 +78,7 @@ def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> 
     """
     base = base_uri(card) if card.source.path else ""
     states = {entry.name: entry for entry in entries if entry.modified}
-    start = len(base) + 1
+    start = len(base) + 1  # where the name of a file begins in its URI
     if card.source.path and is_single_file(card, entries):
         states = {entry.name: entry for entry in entries}
         start = len(base) - len(entries[0].name)
@@ -97,7 +99,13 @@ def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> 
 
 
 def _build_stamp(entry: Entry, first: int, size: int | None) -> str:
-    """Return the stamp of a part of a file, or of the whole file if `size` is None."""
+    """Return the stamp of a part of a file.
+
+    Args:
+        entry: The file.
+        first: First byte, or first row in a table.
+        size: Number of bytes or rows. None: the whole file.
+    """
     name = entry.name
     if not name.isascii():
         name = name.encode("utf-8", "backslashreplace").decode()
@@ -184,7 +192,7 @@ class KnownImages:
         compared with the earlier image, and it is not decoded if they are equal.
 
         Returns:
-            A divided unit per unit, or None if the earlier ingest does not help for this unit.
+            An item for each unit: the divided unit, or None to read the unit as it is.
         """
         checker = ImageChecker(card)
         parts = [unit.args[0] if unit.read is read_items else [] for unit in units]

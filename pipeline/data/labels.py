@@ -1,5 +1,7 @@
 """Labels: the normal form of values in tables, tars and Parquet files, and their classes.
 
+`normalize_label` converts a value to a label. `ClassNames` finds the class of a label.
+
 The rules:
 
 - A blank, `NaN`, `null` and `<NA>` (in any case) mean a missing label.
@@ -20,11 +22,12 @@ from workers.errors import UserError
 
 Label = str | int | None
 NO_LABEL = frozenset(("", "nan", "null", "<na>"))
+# labels that may be classes or mean a missing label: an error asks
 PERHAPS_NO_LABEL = frozenset(("na", "n/a", "none", "nil", "-1", "?", "-", "--", "missing"))
 WHOLE = re.compile(r"-?[0-9]{1,9}")
 WHOLE_AS_FLOAT = re.compile(r"(-?[0-9]{1,9})\.0+")
 MAX_NUMBER_DIGITS = 18  # digits of a numeric label
-NUMBER = "number "  # prefix of a numeric label without a class
+NUMBER = "number "  # prefix of a numeric label without a class: `number 7`
 MAX_LABEL_BYTES = 4096
 NUMBERS_HINT = (
     "set on the card what numbers are: `source.numbers: names` (of classes), or `places` (in the "
@@ -91,14 +94,14 @@ def check_spelling(where: str, labels: Iterable[str]) -> None:
 
 
 def check_meaning(where: str, labels: Iterable[str]) -> None:
-    """Check that no label means a missing label (`N/A`) or several labels (`cat|dog`).
+    """Check that no label can mean a missing label (`N/A`) or several labels (`cat|dog`).
 
     Args:
         where: Name of the table in errors.
         labels: All labels.
 
     Raises:
-        UserError: If a label can have this meaning.
+        UserError: If there is such a label.
     """
     names = {*labels}
     remedy = "or name all classes with --set 'classes=[...]'"

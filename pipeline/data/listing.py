@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
     Attributes:
         name: Path below the source.
-        size: Bytes.
+        size: Size in bytes; 0 if it is not a regular file.
         modified: Modification time in nanoseconds, 0 if it is unknown.
         problem: Reason why the entry is not used; HIDDEN for hidden files.
     """
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 def find_unread_links(entries: Iterable[Entry]) -> dict[str, str]:
-    """Map the names of links to folders that are not followed to the reasons."""
+    """Map the name of each link to a folder that was not followed to the reason."""
     return {
         entry.name: entry.problem
         for entry in entries
@@ -88,7 +88,7 @@ def describe_left_out(problems: Iterable[tuple[str, str | None]]) -> str:
 
 # ---- opening -------------------------------------------------------------------------------------
 def absolute_uri(path: str) -> str:
-    """Return a URI unchanged, and a path relative to the folder that contains `datasets/`."""
+    """Return a URI unchanged. A relative path starts at the folder that contains `datasets/`."""
     return path if "://" in path else os.path.normpath(os.path.join(CARDS.parent, path))
 
 
@@ -234,11 +234,12 @@ class FolderWalk:
 
     def list_entries(self, folders: Sequence[str]) -> list[Entry]:
         """Return all sorted entries; the given folders are read first."""
-        for first in (sorted(set(folders)), [""]):
+        for first in (sorted(set(folders)), [""]):  # the given folders, then the whole source
             for name in first:
                 real = self._real(name)
                 if not os.path.isdir(real) or real in self.visited:
                     continue
+                # equal if no link is in the path
                 if real == os.path.join(self.base, name).rstrip("/"):
                     self._visit(name)
                 else:
@@ -257,6 +258,10 @@ class FolderWalk:
         return os.path.realpath(os.path.join(self.root, name))
 
     def _visit(self, start: str) -> None:
+        """Add the files of a folder and its subfolders.
+
+        Links to folders and hidden folders are only collected, in `links` and `hidden`.
+        """
         waiting = [(start, self._real(start))]
         while waiting:
             name, real = waiting.pop()
@@ -269,6 +274,7 @@ class FolderWalk:
                     return
                 child_name = f"{name}/{child.name}" if name else child.name
                 if child.is_dir(follow_symlinks=False):
+                    # "x" stands for the source: it is not hidden, whatever its name
                     if is_hidden(child.name) and not is_hidden(name or "x"):
                         self.hidden.append(child_name)
                     else:

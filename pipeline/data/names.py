@@ -15,7 +15,7 @@ MAX_QUOTED = 60  # characters of a name in a sentence
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+    """Return the words of a text, which are separated by whitespace."""
     return frozenset(text.split())
 
 
@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def quoted(name: str) -> str:
-    """Return a name for a sentence: escaped, in quotes, not too long."""
+    """Return a name for a sentence: escaped, in quotes, cut to MAX_QUOTED characters."""
     text = printable(name)
     if len(text) > MAX_QUOTED:
         text = f"{text[: MAX_QUOTED - 3]}..."
@@ -50,7 +50,7 @@ def quoted(name: str) -> str:
 
 
 def listed(names: Iterable[str], most: int = MAX_NAMED) -> str:
-    """Format the first names of a list for a sentence."""
+    """Format the first `most` names of a list for a sentence: `'a', 'b', 'c' and 2 more`."""
     all_names = [*names]
     text = ", ".join(map(quoted, all_names[:most]))
     more = len(all_names) - most
@@ -73,9 +73,9 @@ def get_file_name(text: str, default: str = "data") -> str:
 
 
 def key_part(text: str) -> str:
-    """Convert a text to a part of a key: NFC, limited length, no dots, slashes or spaces.
+    """Convert a text to a part of a WebDataset key: letters, digits, `_` and `-`, in NFC.
 
-    Dots are replaced because a WebDataset key ends at the first dot.
+    Dots are replaced because a key ends at the first dot. The length is limited to MAX_KEY_PART.
     """
     return re.sub(r"[^\w\-]+", "_", nfc(text))[:MAX_KEY_PART] or "_"
 

@@ -33,8 +33,8 @@ from workers.errors import UserError
 from workers.storage import parquet
 from workers.storage.artifact import is_local, join, read_bytes, resolve, write_bytes
 
-PACK_BYTES = 256 << 20
-PACK_ROWS = 1 << 16
+PACK_BYTES = 256 << 20  # a pack is written when its images have this size
+PACK_ROWS = 1 << 16  # or when it has this number of rows
 TABLE_SUFFIX = ".parquet"
 RANGE_GAP = 64 << 10  # unneeded bytes read to avoid a second request
 RANGE_BYTES = 8 << 20  # bytes of one request, unless a single image is larger
@@ -43,8 +43,8 @@ READERS = 8  # concurrent requests to a bucket
 _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
 # One row per image, in the order of the source. split, name, label, problem: as in `Item`, but the
 # label is a class of the card if there is one. key: the key without the split. sha256, ext: digest
-# and extension of the stored bytes. pack, offset, bytes: location of the stored bytes; null for an
-# image with a problem. raw: see `raw_row`. blank: "yes" for an image with one colour, "became" if
+# and extension of the stored bytes. pack, offset, bytes: location of the stored bytes. sha256 and
+# the following are null for an image with a problem. raw: see `raw_row`. blank: "yes" for an image with one colour, "became" if
 # its original values differ. top: largest value of a 16-bit image. stamp: see `Item`.
 ROWS = pa.schema(
     [
@@ -232,12 +232,14 @@ def mark_left_out(units: Sequence[Unit], card: Card) -> list[Unit]:
 
 
 def collect_notes(checked: CheckedImage) -> dict[str, Any]:
-    """Return the columns `blank` and `top` of an image."""
+    """Return the columns `blank` and `top` of ROWS for an image."""
     blank = "yes" if checked.is_blank else ""
     return {"blank": "became" if checked.became_blank else blank, "top": checked.top}
 
 
 class _PackWriter:
+    """Checks the images of one unit, and collects its rows and packs."""
+
     def __init__(self, job: UnitJob):
         self.job = job
         self.card = job.card
@@ -380,6 +382,8 @@ def raw_rows(job: RawJob) -> pa.Array:
 def read_unit_rows(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
     """Return the rows of a finished unit, or None if it must be read again.
 
+    This is the case if its table is missing or damaged, or one of its packs is missing.
+
     Args:
         packs: Folder of packs.
         name: Name of the unit.
@@ -409,10 +413,22 @@ class Range(NamedTuple):
 
 
 class PackedImages:
-    """Images of packs in memory. A pack is a name in the folder of packs, or the URI of a file."""
+    """Images of packs, in memory.
+
+    A pack is a file in the folder of packs. Instead, `pack` of a row can be the URI of a shard of an
+    earlier ingest, which has the same bytes.
+    """
 
     def __init__(self, packs: str, rows: pa.Table):
-        """Read the images of `rows` with few requests."""
+        """Read the images of `rows` with few requests.
+
+        Args:
+            packs: Folder of packs.
+            rows: Rows with the columns `pack`, `offset` and `bytes`, without nulls.
+
+        Raises:
+            DamagedPack: If a pack is missing.
+        """
         self.packs = packs
         self.ranges: dict[str, tuple[NDArray[np.int64], list[bytes]]] = {}
         ranges = list(merge_ranges(rows))
@@ -453,7 +469,7 @@ class PackedImages:
 
 
 def is_uri(pack: str) -> bool:
-    """Return whether a pack is a file outside of the folder of packs."""
+    """Return whether `pack` of a row is the URI of a file, not a name in the folder of packs."""
     return "/" in pack
 
 

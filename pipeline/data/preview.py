@@ -27,6 +27,7 @@ MAX_PER_GROUP = 8  # pictures per class and split
 MAX_PICTURES = 800  # pictures per page
 SIDE = 72  # width and height of a picture in pixels
 MAX_CAPTION_LENGTH = 60  # characters of the file name under a picture
+# start of each preview; `starter` overwrites a file only if it starts like this
 PAGE_START = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: '
 
 
@@ -36,7 +37,7 @@ class PreviewImage(NamedTuple):
     Attributes:
         split: Split of the image.
         label: Class of the image.
-        name: Name of the file.
+        name: Name of the image in messages: the path, or the row of a table.
         thumbnail: A small JPEG, or b"" if the image cannot be decoded.
     """
 
@@ -53,8 +54,8 @@ class PreviewImage(NamedTuple):
             card: Card of the data set.
             split: Split of the image.
             label: Class of the image.
-            name: Name of the file.
-            data: Content of the file.
+            name: Name of the image.
+            data: Bytes of the image.
         """
         return cls(split, label, name, _make_thumbnail(data, card.source.range))
 
@@ -80,7 +81,10 @@ class PreviewSheet(NamedTuple):
 
 
 def sample_rows(rows: pa.Table) -> pa.Table:
-    """Return the first rows of each split and class, at most MAX_PICTURES in total."""
+    """Return the first rows of each split and class for the preview.
+
+    Each group has at most `limit_per_group` rows, and all have at most MAX_PICTURES.
+    """
     splits = rows["split"].combine_chunks().dictionary_encode().indices.to_numpy()
     labels = rows["label"].combine_chunks().dictionary_encode().indices.to_numpy()
     if not len(rows):
@@ -96,7 +100,7 @@ def sample_rows(rows: pa.Table) -> pa.Table:
 
 
 def limit_per_group(num_groups: int) -> int:
-    """Return the number of pictures per class and split."""
+    """Return the maximum number of pictures per class and split, at least 1."""
     return max(min(MAX_PER_GROUP, MAX_PICTURES // max(num_groups, 1)), 1)
 
 

@@ -1,6 +1,6 @@
 """Propose a card and a config for data sets, as YAML for the user to read and edit.
 
-Names from the data are written by the YAML dumper, and escaped in comments.
+`card_text` and `config_text` return the files; `starter` writes them. Names from the data are written by the YAML dumper, and escaped in comments.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BASE_SHARE = 0.4  # share of the classes of one data set in the base task
 # Train images per class for `hold_out: threshold`. With fewer images, a share of 1/5 could by
 # chance select almost no image.
 MIN_PER_CLASS = 30
-MAX_THREADS = 4
-LINE_WIDTH = 96
-COMMENT_COLUMN = 30
+MAX_THREADS = 4  # `cpus_per_worker` of the config
+LINE_WIDTH = 96  # characters
+COMMENT_COLUMN = 30  # column at which comments begin
 
 
 class TaskPlan(NamedTuple):
@@ -66,6 +66,7 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     is_any_held_out = not (data_set.has_test and data_set.counts.get("val"))
     if is_any_held_out and min(sizes, default=0) >= MIN_PER_CLASS:
         held_out += _line("hold_out", "threshold", "an image keeps its side when data grow")
+    # + 0.005: round up to whole percent
     bad = min(round(MAX_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
         f"# {_comment(data_set.layout)}: {format_count(len(data_set.classes), 'class')}, "
@@ -304,10 +305,10 @@ def _comment(text: str) -> str:
 
 
 def make_relative(path: str, given: str) -> str:
-    """Return a path for a file in the current folder.
+    """Return a path as it is written to a card in the current folder.
 
     Args:
-        path: The path.
+        path: The path. A URI, or a path with an environment variable, is returned unchanged.
         given: The user's path. If it is relative, the result is relative to the current folder.
     """
     if "://" in path or "${" in path or os.path.isabs(given):

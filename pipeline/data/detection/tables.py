@@ -1,6 +1,7 @@
 """Detect a data set in tables of paths and labels.
 
-The module finds the roles of the columns and the image files of the rows.
+`group_tables` finds the tables of one data set. `read_tables` reads them: it finds the roles of the
+columns (image, label, split), and the patterns (`source.files`) that lead from rows to image files.
 """
 
 from __future__ import annotations
@@ -63,13 +64,18 @@ from workers.storage.artifact import join
 
 MAX_SAMPLED_ROWS = 2000  # rows sampled to find the roles of columns
 MAX_PLACED_ROWS = 20_000  # rows sampled to find the patterns of image files
-MAX_ROWS_PER_ID = 20  # average number of rows per distinct id; labels repeat more often
-MAX_IMAGES_PER_ID = 20  # average number of images per distinct id; fewer values are not image ids
-MAX_SAMPLED_VALUES = 40  # values of a column for which a file is searched
+# Values without an extension are not ids of images if their column has more rows per distinct value
+# than this (labels repeat so often), or the source has more files per distinct value.
+MAX_ROWS_PER_ID = 20
+MAX_IMAGES_PER_ID = 20
+MAX_SAMPLED_VALUES = 40  # values per column that are looked up among the files
 
 
 class NoTable(UserError):
-    """The file is not a table of images and labels: it names no existing images."""
+    """The file is not a table of images and labels.
+
+    It has no rows, names no existing images, or has no labels.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Tables:
         request: The user's request.
         base: Path or URI of the source.
         name: Name of the data set.
-        names: Path of each table below the source -> its split, or "" if a column gives the split.
+        names: Path of each table below the source -> its split, or "" if its path names none.
         index: Index of the files that rows may name.
         is_whole: Whether the source is the table itself, not its folder.
     """
@@ -129,7 +135,7 @@ class ColumnRoles:
         image: Column of image paths.
         label: Column of labels; equal to `image` if the folders of the paths are the labels.
         split: Columns of splits, or ().
-        words: The split of each value, if there is a split column.
+        words: The values of the split columns for each split, or None without a split column.
         has_header: As in `tables.read_rows`.
         notes: Notes about the choice of the label.
     """
@@ -146,7 +152,7 @@ def read_tables(tables: Tables) -> TableReading:
     """Read the data set in one table, or in one table per split.
 
     Raises:
-        NoTable: If the table names no existing images.
+        NoTable: If the table has no rows, names no existing images, or has no labels.
         LabelUnclear: If the label column is ambiguous.
         UserError: If the table can be read in several ways, or cannot be read.
     """
@@ -156,7 +162,7 @@ def read_tables(tables: Tables) -> TableReading:
     notes = [*roles.notes, *notes]
     rows = _read_sample(tables, roles)
     placement = _choose_placement(tables, rows, roles)
-    for split in SPLITS[1:]:
+    for split in SPLITS[1:]:  # drop a val or test table if none of its images exists
         of_split = [f for r, f in zip(rows, placement.files, strict=True) if r.split == split]
         if of_split and not any(of_split) and split in tables.names.values():
             tables, more = _drop_split(tables, split, "names images that are not there")
@@ -194,7 +200,12 @@ def read_tables(tables: Tables) -> TableReading:
 
 
 def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
-    """Extend the patterns of a table in a subfolder to all files below the requested path."""
+    """Let a card with a table in a subfolder read all files below the requested path.
+
+    The folder of such a card is one level higher for each `../` in its patterns (see
+    `csv.list_tables`). The new patterns lead up and down again, for example `../labels/{}`, and
+    match the same files.
+    """
     folder = posixpath.dirname(tables.first)
     if source["path"] == tables.base or not folder or tables.is_whole:
         return
@@ -204,9 +215,10 @@ def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]
 
 
 def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list[str]]:
-    """Drop tables without the image or the label column. Return the other tables and notes.
+    """Drop val and test tables without the image or the label column.
 
-    The train table is always kept.
+    Returns:
+        The other tables, and a note about each dropped split.
     """
     notes: list[str] = []
     # val before test, because val replaces a dropped test
@@ -251,9 +263,11 @@ def _suggest_other_label(tables: Tables, roles: ColumnRoles, error: UserError) -
 class TableScan:
     """Column values of some tables, read in one pass.
 
+    The distinct values are those of all tables.
+
     Attributes:
-        names: Names of all columns.
-        sample: Column -> values of rows sampled from the first table.
+        names: Names of the columns of the first table.
+        sample: Column -> values of MAX_SAMPLED_ROWS random rows of the first table.
     """
 
     def __init__(self, tables: Tables, has_header: bool | None):
@@ -268,6 +282,7 @@ class TableScan:
         for index, row in enumerate(read_rows(uri, columns, has_header)):
             for name, text in zip(columns, row.values, strict=True):
                 self._add(name, text or "")
+            # reservoir sampling: each row is in the sample with the same probability
             slot = index if index < MAX_SAMPLED_ROWS else generator.randrange(index + 1)
             if slot < MAX_SAMPLED_ROWS:
                 chosen[slot] = row.values
@@ -306,7 +321,13 @@ class TableScan:
 
 
 def _find_roles(tables: Tables) -> ColumnRoles:
-    """Find the roles of columns from their names, their values and the existing files."""
+    """Find the roles of columns from their names, their values and the existing files.
+
+    Raises:
+        NoTable: If the table has no rows, no images or no labels.
+        LabelUnclear: If the header, the image column or the label column is ambiguous.
+        SplitUnclear: If the split column is ambiguous.
+    """
     uri = tables.uri(tables.first)
     where = printable(uri)
     has_header: bool | None = None
@@ -316,7 +337,8 @@ def _find_roles(tables: Tables) -> ColumnRoles:
         is_taken_for_header = scan.names == first
         has_header = False
         scan = TableScan(tables, has_header)
-        # the names on a card would fit both readings
+        # Columns without a header are called 0, 1, ... If the first row has such cells too, a card
+        # cannot say which of the two readings it means.
         if is_taken_for_header and {*scan.names} & {*first}:
             raise LabelUnclear(
                 f"{where}: its first row ({format_columns(first)}) can be a header or an image; "
@@ -350,7 +372,11 @@ def _find_roles(tables: Tables) -> ColumnRoles:
 
 
 def _is_first_row(tables: Tables, scan: TableScan) -> bool:
-    """Return whether the first row, which was read as the header, is the row of an image."""
+    """Return whether the first row, which was read as the header, is the row of an image.
+
+    This is the case if all its cells are numbers other than 0, 1, 2, ..., or if a cell above a
+    column of images names a file, too. A header such as `image` does not count as a file name.
+    """
     names = scan.names
     are_numbers = bool(names) and all(WHOLE.fullmatch(name) for name in names)
     if are_numbers and names != [*map(str, range(len(names)))]:
@@ -379,6 +405,7 @@ def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
 
 
 def _has_file(tables: Tables, text: str) -> bool:
+    """Return whether a file below the source ends with the path in a cell, or has its base name."""
     path = parse_path(text, tables.base)
     if path is None or "\0" in text:
         return False
@@ -419,6 +446,7 @@ def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> st
         paths = _find_path_columns(columns.sample)
         are_alike = all(name in paths for name in images) or len(images) == 1
         others = [name for name in known if name not in images]
+        # If only masks exist, but another column is named like images, the images are missing.
         are_masks = _is_mask(likely[0])
         if len(likely) == 1 and are_alike and not (are_masks and others):
             return columns.check(likely[0])
@@ -497,7 +525,11 @@ def _find_one_hot_columns(values: Values) -> list[str]:
 def _build_split_settings(
     tables: Tables, placement: Placement, roles: ColumnRoles
 ) -> dict[str, Any]:
-    """Build the source settings `path`, `splits` and `split`."""
+    """Build the source settings `path`, `splits` and `split`.
+
+    The splits are given by the first that exists: the user's settings, split columns, a table per
+    split, or words in the paths of the images. Otherwise all rows are train.
+    """
     settings = tables.request.given
     uri = tables.uri(tables.first)
     if "splits" in settings and "split" in settings:
@@ -527,6 +559,8 @@ def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | N
     """
     where = printable(tables.uri(tables.first))
     files = [file for file in placement.files if file is not None]
+    # `train` alone divides nothing. Parts of names are weaker than whole folder names: they count
+    # only if they name train and another split.
     for find in (_find_folder_word, _find_folder_part, _find_name_word):
         words = {find(file) for file in files} - {""}
         roles = set(map(find_role, words))
@@ -547,14 +581,17 @@ def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | N
 
 
 def _find_folder_word(path: str) -> str:
+    """Return the first folder whose whole name is a split word, for example `test`, or ""."""
     return next((part for part in path.split("/")[:-1] if parse_role(part)), "")
 
 
 def _find_folder_part(path: str) -> str:
+    """Return the first folder with a split word in its name, for example `seg_test`, or ""."""
     return next((part for part in path.split("/")[:-1] if find_role(part)), "")
 
 
 def _find_name_word(path: str) -> str:
+    """Return the split word at the start of the file name, for example of `test_1.png`, or ""."""
     name = path.rpartition("/")[2]
     for sign in "_-. ":
         first = name.partition(sign)[0]
@@ -565,7 +602,10 @@ def _find_name_word(path: str) -> str:
 
 # ---- rows and files ------------------------------------------------------------------------------
 def _read_sample(tables: Tables, roles: ColumnRoles) -> list[NamedRow]:
-    """Sample rows from all tables, with their labels and splits."""
+    """Sample at most MAX_PLACED_ROWS rows from all tables, with their labels and splits.
+
+    If the tables are in several folders, relative paths are changed to start at the source.
+    """
     rows: list[NamedRow] = []
     columns = [roles.image, roles.label, *roles.split[:1]]
     shared = _find_shared_folder(tables)
@@ -592,6 +632,8 @@ def _find_shared_folder(tables: Tables) -> str:
 
 def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRoles) -> Placement:
     """Choose the patterns that map rows to image files.
+
+    Patterns in the user's request are returned unchecked, without the files of the rows.
 
     Raises:
         NoTable: If most of the images do not exist.
@@ -630,9 +672,9 @@ def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRol
 
 
 def _check_labels(tables: Tables, rows: Sequence[NamedRow]) -> None:
-    """Raise LabelUnclear if rows with the same file name have two labels.
+    """Raise LabelUnclear if rows with the same path have two labels.
 
-    It is not an error if no file with such a name exists in any folder.
+    It is not an error if no such file exists in any folder: the images are missing then.
     """
     labels: dict[str, str] = {}
     twice: dict[str, tuple[str, str]] = {}
@@ -682,7 +724,11 @@ def group_tables(names: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def _split_table_name(name: str) -> tuple[str, str]:
-    """Split the path of a table into the rest and its split word, or "" without one."""
+    """Split the path of a table into the rest and its split word, or "" without one.
+
+    Tables with the same rest belong together. If the word is the name of the folder, `//` in the
+    rest marks its place.
+    """
     folder, _, base = name.rpartition("/")
     stem, _, suffix = base.rpartition(".")
     words = [

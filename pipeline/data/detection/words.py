@@ -32,12 +32,12 @@ NO_CLASS_TOKENS = words(
     unlabeled unlabelled unsorted unclassified unannotated uncategorized mask masks seg gt label
     labels"""
 )
-# words that mark a mask, a thumbnail or the like: first or last in the name of a file, for example
-# `1_mask.png`, or anywhere in the name of a column
+# words that mark a mask, a thumbnail or another file that belongs to an image: as the first or last
+# word in the name of a file (`1_mask.png`), or anywhere in the name of a column
 NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap mask""")
 # words in the names of files that list splits
 SPLIT_LISTS = words("""split splits fold folds partition partitions setid""")
-# words in the names of tables without labels of images
+# words in the names of tables that do not have the labels of images
 NO_LABEL_TABLES = words(
     """prediction predictions predicted preds pred submission submissions result results output
     outputs score scores logits attribute attributes attrs classes names categories vocab

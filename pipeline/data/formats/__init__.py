@@ -1,7 +1,8 @@
 """Read the raw data of a card in any format.
 
-To add a format, add a module to this folder and its name to `SourceFormat` in cards.py. The module
-defines `FORMAT`. It is imported when a card uses the format.
+The functions of this module call the `Format` of the card (see base.py). To add a format, add a
+module to this folder and its name to `SourceFormat` in cards.py. The module defines `FORMAT`. It is
+imported when a card uses the format.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
 def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list[Unit]:
     """Divide the whole source into units, in an order that depends only on the source.
 
+    A unit is a part of the source that one task reads, see `base.Unit`.
+
     Args:
         card: The card.
         map_fn: Maps a function over items in parallel.
@@ -105,8 +108,10 @@ class SourceState(NamedTuple):
     """State of a source, determined without reading its files.
 
     Attributes:
-        fingerprint: Changes if the paths or sizes of the files change.
+        fingerprint: Changes if the paths or sizes of the files change. For data from a library, its
+            name.
         modified: Digest of the modification times. It also changes if a file is edited in place.
+            `-` for a library.
     """
 
     fingerprint: str
@@ -154,6 +159,8 @@ def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Ent
 
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of images of a source by split and label, without decoding images.
+
+    Images with a known problem are not counted.
 
     Raises:
         UserError: If labels or splits cannot be read, or a row names several files.

@@ -47,6 +47,7 @@ MAX_IMAGE_BYTES = 512 << 20
 MAX_UNFOLDING = 100
 MAX_UNFOLDED_BYTES = 4 << 30
 
+# `map_fn(function, items)` returns the results in order. It may run in parallel.
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
@@ -57,7 +58,7 @@ class Item:
     Attributes:
         split: Split, or IGNORE if the card excludes it.
         name: Name in messages and lists (path or row).
-        stem: The name without folder and extension.
+        stem: The name without folder and extension, for the key in the shards.
         label: Label as written in the source, or None.
         problem: Reason why the image cannot be used, if it is known without decoding the image.
         uri: File from which the bytes can be read again. Empty if this is impossible.
@@ -179,11 +180,16 @@ def find_matching_entries(card: Card, split: Split, entries: Sequence[Entry]) ->
 
 
 def visible(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the visible entries."""
+    """Return the entries without hidden files."""
     return [entry for entry in entries if entry.problem != HIDDEN]
 
 
 def _globs(patterns: Sequence[str]) -> list[str]:
+    """Return the globs of a split's files.
+
+    For example, the pattern `train` stands for the file or folder `train`, and for files such as
+    `train-0.tar`, `train_0.tar` and `train.tar`.
+    """
     globs: list[str] = []
     for text in filter(None, patterns):
         globs += [text, f"{text}/*", f"{text}-*", f"{text}_*", f"{text}.*"]
@@ -197,7 +203,9 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
 def find_archives(
     card: Card, split: Split, entries: Sequence[Entry], suffixes: frozenset[str]
 ) -> tuple[list[str], list[Item]]:
-    """Return the URIs of the files that contain many images, and items for all other files.
+    """Return the URIs of a split's files that contain many images, and items for its other files.
+
+    Each of these items has a problem, so that the file is listed as unused.
 
     Raises:
         UserError: If a file has a problem, because it may contain many images.
@@ -314,13 +322,16 @@ def find_size_problem(size: int) -> str | None:
 
 
 def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of consecutive parts of a source; each slice is a unit.
+    """Divide consecutive parts of a source (files, members or row groups) into units.
 
     The result depends only on the sizes, so a run resumed on another cluster has the same
     units.
 
     Args:
         sizes: Bytes of each part.
+
+    Yields:
+        A slice of the parts for each unit.
     """
     most = min(max(sum(sizes) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     start = 0
@@ -337,7 +348,10 @@ def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def build_units(items: list[Item]) -> list[Unit]:
-    """Divide items into units. The bytes of each item must be readable on their own."""
+    """Divide items into units that `read_items` reads.
+
+    The bytes of each item must be readable on their own, by its `uri`, `offset` and `size`.
+    """
     units: list[Unit] = []
     for part in unit_slices([_bytes_to_read(item) for item in items]):
         unit_items = items[part]
@@ -378,6 +392,7 @@ def read_items(items: list[Item]) -> Iterator[ItemBytes]:
 
 
 def _group_ranges(items: list[Item]) -> Iterator[ItemRange]:
+    """Group consecutive items into ranges. Items with a problem need no bytes and fit any range."""
     run = ItemRange([], "", 0, 0)
     for item in items:
         if item.problem:
@@ -427,11 +442,12 @@ def _read_ahead(runs: Iterator[ItemRange]) -> Iterator[tuple[ItemRange, bytes]]:
 
 
 def _compute_size(run: ItemRange) -> int:
+    """Return the bytes of a range; a whole file of unknown size counts as AHEAD_BYTES."""
     return AHEAD_BYTES if run.stop is None else run.stop - run.start
 
 
 def _read_run(run: ItemRange) -> bytes:
-    if not run.uri:
+    if not run.uri:  # all its items have a problem
         return b""
     size = None
     if run.stop is not None:

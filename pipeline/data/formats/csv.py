@@ -1,7 +1,8 @@
-"""Format `csv`: tables of image paths and labels, as CSV, JSON lines or Parquet.
+"""Format `csv`: tables of image paths and labels, as CSV, JSON lines, Parquet or Arrow.
 
-A path is relative to the folder of the table and must stay inside the source, because the named
-files are copied into shards, and a table may be untrusted.
+A path is relative to the folder of the table, unless `source.files` of the card has other patterns
+(see `pipeline.data.file_index`). The file must be inside the source, because it is copied into
+shards, and a table may be untrusted.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class TableRow(NamedTuple):
     Attributes:
         number: Number of the row, from 1.
         text: Path of the image.
-        label: Label as written in the table.
+        label: Label as written in the table, or None.
         split: Split from its table or column. None if the path of the image gives it.
         split_value: Value of the split column, or "".
     """
@@ -119,10 +120,10 @@ class TableRow(NamedTuple):
 
 
 def read_table_rows(card: Card, base: str, table: Table) -> Iterator[TableRow]:
-    """Yield the rows of a table, without the rows of ignored splits."""
+    """Yield the rows of a table, without rows whose split column has an ignored value."""
     source = card.source
     values = SplitValues(card, printable(join(base, table.name)))
-    by_path = source.split == source.image
+    by_path = source.split == source.image  # the path of each image gives its split
     columns = [source.image, *filter(None, (source.label,))]
     first = len(columns)
     columns += () if by_path else source.split_columns()
@@ -149,9 +150,9 @@ class _LastImages:
 
 
 def list_images(card: Card, entries: list[Entry]) -> list[TableImage]:
-    """Return the images of all tables, in the order of their rows.
+    """Return the images of all tables, in the order of their rows, without ignored images.
 
-    Several rows of the same file become one image.
+    Several rows of the same file become one image. The result is shared: do not change it.
 
     Raises:
         UserError: If a row names several files, or rows give one file two labels or two splits.
@@ -312,7 +313,7 @@ def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
 
 
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
-    """Return the number of images by split and label."""
+    """Return the number of images with an existing file, by split and label."""
     return Counter(
         (image.split, image.label) for image in list_images(card, entries) if image.problem is None
     )

@@ -61,7 +61,12 @@ class SplitFolder(NamedTuple):
         return cls(split, tuple(map(_compile_part, texts)), tuple(names))
 
     def match(self, path: Sequence[str]) -> tuple[bool, str | None]:
-        """Return whether a path is in this folder, and the label from its folders or None."""
+        """Match the path of a file, split at slashes.
+
+        Returns:
+            Whether the file is in this folder, and its label or None. The label is the text that
+            `{label}` matches, or the folder directly below this one if no part has `{label}`.
+        """
         if len(path) < len(self.parts):
             return False, None
         label = None
@@ -86,12 +91,12 @@ def _compile_part(text: str) -> re.Pattern[str]:
 
 
 def _glob(text: str) -> str:
-    """Return a regular expression for a glob, without anchors."""
+    """Return a regular expression for a glob, without the frame `(?s:...)\\Z` of `translate`."""
     return re.sub(r"^\(\?s:(.*)\)\\[zZ]$", r"\1", translate(text), flags=re.DOTALL)
 
 
 class LabelledEntry(NamedTuple):
-    """A file below the folder of a split. `label` is None outside of a class folder."""
+    """A file below the folder of a split. `label` is None if the file is in no class folder."""
 
     split: str
     label: str | None

@@ -62,6 +62,7 @@ class ParquetFile(NamedTuple):
 
 def list_parquet_files(card: Card, entries: list[Entry]) -> tuple[list[ParquetFile], list[Item]]:
     """Return the files of all splits, and items for the other files."""
+    # with `source.split` all splits share the same files, which are listed once
     files: list[ParquetFile] = []
     other_items: list[Item] = []
     splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
@@ -155,6 +156,7 @@ def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterat
     num_bytes = 0
     with open_file(file.uri) as stream:
         file_bytes = stream.size()
+    # an Arrow file is one row group
     groups = None if file.uri.endswith(ARROW_SUFFIX) else list(range(start, stop))
     for row, batch in enumerate(read_batches(file.uri, columns, 1, groups), first):
         cells = [to_python_value(batch[column][0]) for column in columns]
@@ -190,6 +192,7 @@ class DeclaredLabels:
         declared = read_schema(uri).classes.get(self.column, ())
         known = {nfc(name): place for place, name in enumerate(card.classes)}
         self.names: tuple[str, ...] = ()
+        # if no declared class is on the card, the numbers are not translated
         if any(nfc(name) in known for name in declared) or card.source.numbers == "names":
             self.names = declared
         if card.source.numbers == "names":
@@ -237,7 +240,8 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """Return the number of rows by split and label; the images are not read.
 
     Raises:
-        UserError: If the values of the column are not classes.
+        UserError: If a file cannot be read, the values of the label column are not classes, or the
+            card does not name a value of the split column.
     """
     counts: LabelCounts = Counter()
     source = card.source
@@ -262,6 +266,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
             for cells, number in batch_counts(batch, columns):
                 split = file.split or values.find(_split_value(values, cells), row)
                 label = labels.find(cells[0], row)
+                # a fraction, because `normalize_label` converts a whole number to int
                 if isinstance(cells[0], float) and isinstance(label, str):
                     raise no_classes_error(file.uri, source.label)
                 if split != IGNORE:

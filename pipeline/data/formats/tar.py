@@ -1,4 +1,7 @@
-"""Uncompressed tars in WebDataset's layout: `key.jpg` with `key.cls`, which contains the class."""
+"""Uncompressed tars in WebDataset's layout: `key.jpg` with `key.cls`, which contains the class.
+
+Ingest copies the images into new shards. The format `webdataset` uses the tars in place instead.
+"""
 
 from __future__ import annotations
 
@@ -291,7 +294,10 @@ class OpenTar(NamedTuple):
 
 
 def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
-    """Return whether the keys of a tar contain dots, judged by its first members."""
+    """Return whether the keys of a tar contain dots, judged by its first members.
+
+    If the first file name has a single dot, no further header is read.
+    """
     names: list[str] = []
     for member in islice(open_tar(HeaderReader(file, is_in_bucket)), PEEKED_MEMBERS):
         if not is_skipped_member(member):
@@ -389,7 +395,11 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def list_tar(job: TarJob) -> list[Item]:
-    """List the samples of one tar; raise UserError if the tar is truncated or malicious."""
+    """List the samples of one tar, without samples of ignored splits.
+
+    Raises:
+        UserError: If the tar is truncated or malicious, or the card does not name a split value.
+    """
     source = label_suffix(job.card)
     names = class_names(job.card)
     values = SplitValues(job.card, printable(job.uri))

@@ -1,8 +1,9 @@
 """WebDataset shards used in place: ingest reads each from start to end, and copies nothing.
 
-Training reads the images from the same shards, by their offsets. A sample is `key.jpg` with
-`key.cls`, `key.txt` or `key.json`; its members are consecutive. The offsets come from the headers,
-which are read while a shard is hashed, so an `.idx` file would save no time.
+`pipeline.data.in_place` calls `read_shard` and writes the index. Training reads the images from the
+same shards, by their offsets. A sample is `key.jpg` with `key.cls`, `key.txt` or `key.json`; its
+members are consecutive. The offsets come from the headers, which are read while a shard is hashed,
+so an `.idx` file would save no time.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset skips
 
 # ---- URLs of the shards --------------------------------------------------------------------------
 def shard_urls(card: Card) -> ShardUrls:
-    """Return the URLs of a card's shards, in brace notation."""
+    """Return the URLs of a card's shards, in brace notation: `train-{000..007}.tar`."""
     return ShardUrls(*(tuple(_list_patterns(card, split)) for split in ("train", "test", "val")))
 
 
@@ -341,7 +342,7 @@ class Sample:
 
         This is the case if the sample has an image and a label and began with this extension.
         """
-        has_image = bool(self.found - {"label"})
+        has_image = bool(self.found - {"label"})  # the rest are extensions of images
         return suffix == next(iter(self.suffixes), "") and "label" in self.found and has_image
 
     def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ReadJob) -> None:

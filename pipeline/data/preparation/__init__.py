@@ -1,6 +1,6 @@
 """Convert the official files of a data set to the folders that its card reads.
 
-The user downloads the official files by hand. To add a layout, add a module to this package and its
+`prepare` runs `accrete data prepare`. The user has downloaded the official files by hand. To add a layout, add a module to this package and its
 name to `OfficialLayout` in archives.py. The module defines `LAYOUTS`, the variants in which the
 files are distributed. It is imported when a card uses it.
 """
@@ -31,7 +31,7 @@ ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf", ".gz": "tar -
 
 
 class Prepared(NamedTuple):
-    """The prepared folder, with the number of images by split."""
+    """The prepared folder, with the number of images by split, and of classes."""
 
     folder: str
     counts: dict[str, int]
@@ -39,7 +39,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared:
-    """Sort the official images of a card into class folders, as links.
+    """Sort the official images of a card into class folders.
+
+    The folders get links or copies of the images, or crops if the card says so (`Archive.crop`).
 
     Args:
         card: The card.
@@ -91,7 +93,7 @@ def get_split_folders(card: Card) -> dict[Split, str]:
 
 
 def target_folder(card: Card, folder: str | None) -> str:
-    """Return the folder to fill; raise `UserError` if it is not on a local disk."""
+    """Return the absolute path of the folder to fill; raise `UserError` if it is a URI."""
     path = folder or absolute_uri(card.source.path)
     if not is_local(path):
         raise UserError(
@@ -103,7 +105,10 @@ def target_folder(card: Card, folder: str | None) -> str:
 
 # ---- listing -------------------------------------------------------------------------------------
 def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolder, OfficialLayout]:
-    """Return the folder with the official files, at `source` or up to two folders below.
+    """Find the official files at `source`, or up to two folders below.
+
+    Returns:
+        The folder, and the first layout that it matches.
 
     Raises:
         UserError: If these files are missing; the message lists the existing and required files.

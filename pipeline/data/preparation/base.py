@@ -28,7 +28,7 @@ class LabelledImage(NamedTuple):
     Attributes:
         split: Split of the image.
         label: Class of the image.
-        path: Path below the folder of the official files.
+        path: Path relative to the folder of the official files.
         box: Bounding box, or None.
     """
 
@@ -43,7 +43,8 @@ class OfficialLayout:
     """One layout of official files.
 
     Attributes:
-        needs: Files and folders that identify the layout, each a tuple of alternative names.
+        needs: Files and folders that identify the layout. Each is a tuple of alternative names, of
+            which one must exist.
         read: Yields all labelled images, and raises `UserError` if a list is damaged.
     """
 
@@ -79,7 +80,7 @@ def map_class_folders(names: Iterable[tuple[str, str]], where: str) -> dict[str,
     """Map the number of each class in the lists to the name of the class folder.
 
     Args:
-        names: Pairs of number and name.
+        names: Number and name of each class. The number is any text that the lists use for it.
         where: Name of the list, for the error.
 
     Raises:
@@ -100,12 +101,18 @@ def map_class_folders(names: Iterable[tuple[str, str]], where: str) -> dict[str,
 
 
 def choose_split(is_train: bool) -> Split:
-    """Return the split of an image from a flag for training."""
+    """Return `train` or `test`."""
     return "train" if is_train else "test"
 
 
 def look_up_value(table: dict[str, str], key: str, where: str) -> str:
-    """Return the entry of an image or class in a list; raise `UserError` if it is missing."""
+    """Return the value of an image or class in a list; raise `UserError` if it is missing.
+
+    Args:
+        table: The list, from the image or class to the value.
+        key: Number or name of the image or class.
+        where: Name of the list, for the error.
+    """
     value = table.get(key)
     if value is None:
         raise UserError(

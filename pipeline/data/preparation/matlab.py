@@ -110,7 +110,7 @@ class MatReader:
         self.values_left = MAX_VALUES
 
     def variables(self, names: Collection[str]) -> dict[str, Value]:
-        """Return the existing variables with these names."""
+        """Return the variables with these names; missing ones are left out."""
         values: dict[str, Value] = {}
         for element in self._elements(self.data[HEADER_BYTES:], is_padded=False):
             if element.kind == COMPRESSED:
@@ -130,6 +130,7 @@ class MatReader:
                 raise MatError("it ends inside of an element")
             kind, size = struct.unpack_from(f"{self.order}II", data, position)
             start = position + TAG_BYTES
+            # a short element: the upper half of its first word is the size, and the data follow
             if kind >> 16:
                 size = kind >> 16
                 kind &= 0xFFFF
@@ -170,6 +171,7 @@ class MatReader:
         return None  # sparse matrices, functions, objects
 
     def _spend(self, count: int) -> None:
+        """Count values; raise `MatError` if the file has more than MAX_VALUES."""
         self.values_left -= count
         if self.values_left < 0:
             raise MatError(f"it has more than {MAX_VALUES} values")
@@ -240,7 +242,7 @@ def unpacked(body: bytes) -> bytes:
 
 # ---- expected values -----------------------------------------------------------------------------
 def require_integers(value: Value, where: str) -> list[int]:
-    """Return a value as a list of integers; raise `UserError` for another value."""
+    """Return a vector of whole numbers as integers; raise `UserError` for another value."""
     if not isinstance(value, np.ndarray):
         raise _other_kind(where, "whole numbers")
     numbers = value.tolist()

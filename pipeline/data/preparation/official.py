@@ -52,9 +52,9 @@ class OfficialFolder:
     def rows(
         self, name: str, columns: int, separator: str | None = None
     ) -> Iterator[tuple[str, ...]]:
-        """Yield the lines of a list, split into columns. The last column has the rest of the line.
+        """Yield the lines of a list, split into columns.
 
-        Empty lines are skipped.
+        The last column has the rest of the line. Empty lines are skipped.
 
         Args:
             name: Name of the list.

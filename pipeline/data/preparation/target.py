@@ -85,6 +85,7 @@ class TargetFolder:
             os.mkdir(os.path.join(unfinished, self.splits[split], label))
 
     def _make_path(self, unfinished: str, image: LabelledImage) -> str:
+        """Return the path of an image to write; raise `UserError` if it exists."""
         name = os.path.basename(image.path)
         path = os.path.join(unfinished, self.splits[image.split], image.label, name)
         if os.path.lexists(path):
@@ -108,6 +109,7 @@ class TargetFolder:
         with ThreadPoolExecutor(THREADS) as pool:
             for image in images:
                 path = self._make_path(unfinished, image)
+                # create it now, so that `_make_path` finds a second image of this name
                 open(path, "x").close()
                 waiting.append(pool.submit(write_crop, files, image, path))
                 if len(waiting) >= MAX_WAITING:

@@ -43,8 +43,8 @@ READERS = 8  # concurrent requests to a bucket
 _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
 # One row per image, in the order of the source. split, name, label, problem: as in `Item`, but the
 # label is a class of the card if there is one. key: the key without the split. sha256, ext: digest
-# and extension of the stored bytes. pack, offset, bytes: location of the stored bytes. sha256 and
-# the following are null for an image with a problem. raw: see `raw_row`. blank: "yes" for an image with one colour, "became" if
+# and extension of the stored bytes. pack, offset, bytes: location of the stored bytes; null for an
+# image with a problem. raw: see `raw_row`. blank: "yes" for an image with one colour, "became" if
 # its original values differ. top: largest value of a 16-bit image. stamp: see `Item`.
 ROWS = pa.schema(
     [
@@ -415,8 +415,8 @@ class Range(NamedTuple):
 class PackedImages:
     """Images of packs, in memory.
 
-    A pack is a file in the folder of packs. Instead, `pack` of a row can be the URI of a shard of an
-    earlier ingest, which has the same bytes.
+    A pack is a file in the folder of packs. `pack` of a row can also be the URI of a shard of an
+    earlier ingest, from which the bytes are copied.
     """
 
     def __init__(self, packs: str, rows: pa.Table):

@@ -1,6 +1,7 @@
 """Propose a card and a config for data sets, as YAML for the user to read and edit.
 
-`card_text` and `config_text` return the files; `starter` writes them. Names from the data are written by the YAML dumper, and escaped in comments.
+`card_text` and `config_text` return the texts, which `starter` writes to files. Names from the data
+are written by the YAML dumper, and escaped in comments.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Select the images of a source to write, with their key, split and order.
 
+`select_rows` does this for ingest. `check_listed` makes the same checks before images are read.
+
 The code works on columns; rows of Python objects are created only for listed images.
 """
 
@@ -28,14 +30,15 @@ from workers.errors import UserError
 
 NAMED_IMAGES = 3  # images that an error lists
 DARK_TOP = 16383  # 16-bit images without a value above this (of 65535) are too dark
-MAX_LEAKS = 0.01  # share of the test images that may be copies of train images
+MAX_LEAKS = 0.01  # share of the images of a split that may be copies of train images
 SLASH = pa.scalar("/", pa.large_string())
-LIMIT_REASON = "left out: its class has per_class images"
+LIMIT_REASON = "left out: its class has per_class images"  # the limit `per_class` on the card
 _NAMES = ("key", "split", "class", "reason", "kept", "source")
 REJECTED_CSV = "rejected.csv"  # file of an ingest stage
 # The rows of rejected.csv. kept: "yes" for an image that is listed but also written.
 REJECTED = pa.schema([(name, pa.large_string()) for name in _NAMES])
 
+# the classes with images in each split, for `check_class_images`
 CLASSES = pa.schema([(name, pa.large_string()) for name in ("split", "label")])
 
 
@@ -54,13 +57,16 @@ class Selection(NamedTuple):
 
 
 def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Divide the rows of a source into rows that its card includes and rows that it excludes.
+    """Divide the rows of a source by `without_classes` and `without_images` of its card.
 
     Images that the card excludes by their digest are found only here, after they were read.
 
     Args:
         card: Card of the source.
         rows: Rows with the columns of `packs.ROWS`.
+
+    Returns:
+        The rows that the card includes, and those that it excludes.
     """
     if not card.without_classes and not card.without_images:
         return rows, rows.slice(0, 0)
@@ -127,6 +133,7 @@ def check_listed(
     has_test = any(split == "test" for split, _ in counts)
     selected: Counter[tuple[str, str]] = Counter()
     for (split, name), size in counts.items():
+        # the most images that test can gain, and the fewest that train loses
         num_test = num_train = 0
         if card.test_fraction and not has_test and split == "train":
             num_test = num_train = num_held_out(size, card.test_fraction)
@@ -188,10 +195,10 @@ def _sort_by_shard(rows: pa.Table) -> pa.Table:
 
 
 def _make_keys_unique(rows: pa.Table) -> pa.Table:
-    """Append a hash to each key that occurs more than once in a split.
+    """Append a hash of the image's name to each key that occurs more than once in a split.
 
-    The hash is that of the image's name. If names are equal, too (two archives in different folders
-    may have the same name), the second and later images also get a number.
+    If names are equal, too (two archives in different folders may have the same name), the second
+    and later images also get a number.
     """
     codes = _codes(pc.binary_join_element_wise(rows["split"], rows["key"], SLASH))
     is_repeated = _counts(codes)[codes] > 1
@@ -244,17 +251,20 @@ def _lowest(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
 
 
 def num_held_out(size: int, fraction: float) -> int:
-    """Return the number of held-out images of a class with `size` images."""
+    """Return how many of `size` images of a class are held out: at least one, but never all."""
     least = 1 if fraction > 0 else 0
     return min(max(round(fraction * size), least), size - 1)
 
 
 # ---- copies and surplus images -------------------------------------------------------------------
 def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.Table]:
-    """Return a mask of exact copies within their split, and rows that list all exact copies.
+    """Find exact copies: images with the same sha256 of the stored bytes.
 
-    The first image by key is not a copy. An image that another split also has is listed, but is not
-    a copy within its split.
+    The first image by key is not a copy.
+
+    Returns:
+        A mask of the copies of images in the same split, and rows of rejected.csv. These also list
+        copies of images in another split.
     """
     contents = _codes(rows["sha256"])
     candidates = np.flatnonzero(_counts(contents)[contents] > 1)
@@ -298,7 +308,10 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
 
 
 def find_surplus(limits: Mapping[Split, int], rows: pa.Table) -> NDArray[np.bool_]:
-    """Return a mask of surplus rows: all but the first `limits[split]` rows of each class."""
+    """Return a mask of surplus rows: all but the first `limits[split]` rows of each class.
+
+    A split without a limit has no surplus.
+    """
     splits = _split_numbers(rows)
     groups = len(SPLITS) * _codes(rows["label"]) + splits
     order = np.argsort(groups, kind="stable")
@@ -369,7 +382,7 @@ def _in_two_classes(rows: pa.Table) -> list[str]:
 
 
 def check_leaks(card: Card, rows: pa.Table) -> None:
-    """Raise `UserError` if too many test images are exact copies of train images.
+    """Raise `UserError` if too many val or test images are exact copies of train images.
 
     Args:
         card: The card; `leaks: allow` allows them.
@@ -383,6 +396,7 @@ def check_leaks(card: Card, rows: pa.Table) -> None:
 
 
 def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.int64]) -> None:
+    """Check one split. `contents`: an integer for each row, the same for equal images."""
     is_test = _split_numbers(rows) == SPLITS.index(split)
     is_leak = is_test & np.isin(contents, contents[_split_numbers(rows) == 0])
     if is_leak.sum() <= MAX_LEAKS * is_test.sum():
@@ -400,7 +414,9 @@ def _check_leaks(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.
 def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
     """Build rows of rejected.csv for images that are not kept.
 
-    `reason` replaces the problem of each row as the reason.
+    Args:
+        rows: Rows with the columns of `packs.ROWS`.
+        reason: The reason for all rows. None: the problem of each row.
     """
     reasons = rows["problem"]
     if reason is not None:
@@ -434,7 +450,7 @@ def rejected_rows(rejected: pa.Table) -> Iterator[tuple[Any, ...]]:
 
 
 def count_reasons(rejected: pa.Table) -> dict[str, int]:
-    """Count images by reason. Reasons are equal if their texts before the first colon are equal."""
+    """Count images by the text of their reason before the first colon, for example `corrupt`."""
     counts: Counter[str] = Counter()
     for entry in rejected["reason"].value_counts().to_pylist():
         counts[entry["values"].split(":")[0]] += entry["counts"]
@@ -448,7 +464,8 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
     Args:
         card: The card.
         num_usable: Number of images without a problem.
-        problems: Name and problem of all other files.
+        problems: Name and problem of all other files. Hidden files and files that are not images
+            are not counted.
     """
     is_bad = pc.invert(pc.match_substring_regex(problems["problem"], "^(other file|hidden)"))
     num_bad = pc.sum(is_bad).as_py() or 0
@@ -468,6 +485,8 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
 def check_class_images(card: Card, problems: pa.Table, selected: pa.Table) -> None:
     """Raise `UserError` if a class has no train images, or no class has test images.
 
+    A card without a train split needs no train images, and a card without labels no test images.
+
     Args:
         card: The card.
         problems: Split, name and problem of unused files.
@@ -480,7 +499,7 @@ def check_class_images(card: Card, problems: pa.Table, selected: pa.Table) -> No
         if split == "train":
             # a card without a train split is only for testing
             is_complete = not missing or "train" not in card.source.splits
-        else:
+        else:  # one class with test images is enough
             is_complete = card.source.label is None or len(missing) < len(card.order())
         if not is_complete:
             raise _missing_images(card, problems, split, missing)

@@ -34,7 +34,15 @@ class Shard(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """Shards that one task writes from packs into an attempt of the artifact `key`."""
+    """Shards that one task writes.
+
+    Attributes:
+        root: Folder or URI of the stages.
+        key: Key of the ingest stage.
+        attempt: Name of the attempt to write to.
+        packs: Folder of packs.
+        shards: The shards.
+    """
 
     root: str
     key: str
@@ -44,7 +52,7 @@ class ShardJob(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A written shard. `index` contains the rows of the index for this shard."""
+    """A written shard: its name, its size and digest, and its rows of the index."""
 
     name: str
     info: FileInfo
@@ -96,7 +104,7 @@ def write_shards(job: ShardJob) -> list[WrittenShard]:
     After a kill, a shard with a mark is not written again.
 
     Raises:
-        DamagedPack: If the content of a pack has changed.
+        DamagedPack: If a pack is missing, or its content has changed.
     """
     rows = pa.concat_tables([shard.rows for shard in job.shards])
     images = PackedImages(job.packs, rows)
@@ -147,7 +155,7 @@ def _build_index(shard: Shard, offsets: list[int]) -> pa.Table:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a member and return the offset of the data.
+    """Add a member and return the offset of its data in the tar.
 
     The member has no time and no owner, so that equal images give equal bytes.
     """
@@ -174,7 +182,7 @@ def _write_mark(job: ShardJob, shard: WrittenShard) -> None:
 
 
 def read_mark(packs: str, attempt: str, name: str, sizes: Mapping[str, int]) -> WrittenShard | None:
-    """Return a finished shard, or None if it must be written.
+    """Return a finished shard, or None if its mark or the shard itself is damaged or missing.
 
     Args:
         packs: Folder of packs.

@@ -1,4 +1,7 @@
-"""Advice about a card that does not match its source: the actual content, and a helpful command."""
+"""Advice about a card that does not match its source: the actual content, and a helpful command.
+
+The command line adds it to an `UnfitSource` error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ def describe_source(card: Card, program: str) -> str:
         program: Command that starts Accrete.
 
     Returns:
-        The text. It is empty for a remote source or a source of a library, which is not inspected.
+        The text, which begins with `; `. It is "" if the source cannot be listed, and for remote
+        sources and libraries, which are not inspected.
     """
     uri = source_uri(card)
     if not card.source.path or not is_local(uri) or card.source.format == "torchvision":

@@ -42,9 +42,10 @@ def check_source(card: Card, entries: list[Entry]) -> None:
 
 
 def _check_items(card: Card, items: Iterable[Item]) -> None:
-    """Check images with known labels."""
+    """Check the images of a format that lists them with their labels."""
     checker = ImageChecker(card)
-    rows: dict[Label, dict[str, Any]] = {}  # label -> row of one image with this label
+    # label -> row of one image with this label; equal labels have the same class or problem
+    rows: dict[Label, dict[str, Any]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     problems: list[dict[str, Any]] = []
     for item in items:
@@ -66,7 +67,10 @@ def _check_items(card: Card, items: Iterable[Item]) -> None:
 
 
 def _check_splits(card: Card, entries: list[Entry]) -> None:
-    """Check that each split has files, which may hold images of any class."""
+    """Check the files of each split, for a format whose labels are known only after reading.
+
+    Each file may hold images of any class. Therefore a split with a file passes.
+    """
     source_format = get_format(card)
     problems: list[dict[str, Any]] = []
     possible: list[dict[str, Any]] = []

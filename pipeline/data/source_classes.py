@@ -36,7 +36,7 @@ class Memory(Protocol):
 
 
 class Labels(NamedTuple):
-    """The classes of a source in order, and the meaning of the numbers (see `Source.numbers`)."""
+    """The classes of a source in order, and the meaning of numeric labels (`Source.numbers`)."""
 
     classes: tuple[str, ...]
     numbers: Numbers | None
@@ -48,7 +48,8 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
     Args:
         card: The card.
         where: File of the card, for errors.
-        memory: Remembers the classes for a source that no longer exists or is unchanged.
+        memory: Remembers the classes for a source that no longer exists, cannot be reached, or is
+            unchanged. None: nothing is remembered.
 
     Raises:
         UserError: If no classes are found or remembered.
@@ -100,7 +101,7 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
 
 
 def _parse_remembered(stored: Any) -> tuple[list[str], Labels | None]:
-    """Parse a remembered value: the state of the source, and its labels or None."""
+    """Parse a remembered value: the `SourceState` as a list, and the labels; else [] and None."""
     if not isinstance(stored, dict):
         return [], None
     state = stored.get("state")
@@ -114,7 +115,10 @@ def _parse_remembered(stored: Any) -> tuple[list[str], Labels | None]:
 
 
 def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[str, ...]:
-    """Return the sorted names of the class folders in a split, or the remembered names."""
+    """Return the sorted names of the class folders.
+
+    If there are none, or the source cannot be reached, the remembered names are returned.
+    """
     digest = hashlib.sha256(f"{card.name}\n{card.num_classes}".encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
     remembered = memory.remembered(identity) if memory is not None else None
@@ -143,6 +147,7 @@ def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[
 
 
 def _choose_class_split(card: Card) -> Split:
+    """Return the split that defines the classes: train, or test for a card without train."""
     return "train" if card.source.splits.get("train") else "test"
 
 
@@ -190,11 +195,15 @@ def find_counted_labels(
 
 
 class TooManyLabels(UserError):
-    """The values of a label column differ in most rows."""
+    """A label column has too many distinct values to name classes."""
 
 
 def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers | None:
-    """Return `names` if a label is a number that could be the position of another class."""
+    """Return the meaning of numeric labels.
+
+    The result is None if each number is also the position of its own class (`0`, `1`, ...), so that
+    both meanings agree, or if no label is a number. Otherwise it is `names`.
+    """
     numbers = [label for label in labels if isinstance(label, int)]
     if any(names[label : label + 1] != [str(label)] for label in numbers):
         return "names"

@@ -85,7 +85,7 @@ def parse_role(word: str) -> Role | None:
 
 
 def is_weak(word: str) -> bool:
-    """Return whether a split word often means something else."""
+    """Return whether a split word often means something else, for example `dev` or `learning`."""
     return normalize_word(word) in WEAK_WORDS
 
 
@@ -172,7 +172,7 @@ def parse_split_words(names: Iterable[str], exact: bool = True) -> SplitWords:
     test word, validation images become the test images.
 
     Args:
-        names: Values of a column, names of folders, or beginnings of file names.
+        names: The words: values of a column, names of folders, or beginnings of file names.
         exact: Whether the whole name must be a split word. Otherwise one of the words is enough.
 
     Raises:
@@ -209,6 +209,7 @@ def parse_split_words(names: Iterable[str], exact: bool = True) -> SplitWords:
 
 
 def _order_splits(splits: dict[Split, list[str]]) -> dict[Split, list[str]]:
+    """Sort splits in the order of SPLITS; val becomes test if there is no test."""
     if "val" in splits and "test" not in splits:
         splits["test"] = splits.pop("val")
     return {split: splits[split] for split in SPLITS if split in splits}

@@ -1,6 +1,7 @@
 """Create a card and a config for unprepared data.
 
-This is used by `init`, and by `run`, `plan` and `ingest` if they get a path of data.
+`start` detects the layout of the data and writes the files. It is used by `init`, and by `run`,
+`plan` and `ingest` if they get a path of data instead of a config (`find_or_write_config`).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
-SCRIPT = "accrete"
+SCRIPT = "accrete"  # command in written files, however Accrete was started
 CONFIG_SUFFIXES = (".yaml", ".yml")
 DATA_SUFFIXES = TABLE_SUFFIXES | IMAGE_SUFFIXES | {TAR_SUFFIX}
 # settings of a source that `init` accepts
 GIVEN = ("format", "image", "label", "split", "splits", "files", "numbers", "range")
 SHOWN_CLASSES = 8  # classes or tasks in a printed line
 LONGEST_FILE = 16 << 20  # maximum bytes of an existing card or config
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # called with each line for the user
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Starter:
     Attributes:
         config: Name of the config in `files`.
         files: Name of a file in the current folder -> its text.
-        stream: A line about the tasks.
+        stream: A line about the tasks, for the user.
         run_command: Command that runs the config.
         init_command: Command that creates the config.
     """
@@ -74,7 +75,10 @@ class GivenSource(NamedTuple):
 
 
 def is_config(path: str) -> bool:
-    """Return whether an argument of a command is a config, not data."""
+    """Return whether an argument of a command is a config, not data.
+
+    A config has the suffix .yaml or .yml, or is a file with a suffix that data files do not have.
+    """
     if path.lower().endswith(CONFIG_SUFFIXES):
         return True
     return os.path.isfile(path) and get_suffix(path) not in DATA_SUFFIXES and not is_packed(path)
@@ -138,14 +142,17 @@ def start(
     if keep and _are_there(starter):
         say(f"{starter.config} exists and is used unchanged")
         return starter.config
-    preview_path(starter.config)
+    preview_path(starter.config)  # raises before a file is written
     say(write_starter(starter))
     say(f"preview: {write_preview(starter, sources)}")
     return starter.config
 
 
 def format_column_settings(image: str | None, label: str | None) -> list[str]:
-    """Convert the names of columns to settings of a card."""
+    """Convert the names of columns to settings of a card, as for `parse_given_settings`.
+
+    A column that is None gives no setting.
+    """
     named = {"source.image": image, "source.label": label}
     return [format_override(key, column) for key, column in named.items() if column is not None]
 
@@ -155,6 +162,9 @@ def parse_given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple
 
     Args:
         settings: For example `source.label=breed` or `classes=[cat, dog]`.
+
+    Returns:
+        Settings of the source by name, for example `{"label": "breed"}`, and the classes or ().
 
     Raises:
         UserError: If a setting is invalid.
@@ -222,9 +232,9 @@ def propose(
     Args:
         sources: The data sets.
         name: Name of the run. Empty: the name of the data.
-        paths: Paths from the user.
+        paths: Paths from the user, for the command in the files and for the default of `name`.
         program: Command that starts Accrete.
-        settings: Settings from the user.
+        settings: Settings from the user, for the command.
 
     Raises:
         UserError: If the files cannot be written to the current folder.
@@ -304,6 +314,7 @@ def _check_folder(source: GivenSource, program: str) -> None:
     if current != data and not current.startswith(f"{data}/"):
         return
     below = os.path.relpath(current, data).split("/")
+    # "x", "x": an invented class folder and image in the current folder
     takes = [path == "." or LABEL in path or "*" in path for path in _train_parts(card)]
     if any(takes) or any(folder.match([*below, "x", "x"])[0] for folder in split_folders(card)):
         parent = os.path.dirname(data)
@@ -315,6 +326,7 @@ def _check_folder(source: GivenSource, program: str) -> None:
 
 
 def _train_parts(card: Card) -> list[str]:
+    """Return the folders and patterns of all splits."""
     return [part for split in card.source.named_splits() for part in card.source.list_parts(split)]
 
 
@@ -374,7 +386,10 @@ def _other_content(file: str, starter: Starter) -> UserError:
 
 
 def with_free_name(starter: Starter) -> str:
-    """Return the command that creates the files of a starter with an unused name."""
+    """Return the command that creates the files of a starter without overwriting other files.
+
+    If necessary, it contains `--name` with an unused name.
+    """
     if all(_is_free(file, text) for file, text in starter.files.items()):
         return starter.init_command
     stem = starter.config.removesuffix(".yaml")
@@ -390,7 +405,7 @@ def _is_free(file: str, text: str) -> bool:
 
 
 def suggest(path: str, program: str) -> str | None:
-    """Return the command that creates a card and a config for a path, or None if it has no data.
+    """Return the command that creates a card and a config for a path, or None if it would fail.
 
     Args:
         path: The path.
@@ -412,7 +427,7 @@ def _read_if_exists(file: str) -> str | None:
 
 
 def _are_there(starter: Starter) -> bool:
-    """Return whether the config exists, with cards for the same data."""
+    """Return whether the config exists, with cards whose sources have the same paths."""
     if not os.path.isfile(starter.config):
         return False
     for file, text in starter.files.items():
@@ -467,11 +482,13 @@ def describe_data_set(data_set: DataSet) -> str:
 
 
 def _is_val_the_test(data_set: DataSet) -> bool:
+    """Return whether the test images are in a folder or file named like validation images."""
     parts = data_set.card.source.list_parts("test")
     return any(find_role(part.rpartition("/")[2]) == "val" for part in parts)
 
 
 def _stream_text(tasks: Sequence[TaskPlan], in_domains: bool) -> str:
+    """Describe the tasks in one line. `in_domains`: all have the same classes."""
     parts: list[str] = []
     for task in tasks[:SHOWN_CLASSES]:
         role = ", the base" if task.is_base else ""

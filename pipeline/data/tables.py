@@ -108,6 +108,7 @@ def _csv_values(
 ) -> Iterator[Row]:
     rows = _csv_rows(uri, stream)
     first = next(rows, Cells(0, []))
+    # the columns can be positions, which are the names of columns without a header
     if has_header is None and set(columns) <= {str(n) for n in range(len(first.texts))}:
         has_header = _is_header(first.texts) and set(columns) <= set(
             _name_columns(first.texts, True)
@@ -116,7 +117,7 @@ def _csv_values(
     check_columns(uri, names, columns)
     indices = [names.index(column) for column in columns]
     number = 0
-    if names != _name_columns(first.texts, True):
+    if names != _name_columns(first.texts, True):  # the first row is not a header
         number = 1
         yield Row(number, _select_values(first.texts, indices))
     for line, cells in rows:
@@ -157,12 +158,18 @@ def _is_header(cells: Sequence[str]) -> bool:
 
 
 def _name_columns(first: Sequence[str], has_header: bool | None) -> list[str]:
+    """Return the cells of the first row if it is a header, otherwise `0`, `1`, ..."""
     if _is_header(first) if has_header is None else has_header:
         return [cell.strip() for cell in first]
     return [str(index) for index in range(len(first))]
 
 
 def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
+    """Yield all rows after leading comments, with the header; `texts` of a blank line is empty.
+
+    Raises:
+        UserError: If a quote is not closed, or a line or row is too long.
+    """
     encoding = BYTE_ORDER_MARKS.get(stream.read(2), "utf-8-sig")
     stream.seek(0)
     raw: Any = stream
@@ -202,7 +209,7 @@ class _CsvStart(NamedTuple):
             first = line.strip()
             if number == 0 and first.lower().startswith(SEPARATOR_LINE) and len(first) == 5:
                 delimiter = first[-1]
-            elif number == 0 and first.lower() == SEPARATOR_LINE:
+            elif number == 0 and first.lower() == SEPARATOR_LINE:  # `strip` removed a tab
                 delimiter = "\t"
             elif not first.startswith("#") or number >= MAX_COMMENTS or _has_cells(uri, first):
                 return cls(number, delimiter or _delimiter(uri, line))
@@ -214,6 +221,7 @@ def _has_cells(uri: str, line: str) -> bool:
 
 
 def _delimiter(uri: str, first: str) -> str:
+    """Return the most frequent delimiter in the first row; a tab in .tsv, maybe a space in .txt."""
     if get_suffix(uri) == ".tsv":
         return "\t"
     counts = {delimiter: first.count(delimiter) for delimiter in DELIMITERS}
@@ -249,10 +257,11 @@ def _json_objects(uri: str, stream: pa.NativeFile) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{printable(uri)}: line {number} is not a JSON object; fix it")
             yield body
     finally:
-        text.detach()
+        text.detach()  # so that the end of `text` does not close the stream, which is used again
 
 
 def _json_fields(uri: str, stream: pa.NativeFile) -> list[str]:
+    """Return the fields of all objects, because an object need not have every field."""
     names: dict[str, None] = {}
     for body in _json_objects(uri, stream):
         if len(names) > MAX_COLUMNS:
@@ -277,6 +286,7 @@ def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _format_text(value: Any) -> str | None:
+    """Return a value as text (3.0 as `3`), or None for bytes, lists and objects."""
     if isinstance(value, dict):  # an image of the Hugging Face hub with its bytes in a file
         value = value.get("path")
     if isinstance(value, float) and value.is_integer():

@@ -1,4 +1,8 @@
-"""Resolve the backbone settings of a config: the timm model supplies missing values."""
+"""Resolve the backbone settings of a config.
+
+A config may leave out settings such as `img_size`. Their values come from timm's configuration of
+the model, or from the config.json of a model on the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ class Backbone(NamedTuple):
     """A backbone that workers can build.
 
     Attributes:
-        settings: The settings as in a job. The name of a hub model includes its commit.
-        outline: The model without memory for its weights. It is shared: copy it before a change.
-        weights: Digest of the weights, for keys.
+        settings: The complete settings, as in a job. `weights` of a hub model names its commit.
+        outline: The model on device `meta`, without weights. It is shared: copy it before a change.
+        weights: Digest of the weights, for the keys of stages.
     """
 
     settings: BackboneSettings
@@ -40,7 +44,7 @@ def resolve_backbone(config: Config, store: Store, may_connect: bool) -> Backbon
     Args:
         config: The config.
         store: Caches hub models and digests.
-        may_connect: Contact the Hugging Face hub if the config names a hub model.
+        may_connect: Allow requests to the Hugging Face hub if the config names a hub model.
 
     Raises:
         UserError: If no such backbone exists, or its weights cannot be used.
@@ -62,6 +66,10 @@ def _read_hub_settings(choice: BackboneChoice, model: HubModel) -> BackboneSetti
     """Return the settings of a hub model. Settings of the config take precedence.
 
     Only the name of the architecture, plain arguments and numbers are read from its config.json.
+
+    Raises:
+        UserError: If config.json names another architecture than the config, or has arguments that
+            are not allowed.
     """
     where = f"backbone.weights is {choice.weights!r}, and its config.json"
     architecture = model.body["architecture"].partition(".")[0]
@@ -94,7 +102,7 @@ def _read_hub_settings(choice: BackboneChoice, model: HubModel) -> BackboneSetti
 def _complete(
     choice: BackboneChoice, name: str, options: Mapping[str, Any], own_input: Mapping[str, Any]
 ) -> BackboneSettings:
-    """Complete the backbone settings of a config.
+    """Return the settings in a config, completed by those of the model.
 
     Args:
         choice: The settings in the config.

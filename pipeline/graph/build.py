@@ -1,7 +1,8 @@
 """Turn a config into a graph of stages with keys: each method gets a chain or a star of tasks.
 
-The tasks of a method that carries state from task to task form a chain. The tasks of any other
-method form a star.
+`build_graph` is the entry point. The key of a stage is a hash of everything that can change its
+result. The tasks of a method that carries state from task to task form a chain. The tasks of any
+other method form a star.
 """
 
 from __future__ import annotations
@@ -50,17 +51,19 @@ def build_graph(
         config: The config.
         store: The store of the run. It also caches information about the data of the cards.
         provenance: Git commit and versions of packages, for manifests.
-        split: `val` (for a search) evaluates methods on validation images and leaves out the
-            report. The keys of training stages do not depend on `split`.
+        split: Images for evaluations. `val` is for a search: there is no report then. The keys of
+            training stages do not depend on `split`.
         ask_sources: If false, do not contact a data source on another machine if its data was
             ingested.
-        sources: Known state of the raw data, by card. A missing card is looked up.
+        sources: Known state of the raw data, by name of the card. The raw data of other cards is
+            looked up.
 
     Raises:
         UserError: If a method cannot be trained on this stream.
     """
     builder = Builder(config, store, provenance or {}, split, ask_sources, sources or {})
     all_tasks = add_tasks(builder)
+    # images without labels are only for pretuning: they are not a task of the accuracy matrix
     tasks = [task for task in all_tasks if task.role != "unlabelled"]
     if not tasks:
         raise UserError(
@@ -92,7 +95,7 @@ def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> No
 
     Args:
         builder: The builder of the graph.
-        label: Label of the method.
+        label: Label of the method: its name in `methods` of the config.
         tasks: The tasks of the stream.
 
     Raises:
@@ -151,7 +154,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     Args:
         builder: The builder of the graph.
         tasks: The tasks of the stream.
-        base: The task that the backbone is trained on, or None.
+        base: The task that the backbone is trained on. None: it is not trained.
 
     Raises:
         UserError: If a method cannot use this backbone.
@@ -162,6 +165,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     for label in config.methods:
         try:
             builder.method(label).check_backbone(
+                # a copy, because the outline is shared
                 builder.settings(label), copy.deepcopy(backbone.outline), tuple(tasks)
             )
         except UserError as error:
@@ -189,7 +193,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
 
 
 def shared_revisions() -> dict[str, int]:
-    """Return the revisions of the code that all training stages share, for keys."""
+    """Return the revisions of the code that every training stage uses, as inputs of keys."""
     return {"training": loop.TRAIN_REVISION, "decoding": decoding.DECODING}
 
 
@@ -242,13 +246,13 @@ class TaskTopology:
         return self.last_stages if self.method.carries else self.shared_stages
 
     def serving_start(self) -> Stages:
-        """Return the stages with the carried states needed to serve the tasks so far."""
+        """Return the stages whose carried states serve the tasks so far."""
         if self.method.carries or self.method.trains_on == "seen":
             return self.last_stages
         return self.shared_stages
 
     def add_task(self, steps: tuple[Step, ...], stages: Stages) -> None:
-        """Update the topology after a task was added.
+        """Update the topology after the stages of a task were added to the graph.
 
         Args:
             steps: Steps of the task.
@@ -260,7 +264,7 @@ class TaskTopology:
 
 
 def _awaited_steps(steps: tuple[Step, ...]) -> dict[str, tuple[str, ...]]:
-    """Return the steps that each step waits for, in the same task: name -> names."""
+    """Map the name of each step to the steps of the same task that it waits for (`Step.after`)."""
     awaited: dict[str, tuple[str, ...]] = {}
     previous: tuple[str, ...] = ()
     for step in steps:
@@ -313,6 +317,7 @@ def add_method(
     topology = TaskTopology(method)
     pretuning: tuple[Step, ...] = ()
     if unlabelled is not None and method.starts_from:
+        # the steps that would otherwise train on the base task, whose position is -1
         pretuning = method.steps_for(builder.settings(label, unlabelled), -1)
     if unlabelled is not None and pretuning:
         topology.shared_stages = stages.add_training(unlabelled, (unlabelled,), pretuning, {})
@@ -323,6 +328,7 @@ def add_method(
         steps = method.steps_for(builder.settings(label, task), index - first)
         if index == 0:
             steps = tuple(step for step in steps if not step.later)
+        # the steps of the base task were trained on images without labels instead
         is_pretuned_base = bool(pretuning) and task is base
         if steps and not is_pretuned_base:
             task_stages = stages.add_training(task, seen, steps, topology.training_start())
@@ -363,7 +369,7 @@ class MethodStages:
         builder = self.builder
         method = builder.method(self.label)
         read_tasks: tuple[Task, ...] = (task,)
-        if (method.reads or method.trains_on) == "seen":
+        if (method.reads or method.trains_on) == "seen":  # also the data of earlier tasks
             read_tasks = seen
         # in a chain, the stages with the states of earlier tasks are ancestors of the new stages
         state_stages: Stages = {}

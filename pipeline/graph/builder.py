@@ -27,13 +27,14 @@ class Builder:
         config: The config of the run.
         store: Store of the run. It also caches information about the data of the cards.
         provenance: Git commit and versions of packages, for manifests.
-        split: Split of the images that evaluations read.
+        split: Images for evaluations: `val` in a search, otherwise `test`.
         ask_sources: Contact a data source on another machine even if its data was ingested.
-        sources: Known state of the raw data, by card.
+        sources: Known state of the raw data, by name of the card.
         backbone: Backbone settings as in a job; `add_backbone` sets them.
         stages: The stages so far.
         keys: Stage id -> key.
-        images: Name of a card -> digests of the images; None if they are not ingested yet.
+        images: Name of a card -> digests of the images by split and class; None if they are not
+            ingested yet.
         cards_without_data: Names of cards with neither a source nor ingested shards.
         code_digests: Name of a method -> digest of the code; "" for a built-in method.
         provisional: Ids of stages with placeholder keys: their images are not ingested yet.
@@ -60,7 +61,7 @@ class Builder:
 
         Args:
             stage_id: Id of the stage.
-            step: Kind of the stage.
+            step: Kind of the stage: `ingest`, `train` or `evaluate`, for example.
             inputs: Everything that enters the key, besides the keys of the parents.
             parents: Ids of the parents.
             rest: Other attributes of `Stage`.
@@ -78,6 +79,7 @@ class Builder:
         """
         parent_keys = [self.keys[parent] for parent in parents]
         is_ingest = [parent.startswith("data/") for parent in parents]
+        # the keys of parents that enter the key
         trained = [key for key, is_data in zip(parent_keys, is_ingest, strict=True) if not is_data]
         key = compute_key({"step": step, **inputs}, trained)
         if isinstance(rest.get("job"), StageJob):
@@ -95,8 +97,11 @@ class Builder:
     def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
         """Return a digest of the images of each task in the given splits, by name of the task.
 
+        The digest also covers the order of the task's classes, and its slices of the images.
+
         The images of a card are unknown before it is ingested. The digest then is a placeholder
-        that contains the key of the ingest stage, so no result has the key of the stage.
+        that contains the key of the ingest stage. No result has the key of a stage with such a
+        digest.
 
         Args:
             tasks: The tasks.
@@ -139,7 +144,7 @@ class Builder:
 
         Args:
             label: Label of the method.
-            task: Include the differences of the config for this task. None: no differences.
+            task: Apply the settings that the config has only for this task. None: leave them out.
         """
         task_name = None if task is None else task.name
         entry = self.config.merge_entry(label, task_name)
@@ -156,7 +161,7 @@ class Builder:
         Args:
             label: Label of the method.
             step: Kind of the stage.
-            task: Include the differences of the config for this task. None: no differences.
+            task: Apply the settings that the config has only for this task. None: leave them out.
         """
         task_name = None if task is None else task.name
         train = self.config.merge_train(label, step, task=task_name)
@@ -187,7 +192,7 @@ class Builder:
         )
 
     def features_job(self, task: Task) -> StageJob:
-        """Return the job of the stage with the features of a task's train images."""
+        """Return the job of the stage with the backbone's features of a task's train images."""
         data = DataSettings(val_fraction=0.0, resident_mb=self.config.data.resident_mb)
         return self._job(
             id=f"features/{task.name}",

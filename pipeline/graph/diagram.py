@@ -41,6 +41,7 @@ FAINT = 0.4  # opacity of faint arrows
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
     """Return a line for the shared stages and a line per method; `*` marks stages that will run.
 
+    In the line of a method, a task stands for its training stage, and `task/step` for another step.
     `->` means that the next stage waits for the previous one, as in a chain. `|` means that it does
     not, as in a star.
 
@@ -67,7 +68,7 @@ def _make_row_label(stage: Stage) -> str:
 
 
 def _method_line(stages: Sequence[Stage], status: Mapping[str, str]) -> str:
-    """Return the training stages of a method in order, and the number of evaluations."""
+    """Return the line of a method: its training stages in order, and its number of evaluations."""
     line = ""
     previous: Stage | None = None
     evaluations = 0
@@ -135,7 +136,8 @@ def to_svg(
     opacity = FAINT if len(graph) > MAX_CLEAR else 1
     parts.append(f'<g fill="none" stroke="#a8a8a8" stroke-opacity="{opacity}">')
     for stage in graph:
-        # omit the arrow from a parent that is also a parent of another parent
+        # omit the arrow from a parent that is also a parent of another parent: the arrows via the
+        # other parent imply it
         implied: set[str] = set()
         for parent in stage.parents:
             implied.update(graph[parent].parents)

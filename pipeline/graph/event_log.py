@@ -37,8 +37,10 @@ class EventLog:
     """Appends events to the log of a run.
 
     Errors are ignored: an event that cannot be written is lost. (If the disk is full, the run fails
-    when it writes results, and reports it.) A log in a bucket is not overwritten before its old
-    lines were read. If it is larger than `max_bytes`, it stays unchanged, and new events are lost.
+    when it writes results, and reports it.)
+
+    A log in a bucket is not overwritten before its old lines were read. If the existing log is
+    larger than `max_bytes`, it stays unchanged, and new events are lost.
 
     Args:
         storage: URI of the storage.
@@ -62,7 +64,7 @@ class EventLog:
             self._open()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append an event.
+        """Append an event with the current time.
 
         Args:
             kind: Kind of the event.

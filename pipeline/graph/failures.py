@@ -2,7 +2,10 @@
 
 Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. The time has
 nanoseconds, so that each try has its own file. `gc` deletes the files of stages that have a result,
-and of stages that no run needs. The module also finds the line of code that raised an error.
+and of stages that no run needs.
+
+`keep` writes the file of an error in this process. `find_frame` finds the line of code that raised
+an error.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ MAX_MESSAGE = (
     500  # characters of an error message in `describe_exception`; the file has the full message
 )
 MAX_WRITE_ERROR = 200  # characters of the reason why a file was not written
-STDERR = 2  # file descriptor
+STDERR = 2  # file descriptor of stderr
 LOG_LINES = 50  # number of lines to copy from the end of a log
 LOG_BYTES = 16 << 10  # maximum size of these lines
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colour codes, which Ray inserts into tracebacks
@@ -52,9 +55,8 @@ def describe_exception(error: Exception) -> str:
 def find_frame(error: BaseException) -> str:
     """Return the innermost traceback frame in the user's code, such as a method in a notebook.
 
-    Without such a frame, return the innermost frame below `pipeline/` or `workers/`, or else an
-    empty string. If Ray transferred the error from another process, the frames of that
-    process are searched.
+    Without such a frame, return the innermost frame below `pipeline/` or `workers/`, or else "". If
+    Ray transferred the error from another process, the frames of that process are searched.
 
     Example of a result: `workers/loop.py:120 in train_step`.
     """

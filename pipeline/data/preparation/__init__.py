@@ -1,8 +1,9 @@
 """Convert the official files of a data set to the folders that its card reads.
 
-`prepare` runs `accrete data prepare`. The user has downloaded the official files by hand. To add a layout, add a module to this package and its
-name to `OfficialLayout` in archives.py. The module defines `LAYOUTS`, the variants in which the
-files are distributed. It is imported when a card uses it.
+`prepare` is the command `accrete data prepare`. The user has downloaded the official files by hand.
+To add a layout, add a module to this package and its name to `OfficialLayout` in archives.py. The
+module defines `LAYOUTS`, the variants in which the files are distributed. It is imported when a
+card uses it.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def get_split_folders(card: Card) -> dict[Split, str]:
 
 
 def target_folder(card: Card, folder: str | None) -> str:
-    """Return the absolute path of the folder to fill; raise `UserError` if it is a URI."""
+    """Return the absolute path of the folder to fill; raise `UserError` if it is not on a disk."""
     path = folder or absolute_uri(card.source.path)
     if not is_local(path):
         raise UserError(

@@ -60,7 +60,7 @@ class FileIndex:
             self._by_path.setdefault(folded, []).append(name)
             base = folded.rpartition("/")[2]
             self._by_base.setdefault(base, []).append(name)
-            if get_suffix(base) in IMAGE_SUFFIXES:
+            if get_suffix(base) in IMAGE_SUFFIXES:  # a row can name it without the extension
                 self._by_base.setdefault(base[: base.rfind(".")], []).append(name)
 
     def __len__(self) -> int:

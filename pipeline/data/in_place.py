@@ -183,7 +183,10 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
 def _choose_pictures(
     selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
 ) -> list[PreviewImage]:
-    """Return the pictures of used images with their split, up to the limit of the preview."""
+    """Return the pictures of used images, up to the limit of the preview.
+
+    Their split is that of `selected`: an image of a train shard can be held out as test.
+    """
     of_shards = dict(zip(names, (shard.pictures for shard in shards), strict=True))
     known = {picture.name for pictures in of_shards.values() for picture in pictures}
     rows = selected.filter(pc.is_in(selected["name"], pa.array(known, pa.large_string())))

@@ -497,7 +497,11 @@ def read_source(
 
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
-    """Compute the digest of the current raw images of a source, without decoding them."""
+    """Compute the digest of the current raw images of a source, without decoding them.
+
+    It equals `raw_content` in the manifest of an ingest if no image has another name, label, split
+    or other bytes since then.
+    """
     all_units = mark_left_out(units(card, map_fn), card)
     parts = map_fn(raw_rows, [RawJob(unit, card) for unit in all_units])
     return digest_rows(pa.chunked_array(parts, pa.large_binary()))

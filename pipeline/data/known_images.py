@@ -200,7 +200,7 @@ class KnownImages:
         runs: dict[str, tuple[int, int]] = {}
         if any(unit.stamp for unit in units):
             runs = find_runs(self.rows["stamp"])
-        gone = self.rows
+        gone = self.rows  # rows of images that were changed, moved or removed
         if not is_known.all():
             gone = self.rows.filter(pc.invert(pc.is_in(self.rows["stamp"], found["stamp"])))
         numbers = np.cumsum(is_known)

@@ -47,7 +47,7 @@ def normalize_label(value: Any) -> Label:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, float):
-        if value != value:
+        if value != value:  # NaN
             return None
         return int(value) if value.is_integer() else repr(value)
     if isinstance(value, int):

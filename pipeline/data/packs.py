@@ -36,7 +36,7 @@ from workers.storage.artifact import is_local, join, read_bytes, resolve, write_
 PACK_BYTES = 256 << 20  # a pack is written when its images have this size
 PACK_ROWS = 1 << 16  # or when it has this number of rows
 TABLE_SUFFIX = ".parquet"
-RANGE_GAP = 64 << 10  # unneeded bytes read to avoid a second request
+RANGE_GAP = 64 << 10  # maximum unneeded bytes between two images that are read together
 RANGE_BYTES = 8 << 20  # bytes of one request, unless a single image is larger
 LEFT_OUT = "left out by the card"  # problem of images in `without_classes` or `without_images`
 READERS = 8  # concurrent requests to a bucket

@@ -134,6 +134,7 @@ def render_sheets(sheets: Sequence[PreviewSheet]) -> str:
 
 def _sheet_values(sheet: PreviewSheet) -> dict[str, Any]:
     """Return the values of one data set in `preview.html`."""
+    # notes are at the top of the page
     lines = [line for line in sheet.account.lines() if not line.startswith("note: ")]
     by_group: dict[tuple[str, str], list[PreviewImage]] = {}
     for picture in sheet.pictures:

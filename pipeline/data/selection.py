@@ -336,6 +336,7 @@ def check_pixel_values(card: Card, rows: pa.Table) -> list[str]:
     top = pc.max(rows["top"]).as_py()
     if top is not None and card.source.range is None and top <= DARK_TOP:
         num_deep = len(rows) - rows["top"].null_count
+        # for the advice: the largest value of the smallest bit depth that holds `top`
         white = 2 ** max(math.ceil(math.log2(top + 1)), 8) - 1
         raise UserError(
             f"card {card.name!r}: {num_deep} images have 16 bits, which declare a range of 0 to "
@@ -552,6 +553,7 @@ def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def _counts(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of rows with each code, at the index of the code."""
     counts: NDArray[np.int64] = np.bincount(codes)
     return counts
 

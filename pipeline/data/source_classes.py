@@ -85,6 +85,7 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
         return remembered
     if remembered is not None and state == list(current):
         return remembered
+    # count labels as they are written; the meaning of numbers is decided from the labels
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )

@@ -34,6 +34,7 @@ ROLES: dict[Role, frozenset[str]] = {
 }
 # words that often name a class or a language instead
 WEAK_WORDS = words("""tr te ts fit learn learning tune tuning dev devel development prova""")
+# names of split columns after `normalize_word`
 SPLIT_COLUMNS = words("""split splits set subset fold folds partition phase usage dataset group""")
 UNSURE_COLUMNS = frozenset(("group", "dataset"))  # split columns only if their values name splits
 SPLIT_NAMES = words("split splits set subset fold folds partition")  # as a part of a column name
@@ -43,10 +44,11 @@ GENERIC = words("""set sets data dataset image images img imgs pic pics photo ph
     new old original raw input version v only 集""")
 TRUE_WORDS = frozenset(("1", "true", "yes", "y", "t"))
 FALSE_WORDS = frozenset(("0", "false", "no", "n", "f"))
+# a word in a name: `Train`, `train`, `TRAIN`, a number, two Chinese characters, or the word for set
 TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[\u4e00-\u9fff]{2}|集")
 
 
-_GENERIC_ENDINGS = sorted(GENERIC, key=len, reverse=True)
+_GENERIC_ENDINGS = sorted(GENERIC, key=len, reverse=True)  # the longest first
 MAX_WEAK_LETTERS = 2  # words up to this length take no generic ending: `trset` is not `tr` + `set`
 
 

@@ -91,7 +91,7 @@ def _compile_part(text: str) -> re.Pattern[str]:
 
 
 def _glob(text: str) -> str:
-    """Return a regular expression for a glob, without the frame `(?s:...)\\Z` of `translate`."""
+    """Return a regular expression for a glob, without the flag and the anchor of `translate`."""
     return re.sub(r"^\(\?s:(.*)\)\\[zZ]$", r"\1", translate(text), flags=re.DOTALL)
 
 

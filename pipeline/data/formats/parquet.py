@@ -192,7 +192,7 @@ class DeclaredLabels:
         declared = read_schema(uri).classes.get(self.column, ())
         known = {nfc(name): place for place, name in enumerate(card.classes)}
         self.names: tuple[str, ...] = ()
-        # if no declared class is on the card, the numbers are not translated
+        # numbers are translated only if a declared class is on the card, or the card says so
         if any(nfc(name) in known for name in declared) or card.source.numbers == "names":
             self.names = declared
         if card.source.numbers == "names":

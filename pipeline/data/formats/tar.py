@@ -145,7 +145,10 @@ def image_endings(card: Card) -> frozenset[str]:
 
 
 def label_suffix(card: Card) -> str | None:
-    """Return the extension of the member that holds the label, or `json:FIELD`."""
+    """Return the extension of the member that holds the label, or `json:FIELD`.
+
+    None: images have no labels.
+    """
     # "label" is the default of the setting, the name of a column; here it means LABEL_SUFFIX. For
     # members `*.label` a card writes ".label".
     label = card.source.label

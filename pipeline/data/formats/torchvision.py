@@ -82,13 +82,14 @@ def load_data_set(path: str, name: str, split_names: str, download: bool) -> Any
 def _load_split(path: str, name: str, split_name: str, download: bool) -> Any:
     data_set_class = _find_data_set_class(name)
     split_argument: dict[str, Any] = {"split": split_name}
+    # classes such as CIFAR100 have an argument `train` (bool) instead of `split`
     if "train" in inspect.signature(data_set_class).parameters:
         split_argument = {"train": split_name == "train"}
     try:
         return data_set_class(root=path, download=download, **split_argument)
     except (OSError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if "argument split" in reason:
+        if "argument split" in reason:  # torchvision's message for an unknown split
             raise UserError(
                 f"torchvision's {name} has no split {split_name!r} ({reason}); name its splits in "
                 "source.splits of the card, e.g. {train: train+val, test: test}"

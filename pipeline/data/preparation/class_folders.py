@@ -1,6 +1,6 @@
-"""Class folders in a folder per split, the layout of data sets published by Piggyback's authors.
+"""Class folders in a folder per split: `train/CLASS/*.jpg` and `test/CLASS/*.jpg`.
 
-It is used for WikiArt and Sketches.
+In this layout, the authors of Piggyback published WikiArt and Sketches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Oxford Flowers-102: `jpg/image_NNNNN.jpg`, and labels and splits in .mat files.
 
-The split is that of papers with several tasks: train includes the official validation images.
+As in papers that learn several data sets, train includes the official validation images.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ImageNet-1k: train in folders by WordNet id, and all validation images in one folder.
 
-The labels of the validation images come from the development kit (`ILSVRC2012_devkit_t12`), in
-which line N is the class of image N, or from LOC_val_solution.csv of the Kaggle edition. Test is
-the validation set.
+The official validation set is used as test. Its labels come from the development kit
+(`ILSVRC2012_devkit_t12`), in which line N is the class of image N, or from LOC_val_solution.csv of
+the Kaggle edition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDNET_ID = re.compile("n[0-9]{8}")
 
 
 def read_with_kit(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images of train and val."""
+    """Yield the images of train, and those of val as test, with labels of the development kit."""
     yield from read_train(files, "train")
     classes = read_wordnet_ids(files)
     truth = files.need(TRUTH)

@@ -1,6 +1,6 @@
 """Places365-Standard: a folder of images for each split, and lists of paths and class numbers.
 
-Both image sizes are supported, small (256) and large. Test is the official validation set.
+Both image sizes are supported, small (256) and large. The official validation set is used as test.
 """
 
 from __future__ import annotations

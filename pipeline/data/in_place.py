@@ -140,6 +140,7 @@ def index_shards(
     started = time.monotonic()
     entries = require_entries(card)
     state = source_state(card, entries)
+    # after a change of the source or the card, the tables of an interrupted run are not used
     text = json.dumps([state, card.identity(), card.source.path, ingest.REVISION])
     folder = join(root, key, f"shards-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
     shard_units = units(card, map_fn, entries)

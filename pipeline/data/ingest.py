@@ -172,6 +172,7 @@ def ingest(
     started = time.monotonic()
     entries = require_entries(card)
     state = source_state(card, entries)
+    # after a change of the source or the card, the packs of an interrupted run are not used
     state_digest = hashlib.sha256(
         json.dumps([state, card.identity(), card.source.path, REVISION]).encode()
     ).hexdigest()
@@ -212,7 +213,7 @@ def ingest(
 
 
 def is_small(units: list[Unit], file_bytes: int) -> bool:
-    """Return whether a source is so small that this process packs it: at most one unit."""
+    """Return whether this process packs a source: it has at most UNIT_ITEMS and SMALL_BYTES."""
     num_items = sum(unit.num_items for unit in units)
     return num_items <= UNIT_ITEMS and file_bytes <= SMALL_BYTES
 

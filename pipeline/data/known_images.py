@@ -271,6 +271,7 @@ class KnownImages:
         found = self.rows.select(columns).take(pc.fill_null(places, 0))
         is_same = pc.and_(pc.equal(found["label"], labels), pc.equal(found["split"], splits))
         was_labelled = pc.invert(pc.starts_with(pc.fill_null(found["problem"], ""), "unlabelled"))
+        # an image that `per_class` left out has neither, and its bytes were not stored
         is_usable = pc.or_(pc.is_valid(found["pack"]), pc.is_valid(found["problem"]))
         known = pc.and_(pc.is_valid(places), pc.and_(is_same, is_usable))
         known = pc.and_(known, was_labelled)

@@ -1,4 +1,8 @@
-"""Measure how busy the GPUs of a run are during training, and suggest a setting that helps."""
+"""Measure how busy the GPUs of a run are during training, and suggest how to use them better.
+
+The suggestion is to let several chains share a GPU. A chain is a sequence of stages that wait for
+each other. Different chains can run in parallel.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,24 @@ from pipeline.graph.live_status import GpuFigure, GpuSample, read_status
 from pipeline.graph.stage import Graph
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 
-BUSY = 0.5  # share of the time; if a GPU is less busy, more chains per GPU are suggested
+BUSY = 0.5  # share of the time; below it, more chains per GPU are suggested
 MEMORY_SHARE = 0.9  # share of the GPU memory that all chains on it may use together
-MIN_SAMPLES = 3  # minimum number of samples of a GPU for a figure
+MIN_SAMPLES = 3  # minimum number of samples of a GPU before its utilization is reported
 
 
 @dataclass
 class Use:
-    """The samples of one GPU while stages trained.
+    """Sums over the samples of one GPU. Only samples taken while a stage trained count.
 
     Attributes:
         samples: Number of samples.
-        measured: Number of samples that contain the utilization.
+        measured: Number of samples that contain the utilization. Some GPUs do not report it.
         busy_sum: Sum of the utilization (share of the time in [0, 1]) over these samples.
         stages_sum: Sum over all samples of the number of stages in training on all GPUs.
         sampled_at: Time of the last sample, in seconds since the epoch.
         memory_bytes: Largest amount of used GPU memory.
         total_bytes: Size of the GPU memory.
-        reason: Why a sample lacks the utilization.
+        reason: Why the last sample without utilization lacks it; "" if there is no such sample.
     """
 
     samples: int = 0
@@ -44,7 +48,7 @@ class Use:
 
     @property
     def busy(self) -> float:
-        """Mean utilization: share of the time in which the GPU computed."""
+        """Mean share of the time in which the GPU computed. `measured` must not be 0."""
         return self.busy_sum / self.measured
 
     @property
@@ -54,14 +58,15 @@ class Use:
 
 
 class GpuUse:
-    """Collects the samples of a run's GPUs.
+    """Collects the samples of a run's GPUs. It is a `Watcher` of the run.
 
     Args:
         graph: The graph of the run.
         cluster: Resources of the workers.
         chains: Number of stages that can run in parallel.
-        post: Called with the figures after each sample taken during training, and with an empty
-            list when the first stage starts to train.
+        post: Called with the result of `figures` after each sample taken during training. Also
+            called with an empty list when the first stage starts to train, because the figures of
+            an earlier start of the run are out of date then.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class GpuUse:
         self.uses: dict[tuple[str, str], Use] = defaultdict(Use)  # by node and GPU number
 
     def progress(self, event: Event) -> None:
-        """Note the start of a stage, or a sample."""
+        """Note the start of a stage that trains, or a sample. Ignore other events."""
         if event.kind is EventKind.STARTED and self.graph[event.stage].inputs.get("train"):
             self.training.add(event.stage)
             if not self.has_trained:
@@ -92,7 +97,7 @@ class GpuUse:
             self.post(self.figures())
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Note the end of a stage."""
+        """Note that a stage has ended, unless the event is a start, progress or a checkpoint."""
         if event.kind not in (EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT):
             self.training.discard(event.stage)
         else:
@@ -115,9 +120,9 @@ class GpuUse:
         use.total_bytes = sample["total_bytes"]
 
     def figures(self) -> list[GpuFigure]:
-        """Return the figures of the GPUs with enough samples.
+        """Return an entry for each GPU with enough samples, sorted by node and GPU number.
 
-        A GPU without any utilization in its samples has an entry with the reason.
+        A GPU that never reported its utilization has an entry with `reason` instead of `busy`.
         """
         figures: list[GpuFigure] = []
         for node, gpu in sorted(self.uses, key=lambda place: (place[0], len(place[1]), place[1])):
@@ -149,7 +154,11 @@ class GpuUse:
         )
 
     def count_fitting_groups(self, use: Use) -> int:
-        """Return how many chains can train on a GPU in parallel, by time and by memory."""
+        """Return how many chains can train on a GPU in parallel.
+
+        The result is the smallest of three limits: the number of chains, the number whose
+        utilization adds up to at most 1, and the number that fits into the memory.
+        """
         if self.cluster.gpus_per_worker < 1 or self.cluster.workers > 1:
             return 1  # the GPU is shared already, or ranks use NCCL, which needs a GPU per rank
         by_time = int(1 / max(use.busy, 0.01) + 1e-6)  # 1e-6: protects from rounding errors
@@ -158,7 +167,10 @@ class GpuUse:
 
 
 def read_gpu_use(storage: str, name: str) -> list[GpuFigure]:
-    """Return the GPU figures of the last start of a run that trained stages; empty without GPUs."""
+    """Return the GPU figures of the last start of a run that trained stages.
+
+    The result is empty if the run has no status file or its workers had no GPUs.
+    """
     status = read_status(storage, name)
     return status.get("gpu_use", []) if status else []
 

@@ -1,11 +1,13 @@
-"""Cache of graphs: if the config is unchanged and all results exist, torch is not imported.
+"""Cache of graphs: a command that runs no stage need not import torch.
 
 Building a graph imports torch, timm and all methods, which takes seconds. The rest of a start takes
 tenths of a second. Therefore a built graph is written to `<storage>/graphs/<digest>.json`. The
 digest covers everything that a graph is built from: the config, the cards, the state of the raw
 data and of the weights file, the code of this project, and the versions of Python and of packages.
-A damaged file, or a file of another graph, is ignored. Jobs are not cached: to run stages, the
-driver builds the graph again.
+A damaged file, or a file of another graph, is ignored. Jobs (`Stage.job`) are not cached: to run
+stages, the driver builds the graph again.
+
+`collect_inputs` computes the digest, `read_graph` reads the cache, and `write_graph` fills it.
 """
 
 from __future__ import annotations
@@ -41,16 +43,18 @@ LOG = logging.getLogger("accrete.graph")
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = "graphs"
 MAX_FILES = 64  # the oldest files above this number are deleted
+# packages whose versions enter the digest
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "pillow", "PyYAML", "safetensors")
 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """Everything that a graph is built from.
+    """Digest of everything that a graph is built from, and the state of the raw data.
 
     Attributes:
         digest: Digest of all inputs.
-        sources: Name of a card -> state of the raw data.
+        sources: Name of a card -> state of its raw data, so that the build need not look it up
+            again.
     """
 
     digest: str
@@ -71,12 +75,13 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
     Args:
         config: The config.
         run_store: Store of the run.
-        ask_sources: See `build_graph`.
+        ask_sources: If false, do not contact a data source on another machine if its data was
+            ingested.
 
     Returns:
-        The inputs, or None if the cache cannot be used. This is the case if the config is invalid
-        (the build reports the error), or if raw data is missing (the graph then also depends on the
-        results in the store).
+        The inputs, or None if the cache cannot be used. This is the case if a card, the raw data or
+        the weights cannot be used (the build reports the error), or if raw data is missing (the
+        graph then also depends on the results in the store).
     """
     loaded: dict[str, Card] = {}
     sources: dict[str, KnownSource] = {}
@@ -115,7 +120,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
 
 @functools.cache
 def compute_project_digest() -> str:
-    """Return a digest of all Python files of this project that can influence a key."""
+    """Return a digest of all Python files in `pipeline` and `workers`."""
     digest = hashlib.sha256()
     for folder in ("pipeline", "workers"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
@@ -136,7 +141,7 @@ def package_versions() -> dict[str, str]:
 
 
 def read_graph(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None:
-    """Return the graph built from these inputs, or None.
+    """Return the cached graph built from these inputs, or None if there is no valid one.
 
     Args:
         run_store: Store of the run.
@@ -199,7 +204,10 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
 
 
 def _task_json(task: Task) -> dict[str, Any]:
-    """Return a task without shard locations: these must come from the card."""
+    """Return a task without shard locations.
+
+    They are not cached, because a job must read shards only from places that the card names.
+    """
     fields = asdict(task)
     del fields["shard_urls"]
     return fields

@@ -1,4 +1,8 @@
-"""Record the progress of a run: its event log, and its status file for other processes."""
+"""Record the progress of a run in two files: the event log, and the status.
+
+The event log keeps all events. The status file holds the current state, and other processes read it
+(see `live_status`).
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,13 @@ from workers.storage.secrets import redact
 
 WRITE_S = 1.0  # minimum number of seconds between two writes of the status on a disk
 BUCKET_WRITE_S = 20.0  # minimum number of seconds between two writes of the status in a bucket
-# Maximum share of the time spent on writing. It matters for large graphs: their status is large.
+# Maximum share of the time spent on writing the status. For large graphs, whose status is large, it
+# makes the pauses between two writes longer.
 MAX_LOAD = 0.02
 PROGRESS_S = 30.0  # minimum number of seconds between two progress events of one stage
 MAX_MESSAGE = 2000  # characters of a message in the status
-# kinds of events that do not change the state of a stage in the walk
+# Kinds of events that `on_event` passes to `progress`, because they do not change the state of a
+# stage in the walk. Samples and numbers of groups reach `progress` without `on_event`.
 REPORTS = (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT)
 
 
@@ -48,10 +54,10 @@ class TimeLeft(NamedTuple):
     """The remaining time of a run.
 
     Attributes:
-        seconds: Estimated seconds until the run ends. None if nothing comparable was measured, or
-            if a stage is late by more than the estimate.
-        without: Number of stages that the estimate leaves out, because nothing comparable was
-            measured.
+        seconds: Estimated seconds until the run ends. None if no remaining stage can be estimated,
+            or if a stage is late by more than the estimate.
+        without: Number of stages that the estimate leaves out, because no stage of their kind has
+            finished yet.
     """
 
     seconds: float | None
@@ -62,7 +68,7 @@ EstimateTimeLeft = Callable[[Mapping[str, LiveStage]], TimeLeft]
 
 
 class Journal:
-    """Observes a run and records its progress.
+    """Observes a run and records its progress. It is a `Watcher` of the run.
 
     A separate thread writes the status, so that the run does not wait for a write. If several
     drivers execute the same run, the driver that holds the lock of the run writes the status.
@@ -70,7 +76,7 @@ class Journal:
     Args:
         store: Store of the run.
         graph: The graph of the run.
-        lookups: Look-up of each stage.
+        lookups: Look-up of each stage. The durations of reused results are taken from it.
         todo: Ids of the stages to run.
         command: Command that resumes the run.
         estimate: Estimates the remaining time.
@@ -117,7 +123,7 @@ class Journal:
         self.holding = ExitStack()  # releases the lock of the run
         self.has_lock = False
         self.thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
-        with suppress(OSError, UserError):  # earlier figures are valid until a stage trains
+        with suppress(OSError, UserError):  # figures of an earlier start stay until a stage trains
             self.set_gpu_use(read_gpu_use(store.storage, graph.name))
         self.log.write(
             "run_started",
@@ -132,7 +138,8 @@ class Journal:
     def take_up(self, lookups: Mapping[str, Lookup], todo: set[str]) -> None:
         """Update the waiting stages after ingest: stages that need not run become `reused`.
 
-        Their keys, and so their results, are known only after ingest.
+        Before ingest, the keys of stages that need the new data are unknown, so such stages wait
+        even if they have results.
 
         Args:
             lookups: Look-up of each stage after ingest.
@@ -149,7 +156,10 @@ class Journal:
 
     # ---- events ----------------------------------------------------------------------------------
     def progress(self, event: Event) -> None:
-        """Record a report of an executor: the start or progress of a stage, a sample, or a note."""
+        """Record an event that does not change the state of a stage in the walk.
+
+        The executor calls this method directly, also from threads.
+        """
         match event.kind:
             case EventKind.NOTE:
                 self.log.write("note", message=event.message)
@@ -175,7 +185,7 @@ class Journal:
                     self.is_changed = True
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Record an event of the walk."""
+        """Record an event that the walk has applied."""
         if event.kind in REPORTS:
             self.progress(event)
         elif event.kind is EventKind.DONE:
@@ -251,7 +261,10 @@ class Journal:
             self.log.write("progress", stage=stage_id, progress=body)
 
     def _add_sample(self, sample: dict[str, Any]) -> None:
-        """Update the use of a machine. Each rank on a node reports only its own GPU."""
+        """Update the use of a machine.
+
+        Each rank reports only its own GPU, so the GPUs of several samples are merged.
+        """
         with self.guard:
             machines = self.status.setdefault("machines", {})
             before = machines.get(sample["node"], {"gpus": {}})
@@ -309,7 +322,10 @@ class Journal:
                 self.save()
 
     def save(self) -> None:
-        """Write the current status and events. Errors while writing are ignored."""
+        """Write the current status, if this driver holds the lock of the run, and the events.
+
+        Errors while writing the status are ignored.
+        """
         with self.writing:
             self._write()
 
@@ -335,7 +351,7 @@ class Journal:
         if self.has_lock:
             return
         key = get_run_lock_key(self.status["name"])
-        with suppress(BlockingIOError, OSError):  # another driver of this run holds the lock
+        with suppress(BlockingIOError, OSError):  # BlockingIOError: another driver holds the lock
             self.holding.enter_context(stage_lock(self.store.root, key, wait=False))
             self.has_lock = True
 

@@ -133,10 +133,10 @@ class LiveStatus(TypedDict):
         updated: Time of the last write, in seconds since the epoch.
         command: Command that resumes the run.
         message: Why the run failed.
-        left_s: Estimated seconds until the run ends. None if nothing comparable was measured, or if
-            a stage is late by more than the estimate.
-        left_without: Number of stages that `left_s` leaves out, because nothing comparable was
-            measured.
+        left_s: Estimated seconds until the run ends. None if no remaining stage can be estimated,
+            or if a stage is late by more than the estimate.
+        left_without: Number of stages that `left_s` leaves out, because no stage of their kind has
+            finished yet.
         stages: Status of each stage, by id.
         machines: Name of a machine -> its last sample.
         groups: Number of worker groups in state `up`, and in state `starting` (waiting for
@@ -206,7 +206,11 @@ def write_status(storage: str, status: LiveStatus) -> None:
 
 
 def read_status(storage: str, name: str) -> LiveStatus | None:
-    """Return the last status of a run, or None without a valid status."""
+    """Return the last status of a run, or None if there is no valid status.
+
+    Raises:
+        OSError: If the storage is a bucket and cannot be read.
+    """
     try:
         status = read_json(status_uri(storage, name))
     except (FileNotFoundError, ValueError):
@@ -236,8 +240,9 @@ def _is_status(value: Any, name: str) -> bool:
 def is_alive(storage: str, status: LiveStatus) -> bool:
     """Return whether the driver that wrote a status is still alive.
 
-    A driver with a visible lock is alive. Without a visible lock, a driver of this machine has
-    ended. The lock of a driver on another machine may be invisible here, so its heartbeat decides.
+    If a process holds the lock of the run, the driver is alive. If no process holds it, a driver on
+    this machine has ended. A driver on another machine can hold a lock that is not visible here. In
+    that case, and on storages without locks, the time of the last write decides.
 
     Args:
         storage: URI of the storage.
@@ -255,7 +260,10 @@ def is_alive(storage: str, status: LiveStatus) -> bool:
 
 
 def check_readable(storage: str) -> None:
-    """Raise `UserError` if a local storage is not a folder that can be listed."""
+    """Raise `UserError` if a local storage is not a folder that can be listed.
+
+    Other storages are not checked.
+    """
     if not is_local(storage):
         return
     folder = resolve(storage)[1]

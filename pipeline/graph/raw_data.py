@@ -6,6 +6,9 @@ modification times differ. Such files are read again, once, and compared by dige
 is equal, the key stays the same. Otherwise the new content gets an `edition`, which is a prefix of
 its digest and part of the key. Therefore the results of both contents have different keys. This
 information is stored in `<storage>/sources/`, per card and fingerprint.
+
+`find_source` returns the known state of a source. `compare_rewritten_sources` reads rewritten files
+again. `record_ingest` saves the digests after an ingest.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class KnownSource:
 
     Attributes:
         fingerprint: Digest of the paths and sizes of the files.
-        modified: Digest of the modification times; "" if unknown.
+        modified: Digest of the modification times when the content was last known; "" if unknown.
         edition: "" for the first ingested content, else a prefix of the digest of the raw
             content.
         contents: Edition -> digest of the raw content.
@@ -73,20 +76,21 @@ class KnownSource:
 
     @property
     def key_text(self) -> str:
-        """Text that identifies the content, as an input of the key of the ingest stage."""
+        """Fingerprint and edition: the text that stands for the content in the ingest key."""
         return f"{self.fingerprint}+{self.edition}" if self.edition else self.fingerprint
 
 
 def find_source(store: Store, card: Card, check_remote: bool = True) -> KnownSource:
-    """List the files of a card's source, and save its state in the store.
+    """List the files of a card's source, save its state in the store, and return it.
 
     If the files do not exist any more or cannot be reached, the last known state is returned, so
-    that existing results stay valid.
+    that existing results stay valid. Rewritten files get a `note`, but are not read here.
 
     Args:
         store: Stores the state of sources.
         card: The card.
-        check_remote: If false, do not contact another machine if its data was ingested.
+        check_remote: If false, return the last known state of a source on another machine without
+            contacting it, if its data was ingested.
 
     Raises:
         UserError: If the files do not exist and no earlier state is known.
@@ -313,7 +317,7 @@ def record_ingest(
 
 
 def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests | None:
-    """Return the digests of the ingested images of each class, or None before the ingest.
+    """Return the digests of the ingested images of each class.
 
     The digests stay available if the raw files and the ingested shards do not exist any more.
 
@@ -321,6 +325,9 @@ def class_digests(store: Store, card: Card, source: KnownSource) -> ClassDigests
         store: Stores the digests.
         card: The card.
         source: State of the card's source.
+
+    Returns:
+        The digests, or None if the source is not ingested yet or the ingested data is damaged.
     """
     name = _name_of_images(card, source.key_text)
     known = store.remembered(name)
@@ -346,6 +353,7 @@ def _digest_artifact(artifact: Artifact) -> ClassDigests:
 
     in_place = is_in_place(artifact)
     files = read_shard_list(artifact) if in_place else artifact.manifest["files"]
+    # settings that change which images are used or how they are decoded, and so the results
     salt = [get_limits(artifact).value_range, read_hold_out(artifact)]
     return digest_classes(read_index(artifact, files), in_place, json.dumps(salt))
 
@@ -370,7 +378,7 @@ def _name_of_source(card: Card, fingerprint: str) -> str:
 
 
 def _load_known(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
-    """Return the saved fields of a `KnownSource`; an unsaved field has its default."""
+    """Return the saved fields of a `KnownSource`; an unsaved or invalid field has its default."""
     stored = store.remembered(_name_of_source(card, fingerprint))
     known: dict[str, Any] = {
         "fingerprint": fingerprint,

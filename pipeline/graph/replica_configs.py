@@ -74,7 +74,10 @@ def _replica_name(config: Config, order: str, seed: int) -> str:
 
 
 def _order_name(orders: Sequence[str], order: str) -> str:
-    """Return the name of a class order, without the card name if the rest is unique."""
+    """Return the name of a class order: `CARD/ORDER` becomes `ORDER`, or `CARD-ORDER` if needed.
+
+    The card is needed if two orders have the same `ORDER`. A number gets the prefix `order-`.
+    """
     stems = [other.rpartition("/")[2] for other in orders]
     stem = order.rpartition("/")[2]
     name = stem if stems.count(stem) == 1 else order.replace("/", "-")
@@ -82,7 +85,7 @@ def _order_name(orders: Sequence[str], order: str) -> str:
 
 
 def _set_class_order(stream: StreamSettings, order: str) -> StreamSettings:
-    """Set the class order of the entries of a stream that have `split`; "" changes nothing."""
+    """Return a stream in which the entries with `split` have a class order; "" changes nothing."""
     if not order:
         return stream
     entries = []

@@ -14,14 +14,14 @@ REPORT_REVISION = 3  # part of the key: increase it if the content of the replic
 
 
 def unite_graphs(name: str, graphs: Mapping[str, Graph]) -> Graph:
-    """Return one graph with the stages of all replicas, and one report.
+    """Return one graph with the stages of all replicas, and one report in place of theirs.
 
     A stage that all replicas share, such as an ingest, keeps its id. The id of any other stage is
     prefixed with the name of the first replica that has the stage.
 
     Args:
         name: Name of the run.
-        graphs: Graphs by replica.
+        graphs: Graph of each replica, by replica name.
     """
     num_replicas_of: Counter[str] = Counter()  # key of a stage -> number of replicas with it
     for graph in graphs.values():

@@ -19,7 +19,7 @@ MAX_MOVES = 20
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Maximum numbers of tries after the first one.
+    """Maximum numbers of retries: tries after the first one.
 
     Attributes:
         stage: Retries of a stage that failed or lost its workers.

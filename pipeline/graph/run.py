@@ -48,14 +48,21 @@ class Executor(Protocol):
         """
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call, without waiting."""
+        """Return the events since the last call, without waiting for further events.
+
+        An executor without worker processes runs a stage inside this call.
+        """
 
     def close(self) -> None:
         """Stop running stages and release all resources."""
 
 
 class Watcher(Protocol):
-    """Observes a run. The terminal and the MLflow recorder are watchers."""
+    """Observes a run. The terminal and the MLflow recorder are watchers.
+
+    A watcher receives the events that `Executor.poll` returns. Other events, such as the start of a
+    stage, go to the callback `progress` of `pipeline.launch.executor.make_executor`.
+    """
 
     def on_event(self, walk: Walk, event: Event) -> None:
         """Handle an event, after the walk has recorded it."""
@@ -73,7 +80,8 @@ class Outcome:
         failures: Error messages of the failed stages, by id.
         seconds: Duration of the run.
         manifests: Manifests of the results, by id, from the executor or the look-up.
-        left_out: Ids of missing stages not selected to run.
+        left_out: Ids of missing stages that this run did not try: they were not selected, or failed
+            before it.
     """
 
     states: dict[str, State]
@@ -114,8 +122,8 @@ def look_up_all(
     Args:
         graph: The graph.
         store: Holds the results.
-        previous: Record of the last run of this name. It is used to explain why a result is
-            missing.
+        previous: Record of an earlier run of this config, to explain why a result is missing. See
+            `pipeline.app.runs.find_previous_record`.
         verify: How to verify the files of a result: by their digests, by their sizes, or not.
     """
     return mark_outdated(graph, look_up_each(graph, store, previous, verify))
@@ -163,7 +171,7 @@ def stages_to_run(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
     """Return the ids of the stages to run: all missing stages, except unneeded ingest stages.
 
     A missing ingest stage does not run if all its children have results, because results remain
-    valid if their data is deleted.
+    valid if their data is deleted. It runs if it has no children.
     """
     missing = {stage.id for stage in graph if not lookups[stage.id].hit}
     todo = set()
@@ -194,12 +202,13 @@ def run_graph(
         store: Store of the run.
         make_executor: Creates the executor, given the ids of the stages to run. It is called once,
             and only if there are stages to run.
-        retries: Tries of a stage after the first one.
+        retries: Maximum number of retries of a stage.
         watchers: Observers of the run.
         lookups: Result of `look_up_all`.
         poll_s: Pause in seconds after a poll without events.
         selected: Ids of the stages to run. None: all missing stages.
-        failed: Error messages of stages that failed before, by id. Their descendants do not run.
+        failed: Error messages of stages that failed in an earlier walk, by id. They and their
+            descendants do not run.
     """
     started = time.monotonic()
     missing = stages_to_run(graph, lookups)
@@ -283,7 +292,11 @@ class GraphRun:
             self._notify(decision)
 
     def _has_other_images(self, event: Event) -> bool:
-        """Return whether an ingest found other images than the keys of the children stand for."""
+        """Return whether an ingest stage found other images than before under the same key.
+
+        The keys of its children contain the digests of the images before, so the children must not
+        run on the new images.
+        """
         graph = self.walk.graph
         before = self.contents.get(event.stage)
         return (

@@ -20,7 +20,7 @@ from workers.storage.secrets import printable
 LOG = logging.getLogger("accrete.run")
 LEVELS = ("debug", "info", "warning", "error")
 FILE = "driver.log"
-ON_SCREEN = "is_on_screen"  # attribute of a log record whose content the terminal shows already
+ON_SCREEN = "is_on_screen"  # attribute of a log record; true if the terminal shows its content
 FAILURES = (EventKind.FAILED, EventKind.LOST, EventKind.DAMAGED)
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -34,7 +34,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def is_not_on_screen(record: logging.LogRecord) -> bool:
-    """Return whether the terminal does not show the content of a record already. Used as filter."""
+    """Return whether to log a record: the terminal does not show its content. Used as a filter."""
     return not getattr(record, ON_SCREEN, False)
 
 
@@ -46,11 +46,13 @@ class FileHandler(logging.StreamHandler[TextIO]):
     """
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Do nothing."""
+        """Do nothing: the default prints a traceback to stderr."""
 
 
 def log_to_stderr(level: str) -> None:
-    """Print the records of the project's loggers to stderr.
+    """Print the records of the project's loggers to stderr. A later call replaces this one.
+
+    At level "warning", records that the terminal shows in another form are not printed again.
 
     Args:
         level: Lowest level to print: an item of LEVELS.
@@ -73,7 +75,8 @@ def log_to_stderr(level: str) -> None:
 def driver_log(storage: str, name: str) -> Iterator[None]:
     """Context manager that appends log records to the driver.log of a run.
 
-    In a bucket, the log is written when the context ends, and it replaces the previous log.
+    In a bucket, the log is written when the context ends, and it replaces the previous log. If the
+    file cannot be written, the run continues without it.
 
     Args:
         storage: URI of the storage.
@@ -122,7 +125,7 @@ class RunLog:
     """Logs the events of a run: failures as warnings, progress as debug, other events as info."""
 
     def progress(self, event: Event) -> None:
-        """Log the progress of a stage, or a note about the cluster."""
+        """Log an event that does not change the state of a stage: notes, starts, progress."""
         if event.kind is EventKind.NOTE:
             LOG.info("%s", event.message)
         elif event.kind is EventKind.STARTED:

@@ -1,4 +1,8 @@
-"""Record of a named run, `<storage>/runs/NAME/run.json`: config, tasks and keys of the stages."""
+"""Record of a run, `<storage>/runs/NAME/run.json`: config, tasks and keys of the stages.
+
+The record is written when the run starts. It names the results that the run needs, so that `gc`
+keeps them, and so that other commands find them without building the graph.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class StageRecord(TypedDict):
         task: Name of the task; None if the stage belongs to no task.
         parents: Ids of the parents.
         method: Name of the method; None if the stage belongs to no method.
-        inputs: Inputs of the key, besides the keys of the parents.
+        inputs: See `Stage.inputs`.
         replica: See `Stage.replica`; absent if empty.
     """
 
@@ -51,7 +55,7 @@ class TaskRecord(TypedDict):
     Attributes:
         name: Name of the task.
         card: Name of the card.
-        role: Role of the task.
+        role: Role of the task: `task` or `base`.
         classes: Classes of the task.
         data: Key of the ingest stage of the card.
         shares: Share of the images of each class that the task has. Only for a slice of a stream.
@@ -183,7 +187,8 @@ def _make_stage(entry: StageRecord) -> Stage:
 def needed_keys(record: RunRecord) -> set[str]:
     """Return the keys of the results that a run needs.
 
-    The report is left out, because it is cheap to build again. Provisional keys are left out, too.
+    The report is left out, because it is cheap to build again. Provisional keys are left out, too,
+    because no result has such a key.
     """
     return {
         stage["key"]

@@ -1,7 +1,9 @@
 """Select stages to run: options `--only`, `--from`, `--until` and `--force` of `accrete run`.
 
-A name selects a stage by its id, all stages whose id starts with the name and a slash (`meat`,
-`meat/45`), or all stages of a step (`evaluate`). A name with `*` or `?` is a pattern for ids.
+Each option takes names. A name selects a stage by its id, all stages whose id starts with the name
+and a slash (`meat`, `meat/45`), or all stages of a step (`evaluate`). A name with `*` or `?` is a
+pattern for ids. If several of `--only`, `--from` and `--until` are given, a stage must be selected
+by each of them.
 """
 
 from __future__ import annotations
@@ -75,6 +77,9 @@ def force(
         graph: The graph.
         lookups: Look-up of each stage.
         selection: The selection.
+
+    Raises:
+        UserError: If a name for `--force` matches no stage.
     """
     forced = dict(lookups)
     for stage_id in find_stages(graph, selection.force, "--force"):
@@ -94,8 +99,8 @@ def select_stages_to_run(
         selection: The selection.
 
     Raises:
-        UserError: If a name matches no stage, or if a selected stage needs a stage that has no
-            result and is not selected.
+        UserError: If a name matches no stage, if a forced stage is left out by another option, or
+            if a selected stage needs a stage that has no result and is not selected.
     """
     forced = find_stages(graph, selection.force, "--force")
     if not selection.is_part:
@@ -139,7 +144,7 @@ def find_stages(graph: Graph, names: Iterable[str], option: str) -> set[str]:
 
     Args:
         graph: The graph.
-        names: Names from the command line; see the module for their meaning.
+        names: Names from the command line; see the module docstring.
         option: The option, for the message.
 
     Raises:

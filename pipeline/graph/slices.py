@@ -1,7 +1,7 @@
 """Divide the images of each class among several tasks, for streams in which classes recur.
 
-All tasks have the same classes and share one output space (scenario `domain`). Each task has images
-of some of the classes.
+This is the setting `slices` of an entry of a stream. All tasks have the same classes and share one
+output space (scenario `domain`), but each task has images of only some of the classes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Parts = dict[str, tuple[float, float]]
 
 
 def cut_slices(slices: Slices, classes: Sequence[str], name: str) -> list[Parts]:
-    """Return the parts of each task: for each class, which part of the images the task has.
+    """Return one dictionary per task: class -> part of the class's images that the task has.
 
-    Each image is in exactly one task. The same seed results in the same parts.
+    A task has no images of the classes that its dictionary lacks. Each image is in exactly one
+    task. The same seed results in the same parts.
 
     Args:
         slices: Settings of the division.
@@ -69,8 +70,8 @@ def _cut_blurry(slices: Slices, names: list[str], generator: Random, entry: str)
 def _cut_repeating(slices: Slices, names: list[str], generator: Random, entry: str) -> list[Parts]:
     """Divide the images as the slots of CIR (Hemati et al., CoLLAs 2023).
 
-    Each task has images of `classes` classes. The numbers of tasks that two classes are in differ
-    by at most one. The images of a class are divided equally among its tasks.
+    Each task has images of `slices.classes` classes. All classes are in the same number of tasks,
+    up to a difference of one. The images of a class are divided equally among its tasks.
     """
     num_slots = slices.tasks * slices.classes
     if not slices.classes <= len(names) <= num_slots:

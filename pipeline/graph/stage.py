@@ -1,4 +1,8 @@
-"""Stages and the graph of stages. Both are plain values; a graph is checked for cycles."""
+"""Stages and the graph of stages of a run. Both are immutable values.
+
+A stage is one step of work with one stored result, for example the training of one task with one
+method. The parents of a stage are the stages whose results it reads; it is their child.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +45,20 @@ class Stage:
             for an ingest, `features/TASK`, `backbone` or `report`.
         step: Kind of the stage.
         key: Content address of the result.
-        inputs: Inputs of the key, besides the keys of the parents. They also explain a miss.
+        inputs: Inputs of the key, besides the keys of the parents. They also explain a miss. The
+            key of a parent that is an ingest stage does not enter the key; digests of the images
+            that the stage uses are inputs instead.
         parents: Ids of the parents.
-        method: Label of the method, or None.
-        task: Name of the task, or None.
+        method: Label of the method, which is its key in `methods` of the config. None for a stage
+            that methods share.
+        task: Name of the task. None for a stage that belongs to no task.
         job: Instructions for a worker: a `StageJob` or an `IngestJob`. None if the graph is only
             for display, and for the report.
         note: Text that `plan` prints in addition to hit or miss.
         replica: In a graph of several replicas, the first replica with this stage. Empty if all
             replicas share it.
-        is_provisional: Whether the stage needs images that are not ingested yet. If so, its key is
-            a placeholder, and no result has this key.
+        is_provisional: Whether the stage, or an ancestor, needs images that are not ingested yet.
+            If so, its key is a placeholder, and no result has this key.
     """
 
     id: str

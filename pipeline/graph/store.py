@@ -1,6 +1,7 @@
-"""The store of a storage: keys of stages, look-ups of results, and records of runs.
+"""The store: keys of stages, look-ups of results, records of runs, and garbage.
 
-A look-up without a result (a miss) gives the reason.
+The storage is a folder or bucket given by the user. The store is the access to its results and
+records. A look-up that finds no valid result (a miss) gives the reason.
 """
 
 from __future__ import annotations
@@ -60,12 +61,17 @@ def compute_key(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
 
     Args:
         inputs: Inputs of the stage.
-        parents: Keys of the parents.
+        parents: Keys of the parents, without ingest stages (see `Stage.inputs`).
     """
     return hashlib.sha256(_tagged([run_record.KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
 
 
 def _tagged(value: Any) -> bytes:
+    """Encode a value with types and lengths, so that different values have different encodings.
+
+    Raises:
+        TypeError: If the value is not made of plain values, lists and mappings.
+    """
     if isinstance(value, str):
         text = value.encode()
     elif isinstance(value, (bool, int, float, type(None))):
@@ -90,7 +96,7 @@ class Lookup:
     Attributes:
         hit: Whether there is a valid result.
         reason: Why a valid result is missing, as text. "stands" for a hit.
-        manifest: Manifest of the result, if it was read.
+        manifest: Manifest of the result. None for most misses; a forced stage keeps its manifest.
         must_withdraw: Whether there is an invalid result (damaged, outdated or forced to run again)
             that must be withdrawn before the stage runs.
     """
@@ -200,7 +206,11 @@ class Store:
             ) from None
 
     def sweep(self) -> None:
-        """Delete temporary files that killed processes of this machine left in a local storage."""
+        """Delete temporary files that killed processes of this machine left in a local storage.
+
+        Results are not touched: only records, states of sources and searches, probes, and partial
+        copies of the MLflow database.
+        """
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):
             return
@@ -219,7 +229,7 @@ class Store:
 
         Args:
             stage: The stage.
-            previous: Record of the last run of this name, to explain a miss.
+            previous: Record of an earlier run of this config, to explain a miss.
             verify: How to verify the files of the result: by their digests, by their sizes, or not.
         """
         if stage.is_provisional:
@@ -274,11 +284,11 @@ class Store:
             return compute()
 
     def record_path(self, name: str) -> str:
-        """Return the path of the record of a named run."""
+        """Return the path of the record of a run."""
         return join(self.storage, "runs", name, "run.json")
 
     def record(self, name: str) -> RunRecord | None:
-        """Return the record of the last start of a named run; None if it cannot be read."""
+        """Return the record of the last start of a run; None if it is missing or invalid."""
         return self._read_record(self.record_path(name), name)
 
     def records(self, record: RunRecord) -> dict[str, RunRecord]:
@@ -334,8 +344,9 @@ class Store:
     def _keep_earlier(self, record: RunRecord) -> None:
         """Keep the previous record of a run as an earlier record if its config was changed.
 
-        A record is not kept if the new record needs all its results too, for example after a task
-        or a method was added. Earlier records for which this is the case are deleted.
+        A record is kept only if it needs a result that the new record does not need. If for example
+        a task or a method was added, it is not kept. Earlier records that need no such result any
+        more are deleted.
         """
         name, keys = record["name"], needed_keys(record)
         before = self.record(name)
@@ -372,8 +383,8 @@ class Store:
         """Delete the earlier records of some runs, except records that still need a result.
 
         Args:
-            remaining_keys: Keys of undeleted results that only earlier records need. An
-                unreadable record may need any of these results.
+            remaining_keys: Keys of the results that only earlier records need, and that still
+                exist. An unreadable record may need any of them.
             runs: Names of the runs.
         """
         system, _ = resolve(self.storage)
@@ -405,13 +416,14 @@ class Store:
     def garbage(self, search_keys: set[str], changed: Collection[str] = ()) -> list[Garbage]:
         """Return the folders below the storage that no named run needs.
 
-        Garbage are the results that no named run needs, with their checkpoints and failure files.
-        If a needed result is valid, its checkpoints, its failure files and the folders of other
-        attempts are garbage, too.
+        The results that no run needs are garbage, with their checkpoints and failure files. If a
+        needed result is valid, its checkpoints, its failure files and the folders of other attempts
+        at it are garbage, too.
 
         Args:
             search_keys: Keys of the stages that searches need.
-            changed: Names of runs. Results that only their earlier configs need are garbage, too.
+            changed: Names of runs. Results that only earlier configs of these runs need are
+                garbage, too.
 
         Raises:
             UserError: If a record cannot be read.
@@ -485,7 +497,7 @@ class Store:
 
 
 def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
-    """Return the keys whose manifest must be read to tell which of their files are garbage.
+    """Return the keys whose manifest must be read to know which of their files are garbage.
 
     These keys have files of several attempts, checkpoints, or failure files.
 
@@ -507,9 +519,10 @@ def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
 def explain_outdated(
     graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
 ) -> str | None:
-    """Return the reason why a result does not match the results of the parents any more.
+    """Return the reason why a result does not match the stored results of the parents any more.
 
-    This happens if a parent was computed again with the same key, but with another content.
+    This happens if a parent was computed again with the same key, but with another content, for
+    example on another kind of device.
 
     Args:
         graph: The graph.
@@ -532,11 +545,11 @@ def explain_outdated(
 
 
 def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
-    """Return the reason of a miss: the changed inputs since the last run of the same name.
+    """Return the reason of a miss: the inputs that have changed since an earlier run.
 
     Args:
         stage: The stage.
-        previous: Record of that run, if there is one.
+        previous: Record of the earlier run of this config, if there is one.
     """
     before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
     if before is None:
@@ -568,7 +581,7 @@ def version_notes(
 
     Args:
         lookups: Look-up of each stage.
-        previous: Record of the last run of this name.
+        previous: Record of an earlier run of this config.
         provenance: Provenance with the versions of this process.
     """
     notes = []

@@ -82,7 +82,7 @@ def load_card(name: str, store: Store) -> Card:
 
     Args:
         name: Name or path of the card.
-        store: Caches the classes of sources.
+        store: Caches the classes of sources, for cards whose classes come from the source.
 
     Raises:
         UnfitSource: If the classes of the card come from its source, and cannot be found there.
@@ -113,7 +113,7 @@ def _check_new_name(path: str, card: Card, loaded: dict[str, Card]) -> None:
 
 
 def _check_roles(tasks: list[Task]) -> None:
-    """Raise `UserError` if two tasks have the same name, or both are `base` or `unlabelled`."""
+    """Raise `UserError` if two tasks have the same name, both role `base`, or both `unlabelled`."""
     for name, count in Counter(task.name for task in tasks).items():
         if count > 1:
             raise UserError(
@@ -163,7 +163,9 @@ def _share_classes(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _check_several_classes(tasks: Sequence[Task], scenario: str) -> None:
-    """Check that no labelled task has only one class: every prediction would be correct.
+    """Check that no labelled task has only one class.
+
+    Every prediction within such a task would be correct.
 
     Raises:
         UserError: If a task has only one class.

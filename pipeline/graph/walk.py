@@ -109,7 +109,7 @@ class Walk:
 
     Attributes:
         graph: The graph.
-        retries: Tries of a stage after the first one.
+        retries: Maximum number of retries of a stage.
         states: State of each stage, by id.
         tries: Number of failed tries, by stage id.
         moves: Number of lost nodes, by stage id.
@@ -130,7 +130,7 @@ class Walk:
         Args:
             graph: The graph.
             reused: Ids of stages that have a result or do not have to run.
-            retries: Tries of a stage after the first one.
+            retries: Maximum number of retries of a stage.
         """
         states = {stage.id: State.WAITING for stage in graph}
         for stage_id in reused:
@@ -207,7 +207,12 @@ class Walk:
 
     # ---- events ----------------------------------------------------------------------------------
     def apply(self, event: Event) -> Decision | None:
-        """Record an event. Return the decision about a stage that failed or was lost, else None."""
+        """Record an event.
+
+        Returns:
+            The decision that follows from a failure, a loss or a damaged input, else None. After a
+            damaged input, the decision can be to recompute the stage that the input came from.
+        """
         match event.kind:
             case EventKind.DONE:
                 self._set_state(event.stage, State.DONE)

@@ -1,4 +1,8 @@
-"""Locate the pretrained backbone weights of a config: a local file or a Hugging Face hub model."""
+"""Locate the pretrained backbone weights of a config: a local file or a Hugging Face hub model.
+
+The setting is `backbone.weights`: `none` (random), `hub` (timm's own pretrained weights),
+`hf-hub:OWNER/NAME` (a "hub model" in this module), or the path of a .safetensors file.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def weights_path(config: Config) -> str:
 def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | None:
     """Return the hub model that the config names, or None if the config does not name one.
 
-    If the model cannot be found, the model of the last look-up is used.
+    If the model cannot be found now, the model of the last look-up is returned.
 
     Args:
         config: The config.
@@ -67,7 +71,7 @@ def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | Non
     try:
         path = hub.model_file(weights, CONFIG_FILE, may_connect)
         commit = os.path.basename(os.path.dirname(path))
-        pinned = hub.pinned(weights, commit)
+        pinned = hub.pinned(weights, commit)  # both files must come from the same commit
         digest = _file_digest(hub.model_file(pinned, WEIGHTS_FILE, may_connect), store)
         model = HubModel(commit, digest, _read_config(weights, path))
     except UserError:
@@ -119,7 +123,7 @@ def find_weights_digest(config: Config, store: Store, max_bytes: int) -> str:
     For a missing file, the digest of the last look-up is returned.
 
     Args:
-        config: The config.
+        config: The config. It must not name a hub model, see `hub_model`.
         store: Stores digests.
         max_bytes: Maximum size of the file in bytes.
 

@@ -1,1 +1,4 @@
-"""Data that grow and shrink: new classes, new images and removals, for runs and model folders."""
+"""The commands `add` and `remove`: new classes, new images and removals, for runs and models.
+
+Start reading at `add.add` and `remove.remove`.
+"""

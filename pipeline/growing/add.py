@@ -33,11 +33,12 @@ class AddRequest:
     Attributes:
         config: Path of the config file.
         data: Path of the data.
-        kind: How to interpret the data. None if the data is unambiguous.
+        kind: How to interpret the data: as a task, as new classes, or as images of known classes.
+            None: decide from the data, which must be unambiguous.
         into: Name of the task that the new classes join. Empty: they become a new task.
         name: Name of the new task. Empty: the next free name.
         model: Model folder to update. Empty: none.
-        method: Label of the method that the model folder serves.
+        method: Label of the method that the model folder serves. None: choose it if only one fits.
         max_drop: Largest accepted loss of accuracy of a task in the model folder, in percentage
             points.
     """
@@ -61,9 +62,9 @@ def add(
 ) -> RunResult:
     """Add data to a run: edit its config, run the affected stages, and update the model folder.
 
-    The command can be repeated after an interruption, because already added data changes no
-    file. If the changed config is invalid, or the new images cannot be ingested, the previous
-    files are restored.
+    The command can be repeated after an interruption, because data that was added before changes
+    no file. If the changed config is invalid, or the new images cannot be ingested, the previous
+    config and cards are restored. If a later stage fails, they stay changed.
 
     Args:
         request: Arguments of the command.
@@ -132,6 +133,9 @@ def find_changes(
         program: Command that starts Accrete, for messages.
         say: Called with a line about the new data.
 
+    Returns:
+        The new data, and the changes, which can be empty.
+
     Raises:
         UserError: If the data is ambiguous or cannot be added.
     """
@@ -162,7 +166,7 @@ def find_changes(
 
 @contextmanager
 def change_lock(config: Config, say: Say) -> Iterator[None]:
-    """Context manager that holds the lock for changes of a run: other changes wait."""
+    """Context manager that holds the lock for `add` and `remove` on a run: other commands wait."""
 
     def say_waiting() -> None:
         say(f"another command changes run {config.name}; waiting until it is done")

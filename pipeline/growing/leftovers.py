@@ -1,7 +1,8 @@
 """Find and delete the stored data of earlier states of a run, after data was removed from the run.
 
-The records of earlier states are deleted last, because they are needed to find the data: after a
-kill, the same command continues with the remaining data.
+An earlier state is the run before its config, its cards or its data were changed; the store keeps
+its record (`Store.earlier_records`). These records are deleted last, because they are needed to
+find the data: after a kill, the same command continues with the remaining data.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Leftovers:
         files: Paths of further files: outdated analyses, states of raw data, and a preview.
         tracked: Files and models in MLflow. None if MLflow is not used.
         left: Notes about places that could not be checked.
+
+    The cache of shards and decoded images is always deleted, too.
     """
 
     run: PreparedRun
@@ -54,7 +57,7 @@ class Leftovers:
     left: list[str] = field(default_factory=list)
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to delete."""
+        """Return whether there is nothing to delete, apart from the cache."""
         return not (self.garbage or self.has_records or self.files or self._num_tracked())
 
     def lines(self) -> list[str]:
@@ -119,7 +122,7 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
     store, name = run.store, run.config.name
     garbage = find_garbage(store, [name])
     files = [*_list_sources(store, name, garbage), *_list_analysis(store, record)]
-    with suppress(UserError):  # the file with the name of the preview is another file
+    with suppress(UserError):  # a file of the user has the name of the preview
         preview = preview_path(config_path)
         files += [preview] if os.path.exists(preview) else []
     leftovers = Leftovers(run, garbage, bool(store.earlier_records(name)), files)
@@ -150,9 +153,9 @@ def _has_mlflow(run: PreparedRun) -> bool:
 
 
 def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[str]:
-    """List the files in `<storage>/sources/` about earlier versions of cards.
+    """List the files in `<storage>/sources/` about versions of cards that only earlier states use.
 
-    A version of a card is left out if the current record of the run or a record of another run uses
+    A version of a card is kept if the current record of the run or any record of another run uses
     it, or if its ingested data stays in the store.
 
     Args:
@@ -179,7 +182,7 @@ def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[s
 
 
 def _iterate_card_identities(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the identity of each card of a run, and the key of its ingest stage."""
+    """Yield (`Card.identity()`, key of the ingest stage) for each card of a run."""
     for stage in record["stages"]:
         card = (stage.get("inputs") or {}).get("card")
         if stage["step"] == "ingest" and isinstance(card, str) and card:
@@ -187,7 +190,7 @@ def _iterate_card_identities(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _list_analysis(store: Store, record: RunRecord) -> list[str]:
-    """Return the paths of a run's analysis files if a part of the analysis is outdated."""
+    """Return the paths of all analysis files of a run if any part of the analysis is outdated."""
     parts = analysis_section.load_parts(store, record["name"])
     if all(analysis_section.is_current(part, record, store) for part in parts.values()):
         return []
@@ -203,7 +206,7 @@ def describe_other_users(store: Store, name: str, cards: Sequence[str], command:
 
     Args:
         store: Store of the run.
-        name: Name of the run. Data that its current ingest stages use is not reported.
+        name: Name of the run. It is not reported, and neither is data that it still uses.
         cards: Names of the cards.
         command: Command for the same removal from another config, with the placeholder CONFIG.
 

@@ -1,4 +1,7 @@
-"""Find the images that the lines of a text file name, by path below the source or by sha256."""
+"""Find the images that the lines of a text file name, for `remove --images`.
+
+A line is the path of an image below the source of its card, or the sha256 of the image.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,9 @@ class NamedImages:
         used: The card.
         lines: Lines to add to the card's list of images to leave out: names, and digests of the
             bytes in the source.
-        names: Names of the images.
-        found: Lines of the text file that name an image of this card.
+        names: Names of the images, for messages.
+        found: Lines of the text file that name an image of this card, including images that the
+            card leaves out already.
     """
 
     used: UsedCard
@@ -98,6 +102,14 @@ def find_named_images(
 
 
 def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedImages:
+    """Find the images of one card.
+
+    Lines are looked for in the cheapest place first: the result of the last ingest, then the names
+    of the files in the source, then the content of the complete source.
+
+    Raises:
+        UserError: If a name is ambiguous, or if a class would lose all its train or test images.
+    """
     card = card_files.load_card_file(used.path, store)
     named = NamedImages(used)
     named.found |= card.images_left_out() & {*lines}
@@ -147,7 +159,7 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
 
 
 def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
-    """Yield the images of the last ingest, if it stored their names."""
+    """Yield the images of the last ingest, or nothing if it did not store their names."""
     artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
     if artifact is None or SOURCE not in artifact.manifest["files"]:
         return
@@ -170,7 +182,7 @@ def _has_ingested_files(store: Store, card: Card) -> bool:
 
 
 def _list_source_images(card: Card) -> Iterator[SourceImage]:
-    """Yield the images of a source without reading them.
+    """Yield the images of a source without reading them, so without digests.
 
     Nothing is yielded if the format stores several images in one file.
     """

@@ -1,4 +1,7 @@
-"""Find new classes, and new images of known classes, in data to be added to a run."""
+"""Find new classes, and new images of known classes, in data to be added to a run.
+
+A class is known if a task of the run has it. Start reading at `find_new_data`.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,8 @@ class NewData:
         images: Known class -> number of new files; 0 if only existing files have changed. Empty if
             the files of a grown source contain several images each.
         all_classes: All classes of the data.
-        passed_over: Known classes of a grown source that no task has: the card lists them, or
-            an earlier ingest has read them.
+        passed_over: Classes of a grown source that no task has, but that are not new: the card
+            lists them, or an earlier ingest has read them.
     """
 
     card: UsedCard | None
@@ -66,7 +69,7 @@ class NewData:
     passed_over: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Describe the new data in a clause."""
+        """Return a clause that describes the new data, for example `1 new class ('owl')`."""
         parts: list[str] = []
         if self.classes:
             parts.append(f"{format_count(len(self.classes), 'new class')} ({listed(self.classes)})")
@@ -177,6 +180,7 @@ def _check_is_read(card: Card, data: str, entries: Sequence[Entry]) -> None:
 def _find_in_source(
     used: UsedCard, known: set[str], store: Store, data: str, takes_all: bool
 ) -> NewData:
+    """Find what is new in the grown source of a card. See `find_new_data`."""
     card = used.card
     entries = list_source(card) or []
     _check_is_read(card, data, entries)
@@ -185,6 +189,7 @@ def _find_in_source(
             f"card {card.name!r}: its source {printable(card.source.path)} does not exist, or "
             "holds no files; put the data there, or fix source.path of the card"
         )
+    # labels that are numbers are read as names, because a position in `classes` names no new class
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )
@@ -210,6 +215,7 @@ def _find_in_source(
 
 
 def _find_elsewhere(data: str, known: set[str], cards: Sequence[UsedCard], program: str) -> NewData:
+    """Find what is new in a separate data set. See `find_new_data`."""
     data_sets = detect(Request(data, program, min_classes=1))
     if len(data_sets) > 1:
         names = listed([data_set.name for data_set in data_sets])

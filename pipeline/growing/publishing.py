@@ -1,4 +1,8 @@
-"""Publish a finished run as the next version of a model folder, if no task gets worse."""
+"""Publish a finished run as the next version of a model folder.
+
+After `add`, it is published only if no task loses too much accuracy (`publish_run`). After
+`remove`, it is always published, and all earlier versions are deleted (`publish_removal`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from workers.storage.artifact import delete_dir, exists, is_local, join
 
 
 def choose_method(config: Config, model: str, label: str | None) -> str:
-    """Return the label of the method that a model folder serves.
+    """Return the label of the method that a model folder serves, or will serve if it is new.
 
     Args:
         config: Config of the run.
@@ -76,8 +80,9 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
         max_drop: Largest accepted loss of accuracy of a served task, in percentage points.
 
     Raises:
-        UserError: If a task loses more accuracy, or the run and the folder do not fit together.
-            The folder is not changed.
+        UserError: If a task loses more accuracy than `max_drop`, if the folder serves a task that
+            the run does not have, or if their accuracies cannot be compared. The folder is not
+            changed.
     """
     uri = absolute(model)
     new = build_run_bundle(run.graph, run.store, label)
@@ -162,7 +167,7 @@ def publish_removal(
 
 
 def _list_measurements(bundle: Bundle) -> tuple[str, Any]:
-    """Return the measurements on images in a model: the digest of the reference, and the rules."""
+    """Return the parts of a model that were measured on images: digest of REFERENCE, and rules."""
     info = bundle.body["files"].get(REFERENCE)
     return "" if info is None else info["sha256"], bundle.body.get("rules")
 
@@ -172,7 +177,7 @@ def _list_tasks(bundle: Bundle) -> str:
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
-    """Return the contents of a model folder, without measurements on images and provenance."""
+    """Return what a bundle serves, for a comparison: without measurements and provenance."""
     body = remove_places(bundle.body)
     files = {name: info for name, info in body["files"].items() if name != REFERENCE}
     left_out = ("provenance", "sha256", "rules")
@@ -224,7 +229,7 @@ def _check_no_task_lost(model: str, old: Bundle, names: Collection[str]) -> None
 
 
 def find_last_evaluation(graph: Graph, label: str) -> StageJob:
-    """Return the job of the last evaluation of a method."""
+    """Return the job of the last evaluation of a method, in the order of the graph."""
     jobs = [
         stage.job
         for stage in graph
@@ -238,8 +243,9 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
 
     Both models predict the current test images of the classes that the task has in both models. If
     these are not the first classes of the task in `new`, `new` predicts the images of all classes
-    of the task. Tasks with equal states are not measured if nothing else can change their
-    predictions.
+    of the task. A task is not measured if nothing has changed that its predictions depend on: the
+    shared files, its state and its classes. In other scenarios than `task`, predictions depend on
+    all tasks, so every task is measured.
 
     Args:
         old: The earlier model.
@@ -247,7 +253,7 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
         job: Job of an evaluation of the tasks of `new`.
 
     Returns:
-        The loss of accuracy of each measured task, in percentage points.
+        The loss of accuracy of each measured task, in percentage points; negative for a gain.
     """
     now = {task.name: task for task in new.tasks}
     same_network = _shared_files(old) == _shared_files(new)

@@ -54,9 +54,11 @@ class Removal:
 
     Attributes:
         cards: Names of the affected cards.
-        changes: Changes of the config, the cards and the lists of images to leave out.
-        raw: Locations of raw data that contains the item. The user must clean them up.
-        kept: Notes about images that stay in the storage.
+        changes: Changes of the config, the cards and the lists of images to leave out. Empty if an
+            interrupted command has made them before.
+        raw: Locations of raw data that contains the item. Raw data is never deleted: this is left
+            to the user.
+        kept: Notes about images that stay in the shards of the storage.
     """
 
     cards: list[str]
@@ -91,9 +93,14 @@ def find_removal(target: Target, path: str, config: Config, store: Store) -> Rem
 
 
 def _plan_task_removal(task: str, editor: StreamEditor, store: Store) -> Removal:
+    """Find the edits that remove a task.
+
+    If other tasks use the card of the task, the card must also leave out the classes that only this
+    task needs. Otherwise their images would stay in the shards.
+    """
     config = editor.config
     tasks = [name for entry in config.stream.tasks for name in list_entry_tasks(entry)]
-    if task not in tasks:
+    if task not in tasks:  # an interrupted command may have removed it from the config
         card = _find_recorded_card(task, store, config.name)
         if not card:
             remedy = did_you_mean(task, tasks, f"its tasks are {', '.join(tasks)}")
@@ -177,6 +184,7 @@ def _remove_images(file: str, editor: StreamEditor, store: Store) -> Removal:
 
 
 def _normalize(line: str) -> str:
+    """Return a digest in lower case, and any other line unchanged."""
     return line.lower() if DIGEST.fullmatch(line.lower()) else line
 
 
@@ -190,6 +198,7 @@ def _sources(used: UsedCard) -> list[str]:
 
 
 def _list_shown_paths(card: Card, names: Sequence[str]) -> list[str]:
+    """Return the locations of raw images; above MAX_PATHS, the number of the others."""
     paths = [join(card.source.path, name) if card.source.path else name for name in names]
     rest = len(paths) - MAX_PATHS
     return paths[:MAX_PATHS] + ([f"and {format_count(rest, 'image')} more"] if rest > 0 else [])

@@ -1,7 +1,8 @@
 """Remove a task, a class or images from a run, its storage and a model folder.
 
 The steps are: edit the config and the cards, ingest, train, publish a new version of the model,
-delete data. In this order, the same command can be repeated after a kill.
+delete data. In this order, the same command can be repeated after a kill. Each step skips what was
+done before.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RemoveRequest:
         config: Path of the config file.
         target: The item to remove.
         model: Model folder to update. Empty: none.
-        method: Label of the method that the model folder serves.
+        method: Label of the method that the model folder serves. None: choose it if only one fits.
     """
 
     config: str
@@ -49,12 +50,16 @@ def remove(
 ) -> None:
     """Remove an item, train the affected tasks, and delete the results that depend on the item.
 
+    The caller must hold `change_lock`. If the changed config is invalid, or its data cannot be
+    ingested, the previous config and cards are restored.
+
     Args:
         request: Arguments of the command.
         open_screen: Creates the screen of the run.
         program: Command that starts Accrete, for messages.
         say: Called with each line of progress.
-        confirm: Asks the user a yes/no question before data is deleted.
+        confirm: Asks the user a yes/no question before data is deleted. If it returns false,
+            nothing is deleted, but the item stays removed from the config and the model.
 
     Raises:
         UserError: If the item cannot be removed, or a stage fails.

@@ -1,4 +1,8 @@
-"""Edit the stream of a config, and its cards, for new or removed data."""
+"""Edit the stream of a config, and its cards, for new or removed data.
+
+`edit_stream` makes the edits for new data. `StreamEditor` has the single edits, also for removals.
+Nothing is written before `FileChanges.write`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ class FileChanges:
     before: dict[str, str | None] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Write the files that change, each atomically."""
+        """Write the files whose content changes, each atomically."""
         for path, text in self.texts.items():
             before = read_file(path) if os.path.exists(path) else None
             if before != text:
@@ -60,7 +64,7 @@ class FileChanges:
                 self.before[path] = before
 
     def undo(self) -> None:
-        """Restore the previous contents of the written files."""
+        """Restore the previous contents of the files that `write` has written."""
         for path, text in self.before.items():
             if text is None:
                 os.unlink(path)
@@ -90,7 +94,7 @@ def write_file(path: str, text: str) -> None:
 
 # ---- the classes of the tasks --------------------------------------------------------------------
 def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tuple[str, ...]]:
-    """Return the classes of each labelled task.
+    """Return the classes of each labelled task, by name of the task.
 
     Args:
         config: Config of the run.
@@ -191,7 +195,7 @@ def edit_stream(
         cards: Cards of the stream.
         task_classes: Classes of each task.
         new: The new data.
-        kind: How to interpret the data. None if the data is unambiguous.
+        kind: How to interpret the data. None: decide from the data, which must be unambiguous.
         into: Name of the task that the new classes join. Empty: they become a new task.
         name: Name of the new task. Empty: the next free name.
         data: Path of the data as given by the user.
@@ -237,7 +241,7 @@ def choose_kind(new: NewData, kind: Kind | None, into: str, data: str) -> Kind:
     Args:
         new: The new data.
         kind: Interpretation given by the user, if any.
-        into: Name of the task that the new classes join, if given.
+        into: Name of the task that the new classes join. Empty: not given.
         data: Path of the data.
 
     Raises:
@@ -338,10 +342,12 @@ class StreamEditor:
 
     # ---- tasks -----------------------------------------------------------------------------------
     def freeze(self, used: UsedCard) -> None:
-        """List the classes of a card's tasks in the config, so that changes of the card keep them.
+        """Write the classes of a card's tasks into the config.
 
-        An entry of the stream with several tasks (`split`) is replaced by one entry per task.
+        Without this, tasks that take their classes from the card would change with the card. An
+        entry of the stream with several tasks (`split`) is replaced by one entry per task.
         """
+        # backwards, because new entries move the entries after them
         for index in reversed(used.entries):
             entry = self.config.stream.tasks[index]
             if entry.classes is not None or entry.role == "unlabelled":
@@ -394,7 +400,11 @@ class StreamEditor:
         self.lines.append(f"{self.path}: new task {name} of {format_count(len(classes), 'class')}")
 
     def _position(self, task: str) -> int:
-        """Return the position of a task in the file. Its entry must list the classes."""
+        """Return the position in the file of the entry of a task.
+
+        Raises:
+            UserError: If there is no such entry, or if it does not list its classes.
+        """
         index = self._find_entry(task)
         if index is not None:
             entry = self.text.body["stream"]["tasks"][index]
@@ -523,6 +533,15 @@ class StreamEditor:
         self.lines.append(f"{text.where}: leaves out {format_count(len(lines), 'line')} of {file}")
 
     def _card_text(self, used: UsedCard, remedy: str = OWN_CARD) -> YamlText:
+        """Return the text of a card for edits. Later calls return the same object.
+
+        Args:
+            used: The card.
+            remedy: Remedy for the message if the card belongs to Accrete.
+
+        Raises:
+            UserError: If the card belongs to Accrete, or states the counts or digest of its data.
+        """
         path = card_files.find_card_file(used.path)
         if CARDS in path.resolve().parents:
             raise UserError(
@@ -541,7 +560,7 @@ class StreamEditor:
         return self.card_texts[file]
 
     def grow_card(self, used: UsedCard, new: NewData) -> None:
-        """Add new classes at the end of the classes of a card.
+        """Add new classes at the end of the classes of a card, if the card lists its classes.
 
         Raises:
             UserError: If the card cannot be edited, or a new class was removed from it before.
@@ -576,7 +595,7 @@ class StreamEditor:
         self._note_untested(card, new)
 
     def _note_untested(self, card: Card, new: NewData) -> None:
-        """Add a line about new classes without test images, if other classes have test images."""
+        """Note new classes without test images in `lines`, if other classes have test images."""
         if card.source.format != "folder":
             return
         tested = {*map(nfc, class_folders(card, "test"))}

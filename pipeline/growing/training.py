@@ -11,11 +11,11 @@ from workers.methods import METHODS
 
 
 def describe_training(plan: RunPlan) -> list[str]:
-    """Describe which tasks each method of a run trains, and how they depend on each other.
+    """Return a line for each method that trains: its tasks, and how they depend on each other.
 
     In a star, each task is trained independently. In a chain, and for methods that train on the
     data of all tasks so far, later tasks are trained again, too. Before ingest, it is unknown which
-    tasks have changed images.
+    tasks have changed images, so the result is one line that says so.
     """
     run, todo = plan.run, plan.stages_to_run
     if any(run.graph[stage].is_provisional for stage in todo):

@@ -17,8 +17,8 @@ Path = Sequence[str | int]  # keys of mappings and positions in lists, from the 
 class YamlText:
     r"""The text of a YAML file, edited value by value.
 
-    After each edit, the text is parsed again and compared with the expected values. So an edit
-    cannot change anything else.
+    `body` holds the parsed values. After each edit, the text is parsed again and compared with the
+    expected values. So an edit cannot change anything else.
 
     Args:
         text: Content of a file. Its root is a mapping.
@@ -211,6 +211,17 @@ class YamlText:
         self._replace(start, _find_end(last), between if "#" in between else "", expected)
 
     def _replace(self, start: int, end: int, text: str, expected: Any) -> None:
+        """Replace `self.text[start:end]`, if the file then has the expected content.
+
+        Args:
+            start: First index to replace.
+            end: Index after the last one to replace.
+            text: The replacement, with "\\n" as line break.
+            expected: Content of the file after the edit.
+
+        Raises:
+            UserError: If the file would have another content. The text is not changed then.
+        """
         changed = self.text[:start] + text.replace("\n", self.newline) + self.text[end:]
         try:
             body = parse_yaml(changed, self.where)
@@ -262,6 +273,7 @@ def _copy(body: Any) -> Any:
 
 
 def _get(body: Any, path: Path) -> Any:
+    """Return the value at a path."""
     for part in path:
         body = body[part]
     return body

@@ -1,4 +1,8 @@
-"""Attempt a stage: run it, and turn its outcome or error into an event."""
+"""Attempt a stage: run it, and turn its outcome or error into an event.
+
+Both executors use this module. The walk (pipeline/graph/walk.py) decides from the kind of the event
+whether the stage is tried again.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,20 @@ from workers.loop import WAITING
 from workers.storage.artifact import Artifact
 
 Manifest = dict[str, Any]
-Progress = Callable[[Event], None]
+Progress = Callable[[Event], None]  # called with events that do not change the state of a stage
 RunOnDriver = Callable[[Stage], Manifest]  # runs a stage without a job: the report
 
 
 def attempt_stage(
     stage: Stage, run: Callable[[], Manifest], storage: str, group: dist.Group | None = None
 ) -> Event:
-    """Run a stage and return the event with its outcome.
+    """Run a stage and return the event with its outcome. Errors of the stage become events, too.
 
     Args:
         stage: The stage.
         run: Runs the stage and returns its manifest.
         storage: URI of the storage. The traceback of an unexpected error is written into it.
-        group: The rank that runs the stage, for the report about a failure. None: the only rank.
+        group: This rank and its group, for the report about a failure. None: there is one rank.
     """
     try:
         return Event(EventKind.DONE, stage.id, body=run())
@@ -92,7 +96,7 @@ def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
 
 
 def describe_origin(group: dist.Group | None) -> dict[str, Any]:
-    """Return the place of a failed attempt: host, rank and log file of this process."""
+    """Return where an attempt failed: host, rank and log file of this process."""
     rank = group.rank if group is not None else 0
     return {"host": platform.node(), "rank": rank, "log": failures.log_path()}
 

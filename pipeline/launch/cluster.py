@@ -1,4 +1,8 @@
-"""The Ray cluster of a run: join or start it, list its nodes and drivers, and check the nodes."""
+"""The Ray cluster of a run: join or start it, list its nodes and drivers, and check the nodes.
+
+A run starts a private cluster that ends with its process, or joins a running one: from a node of
+that cluster (`host:port`, `auto`), or from outside with Ray Client (`ray://`).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ TOKEN_REMEDY = (
     "or put that into ~/.ray/auth_token or into the file that RAY_AUTH_TOKEN_PATH names, "
     "with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)"
 )
-NAMESPACE = "accrete"  # namespace of the actors that drivers register
+NAMESPACE = "accrete"  # Ray namespace of the actors that drivers register
 SEARCH_SUFFIX = "-search"  # end of the name of a search's actor
 # Resource request that places an actor on the head node. Every cluster has that node.
 HEAD = {ray_internals.HEAD_NODE_RESOURCE: 1e-3}
@@ -82,7 +86,7 @@ def connect(cluster: ClusterSettings) -> Any:
     """Join the cluster of the config or of RAY_ADDRESS, or else start a private cluster.
 
     Ray's own search for a running cluster is not used, because a run must not join a cluster that
-    the user has forgotten.
+    the user has forgotten. If this process is connected to Ray already, nothing changes.
 
     Returns:
         The module `ray`.
@@ -96,6 +100,7 @@ def connect(cluster: ClusterSettings) -> Any:
         return ray
     address = get_address(cluster)
     if address == "local":
+        # at least enough for one group, even if this machine has fewer CPUs
         cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
         start_private(ray, cpus)
     else:
@@ -180,9 +185,10 @@ def start_private(ray: Any, cpus: int) -> None:
 
 
 def quiet() -> dict[str, Any]:
-    """Return the arguments of `ray.init` that suppress its output.
+    """Redirect the messages of raylets to the log of the driver.
 
-    Also redirect the messages of raylets to the log of the driver.
+    Returns:
+        The arguments of `ray.init` that suppress its output.
     """
     ray_internals.log_messages_of_raylets(partial(LOG.info, "a raylet: %s"))
     return {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -194,9 +200,10 @@ def is_submitted_job() -> bool:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that this process passes to its workers.
+    """Return the variables of ENVIRONMENT that this process passes to its workers.
 
-    Variables of the submitted job are left out: Ray passes them on itself, and refuses duplicates.
+    If this process is a submitted job, the variables of the job are left out: Ray passes them on
+    itself, and refuses duplicates.
     """
     job = json.loads(os.environ.get(ray_internals.JOB_CONFIG_VARIABLE, "{}"))
     submitted = (job.get("runtime_env") or {}).get("env_vars", {})
@@ -325,7 +332,8 @@ class ClusterState:
 def get_cluster_state() -> ClusterState:
     """Return the nodes and drivers of the cluster.
 
-    This function must run inside the cluster. A driver outside it asks its registered actor.
+    This function must run inside the cluster. A driver may be outside of it (Ray Client), so it
+    asks the actor that it has registered.
     """
     import ray  # slow to import, but already loaded here
     from ray.util import list_named_actors
@@ -360,7 +368,7 @@ def group_by_job(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 class DriverRegistration:
-    """An actor that makes its driver visible to other drivers, which divide the cluster equally.
+    """An actor that makes its driver visible to other drivers, so that they can share the cluster.
 
     It also returns the state of the cluster, which a driver outside the cluster cannot read itself.
     """
@@ -435,7 +443,11 @@ class NodeFacts(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of `PACKAGES`, or an empty string for a missing package."""
+    """Return the versions that must agree: of Python and of `PACKAGES`, by name.
+
+    The patch version of Python and local version labels such as `+cpu` are left out. The version of
+    a missing package is "".
+    """
     by_name = {"Python": platform.python_version().rpartition(".")[0]}
     for name in PACKAGES:
         by_name[name] = ""
@@ -471,6 +483,7 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
     probe = join(storage, f".probe-{temporary_name()}")
     write_bytes(probe, b"accrete")
     try:
+        # ask all nodes before the first answer is read, so that they answer in parallel
         answers = [(node, ask_facts(ray, node, probe)) for node in nodes.values() if node.alive]
         for node, answer in answers:
             check_node(ray, node, answer, storage)
@@ -480,7 +493,7 @@ def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
 
 
 def ask_facts(ray: Any, node: Node, probe: str) -> Any:
-    """Run `collect_facts` on one node, even if it is busy. Return a reference to the result."""
+    """Run `collect_facts` on one node, even if it is busy. Return a Ray reference to the result."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # slow to import
 
     on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
@@ -489,7 +502,13 @@ def ask_facts(ray: Any, node: Node, probe: str) -> Any:
 
 
 def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
-    """Check the answer of a node to `ask_facts`. A node lost meanwhile raises no error.
+    """Check the answer of a node to `ask_facts`. A node that was lost meanwhile is ignored.
+
+    Args:
+        ray: The module `ray`.
+        node: The node.
+        answer: Result of `ask_facts`.
+        storage: URI of the storage, for the message.
 
     Raises:
         UserError: If the node cannot run this project, has other versions, or cannot read the

@@ -34,8 +34,8 @@ ONLY_ON = {
     "project": ("ray",),
 }
 SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # argument `shared` of `make_portable`
-# Default of `cluster.groups`; 0: none. On a cloud, nodes are added on request, so the config must
-# contain the number of groups to request.
+# Argument `groups` of `make_portable`: default of `cluster.groups`; 0: none. On a cloud, nodes are
+# added on request, so the config must contain the number of groups to request.
 GROUPS = {"slurm": 0, "kuberay": 0, "ray": 1}
 
 ForecastOf = Callable[[str, list[str]], Forecast]  # (config, overrides) -> forecast
@@ -46,7 +46,11 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
 
     Args:
         args: Parsed arguments of the command.
-        forecast_of: Returns the forecast of a config with overrides.
+        forecast_of: Returns the forecast of a config with overrides. It is not called if the user
+            gives the time limit (`--hours`).
+
+    Returns:
+        The exit code, 0.
 
     Raises:
         UserError: If an option does not belong to the platform, or the config cannot run there.

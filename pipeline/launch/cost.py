@@ -13,8 +13,11 @@ A stage has no forecast only if its number of images is unknown.
 Measurements come from all runs with a record in this storage that have the same backbone and kind
 of device. Ingest and report use no device and are left out.
 
-If ranks share a GPU, the module `sharing` gives the slowdown of each rank, and device-hours count
-the GPU once.
+A device is what one rank computes on: its GPU, or its CPU cores. A stage with 4 ranks that takes
+one hour costs 4 device-hours. If ranks share a GPU, the module `sharing` gives the slowdown of each
+rank, and device-hours count the GPU once.
+
+Start reading at `forecast`; `format_forecast` prints its result.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ class TaskData(NamedTuple):
 
 
 class SourceKind(NamedTuple):
-    """A kind of stages. Measurements of stages of the same kind can be combined.
+    """A kind of measured stages. Measurements of stages of the same kind can be combined.
 
     Attributes:
         method: Name of the method; empty for stages without a method.
@@ -119,8 +122,8 @@ class Measured:
     """The device-seconds of one finished stage, as if each rank had its own device.
 
     Attributes:
-        fixed_s: Seconds that do not depend on the amount of work.
-        image_s: Seconds per image and epoch.
+        fixed_s: Device-seconds that do not depend on the amount of work.
+        image_s: Device-seconds per image and epoch.
         device: Description of the device.
     """
 
@@ -165,7 +168,7 @@ class Cost:
 
     @property
     def taken_s(self) -> float | None:
-        """Device-seconds of the stage; a shared GPU is counted once. None if unknown."""
+        """Device-seconds of the stage, with a shared GPU counted once. None if unknown."""
         return None if self.device_s is None else self.device_s * self.part
 
 
@@ -260,8 +263,8 @@ class Images:
 def count_source(card: Card) -> dict[str, float]:
     """Return the approximate number of images in each split of a source, by listing its files.
 
-    The result is empty if the source is not on this machine or cannot be read. No error is raised,
-    because ingest will explain it.
+    It is approximate because ingest can reject images. The result is empty if the source is not
+    on this machine or cannot be read. No error is raised, because ingest will explain it.
     """
     if card.source.format == "torchvision" or not is_local_source(card):
         return {}
@@ -356,7 +359,7 @@ def count_divided_images(task: TaskData, images: Images) -> float:
 
 
 def list_seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tasks so far."""
+    """Return the names of the tasks so far, in order, from the inputs of a stage's key."""
     return [name for name, _ in inputs.get("seen", ())]
 
 
@@ -417,7 +420,8 @@ def read_sources(
         records: Records of comparable runs.
         config: The config to forecast.
         images: Counter of the images of tasks.
-        busy: Share of the time in which one rank keeps a GPU busy.
+        busy: Share of the time in which one rank keeps a GPU busy, to remove the slowdown from
+            stages that shared GPUs.
     """
     sources: dict[SourceKind, list[Measured]] = {}
     read_keys: set[str] = set()
@@ -595,6 +599,8 @@ class Speeds:
         method = METHODS.get(stage.job.method)
         if method is None or not issubclass(method, PrecomputesFeatures):
             return Measured(STAGE_S, one.train_s, one.source)
+        # The method trains only a head on the features of a frozen backbone. If augmentation is
+        # deterministic, it computes the features once, else in each epoch.
         if Augment(stage.job.data, stage.job.backbone_settings, training=True).is_deterministic:
             return Measured(STAGE_S + (work.images or 0.0) * one.forward_s, 0.0, one.source)
         return Measured(STAGE_S, one.forward_s, one.source)
@@ -618,7 +624,10 @@ def reads_features(stage: Stage) -> bool:
 def choose_measurements(
     stage: Stage, config: Config, sources: Sources, work: Work
 ) -> tuple[Basis, list[Measured]]:
-    """Return the measurements for the forecast of a stage, and their basis."""
+    """Return the measurements for the forecast of a stage, and their basis.
+
+    Without suitable measurements, the basis is "unknown" and the list is empty.
+    """
     if work.images is None:
         return "unknown", []
     method = config.methods[stage.method].method if stage.method else ""
@@ -716,11 +725,11 @@ def format_range(row: Row, name: str) -> str:
 
 
 def make_label_row(prediction: Forecast, label: str) -> Row:
-    """Return the numbers of one label.
+    """Return the numbers of one label, or of all stages for the label `together`.
 
-    `images` is the number of images times epochs. The hours are NaN if no stage has a forecast.
-    `_low` and `_high` are the limits of the likely range. The row also has the number of stages for
-    each basis of a forecast.
+    `images` is the number of images times epochs. `device_hours` and `wall_hours` are NaN if no
+    stage has a forecast; with the suffixes `_low` and `_high` they are the limits of the likely
+    range. Under the name of each basis, the row has the number of stages with this basis.
     """
     costs = [cost for cost in prediction.costs.values() if label in (cost.label, "together")]
     row: Row = {

@@ -41,7 +41,10 @@ class LogEnd(NamedTuple):
 
 
 def list_dead_workers(error: Exception) -> list[DeadWorker]:
-    """Return the workers whose death ended a worker group with this error, sorted by rank."""
+    """Return the workers whose death ended a worker group with this error, sorted by rank.
+
+    Workers on a lost node are left out, so the result is empty if only a node was lost.
+    """
     workers = []
     for rank, report in sorted(ray_internals.find_died_workers(error).items()):
         process = PROCESS.search(report)
@@ -67,7 +70,7 @@ def describe_dead_workers(
     Args:
         ray: The module `ray`.
         workers: The dead workers; at least one.
-        nodes: Ids of the nodes of all ranks.
+        nodes: Id of the node of each rank; empty if unknown.
         stage: The stage that the group ran, or None.
         storage: URI of the storage.
     """

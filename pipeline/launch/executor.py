@@ -34,7 +34,7 @@ def make_executor(
         cluster: Cluster settings of the config.
         graph: The graph of the run.
         todo: Ids of the stages to run.
-        progress: Called with events that do not change the state of a stage, such as its progress.
+        progress: Called with events that do not change the state of a stage, such as its start.
         run_on_driver: Runs a stage without a job (the report) and returns its manifest.
         sample_s: Seconds between two samples of the use of the workers' machines (0: none).
     """
@@ -48,6 +48,8 @@ def make_executor(
 
 class SharedExecutor:
     """An executor that several walks over a graph use one after another.
+
+    Each walk closes the executor that it gets, so it gets a view with no effect on close (`lend`).
 
     Args:
         make: Creates the executor. It is called when the first stage is submitted, and again when a

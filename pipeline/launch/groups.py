@@ -1,7 +1,9 @@
 """The executor for `cluster.workers >= 1`: worker groups on Ray. Lost groups are replaced.
 
-The driver starts as many groups as its share of the cluster allows. It checks the state of the
-cluster every LOOK_S seconds. A running group is resized or stopped only between two stages.
+A worker group is a Ray Train run with up to `cluster.workers` ranks (train.py) that takes stage
+after stage from a queue (queue.py). The driver starts as many groups as its share of the cluster
+allows. It checks the state of the cluster every LOOK_S seconds. A running group is resized or stopped only
+between two stages.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class WorkerGroup:
         task: Reference to the Ray task that runs the group's trainer.
         workers: Number of ranks.
         starts: Number of attempts to start the group since its workers were last up.
-        waiting_since: Time of the start; None after its workers are up or the wait was reported.
+        waiting_since: Time of the start. None once its workers are up or the wait is reported.
         is_cancelled: Whether the driver has cancelled the task.
     """
 
@@ -184,12 +186,12 @@ class RayExecutor(Executor):
         self.rank_nodes: dict[int, list[str]] = {}  # running group -> node id of each rank
         self.used_nodes: set[str] = set()  # ids of nodes that have run a group
         self.stages: dict[str, Stage] = {}  # all stages submitted to groups, by id
-        self.outbox: list[ReadyStage] = []
+        self.outbox: list[ReadyStage] = []  # submitted stages to send to the queue
         self.last_time_check = -math.inf
         self.reported_groups: dict[str, int] = {}  # body of the last event of kind GROUPS
-        self.driver_stages: deque[Stage] = deque()
-        self.leaving_since: float | None = None
-        self.is_broken = False
+        self.driver_stages: deque[Stage] = deque()  # stages without a job, to run in this process
+        self.leaving_since: float | None = None  # time at which this driver was preempted
+        self.is_broken = False  # whether Ray itself has failed
         self.map = RayMap(self.ray, self._count_ingest_tasks())
         self.threads = ThreadPoolExecutor(INGEST_THREADS, "ingest")
         self.ingests: list[Future[Event]] = []
@@ -245,7 +247,7 @@ class RayExecutor(Executor):
             events += self._poll_groups()
         if preemption.requested.is_set():
             self._leave()
-        if self.driver_stages and not events:
+        if self.driver_stages and not events:  # it blocks this process, so other events go first
             stage = self.driver_stages.popleft()
             run = partial(self.run_on_driver, stage)
             self._report_start(stage.id, "the driver")
@@ -382,7 +384,7 @@ class RayExecutor(Executor):
             UserError: If the workers of the group did not start in several attempts.
         """
         message = "its worker group ended"
-        moved = group.is_cancelled
+        moved = group.is_cancelled  # whether the end was not caused by the stage
         try:
             if self.ray.get(group.task) == NO_ROOM:
                 moved = True
@@ -429,6 +431,7 @@ class RayExecutor(Executor):
             self.progress(Event(EventKind.GROUPS, "", body=counts))
 
     def _report_waiting_groups(self) -> None:
+        """Tell the user once about each group without workers after WAITING_NOTE_S."""
         late = []
         for group in self.groups.values():
             since = group.waiting_since
@@ -510,6 +513,7 @@ class RayExecutor(Executor):
             self._adjust_groups()
 
     def _find_groups(self, node: Node) -> list[int]:
+        """Return the numbers of the running groups with a rank on a node."""
         indices = []
         for index, nodes in self.rank_nodes.items():
             if node.id in nodes and index in self.groups:
@@ -548,7 +552,8 @@ class RayExecutor(Executor):
     def _explain_loss(self, event: Event) -> Event:
         """Add the reason and the amount of lost work to the event of a lost stage.
 
-        If the stage did not cause the loss, the kind of the event becomes MOVED.
+        If the stage did not cause the loss, the kind of the event becomes MOVED. Other events are
+        returned unchanged.
         """
         if event.kind is not EventKind.LOST:
             return event
@@ -645,8 +650,8 @@ def sweep(store: Store, owner: str) -> None:
 class RayMap:
     """A parallel `map` on Ray tasks, which several threads can use. Results are in order.
 
-    All threads together run at most `limit` tasks at a time. Otherwise many small data sets would
-    start a process each. After `close`, each thread gets `Preempted` within CLOSED_S.
+    All threads together run at most `limit` tasks at a time. Otherwise each of many small data sets
+    would start its own Ray processes. After `close`, each thread gets `Preempted` within CLOSED_S.
 
     Args:
         ray: The module `ray`.

@@ -13,7 +13,7 @@ from pipeline.config.settings import ClusterSettings
 
 
 class StageTimeout(Exception):
-    """An attempt at a stage took longer than its time limit."""
+    """An attempt at a stage took longer than its time limit. The stage can be tried again."""
 
 
 def describe_timeout(step: str, limit_s: float) -> str:

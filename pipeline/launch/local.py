@@ -36,6 +36,8 @@ from workers.loop import run_stage
 class LocalExecutor(Executor):
     """Runs one stage in each call of `poll`: the one with the longest path of descendants.
 
+    `poll` returns when the stage has ended.
+
     Args:
         store: Store of the results.
         cluster: Cluster settings of the config.
@@ -74,7 +76,11 @@ class LocalExecutor(Executor):
         self.waiting.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
-        """Run one stage and return its events. Raise `Preempted` if this process is preempted."""
+        """Run one stage and return the event of its end; [] if no stage waits.
+
+        Raises:
+            Preempted: If this process was preempted before the stage.
+        """
         if preemption.requested.is_set():
             raise preemption.Preempted
         stage = self.waiting.take()

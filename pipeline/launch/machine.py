@@ -17,10 +17,11 @@ SAMPLE_S = 10.0  # seconds between two samples
 
 
 def sample_machine(device: torch.device) -> MachineSample:
-    """Return the use of this machine.
+    """Return the use of this machine by all processes.
 
     Args:
-        device: Device of the worker. For a CPU, `gpus` is empty.
+        device: Device of the worker. Of the machine's GPUs, only this one is measured. For a CPU,
+            `gpus` is empty.
     """
     sample: MachineSample = {"node": platform.node(), "gpus": {}}
     with suppress(ImportError):

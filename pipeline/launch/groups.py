@@ -2,8 +2,9 @@
 
 A worker group is a Ray Train run with up to `cluster.workers` ranks (train.py) that takes stage
 after stage from a queue (queue.py). The driver starts as many groups as its share of the cluster
-allows. It checks the state of the cluster every LOOK_S seconds. A running group is resized or stopped only
-between two stages.
+allows. It checks the state of the cluster every LOOK_S seconds. A running group is resized or
+stopped only between two stages, unless a stage exceeds its time limit, or a node or this driver is
+taken away.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ class Machine(NamedTuple):
         cpus: Number of CPUs.
         memory_gb: Memory in GB.
         gpus: Number of GPUs.
-        accelerator: Type of the GPUs, on a cloud that attaches GPUs to a machine type without GPUs.
+        accelerator: Type of the GPUs, on a cloud where they are attached to a machine type that has
+            none. Empty elsewhere.
     """
 
     name: str
@@ -59,7 +60,7 @@ MACHINES = {
 
 
 def choose_machine(cloud: str, size: Size) -> Machine:
-    """Return the smallest machine type for a node.
+    """Return the smallest machine type for a node. A node without GPUs gets a machine without GPUs.
 
     Args:
         cloud: `aws` or `gcp`.

@@ -1,4 +1,8 @@
-"""Write the files to run a config on Slurm, Kubernetes or a cloud, for the user to submit."""
+"""Write the files to run a config on Slurm, Kubernetes or a cloud, for the user to submit.
+
+One `render_...` function per platform returns the files and the commands that submit them. The
+files come from the templates in `templates/`. `write_files` writes them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from workers.storage.artifact import is_local
 VOLUME = "/storage"  # mount path of the storage volume in pods
 SERVICE_SUFFIX = "-model"  # appended to the name of a config to name the service
 RUN_FOLDER = "/home/ray/run"  # mount path of the config files in the head pod
-IMAGE = "accrete:ray2.60.0-py311"
+IMAGE = "accrete:ray2.60.0-py311"  # default container image, without `-cpu` or `-gpu`
 MAX_NAME_LENGTH = 40  # KubeRay appends to the name, and the limit of Kubernetes is 63 characters
 DIGEST = 6  # characters of the digest at the end of a name that had to be changed
 MAX_ARRAY_INDEX = 1000  # largest index of a job array in Slurm's default configuration
@@ -36,7 +40,7 @@ JOB = f"job submit --address {PAGE} --working-dir ."
 NO_ACCOUNT = "nodes have no role that may use the bucket: name one with --service-account"
 OTHER_CHARACTERS = re.compile(r"[^a-z0-9-]+")
 IMAGE_NAME = re.compile(r"[a-z0-9][\w./:-]*")
-AWS_HEAD = "m6i.2xlarge"
+AWS_HEAD = "m6i.2xlarge"  # machine type of the head node, which runs no ranks
 CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # all APIs; roles limit the access
 
 
@@ -92,7 +96,10 @@ class Machines:
 
 
 def name_run(config: Config, suffix: str = "") -> str:
-    """Return a name for a run that every platform accepts. It is unique for the name of the config.
+    """Return a name for a run that every platform accepts.
+
+    Configs with different names get different names. A name that must be changed gets a digest of
+    the original name at its end.
 
     Args:
         config: The config.
@@ -113,7 +120,7 @@ def render_slurm(run: Portable, size: Size, folder: str, with_array: bool = Fals
     Args:
         run: The config.
         size: Number and size of the nodes.
-        folder: Folder of the files.
+        folder: Folder that the files will be written to, for the command.
         with_array: Whether to submit a job array with one job for each seed of the config.
 
     Raises:
@@ -150,10 +157,12 @@ def list_array_seeds(config: Config) -> tuple[int, ...]:
 def render_kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
     """Return the manifests of a run on Kubernetes: a job, a permanent cluster, and a service.
 
+    The command submits only the job, whose manifest contains the config.
+
     Args:
         run: The config.
         size: Number and size of the nodes.
-        folder: Folder of the files.
+        folder: Folder that the files will be written to, for the command.
         pods: Choices of the user.
 
     Raises:
@@ -230,11 +239,11 @@ def parse_toleration(text: str) -> dict[str, str]:
 
 
 def render_service(config: Config, pods: Pods) -> str:
-    """Return the manifest of a service for the bundle of a run.
+    """Return the manifest of a Ray Serve service for the bundle (exported model) of a run.
 
-    A replica takes the same share of a GPU as a rank of the run, but at most one GPU. The name of
-    the service differs from the name of the cluster, because KubeRay would give both the same
-    Service.
+    A replica of the service takes the same share of a GPU as a rank of the run, but at most one
+    GPU. The name of the service differs from the name of the cluster, because KubeRay would give
+    both the same Kubernetes Service.
     """
     gpus_per_replica = min(1.0, config.cluster.gpus_per_worker)
     replicas_per_node = REPLICAS_PER_NODE
@@ -262,12 +271,13 @@ def render_ray_launcher(run: Portable, size: Size, folder: str, machines: Machin
     Args:
         run: The config.
         size: Number and size of the nodes.
-        folder: Folder of the files.
+        folder: Folder that the files will be written to, for the commands.
         machines: Choices of the user.
 
     Raises:
         UserError: If the storage is not a bucket, if the machine image for GPUs or the project of
-            Google Cloud is missing, or if the current folder is not the checkout.
+            Google Cloud is missing, if no machine is large enough, or if the current folder is not
+            the checkout.
     """
     check_current_folder(folder)
     if is_local(run.config.storage):

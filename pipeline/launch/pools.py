@@ -1,7 +1,8 @@
 """Pools of worker groups.
 
-Kinds of stages that need the same resources per rank share a pool. The groups of a pool run only
-stages of these kinds. The number of a group determines its pool (see `STRIDE`).
+The setting `cluster.stages` can give kinds of stages other resources per rank. Kinds with the same
+resources share a pool. The groups of a pool run only stages of these kinds. The number of a group
+determines its pool (see `STRIDE`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOT_IN_GROUPS = ("ingest", "report")  # kinds of stages that do not run in worke
 
 @dataclass
 class Pool:
-    """Groups that run the same kinds of stages.
+    """A pool of worker groups that run the same kinds of stages.
 
     Attributes:
         cluster: Settings with the resources of a rank.
@@ -95,15 +96,15 @@ class Pools:
     ) -> dict[int, int]:
         """Return the groups that this driver can have now: group number -> number of workers.
 
-        If there are several pools, the pools with the deepest stages get room first. A pool gets at
-        most as many groups as it has stages. A running group without a stage is kept if room is
-        left and no other driver exists.
+        If there are several pools, the pools with the deepest stages (`ReadyStage.depth`) get room
+        first. A pool gets at most as many groups as it has stages. A started group that is then
+        left over is kept if there is room and no other driver exists.
 
         Args:
             state: State of the cluster.
-            name: See `compute_group_sizes`.
-            width: See `compute_group_sizes`.
-            outstanding: Stages that wait or run.
+            name: Name of the actor that registers this driver.
+            width: Number of stages that can run in parallel.
+            outstanding: Stages of all pools that wait for a group or run in one.
             groups: Number of a started group -> number of workers.
         """
         if len(self.pools) == 1:

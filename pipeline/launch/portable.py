@@ -52,8 +52,8 @@ def make_portable(
         source: Path of the config.
         overrides: Settings, `key=value`.
         shared: The only folder that this machine and the nodes share; "" for none; None if they
-            share all folders. If the storage is a folder outside of a shared folder, the storage of
-            the run is the shared folder.
+            share all folders. If the storage is a local folder outside of the shared folder, the
+            shared folder becomes the storage of the run.
         groups: Default of `cluster.groups`; 0: do not set it.
 
     Raises:
@@ -67,12 +67,12 @@ def make_portable(
         body["storage"] = shared
     cluster = dict(body.get("cluster") or {})
     cluster["workers"] = max(1, config.cluster.workers)
-    cluster.pop("address", None)
+    cluster.pop("address", None)  # the run joins the cluster that these files start
     if groups:
         cluster["groups"] = config.cluster.groups or groups
     if is_local(body["storage"]):
         cluster.setdefault("cache", CACHE)
-    elif not config.tracking.uri:
+    elif not config.tracking.uri:  # without a server, MLflow needs a database file in the storage
         body["tracking"] = "off"
     body["cluster"] = cluster
     files: dict[str, str] = {}
@@ -86,7 +86,13 @@ def make_portable(
 
 
 def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> None:
-    """Add the cards that a stream names by path to `files`. Let the stream refer to the copies."""
+    """Add the cards that a stream names by path to `files`. Let the stream refer to the copies.
+
+    Cards that a stream names without a path belong to Accrete, so the nodes have them.
+
+    Raises:
+        UserError: If the nodes cannot access the data of a card, or two cards have the same name.
+    """
     for index, entry in enumerate(tasks):
         task = {"card": entry} if isinstance(entry, str) else entry
         card = card_files.load_without_source(task["card"])

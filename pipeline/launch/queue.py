@@ -1,6 +1,8 @@
 """The order of ready stages, and the queue between the driver and its worker groups.
 
-This module does not use Ray, so that tests can step through it.
+`ReadyQueue` decides which stage a group gets next. `Queue` passes stages and events between the
+driver and its groups; as a Ray actor it is `queue_actor.QueueActor`. This module does not use Ray,
+so that tests can step through it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Reservation(NamedTuple):
 
     Attributes:
         ready: The stage.
-        until_request: Number of the request at which the reservation expires.
+        until_request: The reservation expires after the request with this number. Calls of `take`
+            are counted as requests.
     """
 
     ready: ReadyStage
@@ -49,9 +52,9 @@ class ReadyQueue:
     The cost of adding or removing a stage does not depend on the number of stages.
 
     A chain of stages stays on one group: while a group is idle, the first child of its last stage
-    is reserved for it. An idle group keeps asking for a stage, unless its workers are gone. After
-    so many requests that each idle group could have asked twice, the reservation expires, and other
-    groups can take the stage.
+    is reserved for it. A reservation expires after two requests per idle group, because an idle
+    group that has not asked by then has probably lost its workers. Other groups can then take the
+    stage.
     """
 
     def __init__(self) -> None:
@@ -61,13 +64,13 @@ class ReadyQueue:
         self.depths: list[int] = []  # a heap of the depths in `waiting`, negative
         self.idle_after: set[str] = set()  # ids of the last stages of idle groups
         self.reserved: dict[str, Reservation] = {}  # by the id of the group's last stage
-        self.requests = 0
+        self.requests = 0  # number of calls of `take`
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values())) + len(self.reserved)
 
     def append(self, ready: ReadyStage) -> None:
-        """Add a stage, or reserve it for the idle group whose last stage is a parent."""
+        """Add a stage, or reserve it for an idle group whose last stage is a parent of it."""
         for parent in ready.stage.parents:
             if parent in self.idle_after and parent not in self.reserved:
                 until_request = self.requests + 2 * len(self.idle_after)
@@ -82,7 +85,7 @@ class ReadyQueue:
         Among stages of equal depth, a child of `last` is preferred.
 
         Args:
-            last: The last stage that the group ran.
+            last: The last stage that the group ran; None for a new group.
 
         Returns:
             The stage, or None if no stage is ready.
@@ -104,7 +107,7 @@ class ReadyQueue:
         return self._remove(depth, next(iter(candidates)))
 
     def release(self, last_id: str) -> None:
-        """Cancel the reservation for a group that will not ask again soon.
+        """Cancel the reservation for a group that was lost or has not asked in time.
 
         Args:
             last_id: Id of the last stage of the group.
@@ -189,7 +192,7 @@ class Queue:
         self.last: dict[int, Stage] = {}  # group -> its last stage, running or not
         self.events: list[Event] = []
         self.ranks: dict[int, list[Rank]] = {}  # group with running workers -> its ranks
-        self.abandoned: set[int] = set()  # groups that the driver abandoned and restarts
+        self.abandoned: set[int] = set()  # lost groups, until a new group of this number joins
         self.dismissed: dict[int, bool] = {}  # group that must end -> `at_once` of `dismiss`
         self.closed = False
 
@@ -216,6 +219,8 @@ class Queue:
 
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
         """Abandon a lost group. The driver can start a new group with the same number.
+
+        If the group was running a stage, an event of kind LOST is added for it.
 
         Args:
             group: Number of the group.
@@ -281,8 +286,8 @@ class Queue:
     def next_stage(self, group: int) -> Stage | str | None:
         """Return the next stage of a group. Called by rank 0 of the group.
 
-        If the group is registered as running a stage, this stage is lost: the workers died, and new
-        workers ask now.
+        A group asks only when it has ended its last stage. If this stage still counts as running,
+        its workers died and new workers ask, so the stage is lost.
 
         Returns:
             The stage, STOP if the group must end, or None if no stage is ready yet.

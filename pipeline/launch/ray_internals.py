@@ -52,7 +52,8 @@ NODE_DIED = "its node has died"  # part of Ray's report about an actor on a lost
 def log_messages_of_raylets(log: Callable[[str], None]) -> None:
     """Pass the messages of raylets, for example about the death of a worker, to `log`.
 
-    By default, Ray prints these messages in long lines between the output of the run.
+    A raylet is Ray's process on each node. By default, Ray prints these messages in long lines
+    between the output of the run. A second call changes nothing.
     """
     from ray._private import worker
 
@@ -87,10 +88,10 @@ def list_draining_node_ids() -> Iterable[str]:
 
 
 def list_orphaned_placement_groups() -> list[Any]:
-    """Return the placement groups of this job that dead actors created.
+    """Return the placement groups of this job whose creator is a dead actor.
 
     These groups still reserve resources, or wait for them. Ray removes them only when the driver of
-    the creator ends.
+    the creator ends. Groups that a driver or a task created are left out.
     """
     import ray
     from ray.util.placement_group import PlacementGroup
@@ -218,7 +219,7 @@ def _worker_failures(error: Exception) -> dict[int, Any]:
 def run_config(name: str, location: dict[str, Any]) -> Any:
     """Return the `RunConfig` for a trainer that logs only errors.
 
-    If a worker or the controller fails, the trainer ends without a restart.
+    If a worker or the controller fails, the trainer ends: our driver starts the next group itself.
 
     Args:
         name: Name of the run, for Ray.

@@ -15,7 +15,10 @@ SLACK = 1e-9  # tolerance for rounding errors: ten tenths of a GPU are one GPU
 
 
 def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
-    """Return the resources of one worker: Ray's name of a resource -> amount."""
+    """Return the resources of one worker: Ray's name of a resource -> amount (memory: bytes).
+
+    Resources of which a worker needs nothing are left out.
+    """
     amounts = {
         "CPU": cluster.cpus_per_worker,
         "GPU": cluster.gpus_per_worker,
@@ -26,14 +29,15 @@ def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
 
 
 def min_group_size(cluster: ClusterSettings) -> int:
-    """Return the smallest number of workers of a group."""
+    """Return the smallest number of workers of a group: all of them, unless it is elastic."""
     return cluster.min_workers or cluster.workers
 
 
 def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
     """Return the number of workers that fit onto the nodes that are alive and not draining.
 
-    The result is 0 if `cluster.placement` makes a group impossible.
+    Other work on the nodes is ignored. The result is 0 if `cluster.placement` makes a group
+    impossible.
     """
     usable = [node for node in state.nodes.values() if node.alive and not node.leaves]
     slots = [count_node_slots(node, cluster) for node in usable]
@@ -48,7 +52,7 @@ def count_slots(state: ClusterState, cluster: ClusterSettings) -> int:
 
 
 def count_node_slots(node: Node, cluster: ClusterSettings) -> int:
-    """Return the number of workers that fit onto a node without other work."""
+    """Return the number of workers that fit onto a node, as if it had no other work."""
     counts = []
     for name, amount in resources_per_worker(cluster).items():
         available = node.resources.get(name, 0.0)
@@ -94,7 +98,8 @@ def compute_group_sizes(
 ) -> list[int]:
     """Return the number of workers of each group that this driver can have now.
 
-    A driver always has at least one group. If its share is smaller, the group waits for resources.
+    All groups have the same size. A driver always has at least one group. If its share of the
+    cluster is smaller than a group, the group waits for resources.
 
     Args:
         state: State of the cluster.

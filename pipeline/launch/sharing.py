@@ -52,16 +52,18 @@ class Sharing:
     busy: Busy
 
     def stretch(self, running: int) -> float:
-        """Return the slowdown of the stages that share GPUs, while `running` stages run.
+        """Return the slowdown factor of the stages that share GPUs, while `running` of them run.
 
-        The ranks of these stages fill one GPU before they use the next one.
+        The ranks of these stages are assumed to fill one GPU before they use the next one.
         """
         return stretch(min(running * self.workers, self.ranks), self.busy)
 
     def gpu_part(self, stage_id: str) -> float:
-        """Return the GPU time of a rank of a stage, per second that it takes on its own GPU.
+        """Return the factor from the time of a rank on its own GPU to its part of a shared GPU.
 
-        If the stage shares GPUs, its GPU is assumed to have the maximum number of ranks.
+        If the stage shares GPUs, its GPU is assumed to have the maximum number of ranks. If for
+        example 4 ranks share a GPU at full speed, each of them accounts for 1/4 of its time. For a
+        stage that shares no GPU, the factor is 1.
         """
         if stage_id not in self.stages:
             return 1.0
@@ -72,7 +74,7 @@ NOT_SHARED = Sharing(frozenset(), 1, 1, ALWAYS_BUSY)
 
 
 def stretch(ranks: float, busy: Busy) -> float:
-    """Return the slowdown factor, at least 1, of each of `ranks` ranks on one GPU."""
+    """Return the slowdown factor, at least 1, of each rank if `ranks` ranks share a GPU."""
     return max(1.0, ranks * busy.share)
 
 
@@ -92,7 +94,7 @@ def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy)
 
 
 def count_ranks_per_gpu(cluster: ClusterSettings) -> int:
-    """Return the maximum number of ranks of a run on one GPU at a time."""
+    """Return the maximum number of ranks of a run on one GPU at a time, at least 1."""
     if not cluster.workers:  # without Ray, one process runs one stage at a time
         return 1
     ranks = compute_ranks_per_gpu(cluster.gpus_per_worker)

@@ -1,4 +1,7 @@
-"""Derive the number and size of the nodes of a run, and its time limit, from its config."""
+"""Derive the number and size of the nodes of a run, and its time limit, from its config.
+
+`accrete launch` writes them into the files for a cluster.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MIN_CPUS = 2  # per node: Ray's own processes and the driver run in addition to 
 MIN_MEMORY_GB = 8  # smallest memory of a node
 MEMORY_GB_PER_CPU = 4  # memory of a node whose ranks reserve no memory
 RAY_MEMORY_GB = 2  # per node, in addition to the memory that ranks reserve
-MARGIN = 2  # factor on the forecast, which does not include ingest, report and the start of Ray
+MARGIN = 2  # factor on the forecast, which leaves out ingest, report and the start of Ray
 MIN_HOURS = 1  # smallest time limit
 HOURS = 8  # time limit without a forecast
 
@@ -57,7 +60,7 @@ def choose_size(
 
     Args:
         config: The config.
-        forecast: Forecast of the run, or None.
+        forecast: Forecast of the run. None: there is none, so a default time limit is used.
         ranks_per_node: Number of ranks on each node; 0: as many ranks as share a GPU, or 1 if ranks
             do not share a GPU.
         hours: Time limit; 0: derive it from the forecast.

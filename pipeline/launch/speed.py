@@ -134,7 +134,7 @@ def time_steps(
 def time_calls(call: Callable[[], object], device: torch.device) -> float:
     """Return the mean seconds of a call. A first call for warm-up is not counted."""
     start = 0.0
-    calls = -1
+    calls = -1  # the call for warm-up makes it 0
     while calls < MIN_STEPS or time.perf_counter() - start < CALIBRATION_S:
         call()
         if accelerator.is_accelerator(device):

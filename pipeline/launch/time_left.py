@@ -17,7 +17,7 @@ from pipeline.graph.live_status import LiveStage
 from pipeline.graph.stage import Graph, Stage
 from pipeline.launch.wall_time import wall_time
 
-FINISHED = ("done", "reused")
+FINISHED = ("done", "reused")  # states of `LiveStage`
 ENDED = (*FINISHED, "failed", "blocked")
 LEFT_OUT = ("report",)  # steps that take only seconds
 
@@ -37,7 +37,11 @@ class TimeLeftEstimator:
         self.most_running = 1
 
     def __call__(self, stages: Mapping[str, LiveStage]) -> TimeLeft:
-        """Return the remaining time."""
+        """Return the remaining time.
+
+        Args:
+            stages: Status of each stage, by id.
+        """
         running = [stage for stage in stages.values() if stage["state"] == "running"]
         self.most_running = max(self.most_running, len(running))
         return estimate_time_left(self.graph, stages, self.groups or self.most_running)
@@ -58,12 +62,12 @@ def estimate_time_left(
     slots: int,
     clock: Callable[[], float] = time.time,
 ) -> TimeLeft:
-    """Return the remaining time of a run.
+    """Return the remaining time of a run; see `TimeLeft` for when it is unknown.
 
     Args:
         graph: The graph of the run.
         stages: Status of each stage, by id.
-        slots: Number of stages that run in parallel.
+        slots: Number of stages that can run in parallel.
         clock: Returns the time in seconds since 1970 (`time.time`).
     """
     unit_s = _measure_seconds_per_unit(graph, stages)
@@ -111,9 +115,10 @@ def _measure_seconds_per_unit(
 def _estimate_left(
     stage: Stage, live: LiveStage, unit_s: Mapping[tuple[str | None, str], float], now: float
 ) -> float | None:
-    """Return the remaining seconds of a stage; None if nothing was measured.
+    """Return the remaining seconds of a stage; None if no stage of its kind has finished.
 
-    The result is negative if the stage already takes longer than expected.
+    The worker's own estimate (`left_s` in its progress) has priority. Without it, the result is
+    negative if the stage already takes longer than expected.
     """
     reported = live.get("progress", {}).get("left_s")
     if live["state"] == "running" and isinstance(reported, (int, float)):

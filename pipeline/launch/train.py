@@ -1,4 +1,8 @@
-"""A worker group on Ray Train: its trainer, and the loop on each rank."""
+"""A worker group on Ray Train: its trainer, and the loop on each rank.
+
+The driver (groups.py) starts `run_worker_group` as a Ray task. The trainer in this task starts the
+ranks. Each rank runs `train_loop_per_worker`, which takes stages from the queue actor.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +48,9 @@ def run_worker_group(
     Ray never restarts the workers of a group. Instead, the driver starts another group, because
     only the driver can explain the death of a worker, and knows how many ranks fit. If a worker
     dies while its group starts, the resources of the group stay reserved until the trainer ends.
-    Therefore the start-up timeout ends the trainer. Then this function starts another trainer,
-    unless the group is elastic (`cluster.min_workers`).
+    Therefore the start-up timeout ends the trainer. Then this function starts another trainer. If
+    the group is elastic (`cluster.min_workers`), it returns instead, so that the driver can start a
+    smaller group.
 
     Args:
         queue: Handle of the queue actor.
@@ -155,7 +160,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def count_rank_cores(ray: Any, gpus: float, cpus: int) -> int:
-    """Return the number of cores of this node per rank, if as many ranks run on it as fit.
+    """Return the number of cores of this node for each rank, if it runs as many ranks as fit.
+
+    It can be larger than `cpus`, the number that the rank reserves.
 
     Args:
         ray: The module `ray`.
@@ -189,7 +196,7 @@ def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:
         # Rank 0 reports for all ranks. A rank that failed reports its own failure.
         if rank.rank == 0 or event.kind not in (EventKind.DONE, EventKind.MOVED):
             ray.get(queue.post.remote(group, event))
-        if event.kind is EventKind.MOVED:
+        if event.kind is EventKind.MOVED:  # the group was asked to leave; its state is saved
             return
         if event.kind is not EventKind.DONE and rank.world > 1:
             # The other ranks may wait in a collective, so the group must be restarted.
@@ -197,7 +204,7 @@ def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:
 
 
 def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
-    """Return the next stage, STOP, or None after IDLE_S without a stage. All ranks get the same.
+    """Return the next stage, STOP, or None after IDLE_S without a stage, the same on all ranks.
 
     Rank 0 asks the queue. The other ranks wait for rank 0 in a collective, which has a timeout;
     therefore the wait is limited to IDLE_S. See `run_stages` for the arguments.
@@ -214,8 +221,9 @@ def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
 class ProgressReporter:
     """Posts the progress of a stage to the queue.
 
-    The answer of the queue is whether the group must save its state and end. It is read at the next
-    report, so that training does not wait for it.
+    The queue answers whether the group must save its state and end. The answer is read at the next
+    report, so that training does not wait for it. If it is yes, this process is marked as preempted
+    (`preemption.requested`), and the training loop saves a checkpoint.
 
     Args:
         ray: The module `ray`.

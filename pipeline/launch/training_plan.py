@@ -1,4 +1,4 @@
-"""Describe the planned training of the steps of a graph before a run: settings and length."""
+"""Describe how each method of a run will train: settings, epochs and steps. `plan` prints it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def plan_training(
 ) -> list[StepTraining]:
     """Return the training of each step of each method.
 
-    If a stage has a result, the length is that of the result. For the stages `todo`, the length is
-    computed from the number of images, if this number is known.
+    The length of a stage that will run is computed from its number of images, if that is known. The
+    length of any other stage comes from its result, if there is one.
 
     Args:
         graph: The graph of the run.

@@ -1,4 +1,7 @@
-"""Simulate the wall time of a graph whose stages run in parallel worker groups."""
+"""Simulate the wall time of a graph whose stages run in parallel worker groups.
+
+The simulation uses the scheduler and the queue of a real run (`Walk`, `ReadyQueue`).
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ from pipeline.launch.sharing import NOT_SHARED, Sharing
 class Clock:
     """Simulated clock of parallel stages that run at the same speed.
 
+    It counts seconds of work, not of wall time: stages that share a GPU do less than one second of
+    work per second.
+
     Attributes:
-        now: Seconds of work since the start of the simulation.
+        now: Seconds of work that a stage could have done since the start of the simulation.
         ends: Heap of (value of `now` at which a stage ends, stage id).
         stretch: Seconds of wall time per second of work.
     """

@@ -1,6 +1,6 @@
 """Measure attention and robustness of the methods of finished runs, as tables and pictures.
 
-Models are loaded from the store. This module trains nothing.
+Models are loaded from the store. This module trains nothing. Start reading at `analyse_runs`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from workers.methods.base import Method
 from workers.restore import restore_finished_method
 from workers.storage.artifact import Artifact
 
-Measure = Callable[[Method, StageJob, Task], list[Row]]
+Measure = Callable[[Method, StageJob, Task], list[Row]]  # measures one method on one task
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Analysis:
         attention: Rows of `attention_rows` for all methods and tasks.
         robustness: Rows of `measure_robustness` and `measure_shifted_accuracy` for all methods and
             tasks.
-        notes: Sentences on measurements that a method does not support.
+        notes: Sentences about measurements that a method does not support.
     """
 
     parts: dict[str, AnalysisPart] = field(default_factory=dict)
@@ -180,7 +180,10 @@ def list_evaluations(run: FinishedRun) -> list[Stage]:
 
 
 def named_methods(runs: Sequence[FinishedRun]) -> Iterator[tuple[FinishedRun, str, str]]:
-    """Yield (run, label of the method, name of the method in pictures) for all methods."""
+    """Yield (run, label of the method, name of the method in pictures) for all methods.
+
+    The name contains the run and the label only as far as they are needed to tell methods apart.
+    """
     for run in runs:
         for label in run.labels:
             if len(runs) == 1:
@@ -300,9 +303,10 @@ def build_attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Analys
 
 
 def make_heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
-    """Return one row per method, with its number of attention heads and its accuracy.
+    """Return one row per method with attention: its number of heads and its accuracy.
 
-    Methods with the same `family` have the same label and the same kind of context.
+    Methods with the same `family` have the same label and the same kind of context (setting
+    `backbone.context`).
     """
     heads = []
     for run, label, name in named_methods(runs):
@@ -430,6 +434,8 @@ def build_robustness_part(part: str, rows: list[Row]) -> AnalysisPart:
 
 def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> None:
     """Check that each run can be tested on `other_tasks`.
+
+    The classes of each of the other tasks must all belong to one task of the run.
 
     Raises:
         UserError: If no single task of a run has all classes of one of the other tasks.

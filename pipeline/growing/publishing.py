@@ -1,7 +1,7 @@
 """Publish a finished run as the next version of a model folder.
 
 After `add`, it is published only if no task loses too much accuracy (`publish_run`). After
-`remove`, it is always published, and all earlier versions are deleted (`publish_removal`).
+`remove`, accuracies are not compared, and all earlier versions are deleted (`publish_removal`).
 """
 
 from __future__ import annotations

@@ -36,14 +36,16 @@ LOG = logging.getLogger("accrete.ray")
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
+    # pause of Ray Train between two looks at its workers (default: 2 s)
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # do not redirect `print` to Ray's logger
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # search trials keep the current folder
     # Ray's watcher is a process per group. Our driver detects preempted nodes for all groups.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Ray tasks without GPUs keep CUDA_VISIBLE_DEVICES
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",  # Tune's earlier form of progress output
     "RAY_DEDUP_LOGS": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }

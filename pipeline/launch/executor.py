@@ -49,7 +49,8 @@ def make_executor(
 class SharedExecutor:
     """An executor that several walks over a graph use one after another.
 
-    Each walk closes the executor that it gets, so it gets a view with no effect on close (`lend`).
+    A walk closes the executor that it gets. A walk that others follow therefore gets a view whose
+    `close` does nothing (`lend`).
 
     Args:
         make: Creates the executor. It is called when the first stage is submitted, and again when a

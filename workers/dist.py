@@ -52,8 +52,8 @@ class Group:
         """Sum over ranks, in place."""
         if self.world > 1:
             if tensor.device.type != "cpu":
-                # The host reads the sum next. This gather waits for all ranks by gloo, so that the
-                # error names missing ranks. With NCCL it would not.
+                # The host reads the sum next, and would wait for missing ranks inside NCCL, whose
+                # error does not name them. This gather waits for them by gloo, whose error does.
                 self.gather(None)
             with self._arriving("a sum"):
                 dist.all_reduce(tensor)

@@ -17,7 +17,12 @@ class UserError(ValueError):
 
 
 class DamagedArtifact(UserError):
-    """A stored file is missing, damaged or invalid. The stage that wrote it runs again."""
+    """A stored file is missing, damaged or invalid. The stage that wrote it runs again.
+
+    Args:
+        key: Key of the stage that wrote the file.
+        message: The text for the user.
+    """
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
@@ -46,7 +51,7 @@ def describe_error(error: BaseException, only_first_line: bool = False) -> str:
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str, folder: str = "", cutoff: float = 0.6
 ) -> str:
-    """Return a question about the known name that is most similar to `name`.
+    """Return a question that proposes the known name most similar to `name`.
 
     Args:
         name: The unknown name.

@@ -126,6 +126,8 @@ def open_image(
         _check_pixel_count(width, height, max_pixels)
     if image.format in ("JPEG", "MPO"):
         _check_scans(data, image.width * image.height)
+    # Pillow's arguments of the decoder: they contain the format of the stored values, for example
+    # "I;16B" or "RGB;16L". For a PPM they are (format, largest value).
     arguments = image.tile[0][3] if image.tile else None
     if ";16" in str(arguments):
         image.info[MAXIMUM] = SIXTEEN_BITS
@@ -154,7 +156,7 @@ def _check_scans(data: bytes, pixels: int) -> None:
 def count_scans(data: bytes) -> int:
     """Count the scans of a JPEG by its markers. Source: ITU-T T.81, annex B."""
     scans = 0
-    position = 2
+    position = 2  # after the marker SOI
     while True:
         marker = MARKER.search(data, position)
         if marker is None or marker[1] == END_OF_IMAGE:
@@ -169,7 +171,7 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def is_reduced(image: Image.Image) -> bool:
-    """Return whether Pillow reduces an image to 8 bits: one with several channels of 16 bits."""
+    """Return whether Pillow drops the low 8 bits: an image has several channels of 16 bits."""
     return not is_deep(image) and MAXIMUM in image.info
 
 
@@ -333,7 +335,14 @@ def read_picture(
 def _read_jpeg(
     data: bytes, longest_side: int | None, max_pixels: int, arena: Arena
 ) -> Picture | None:
-    """Decode an upright and complete JPEG, grey or YCbCr. Return None for other images."""
+    """Decode a JPEG with simplejpeg. Return None if Pillow must decode the image.
+
+    These are images of other formats or colour spaces, JPEGs with an orientation, and JPEGs that
+    simplejpeg refuses.
+
+    Raises:
+        ValueError: If the image has too many pixels.
+    """
     if simplejpeg is None or not data.startswith(JPEG_START):
         return None
     try:

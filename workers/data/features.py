@@ -17,12 +17,12 @@ from workers.storage.parquet import read_table
 
 
 class FeatureBatch(NamedTuple):
-    """Features of images, with their labels, tasks and keys in the same order, on the CPU."""
+    """Features of n images, with their labels, tasks and keys in the same order, on the CPU."""
 
     features: Tensor  # (n, d), fp32
     labels: Tensor  # (n,), indices into the class list of each image's task
-    tasks: Tensor  # (n,), indices into `training_tasks`
-    keys: list[str]  # n keys of samples
+    tasks: Tensor  # (n,), indices into the tasks of the feed; 0 after `from_parquet`
+    keys: list[str]  # keys of the images in their splits
 
     @classmethod
     def join(cls, parts: Sequence[FeatureBatch]) -> FeatureBatch:
@@ -40,7 +40,7 @@ class FeatureBatch(NamedTuple):
         return FeatureBatch(self.features[rows], self.labels[rows], self.tasks[rows], keys)
 
     def to_parquet(self) -> bytes:
-        """Return the features of a single task as a Parquet file."""
+        """Return the features of a single task as a Parquet file, without the column `tasks`."""
         values = pa.array(self.features.flatten().numpy())
         columns = {
             "key": self.keys,
@@ -53,7 +53,7 @@ class FeatureBatch(NamedTuple):
 
     @classmethod
     def from_parquet(cls, data: bytes) -> FeatureBatch:
-        """Read the bytes of `to_parquet`."""
+        """Read the bytes of `to_parquet`. All task indices are 0."""
         table = read_table(data)
         column = table["features"].combine_chunks()
         # a copy, because Arrow's memory is read-only and tensors are writable

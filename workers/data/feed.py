@@ -1,4 +1,9 @@
-"""The feed: batches of the samples of tasks, the same for any number of ranks and loaders."""
+"""The feed: batches of the samples of tasks, the same for any number of ranks.
+
+Start with `Feed.epoch` (training) and `Feed.evaluate`. Both read `_batches`, which connects the
+order of the samples (order.py), the source of their pixels (sources.py) and augmentation
+(augment.py).
+"""
 
 from __future__ import annotations
 
@@ -58,8 +63,9 @@ class Feed:
     Position p of a global batch belongs to rank p % world, and on this rank to micro-batch
     (p // world) % accumulate. Images stay decoded in memory or in a memory-mapped file if they fit
     into `data.resident_mb`; otherwise they are decoded again in every epoch. Both give the same
-    batches, see `workers/data/order.py`. A rank reads only its own shuffle streams if `world`
-    divides the number of shuffle streams; otherwise it reads more streams, up to all.
+    batches. The order of an epoch consists of shuffle streams (`workers/data/order.py`). A rank
+    reads only its own shuffle streams if `world` divides their number; otherwise it reads more of
+    them, up to all.
 
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
     number of samples, but only about ceil(n / r) images. Each image occurs r times, and every copy
@@ -76,8 +82,8 @@ class Feed:
         split: `train`, `val` or `test`. `train` excludes the samples held out as `val`.
         group: The ranks of the stage.
         training: Whether to augment. `evaluate` needs deterministic augmentation.
-        memory: Keys of the samples to use, by task. Tasks without an entry use all samples. See
-            `Method.memory`.
+        memory: Keys of the samples to use, by task name. Tasks without an entry use all samples;
+            tasks with an empty entry use none. See `RemembersSamples.memory`.
 
     Attributes:
         replay: Feed of replayed samples. Each batch of `epoch` gets one replayed batch as
@@ -85,7 +91,7 @@ class Feed:
 
     Raises:
         UserError: If the split of a task is empty, a class has no train image, or a key of `memory`
-            is missing.
+            is not in the split.
     """
 
     replay: ReplayFeed | None = None
@@ -103,7 +109,7 @@ class Feed:
         self.group = group
         self.batch_size = job.train.batch_size
         self.accumulate = job.train.accumulate
-        # Later phases over the same samples, such as `retrain`, use another order and other noise.
+        # Later steps over the same samples, such as `retrain`, use another order and other noise.
         step = () if job.step in ("train", "backbone") else (job.step,)
         names = [task.name for task in tasks if not memory or memory.get(task.name, True)]
         self.seed = derive_seed(job.seed, "feed", *names, *step)
@@ -127,6 +133,8 @@ class Feed:
         max_bytes = job.data.resident_mb << 20
         pictures: Pictures
         normalisation = None
+        # On a CPU, the process that cuts the crops also normalises them, while they are in its
+        # cache. A GPU normalises the pixels itself (`Augment.normalise`).
         if self.augment.only_crops and not is_accelerator(device):
             normalisation = self.augment.normalisation
         if view.longest_side is None:
@@ -147,10 +155,11 @@ class Feed:
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
 
-        In scenario `class` the output space is that of all tasks so far. In scenario `domain` all
-        tasks have the same classes and share one space. Several tasks in scenario `task` have no
-        common space: `num_classes` is None, and labels are neither mixed nor smoothed. A single
-        task has its own space in every scenario.
+        - A single task has its own output space in every scenario.
+        - Several tasks in scenario `class` use the space of all tasks so far.
+        - Several tasks in scenario `domain` share one space, because they have the same classes.
+        - Several tasks in scenario `task` have no common space: `num_classes` is None, and labels
+          are neither mixed nor smoothed.
         """
         space = self.tasks if len(self.tasks) == 1 else job.tasks
         first_labels: dict[str, int] = {}
@@ -412,8 +421,9 @@ class ReplayFeed(Feed):
         job: See `Feed`.
         tasks: See `Feed`.
         group: See `Feed`.
-        memory: Keys of the memory by task, in slot order. A task of `tasks` has no samples
-            if its keys are empty or missing.
+        memory: Keys of the memory by task name. The slot of a sample (`Batch.slots`) is its
+            position in the concatenation of these lists. A task of `tasks` has no samples if its
+            keys are empty or missing.
         draw_sizes: Number of samples in each independent draw of a step (`DrawnOrder`).
         num_steps: Number of steps of an epoch of the other feed.
     """
@@ -453,7 +463,7 @@ class ReplayFeed(Feed):
     def replay_batches(self, epoch: int, steps: range) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step, as `epoch` does."""
         order = self._order(epoch)
-        self.batch_size = order.size(0)
+        self.batch_size = order.size(0)  # size of a full replay batch, not `train.batch_size`
         yield from self._batches(epoch, order, steps, self._micro_batches)
 
     def _make_reader(self, cache: Cache | None) -> Reader:

@@ -19,7 +19,9 @@ SHARE_DIGITS = 12  # number of hexadecimal digits that decide whether an image i
 def find_held_out(
     digests: pa.ChunkedArray, fraction: float, purpose: Literal["test", "val"]
 ) -> Any:
-    """Return a mask of the held-out images. Digits of an image's sha256 decide about this image.
+    """Return a mask of the held-out images.
+
+    Digits of an image's sha256 decide whether the image is held out. No other image matters.
 
     Args:
         digests: sha256 of the images in hexadecimal digits, (n,).
@@ -38,12 +40,12 @@ def find_held_out(
 def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[pa.Table, pa.Table]:
     """Split a table into (train, val).
 
-    With `threshold`, the digest of an image decides about this image, see `find_held_out`.
+    With `threshold`, only the digest of an image decides, see `find_held_out`.
 
-    With `rank`, the round(fraction * n) of the n images of a class whose keys have the lowest
-    sha256 are val: at least one if n >= 2 and fraction > 0, and never all. Exact copies stay
-    together: they count as one image, with the key that has the lowest sha256. The result does not
-    depend on the order of rows. It does not depend on other classes, unless they have copies of
+    With `rank`, round(fraction * n) of the n images of a class are val: those whose keys have the
+    lowest sha256. At least one image is val if n >= 2 and fraction > 0, and never all. Exact copies
+    stay together: they count as one image, with the key that has the lowest sha256. The result does
+    not depend on the order of rows. It does not depend on other classes, unless they have copies of
     images of this class.
 
     Args:

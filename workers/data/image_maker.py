@@ -94,7 +94,7 @@ class Normalisation(NamedTuple):
 
 
 class ImageMaker:
-    """Makes images from pictures. Not thread-safe, because it reuses its buffers.
+    """Makes images of one size from decoded pictures. Not thread-safe: it reuses its buffers.
 
     Args:
         view: Size and crop of the images.
@@ -147,10 +147,11 @@ class ImageMaker:
         crops: CropDraws | None,
         indices: Ints,
     ) -> None:
+        """Write normalised images, as many as fit into the cache of the CPU; see `make`."""
         assert self.normalisation is not None
         pixels = self._pixels[: len(slots)]
         self._cut(pictures, pixels.numpy(), range(len(slots)), crops, indices)
-        if slots == list(range(slots[0], slots[0] + len(slots))):
+        if slots == list(range(slots[0], slots[0] + len(slots))):  # adjacent: one call for all
             self.normalisation.apply(pixels, images[slots[0] : slots[-1] + 1])
             return
         for number, slot in enumerate(slots):
@@ -165,6 +166,7 @@ class ImageMaker:
         indices: Ints,
     ) -> None:
         last_picture = None
+        # `pictures` comes last and is not strict, so that `zip` takes no picture of the next part.
         for index, slot, picture in zip(indices.tolist(), slots, pictures, strict=False):
             if crops is not None:
                 self.cutter.cut(crops, index, picture, images[slot])

@@ -1,7 +1,8 @@
 """Shards that are used in place: they are read at their source, and not copied to the store.
 
-The store has their names, sizes and digests. Only the user's own card has their locations.
-Therefore an index or manifest from someone else cannot open a connection or a file.
+The store has their names, sizes and digests. Only the user's own card (the description of the data
+set) has their locations. Therefore an index or manifest from someone else cannot open a connection
+or a file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SHARDS = "shards.parquet"
 SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
 MAX_SHARDS = 200_000  # maximum number of shards in a split
 MAX_BRACES = 50  # maximum number of opening braces in a pattern; they can be nested
+# {FIRST..LAST} or {FIRST..LAST..STEP}
 RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
 
 
@@ -64,7 +66,7 @@ def _too_many(pattern: str) -> UserError:
 
 
 def parse_shard_number(name: str) -> int:
-    """Return the number in a name that `shard_name` made."""
+    """Return the number in a shard name, the inverse of `shard_name`."""
     return int(name.rpartition("-")[2].removesuffix(".tar"))
 
 
@@ -80,7 +82,7 @@ def shard_name(split: str, number: int) -> str:
 
 @functools.lru_cache(maxsize=32)
 def urls_by_name(urls: ShardUrls) -> dict[str, str]:
-    """Return a dict from the name of each shard of a card to its path or URL, in the card's order.
+    """Map the name of each shard of a card to its path or URL: train, val, then test.
 
     Raises:
         UserError: If a shard is listed twice.
@@ -105,10 +107,10 @@ def is_in_place(artifact: Artifact) -> bool:
 
 
 def read_shard_list(artifact: Artifact) -> dict[str, FileInfo]:
-    """Return the size and digest of each shard at the time of indexing.
+    """Return the size and digest of each shard at the time of indexing, by name.
 
     Raises:
-        DamagedArtifact: If the file is not valid.
+        DamagedArtifact: If the file SHARDS is missing or invalid.
     """
     try:
         table = read_table(artifact.read(SHARDS))

@@ -2,8 +2,9 @@
 
 `workers/data/loaders.py` starts `python -m workers.data.loader_process MEMORY REQUESTS REPLIES
 COUNT`; the first three arguments are file descriptors. This server process imports torch once and
-forks COUNT loader processes, which share its memory. All loaders read from one request pipe, so an
-idle loader takes the next chunk. They exit when the rank closes its end of the pipe or is killed.
+forks COUNT loader processes, which share its memory. All loaders read from one request pipe. Each
+message is one chunk: a few consecutive images of a block (`workers/data/shared_blocks.py`). An idle
+loader takes the next chunk. Loaders exit when the rank closes its end of the pipe or is killed.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class ImageSpec(NamedTuple):
     """How a loader makes the images of a feed.
 
     Attributes:
-        files: Path of each shard. Empty if the rank reads the shard itself.
-        sizes: Expected bytes of each shard. A file of another size is an error.
+        files: Path of each shard. "" for a shard that the rank reads itself.
+        sizes: Expected size of each shard in bytes. A file of another size is an error.
         limits: Decoding limits of each shard.
         decode: Decodes an image file.
-        kept_path: File with decoded pictures, which replaces the shards. Empty: none.
+        kept_path: File with decoded pictures, which is read instead of shards. "": none.
         view: Size and crop of the images. None: the loader returns the decoded pictures.
         normalisation: Applied to the images. None: they stay uint8.
     """
@@ -105,7 +106,7 @@ class ChunkMaker:
             self.kept_pixels = np.asarray(np.memmap(spec.kept_path, np.uint8, "r"))
 
     def make(self, block: Block, chunk: int) -> None:
-        """Make the images of a chunk, and mark them as made."""
+        """Make the images of chunk number `chunk` of a block, and mark them as made."""
         start, stop = block.borders[chunk : chunk + 2].tolist()
         requests = block.requests[start:stop]
         pictures = self._find_kept(requests)
@@ -196,6 +197,10 @@ class Loader:
 
         After an error, the images are not marked as made. The rank then makes them itself, and
         raises the error for the user if it occurs again. Only the first error is printed.
+
+        Args:
+            page: First page of the block in the shared memory.
+            chunk: Number of the chunk in the block.
         """
         try:
             block = self._block(page)
@@ -229,7 +234,15 @@ class Loader:
 
 
 def serve_requests(memory: int, requests: int, replies: int) -> None:
-    """Serve requests until the rank closes the request pipe or dies."""
+    """Serve requests until the rank closes the request pipe or dies.
+
+    All arguments are file descriptors.
+
+    Args:
+        memory: The shared memory.
+        requests: The pipe from which chunks are read.
+        replies: The pipe to which finished chunks are written.
+    """
     loader = Loader(memory)
     with suppress(BrokenPipeError):
         os.write(replies, TOKEN.pack(READY, 0))

@@ -125,7 +125,7 @@ class Loaders:
             stdin=subprocess.DEVNULL,
             pass_fds=passed,
             env=_make_server_environment(),
-            start_new_session=True,
+            start_new_session=True,  # `_stop_loaders` kills the whole process group
         )
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
@@ -165,13 +165,13 @@ class Loaders:
     def take(
         self, borders: Ints, slot_bytes: int, spec: OwnedBlock, data_bytes: int = 0
     ) -> OwnedBlock:
-        """Return a block with this layout and uninitialized contents.
+        """Return a block with this layout. Its pixels and data are uninitialized.
 
         Args:
             borders: First request of each chunk, and number of requests, (m + 1,).
-            slot_bytes: Bytes of an image.
+            slot_bytes: Size of an image in bytes.
             spec: Block of the spec, from `store`.
-            data_bytes: Bytes of the space for image files that the rank reads itself.
+            data_bytes: Size of the space for image files that the rank reads itself, in bytes.
 
         Raises:
             OSError: If there is no memory or no file descriptor for a block.
@@ -197,7 +197,7 @@ class Loaders:
         return torch.from_numpy(pixels)
 
     def start(self, block: OwnedBlock, first: int, last: int) -> None:
-        """Request chunks `first` to `last` - 1."""
+        """Request chunks `first` to `last` - 1 of a block."""
         with self._receiving:
             if not block.num_pending:
                 self._running[block.page] = block
@@ -257,7 +257,11 @@ class Loaders:
                     del self._running[page]
 
     def _fail(self, code: int) -> None:
-        """Stop all loaders and raise `LoaderEnded`."""
+        """Stop all loaders and raise `LoaderEnded`.
+
+        Args:
+            code: Exit status of the process that ended. If a signal ended it, minus the signal.
+        """
         _close_pipe(self._requests)
         how = f"with status {code}"
         if code < 0:
@@ -274,7 +278,10 @@ class Loaders:
         raise LoaderEnded(self._failure)
 
     def _take_reusable(self, num_bytes: int) -> OwnedBlock | None:
-        """Return the smallest free block of a suitable size, or None."""
+        """Return the smallest free block of a suitable size.
+
+        If there is none, release surplus free blocks and return None.
+        """
         for _ in range(len(self._returned)):
             block = self._returned.popleft()
             # chunks of an abandoned epoch may still be running
@@ -410,7 +417,7 @@ os.register_at_fork(after_in_child=release_pools)
 
 @contextmanager
 def measure_work() -> Generator[None]:
-    """Context manager that adds the CPU time of this thread to the work on images."""
+    """Context manager that adds this thread's CPU time to `_Shared.seconds`."""
     began = time.thread_time()
     yield
     _shared.seconds += time.thread_time() - began
@@ -420,7 +427,8 @@ def count_loaders(setting: int | Literal["auto"], cores: int | None = None) -> i
     """Return the number of loaders of a rank.
 
     Args:
-        setting: `cluster.loader_workers`. `auto`: one loader per core, at least MIN_LOADERS.
+        setting: `cluster.loader_workers`. `auto`: one loader per core, at least MIN_LOADERS. 0: no
+            loaders.
         cores: Cores of the rank; None: all cores of this process.
     """
     if setting != "auto":

@@ -47,6 +47,7 @@ class TensorPool:
         return torch.from_numpy(part).view(dtype).view(*shape)
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory of at least `num_bytes`. Smaller free blocks are dropped, not kept."""
         while True:
             try:
                 memory = self._free.pop()

@@ -1,11 +1,12 @@
 """The order of an epoch: the sample at each position of each global batch.
 
 The order is a pure function of the number of rows, their mean size, the batch size, the number of
-repeats, the seed and the epoch. It does not depend on the location of a row's bytes. Consecutive
-rows of a table form runs of equal length. The runs are shuffled and distributed to C streams.
-Within a stream, the rows of a block of runs are shuffled. Position p of every global batch belongs
-to stream p mod C. Therefore a rank reads few long ranges of rows, and computes only the blocks that
-it reads.
+repeats, the seed and the epoch. It does not depend on the location of a row's bytes.
+
+Consecutive rows of a table form runs of equal length. The runs are shuffled and distributed to C
+shuffle streams, here called streams (they have nothing to do with the stream of tasks). Within a
+stream, the rows of a block of runs are shuffled. Position p of every global batch belongs to stream
+p mod C. Therefore a rank reads few long ranges of rows, and computes only the blocks that it reads.
 
 Letters: n rows, k rows in a run, m whole runs, C streams, B samples of a full global batch.
 """
@@ -37,10 +38,13 @@ Ints = NDArray[np.int64]
 def num_streams(batch_size: int, repeats: int = 1) -> int:
     """Return the number of streams C for a batch size B.
 
-    C is a divisor of B / 2, at most MAX_STREAMS: the largest of those with the most factors of two.
-    An odd B gives one stream. With `repeats`, the copies of an image are consecutive in a stream.
-    Then C is at most B / 2 / repeats, so that a sample and its mixing partner are different images.
-    If there are more than B / 2 copies, C is 1, and they can be copies of the same image.
+    C is a divisor of B / 2, so that a sample and its mixing partner, which is B / 2 positions away,
+    are in the same stream. C is at most MAX_STREAMS: of the divisors with the most factors of two,
+    the largest. An odd B gives one stream.
+
+    With `repeats` > 1, the copies of an image are consecutive in a stream. Then C is at most B / 2
+    / repeats, so that a sample and its partner are different images. If `repeats` exceeds B / 2, C
+    is 1, and the two can be copies of one image.
     """
     if batch_size % 2:
         return 1
@@ -132,6 +136,8 @@ class DrawnOrder:
         parts = []
         for index, count in enumerate(self.draws):
             words = draw(derive_seed(self.seed, "replay", self.epoch, step, index), self.num_rows)
+            # The rows with the `count` smallest words, then sorted, because `argpartition` leaves
+            # their order undefined.
             chosen = np.argpartition(words, count - 1)[:count]
             parts.append(chosen[np.lexsort((chosen, words[chosen]))])
         rows: Ints = np.concatenate(parts)[positions]
@@ -139,7 +145,7 @@ class DrawnOrder:
 
 
 class Deal:
-    """Distribution of the rows of a table to streams, the same rule in every epoch.
+    """The parameters by which the rows of a table are distributed to streams in every epoch.
 
     Args:
         num_rows: Number of rows n.
@@ -149,7 +155,7 @@ class Deal:
         repeats: Number r of consecutive copies of an image. With r > 1, a stream of l samples has
             only its first ceil(l / r) rows, each r times, cut off after l samples. As with DeiT's
             sampler, copies of an image are in the same global batch, unless the batch ends between
-            them. Unlike there, they are on one rank, which decodes the image once.
+            them. Unlike with DeiT's sampler, they are on one rank, which decodes the image once.
     """
 
     def __init__(self, num_rows: int, num_bytes: int, batch_size: int, seed: int, repeats: int = 1):
@@ -158,8 +164,9 @@ class Deal:
         self.seed = seed
         self.repeats = repeats
         self.num_streams = num_streams(batch_size, repeats)
+        # largest number of rows at which a stream has RUNS_PER_STREAM runs
         most = max(1, -(-num_rows // (RUNS_PER_STREAM * self.num_streams)))
-        of_bytes = max(1, RUN_BYTES * num_rows // max(1, num_bytes))
+        of_bytes = max(1, RUN_BYTES * num_rows // max(1, num_bytes))  # rows in RUN_BYTES
         self.rows_per_run = max(min(most, of_bytes), -(-num_rows // MAX_RUNS))  # k
 
     @property
@@ -189,8 +196,8 @@ class EpochOrder:
         count, num_longer = divmod(deal.num_rows, deal.num_streams)
         self.starts = streams * count + np.minimum(streams, num_longer)
         self.lengths = count + (streams < num_longer)
-        # A step has B / C samples of a stream. They are in at most two blocks, because if a
-        # stream has several blocks, each has more than block_rows / 2 rows, which is B / C or more.
+        # A step has B / C samples of a stream. They are in at most two blocks, which `_rows` keeps:
+        # if a stream has several blocks, each has more than block_rows / 2 >= B / C rows.
         per_step = -(-deal.batch_size // deal.num_streams)
         block_rows = max(deal.block_runs * deal.rows_per_run, 2 * per_step)
         self.num_blocks = np.maximum(1, -(-self.lengths // block_rows))
@@ -203,7 +210,8 @@ class EpochOrder:
         """See `Order.rows`."""
         samples = step * self.batch_size + positions
         streams = samples % self.deal.num_streams
-        places = samples // self.deal.num_streams // self.deal.repeats
+        places = samples // self.deal.num_streams // self.deal.repeats  # in the stream
+        # the inverse of `_block_start`
         blocks = ((places + 1) * self.num_blocks[streams] - 1) // self.lengths[streams]
         slots = blocks % 2
         is_missing = self._held[streams, slots] != blocks

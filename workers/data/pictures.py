@@ -1,7 +1,8 @@
 """Pictures: the decoded images from which samples are made, either streamed or kept decoded.
 
-Both give the same pixels. Kept pictures are stored one after the other, each with its own height
-and width, in a memory-mapped file that the ranks of a node share, or in memory without a cache.
+Both give the same pixels. Streamed pictures are read and decoded in every epoch. Kept pictures are
+stored one after the other, each with its own height and width: in a memory-mapped file of the
+cache, which the ranks of a node share, or without a cache in memory.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Pictures(Protocol):
         """
 
     def spec(self) -> ImageSpec:
-        """Return the spec for loader processes that make these pictures."""
+        """Return the spec for loader processes, without view and normalisation (`SharedSpec`)."""
 
     def data_bytes(self, rows: Ints) -> int:
         """Return the bytes that `start` copies from image files to a block for some rows."""
@@ -182,9 +183,15 @@ class StreamedPictures:
 class KeptPictures:
     """Pictures that are decoded once.
 
-    Their file contains the pixels of each row, a checksum of each row, the sides of all rows and
-    the sha256 of the sides. The sides are (n, 4) little-endian uint32: height and width of the
-    pixels, and height and width of the original image.
+    Their file contains, in this order, the pixels of all rows, a checksum of each row, the sides of
+    all rows and the sha256 of the sides. The sides are (n, 4) little-endian uint32: height and
+    width of the pixels, and height and width of the original image.
+
+    Args:
+        samples: The n rows.
+        longest_side: Limit of the long side of a picture in pixels.
+        workers: Number of loader processes.
+        cache: The cache with the file. None: the file is in memory.
     """
 
     are_kept = True
@@ -263,7 +270,7 @@ class KeptPictures:
         """
         contents = f"{DECODING}|{self.samples.digest()}|{self.decode.longest_side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".pictures"
-        for _ in range(2):
+        for _ in range(2):  # if a file has damaged sides, it is deleted and written again, once
             # open, and therefore in use, as long as this object exists
             file = cache.open_file(name, None, self._write, KEPT_REMEDY)
             sides = read_sides(file, len(self.samples))
@@ -346,6 +353,12 @@ def decode_rows(
     """Yield the picture of every row, in table order. Loaders or threads decode rows in advance.
 
     A picture can be overwritten when the next picture is requested.
+
+    Args:
+        samples: The rows.
+        workers: Number of loader processes.
+        cache: Cache for the bytes of remote shards, if any.
+        decode: Decodes an image file.
     """
     pictures = StreamedPictures(samples, make_sequential_reader(samples, cache), decode)
     mean_bytes = max(1, int(samples.locations.sizes.mean()))
@@ -415,7 +428,7 @@ def decode_rows(
 
 
 class SharedSpec:
-    """The `ImageSpec` of a feed, which is copied to shared memory on first use.
+    """The `ImageSpec` of a feed, which is copied to the shared memory of loaders on first use.
 
     Args:
         pictures: Source of the images.
@@ -450,7 +463,7 @@ def abandon(pool: ThreadPoolExecutor) -> None:
 
 
 def prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
-    """Yield the same items, but take `depth` items in advance from the iterator."""
+    """Yield the same items, but take each from the iterator `depth` items before it is yielded."""
     waiting = deque(islice(items, depth))
     while waiting:
         waiting.extend(islice(items, 1))

@@ -28,7 +28,8 @@ class RangeFile(Protocol):
 class ObjectFile:
     """An object in an object store. Several threads can read it by offset at the same time.
 
-    Through pyarrow's wrapper of a Python filesystem, they would read one after the other.
+    It is opened on the unwrapped file system: through pyarrow's wrapper of a Python file system,
+    the threads would read one after the other.
     """
 
     def __init__(self, system: fs.FileSystem, path: str):
@@ -50,7 +51,7 @@ class ObjectFile:
 
 
 def open_range_file(uri: str) -> RangeFile:
-    """Open a file on a disk, on the Hugging Face Hub or on a web server, or an object in a storage.
+    """Open a file on a disk, on the Hugging Face Hub or on a web server, or an object in a bucket.
 
     Raises:
         OSError: If the file cannot be opened.

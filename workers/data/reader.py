@@ -1,7 +1,12 @@
 """Readers: read records (image files in shards) from a disk or a bucket, and verify their bytes.
 
 From a disk, records are read one by one. From a bucket, a few threads fetch longer ranges of bytes
-before they are needed, into the cache of the node or into memory.
+before they are needed, into the cache of the node or into memory. `make_sequential_reader`,
+`make_random_reader` and `make_shuffled_reader` choose the reader and its ranges. A range is one of:
+
+- a run: consecutive rows of the table, the unit of shuffling (`workers/data/order.py`);
+- a piece: all records of a part of a shard, also those of other tasks and splits;
+- one record.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from workers.storage.filesystem import StorageUnavailable
 GAP_BYTES = 256 << 10  # a larger gap of unneeded bytes between two rows ends a range
 PIECE_BYTES = 8 << 20  # approximate bytes of a piece: a part of a shard that one request fetches
 PIECES_AHEAD = 4  # number of pieces to fetch before they are needed
-SPARSE = 4  # runs are fetched if the pieces would have more than this many times their bytes
+SPARSE = 4  # runs are fetched instead of pieces if pieces have more than this many times the bytes
 RECORDS_AHEAD_BYTES = 32 << 20  # approximate bytes of records to fetch before they are needed
 MEMORY_BYTES = 256 << 20  # limit of fetched ranges in memory, per rank, without a cache
 FETCH_THREADS = 8
@@ -94,7 +99,7 @@ class Ranges:
 
     @classmethod
     def of_runs(cls, samples: SampleTable, rows_per_run: int | None = None) -> Ranges:
-        """Cut the table into runs, and split a run if its rows are not contiguous.
+        """Cut the table into runs, and split a run where its rows are far apart (`cut_ranges`).
 
         Args:
             samples: n rows.
@@ -112,8 +117,9 @@ class Ranges:
     def of_pieces(cls, samples: SampleTable) -> Ranges:
         """Cut shards into pieces: the records that start within the same PIECE_BYTES of a shard.
 
-        The pieces depend on the whole index, and not on the rows of the table. Therefore other rows
-        of the same shards, for example of another split or task, use the same files of a cache.
+        Only pieces that contain a row of the table are returned. Their borders depend on the whole
+        index, and not on the rows of the table. Therefore other rows of the same shards, for
+        example of another split or task, use the same files of a cache.
         """
         data = samples.table["data"].to_numpy()
         positions = samples.table["position"].to_numpy()
@@ -217,9 +223,9 @@ class IndexPieces(NamedTuple):
 class BucketReader:
     """Fetches ranges of shards from an object store before their records are read.
 
-    If a storage does not answer, every fetch that has not started fails with the same error until
-    `ahead` is called again. Otherwise each fetch would wait for the storage as long as the first
-    one. After that call, ranges whose fetch was still running are fetched again.
+    If a storage does not answer, every fetch that has not started fails with the same error.
+    Otherwise each fetch would wait for the storage as long as the first one. The next call of
+    `ahead` clears the error. Fetches that are running at that time are forgotten and repeated.
 
     Args:
         samples: The rows.
@@ -260,7 +266,7 @@ class BucketReader:
         self._num_unread: Counter[int] = Counter()
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._lock = Lock()
-        self._mending = Lock()
+        self._mending = Lock()  # held while a thread repairs a record of the cache
         self._unavailable = ""  # error of a storage that did not answer; then fetches fail at once
         self._num_failures = 0  # number of such errors that `ahead` has cleared
         self._is_closed = False
@@ -410,7 +416,7 @@ class BucketReader:
 
     def _start(self, number: int) -> Future[bytes | None]:
         """Start to fetch a range, even if it exceeds the limit, because it can be needed now."""
-        self._has_room(number)
+        self._has_room(number)  # called to drop ranges without unread rows
         future = self._threads.submit(self._run, number, self._num_failures)
         self._futures[number] = future
         self._bytes_in_memory += self._size(number)
@@ -568,12 +574,13 @@ def make_shuffled_reader(
 ) -> Reader:
     """Create a reader for the epochs of a deal, on one of `world` ranks.
 
-    Ranges of runs are fetched if the cache, or without a cache the memory, has room for the current
-    and the next block of all streams. Otherwise records are fetched one by one.
+    Runs are fetched if there is room for the current and the next block of each stream that this
+    rank reads: in the cache, which the ranks of a node share, or without a cache in MEMORY_BYTES.
+    Otherwise records are fetched one by one.
 
     Args:
         samples: The rows.
-        deal: Distribution of rows to streams.
+        deal: Distribution of rows to shuffle streams.
         world: Number of ranks.
         cache: The cache, if any.
     """
@@ -610,7 +617,7 @@ def ranks_of_node(world: int) -> int:
 
 
 def choose_pieces(samples: SampleTable, runs: Ranges) -> Ranges:
-    """Return the pieces of the shards, or `runs` if they have far fewer bytes."""
+    """Return the pieces of the shards, or `runs` if the runs have far fewer bytes."""
     pieces = Ranges.of_pieces(samples)
     if pieces.total_bytes > SPARSE * max(runs.total_bytes, PIECE_BYTES):
         return runs

@@ -42,16 +42,16 @@ class Locations(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleTable:
-    """The n images of some tasks in a fixed order: by task and class, then by sha256 of the image.
+    """The n images of some tasks in a fixed order: by task, class and sha256 of the image.
 
-    The images of shards that are used in place are in the order of the shards.
+    Images of shards that are used in place are ordered by task, and then as in the shards.
 
     Attributes:
         shards: One object per data set.
-        table: Index rows with the added columns `data` (index into `shards`) and `position` (row of
-            the index).
+        table: Rows of the shards' indexes, with the added columns `data` (index into `shards`) and
+            `position` (row in the index of that data set).
         labels: Indices into the class list of each row's task, (n,).
-        tasks: Indices into the requested tasks, (n,).
+        tasks: Indices into the argument `tasks` of `select`, (n,).
     """
 
     shards: tuple[Shards, ...]
@@ -73,7 +73,8 @@ class SampleTable:
         shard_names = _column(self.table, "shard").dictionary_encode()
         names = shard_names.dictionary.to_pylist()
         data = _column(self.table, "data").to_numpy()
-        pairs = data * len(names) + shard_names.indices.to_numpy()  # (data set, name)
+        # each pair (data set, shard name) as one number
+        pairs = data * len(names) + shard_names.indices.to_numpy()
         occurs = np.zeros(len(self.shards) * len(names), bool)
         occurs[pairs] = True
         codes = np.cumsum(occurs, dtype=np.int32) - 1
@@ -108,7 +109,7 @@ class SampleTable:
 
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
-        """Hexadecimal digits of the sha256 of all rows, (n, HEX_DIGITS). Usually a view."""
+        """Hexadecimal digits of the sha256 of all rows, (n, HEX_DIGITS). Usually not a copy."""
         column = _column(self.table, "sha256")
         _, starts_buffer, text = column.buffers()
         starts = np.frombuffer(starts_buffer, np.int32)[column.offset :][: len(column) + 1]
@@ -154,8 +155,9 @@ def select(
         root: Folder or URI of the stages.
         tasks: The tasks.
         split: `train`, `val` or `test`.
-        val_fraction: Share of the train images that is held out for validation.
-        memory: Keys of samples by task. For these tasks, only the samples with these keys are
+        val_fraction: Share of the train images that is held out for validation, for tasks without
+            validation images of their own.
+        memory: Keys of samples by task name. For these tasks, only the samples with these keys are
             selected; an empty collection selects none.
 
     Raises:
@@ -249,7 +251,7 @@ def _select_own(shards: Shards, task: Task, split: str) -> pa.Table:
     names = images["class"].to_numpy()
     parts = [images.slice(0, 0)]
     for name, start, stop in task.parts:
-        first, last = np.searchsorted(names, [name, name + "\0"])
+        first, last = np.searchsorted(names, [name, name + "\0"])  # name + "\0" follows `name`
         begin, end = (first + round(share * (last - first)) for share in (start, stop))
         parts.append(images.slice(begin, end - begin))
     own = pa.concat_tables(parts)

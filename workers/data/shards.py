@@ -43,7 +43,9 @@ SCHEMA = pa.schema(
 
 
 class OpenFiles:
-    """Open shards on disks, of this process. Above a limit, the least recently used are closed.
+    """The open shards of this process that are on disks.
+
+    Above a limit, the least recently used files are closed.
 
     A file that a thread is reading is closed after the read.
     """
@@ -71,6 +73,7 @@ class OpenFiles:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
             self._files[owner, shard] = file
+            # `allowed` is -1 (RLIM_INFINITY) if the system has no limit
             while len(self._files) > max(1, allowed // OPEN_SHARE) and allowed > 0:
                 self._files.popitem(last=False)
         return file
@@ -100,6 +103,10 @@ class Shards:
         files: Size and digest of each shard, by name.
         urls: Location of each shard that is used in place, by name. The locations come from the
             user's own card.
+        is_in_place: Whether the shards are used in place.
+        is_remote: Whether a shard is in an object store or on a server, not on a disk.
+        limits: Limits for all images.
+        hold_out: How validation images are held out of the train images.
     """
 
     def __init__(
@@ -215,10 +222,18 @@ class Shards:
         return resolve(uri)[1] if is_local(uri) else ""
 
     def make_damaged_error(self, record: str, shard: str) -> UserError:
-        """Return the error for a record with other bytes than at ingest."""
+        """Return the error for a record with other bytes than at ingest.
+
+        If the shard is used in place, also withdraw the stage's result, so that the stage runs
+        again.
+
+        Args:
+            record: Key of the image.
+            shard: Name of its shard.
+        """
         if self.is_in_place:
-            # Withdraw the index: size and time of the shard can be unchanged, so that only another
-            # ingest finds the change.
+            # Size and time of the shard can be unchanged, so that only another ingest finds the
+            # change.
             with suppress(OSError, UserError):
                 withdraw(self.artifact.root, self.key)
             return self._changed(shard, f"image {record!r} has other bytes")

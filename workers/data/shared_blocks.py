@@ -1,7 +1,9 @@
 """Layout of the memory that a rank shares with its loader processes.
 
-A block holds the requests of a step, one per image, and the finished images. All blocks are ranges
-of one anonymous file. The kernel frees the file when the last process closes it.
+A block usually holds a step: one request per image, and the finished images. It consists of a
+header, the borders of the chunks, the requests, the pixels, and data: image files that the rank has
+read for its loaders. A block without requests can hold a serialized `ImageSpec` as its data. All
+blocks are ranges of one anonymous file. The kernel frees the file when the last process closes it.
 """
 
 from __future__ import annotations
@@ -90,7 +92,12 @@ class Block:
         return _images_start(num_requests) + padded(num_requests * slot_bytes) + padded(data_bytes)
 
     def lay_out(self, borders: Ints, slot_bytes: int) -> None:
-        """Write the header and the borders of the chunks."""
+        """Write the header and the borders of the chunks.
+
+        Args:
+            borders: First request of each chunk, and number of requests, (m + 1,).
+            slot_bytes: Size of an image in bytes.
+        """
         num_requests = int(borders[-1])
         self.header["num_bytes"] = self.num_bytes
         self.header["num_requests"] = num_requests

@@ -1,8 +1,8 @@
-"""Sources of pixels.
+"""Sources of pixels: they give the feed the square images of the samples of a step.
 
 `Resident` keeps square images that are decoded once. `PictureSource` makes images from pictures in
-each step; the pictures are kept decoded, or decoded again (`workers/data/pictures.py`). All sources
-give the same pixels, and are independent of the order of the samples.
+each step; the pictures are kept decoded, or decoded again (`workers/data/pictures.py`). Both give
+the same pixels for a sample, whatever the order in which samples are requested.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ class Resident:
 
     They are in device memory if it has room for twice as many. Otherwise they are in a memory map
     that the ranks of a node share, or in plain memory without a `cache`.
+
+    Args:
+        samples: The n rows.
+        view: Side and interpolation of the squares.
+        workers: Number of loader processes that decode the images.
+        cache: Cache for the memory map, if any.
+        device: Device of the rank.
     """
 
     def __init__(
@@ -178,13 +185,14 @@ class Resident:
 class PictureSource:
     """Makes the images of each step ahead of time, from pictures.
 
-    Loader processes make the images as soon as they are ready, and threads of this process before.
-    Without loaders, the calling thread makes small images from kept pictures.
+    As soon as the loader processes are ready, they make the images. Before that, and without
+    loaders, threads of this process make them: the calling thread makes small images of kept
+    pictures, a pool of threads makes all others ahead of time.
 
     Args:
         pictures: Source of the images.
         view: Size and crop of the images.
-        workers: Number of loader processes.
+        workers: Number of loader processes. 0: none.
         normalisation: Applied to the images. None: they stay uint8.
     """
 
@@ -242,6 +250,7 @@ class PictureSource:
             rows_ahead.close()
 
     def _make_now(self, samples: StepSamples, positions: Ints) -> Tensor:
+        """Make the images in the calling thread."""
         images = self._empty(samples)
         with self._turn:  # two threads would wait for the GIL at every crop
             self._make(samples, images, np.arange(len(samples.rows)))
@@ -259,6 +268,7 @@ class PictureSource:
     def _submit(
         self, pool: ThreadPoolExecutor, samples: StepSamples, is_dropped: threading.Event
     ) -> StepPixels:
+        """Start to make the images of a step in the threads of `pool`."""
         images = self._empty(samples)
         jobs = [
             pool.submit(self._make, samples, images, indices)
@@ -282,7 +292,8 @@ class PictureSource:
         if len(np.unique(samples.rows)) < len(order):
             order = np.argsort(samples.rows, kind="stable")  # copies are neighbours
         rows = samples.rows[order]
-        # small enough that the steps in progress keep all loaders busy
+        # A step has at least about half as many chunks as there are loaders, and AHEAD + 1 steps
+        # are in progress: all loaders are busy.
         size = min(MAX_LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
         borders = cut_chunks(rows, size)
         shape = (len(rows), 3, self.view.side, self.view.side)
@@ -344,7 +355,9 @@ class StepPixels:
 
 @dataclass(frozen=True)
 class LoadedPixels(StepPixels):
-    """The images of a step, which loader processes make in a block. The jobs request the chunks.
+    """The images of a step, which loader processes make in a block.
+
+    The jobs do not make images: they read image files and request the chunks.
 
     Attributes:
         loaders: The loader processes.
@@ -373,7 +386,7 @@ def pick_images(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor
     """Return the images (b, 3, side, side) of some positions of a global batch.
 
     Args:
-        positions: The positions, (b,).
+        positions: The requested positions, (b,), a subset of `made_positions`.
         made_positions: Positions of `images`, ascending, (k,).
         images: Images (k, 3, side, side).
     """

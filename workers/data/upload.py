@@ -1,4 +1,4 @@
-"""Asynchronous copies from the host to the device."""
+"""Asynchronous copies from the host to the device, and a second stream on which they run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Pending(NamedTuple, Generic[T]):
-    """Result of a side stream, and the event after its last kernel (None on the CPU)."""
+    """Result of `SideStream.run`, and the event after its last kernel (None on the CPU)."""
 
     result: T
     event: Any

@@ -1,7 +1,8 @@
-"""Evaluation after a task: counts of correct predictions, and a digest of all logits.
+"""The `evaluate` stage of a task: counts of correct predictions, and a digest of all logits.
 
-Evaluation reads the test split, or in a search the validation split (`StageJob.split`). Training
-does not read the test split.
+It measures one row of the accuracy matrix: start reading at `evaluate_task`. Evaluation reads the
+test split, or in a search the validation split (`StageJob.split`). Training does not read the test
+split; it validates after each epoch with `accuracy`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Answers(NamedTuple):
     Attributes:
         keys: Keys of the images in their split.
         labels: Positions in the class list of the task, (n,).
-        logits: Float32 (n, num_classes) of the competing outputs (see `answers`).
-        picks: Tensors (n,) by name, from `compute_logits_and_picks`.
+        logits: Float32 (n, outputs) of the competing outputs (see `answers`).
+        picks: Tensors (n,) by name, from `compute_logits_and_picks`: `choice`, `confidence` and
+            `task_aware`, if the method has them.
     """
 
     keys: list[str]
@@ -108,9 +110,9 @@ def evaluate_task(
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Measure one row of the accuracy matrix.
 
-    If a later stage can change the outputs on earlier tasks, all tasks so far are measured.
-    Otherwise only this task is measured. The previous task is then measured again as a canary: its
-    logits must have the same digest as in its own row.
+    If a later stage can change the outputs on earlier tasks, the row has all tasks in
+    `job.measured`. Otherwise it has only this task. The previous task is then measured again as a
+    canary: its logits must have the same digest as in its own row, which the caller checks.
 
     Args:
         job: The stage.
@@ -164,11 +166,15 @@ def compute_logits_and_picks(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits of `answers`, and further predictions for each image, by name.
 
-    A method that infers the task gives `choice` (b,), an index among the candidates of the method,
-    and `confidence` (b,). In the scenarios `class` and `domain` it also gives `task_aware` (b,):
-    the predicted class among the classes of `task`, when the method is given the task. In scenario
-    `domain`, other methods with a head per task also give `task_aware`. Otherwise the dict is
-    empty.
+    The further predictions are:
+
+    - `choice` (b,) and `confidence` (b,), if the method infers the task: an index in
+      `method.candidates()`, and the confidence in this choice;
+    - `task_aware` (b,), the predicted class among the classes of `task` if the method is told the
+      task: in the scenarios `class` and `domain` of a method that infers the task, and in scenario
+      `domain` of any other method with a head per task.
+
+    For all other methods the dict is empty.
     """
     if isinstance(method, InfersTask) and method.candidates():
         choice, confidence = method.infer(images)

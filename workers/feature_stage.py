@@ -1,4 +1,7 @@
-"""The `features` stage: features of a task's images, shared by methods with class statistics."""
+"""The `features` stage: features of a task's images by the unchanged backbone.
+
+All methods of class statistics share its result (`Step.reads_features`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def compute_features(
     This includes images that a method holds out for validation. `load_features` omits them.
 
     Args:
-        job: The stage. Its data settings hold out no images.
+        job: The stage. Its `data.val_fraction` is 0, so that no image is held out.
         group: The rank.
         report: Not used.
 

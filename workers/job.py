@@ -1,6 +1,8 @@
-"""StageJob: the complete input of a worker, picklable and with absolute URIs.
+"""StageJob: the complete input of a worker for one stage, picklable and with absolute URIs.
 
-This module also defines the settings that can change a result.
+This module also defines the settings that can change a result, and which of them are part of a key.
+The key of a stage is a hash of everything that can change its result. The result is stored under
+the key, so settings with the same key share it.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ SMALLEST = 1e-30  # smallest absolute value other than 0; a division by it does 
 class Frozen(BaseModel):
     """Base of all settings: immutable; unknown keys and extreme numbers are errors.
 
-    Larger numbers, or divisions by smaller numbers, could overflow or make a loop run forever.
+    Very large numbers, or divisions by very small numbers, could overflow or make a loop run
+    forever.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    largest_whole: ClassVar[int] = 2**63 - 1
+    largest_whole: ClassVar[int] = 2**63 - 1  # largest absolute value of an integer setting
 
     @field_validator("*")
     @classmethod
@@ -99,8 +102,9 @@ class Neutral:
 
     Attributes:
         value: The value that gives the results of the earlier code. With this value the setting is
-            not part of a key, so older results stay valid. The neutral value must never change. If
-            the default of the setting changes, the keys change.
+            not part of a key, so older results stay valid. The neutral value must never change,
+            even if the default of the setting changes. A default that is not neutral is part of
+            the keys.
     """
 
     value: Any
@@ -136,8 +140,8 @@ def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, 
         context: Values that are not fields of the settings, for example the scenario.
 
     Returns:
-        Name of each such setting in a config -> its first unfulfilled mark, and the value of the
-        other setting, which the mark names.
+        Name of each such setting in a config -> (mark, value): its first mark that does not hold,
+        and the value of the setting that the mark names.
     """
     values = settings.model_dump(by_alias=True) | context
     idle: dict[str, tuple[ActiveIf, Any]] = {}
@@ -149,9 +153,9 @@ def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, 
 
 
 def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings that are part of a key: all values with defaults, by name in a config.
+    """Return the settings that are part of a key, by name in a config.
 
-    Settings with their neutral value are omitted, also in nested settings.
+    Defaults are included. Settings with their neutral value are omitted, also in nested settings.
 
     Args:
         settings: The settings.
@@ -212,12 +216,13 @@ def _same(value: Any, neutral: Any) -> bool:
 MAX_BLOCKS = 200  # maximum number of blocks of a backbone; the deepest timm models have about 60
 MAX_OPTION = 65_536  # maximum of every other option, such as widths, heads and sides of patches
 MAX_OPTION_VALUES = 16  # maximum number of values of a list option
-BLOCK_COUNTS = frozenset({"depth", "depths", "layers"})
+BLOCK_COUNTS = frozenset({"depth", "depths", "layers"})  # options that are numbers of blocks
 OPTION_NAME = re.compile(r"[a-z][A-Za-z0-9_]{0,39}")
 OPTION_WORD = re.compile(r"[A-Za-z0-9_]{0,40}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,100}(\.[A-Za-z0-9_]{1,100})?")
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 HUB_MODEL = re.compile(rf"hf-hub:({HUB_NAME}/{HUB_NAME})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,99}}))?")
+# options with which timm loads weights or code, or builds a model in another way: not allowed
 LOADER_OPTION = re.compile(
     r"pretrained.*|checkpoint_path|cache_dir|features_only|feature_.*|out_indices|pruned|"
     r"model_cfg|model_cls|kwargs_filter|variant|scriptable|exportable|no_jit|device|dtype|block|"
@@ -394,7 +399,10 @@ class BackboneModel(Frozen):
 
 
 class BackboneSettings(BackboneModel):
-    """The backbone that all tasks share, with all values resolved, for workers and keys."""
+    """The backbone that all tasks share, for workers and keys.
+
+    All values are resolved: those that a config leaves to the timm model are filled in.
+    """
 
     img_size: int = Field(
         224,
@@ -617,7 +625,10 @@ class Task:
 
 
 def count_classes(tasks: Iterable[Task]) -> int:
-    """Count the classes that share a memory. A class that several slices have counts once."""
+    """Count the classes that share a memory.
+
+    The same class counts once per task, but only once for all slices of a stream (`Task.parts`).
+    """
     classes: set[tuple[str, str]] = set()
     for task in tasks:
         owner = task.name if task.parts is None else ""
@@ -630,17 +641,26 @@ class StageJob:
     """One stage, ready to run anywhere.
 
     Attributes:
+        id: Name of the stage for messages, for example `METHOD/TASK/train`.
+        key: Key of the stage (see the module docstring).
+        step: Kind of the stage: `backbone`, `features`, `evaluate`, or a step of the method.
+        method: Registered name of the method. "" for the stage `features`.
+        settings: The method's settings that this stage reads; all of them for `evaluate`.
+        task: Task of the stage. None for a backbone that is not trained.
         tasks: Every task of the stream up to and including this stage's task, in order (the base
-            task first, if any).
-        backbone: Key of the backbone stage.
+            task first, if any). For `evaluate`, the tasks that the model serves: only the last two
+            if the predictions on earlier tasks cannot change. For `features`, only `task`.
+        backbone: Key of the backbone stage. None for the backbone stage itself.
         previous: Keys of the stages whose carried state this stage starts from, by step name.
         states: Keys of the stages with the states of tasks, by task name in stream order. For
-            `evaluate` these are all `tasks`, for training in a chain the earlier tasks.
-        measured: Tasks that `evaluate` measures, on images of `split`. A search measures only
-            validation images.
+            `evaluate` these are all `tasks`. For training they are the earlier tasks if the method
+            carries state from task to task (a chain), else none.
+        measured: Names of the tasks that `evaluate` measures, on images of `split`. A search
+            measures only validation images.
+        provenance: Git commit and versions of packages, for the manifest.
         parents: Keys of all stages with results that this stage can read.
-        features: Key of the stage with the features of the task's images, for a step that reads
-            them.
+        features: Key of the stage with the features of the task's images. None if the step does not
+            read them.
     """
 
     id: str

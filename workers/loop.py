@@ -58,6 +58,7 @@ Report = Callable[[dict[str, Any]], None]
 # Contents of files by name, and the manifest.
 StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
+# Function to the loss of a batch and its detached terms by name, as `Method.loss`.
 LossFunction = Callable[[Batch, Progress], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 # Part of the keys of trained results. Increase it if a change to this loop, the optimizer, the
 # feed, the augmentation, stochastic depth or the heads changes the result of training.
@@ -90,9 +91,10 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 
 def read_stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
-    """Return the stored manifest of the stage's result with `reused`, or None without a result.
+    """Return the manifest of the stage's stored result, with the added entry `reused: True`.
 
-    Call it on all ranks: rank 0 reads the manifest and broadcasts it.
+    Return None if the store has no result. Call it on all ranks: rank 0 reads the manifest and
+    broadcasts it.
     """
     manifest: dict[str, Any] | None = None
     if group.rank == 0:
@@ -157,7 +159,7 @@ def publish_result(
 def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     """Run one step of one task with the job's method, on a fresh copy of the backbone.
 
-    The method starts from the carried state of the previous stage.
+    The method starts from the carried states of the previous stages (`StageJob.previous`), if any.
 
     Returns:
         Files with the task's state, the carried state for the next stage and the metrics of each
@@ -255,13 +257,13 @@ def fit(
     """Run a step of a task and return the metrics of the epochs.
 
     Training resumes from the stage's checkpoint if there is one. For a step without training
-    (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row without
-    a loss is returned: metrics and validation counts. Otherwise no row is returned.
+    (`Step.trains` is False, or no epochs) only `Method.begin` runs. If such a step is `measured`,
+    one row without a loss is returned: metrics and validation counts. Otherwise no row is returned.
 
     Args:
         job: The stage.
         method: The method.
-        carried: State from the previous task, if any.
+        carried: Merged carried states of the previous stages. None without previous stages.
         group: The rank.
         report: Called with the progress.
     """
@@ -311,7 +313,7 @@ class StepInputs(NamedTuple):
     """Inputs of a step.
 
     Attributes:
-        job: The job with the length of training for its number of images.
+        job: The job, with batch size and epochs fitted to the number of images (`fit_to_images`).
         context: Context for `Method.begin`.
         feed: Feed of the training batches. None for a step without training.
     """
@@ -326,20 +328,21 @@ def prepare_step_inputs(
 ) -> StepInputs:
     """Prepare the inputs of a step.
 
-    A preliminary context is passed to `Method.memory`, which names the exemplars. The final context
-    adds the values that depend on them: the training data and the number of optimizer steps. The
-    exemplars are part of the training feed, or are replayed in batches of their own
-    (`ReplaysSamples`).
+    A preliminary context is passed to `RemembersSamples.memory`, which returns the keys of the
+    exemplars. The final context adds the values that depend on them: the training data and the
+    number of optimizer steps. The exemplars are part of the training feed, or are replayed in
+    batches of their own (`ReplaysSamples`).
 
     Args:
         job: The stage.
         method: The method.
-        carried: State from the previous task, if any.
+        carried: Merged carried states of the previous stages. None without previous stages.
         group: The rank.
         trains: Whether the step trains.
     """
     assert job.task is not None
-    # Tasks whose samples are all used for training; `job.tasks` are the tasks up to this task.
+    # Tasks whose samples are all used for training, unless `memory` selects some of them. (The
+    # tasks in `job.tasks` are those up to this task.)
     full_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
     train = job.train
     validated_tasks = tuple(
@@ -368,6 +371,7 @@ def prepare_step_inputs(
         task for task in job.tasks if task in full_tasks or task.name in exemplars
     )
     if replays:
+        # The feed's own batches have no exemplars: an empty list selects no image of a task.
         exemplars = {task.name: [] for task in training_tasks if task not in full_tasks}
     fitted_job = job
     if trains and train.min_steps:
@@ -397,9 +401,10 @@ def prepare_step_inputs(
 
 
 def exemplar_keys(method: Method, context: StepContext) -> dict[str, list[str]]:
-    """Return the keys of the exemplars, on which the step also trains, by task.
+    """Return the keys of the images that `RemembersSamples.memory` selects for the step, by task.
 
-    Tasks without exemplars are omitted.
+    These are mostly exemplars of earlier tasks, but a method can also select from the current task.
+    Tasks with an empty selection are omitted. A method without a memory selects nothing.
     """
     if not isinstance(method, RemembersSamples):
         return {}
@@ -471,9 +476,9 @@ def train_epochs(
 
 
 def count_validation(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
-    """Return `val_correct`, the number of correctly classified validation images, and `val_total`.
+    """Return the number of correctly classified validation images and of all validation images.
 
-    Without validation images, the result is {}.
+    The names are `val_correct` and `val_total`. Without validation images, the result is {}.
     """
     if val is None:
         return {}
@@ -489,10 +494,19 @@ def train_step(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Take one optimizer step over the global batch. `batches` are this rank's micro-batches.
+    """Take one optimizer step over the global batch.
 
-    Return this rank's parts of the loss and of the loss terms, by name. The sum of a value over all
-    ranks is its mean over the global batch.
+    Args:
+        method: The method.
+        optimizer: The optimizer.
+        batches: This rank's micro-batches.
+        progress: The position in the training.
+        job: The stage.
+        group: The rank.
+
+    Returns:
+        This rank's parts of the loss and of the loss terms, by name. The sum of a value over all
+        ranks is its mean over the global batch.
     """
     lr_factor = optim.compute_lr_factor(
         progress.global_step, progress.total, progress.steps_per_epoch, job.train
@@ -527,8 +541,10 @@ def compute_gradients(
     """Set the gradient of each parameter to the gradient of the mean loss over the global batch.
 
     A micro-batch has the share `Batch.weight` of the global batch. The weighted gradients are
-    summed over micro-batches and ranks. A replay batch has its own weight. Return the loss and its
-    terms, as `train_step` does.
+    summed over micro-batches and ranks. A replay batch has its own weight.
+
+    Returns:
+        The loss and its terms, as in `train_step`.
     """
     optimizer.zero_grad(set_to_none=True)
     replays = isinstance(method, ReplaysSamples) and not isinstance(method, CombinesGradients)
@@ -583,8 +599,11 @@ def combine_gradients(
     """Replace each parameter's gradient by the method's combination of several gradients.
 
     These are the current gradient, and the gradient of `replay_loss` on each part of the replay
-    batch. Return the other terms of `replay_loss`, as means over the parts. Its loss is not part of
-    the reported loss.
+    batch.
+
+    Returns:
+        The terms of `replay_loss`, as means over the parts. Its loss itself is omitted, because it
+        is not part of the reported loss.
     """
     assert isinstance(method, Method)
     gradient = flatten_gradients(parameters)

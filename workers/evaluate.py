@@ -112,7 +112,7 @@ def evaluate_task(
 
     If a later stage can change the outputs on earlier tasks, the row has all tasks in
     `job.measured`. Otherwise it has only this task. The previous task is then measured again as a
-    canary: its logits must have the same digest as in its own row, which the caller checks.
+    canary: its logits should have the same digest as in its own row. The report compares them.
 
     Args:
         job: The stage.

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from workers.methods.base import Method
 
-METHODS: dict[str, type[Method]] = {}  # by name; set below, because some modules import it
+METHODS: dict[str, type[Method]] = {}  # by name; filled below, because registration.py imports it
 
 
 def find_methods() -> dict[str, type[Method]]:
@@ -30,7 +30,7 @@ METHODS.update(find_methods())
 
 
 def load_others() -> None:
-    """Add the methods of installed packages and of plugins.
+    """Add the methods of installed packages and of the modules in ACCRETE_PLUGINS.
 
     This happens last, because those packages import this one.
     """

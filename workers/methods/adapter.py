@@ -3,9 +3,9 @@
 Three kinds: two adapters per block (Houlsby), one per block (Pfeiffer), or one parallel to the FFN
 of a block (AdaptFormer).
 
-Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (MEAT's Table 1, column
-Adaptor-B). Pfeiffer et al.: AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision
-Transformers for Scalable Visual Recognition, NeurIPS 2022.
+Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (column Adaptor-B in Table
+1 of MEAT's paper). Pfeiffer et al.: AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting
+Vision Transformers for Scalable Visual Recognition, NeurIPS 2022.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Adapter(Method[AdapterSettings]):
     def finish(self) -> tuple[TaskState, Carried]:
         copies = {name: t.detach().clone() for name, t in self.adapters.tensors().items()}
         meta = {}
-        kind = key_inputs(self.settings).get("kind")  # absent if it is the default
+        kind = key_inputs(self.settings).get("kind")  # None for the neutral value `houlsby`
         if kind:
             meta["kind"] = kind
         return self.state(copies=copies, meta=meta), Carried()
@@ -192,9 +192,10 @@ def find_adapter_sites(backbone: Any, kind: Kind) -> AdapterSites:
 def draw_dropout(
     backbone: Any, batch: Batch, sites: int, width: int, rate: float
 ) -> dict[str, Tensor]:
-    """Return the dropout factors of adapters, 0 or 1 / (1 - rate), as `kept` (S, b, N, m).
+    """Return the dropout factors of adapters under the name `kept`, (S, b, N, m).
 
-    The factors are drawn per sample. Without dropout the result is empty.
+    A factor is 0 or 1 / (1 - rate). The factors of a sample do not depend on its rank. Without
+    dropout the result is empty.
 
     Args:
         backbone: A ViT with N tokens.
@@ -214,8 +215,8 @@ def compute_added_share(backbone: Any, weights: int) -> float:
     """Return the multiply-adds of added layers, divided by those of the plain backbone.
 
     Args:
-        backbone: The backbone.
-        weights: Number of entries of all added layers, each used for every token.
+        backbone: A ViT.
+        weights: Number of weights of all added layers. Each is used once for every token.
     """
     if not isinstance(backbone, VisionTransformer):
         whole = count_multiply_adds(backbone, 3, *backbone.patch_embed.img_size)

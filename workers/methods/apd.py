@@ -36,7 +36,7 @@ from workers.model.norms import norm_names
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack_mask, unpack_mask
 
-MAX_KMEANS_ROUNDS = 100  # k-means converges far earlier
+MAX_KMEANS_ROUNDS = 100  # maximum number of k-means rounds; most runs converge far earlier
 # Warn about a consolidation that replaces more than this share of a task's entries of tau.
 REPLACED_SHARE_LIMIT = 0.5
 
@@ -369,7 +369,7 @@ class Apd(Method[ApdSettings]):
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """Return CE + lambda1 |tau_t|_1 + the penalty of `anchor` on earlier tasks."""
-        ce, terms = super().loss(batch, progress)
+        ce, terms = super().loss(batch, progress)  # calls `training_weights`: sets the penalties
         penalty_terms = {name: penalty.detach() for name, penalty in self.penalties.items()}
         return ce + sum(self.penalties.values()), terms | penalty_terms
 
@@ -377,11 +377,15 @@ class Apd(Method[ApdSettings]):
     def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
         """Return the penalty on earlier tasks' weights at a site, and its gradient in sigma (o, i).
 
-        With d = sigma - sigma*, task i needs a = tau_i* - d .* M_i to keep theta_i*. For `retro:
-        train`, tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| + lambda2 / 2 (a -
-        tau_i)^2 = lambda2 (c a - c^2 / 2), with c = a clipped at lambda1 / lambda2. For
-        `frozen_tau` the penalty is lambda2 / 2 (d .* M_i)^2. The gradient is None without earlier
-        tasks.
+        With d = sigma - sigma*, task i would need a = tau_i* - d .* M_i to keep theta_i*. Summed
+        over entries and earlier tasks i, the penalty is:
+
+        - `retro: train`: tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| +
+          lambda2 / 2 (a - tau_i)^2 = lambda2 (c a - c^2 / 2), with c = a clipped at lambda1 /
+          lambda2;
+        - `retro: frozen_tau`: lambda2 / 2 (d .* M_i)^2.
+
+        Without earlier tasks the penalty is 0, and the gradient is None.
         """
         if not self.rows:
             return self.start[site].new_zeros(()), None
@@ -439,7 +443,7 @@ class Apd(Method[ApdSettings]):
         return self.with_zeros(F.softshrink(needed, self.settings.lambda1 / self.settings.lambda2))
 
     def with_zeros(self, tau: Tensor) -> Tensor:
-        """Return tau without the entries that `zeros: threshold` cuts."""
+        """Return tau with the entries set to zero that `zeros: threshold` cuts."""
         if self.settings.zeros != "threshold":
             return tau
         return tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0)
@@ -451,11 +455,11 @@ class Apd(Method[ApdSettings]):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return the share of zeros in tau, and one number on all tasks.
+        """Return `tau_zeros`, the share of zeros in this task's tau, and one number on all tasks.
 
         In training this number is `drift`: how far the weights of earlier tasks moved in this task,
-        relative to their norm. After a consolidation it is `replaced`: the share of the nonzero
-        entries of tau, over all tasks, that shared values replaced.
+        relative to their norm. The first task has no drift. After a consolidation it is `replaced`:
+        the share of the nonzero entries of tau, over all tasks, that shared values replaced.
         """
         num_nonzero = 0
         num_entries = 0
@@ -554,9 +558,9 @@ class Apd(Method[ApdSettings]):
         """Replace similar entries of tau by values that a cluster of tasks shares.
 
         At each site, tasks with similar tau, including already shared values, form a cluster. An
-        entry is shared if at least two members have it, and its range in the cluster is at most
-        `gap` times the mean magnitude. All members then take the midpoint from one shared tensor,
-        and their tau is zero there.
+        entry is shared if it is nonzero in at least two members, and its range in the cluster is at
+        most `gap` times the mean magnitude of the cluster's nonzero entries. All members then take
+        the midpoint of the range from one shared tensor, and their tau is zero there.
         """
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
         self.replaced = dict.fromkeys(self.tau, (0, 0))
@@ -657,9 +661,10 @@ class Apd(Method[ApdSettings]):
 class Decomposed(torch.autograd.Function):
     """Autograd function: sigma (o, i), v (o,), tau (o, i) -> (theta, |tau|_1, value).
 
-    theta is sigma .* sigmoid(v) + tau. value is a scalar function of sigma; the caller computes it
-    with its gradient in sigma (None: zero). One function does everything, because every pass over
-    (o, i) costs about as much as the optimizer's step.
+    theta is sigma .* sigmoid(v) + tau. `value` is a scalar function of sigma: the caller computes
+    it together with its gradient in sigma (None: zero), and it is returned so that autograd uses
+    this gradient. One function does everything, because every pass over (o, i) costs about as much
+    as the optimizer's step.
     """
 
     @staticmethod

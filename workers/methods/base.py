@@ -25,6 +25,10 @@ The loop (`workers/loop.py`) runs one step of one task:
         method.after_step(progress)
     state, carried = method.finish()
 
+`state` is what one task needs to be served, `carried` is handed to later tasks. A method that
+carries state forms a chain: each task starts from the carried state of the previous task. Without
+carried state the tasks form a star: they are independent, and can be trained at the same time.
+
 In serving, `load_task(state)` is called for each task, `load_carried(carried)` if there is carried
 state, and then `logits(images, task)`.
 
@@ -118,7 +122,9 @@ class Progress:
 
     Attributes:
         epoch: Epoch, from 0.
-        step: Step within the epoch, from 0.
+        step: Optimizer step within the epoch, from 0.
+        epochs: Number of epochs.
+        steps_per_epoch: Optimizer steps of an epoch.
     """
 
     epoch: int
@@ -143,9 +149,10 @@ class OptimPlan:
 
     Attributes:
         lr: The configured peak learning rate.
+        weight_decay: The configured weight decay.
         batch_size: Global batch size, over all ranks.
-        full_rate_steps: Sum of the schedule's factors over all steps. lr * full_rate_steps limits
-            how far AdamW can move one entry.
+        full_rate_steps: Sum over all optimizer steps of the learning rate relative to its peak.
+            lr * full_rate_steps limits how far AdamW can move one entry.
         optimizer: `adamw` or `sgd`.
     """
 
@@ -159,8 +166,9 @@ class OptimPlan:
         """Return the peak learning rate of mask parameters.
 
         Args:
-            setting: A rate, or `auto`: the rate at which Adam moves an entry by at most `travel`.
-            travel: Largest distance over all steps.
+            setting: A rate, or `auto`: the rate at which Adam moves an entry by at most `travel`
+                over all steps.
+            travel: The largest distance, in units of the mask parameters.
         """
         if setting == "auto":
             return travel / max(self.full_rate_steps, 1e-9)
@@ -169,15 +177,15 @@ class OptimPlan:
 
 @dataclass(frozen=True)
 class StepData:
-    """Access to the images of a step; nothing is read before `feed` is called.
+    """Access to the images of a step; nothing is read before a method is called.
 
-    `feed` and `keys` raise `LookupError` if their function is missing.
+    `feed` and `keys` raise `LookupError` if their function is None.
 
     Attributes:
         make_feed: Maps (split, training) to a feed over the step's tasks. With split `train` the
-            feed also contains the requested exemplars.
+            feed also contains the exemplars that `RemembersSamples.memory` returned.
         task_keys: Maps a task to the keys of the train split, by class.
-        has_validation: Whether a `val` split was held out of train.
+        has_validation: Whether the split `val` has images, from the data set or held out of train.
         load_features: Returns the features of the task's train images, sorted by key. None if the
             step does not read features.
     """
@@ -205,9 +213,16 @@ class StepContext:
     """Inputs of a step of a task.
 
     Attributes:
+        task: The task.
+        optim: Optimizer settings of the step.
+        step: Name of the step.
+        scenario: `task`, `class` or `domain`.
         stream: Tasks so far in stream order, the base task first, `task` last.
-        training_tasks: Tasks with samples in the feed, in the order of `Batch.tasks`.
-        carried: Merged state of the previous stages. None at the start of a chain, and in a star.
+        training_tasks: Tasks with samples in the feed. `Batch.tasks` are indices into them.
+        carried: Merged carried states of the stages that this step starts from: the steps in
+            `Step.after`, or for a first step the previous task (chain) or the shared steps in
+            `starts_from` (star). None if there are no such stages.
+        data: Access to the images.
     """
 
     task: Task
@@ -269,8 +284,9 @@ class MethodPlan(Generic[S]):
     # `fnmatch` patterns of carried tensors and values of `meta` that only training needs. Bundles
     # omit them, and `load_carried` must work without them.
     training_only: ClassVar[tuple[str, ...]] = ()
-    # For a star: steps on the base task, or on images without labels. All tasks start from the
-    # carried states of these steps and are served with them.
+    # For a star: shared steps, which are trained on images without labels if the stream has any,
+    # else on the base task. All tasks start from the carried states of these steps and are served
+    # with them.
     starts_from: ClassVar[tuple[str, ...]] = ()
     # `task`: the task is given at test time (TIL). `class`: it is not (CIL). `domain`: it is not,
     # and all tasks have the same classes (DIL).
@@ -283,7 +299,8 @@ class MethodPlan(Generic[S]):
     # Data that a stage needs before it can start. None: the training data. A rehearsal memory needs
     # `seen`.
     reads: ClassVar[Literal["task", "seen"] | None] = None
-    # For a chain: whether the states of all earlier tasks are loaded before `begin`.
+    # For a chain: whether the states of all earlier tasks are loaded before `begin` in scenario
+    # `task`, too (`loads_states`).
     needs_states: ClassVar[bool] = False
     # Whether the method works on the blocks or tokens of a vision transformer, not on parameters by
     # name.
@@ -342,15 +359,15 @@ class MethodPlan(Generic[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return the settings that a step does not read. They are not part of the step's key.
+        """Return the names of the settings that a step does not read.
 
-        The step gets their default values.
+        They are not part of the step's key, and the step gets their default values.
         """
         return frozenset()
 
     @classmethod
     def unused_train_settings(cls, settings: S) -> Mapping[str, str]:
-        """Return the settings of `train` that have no effect on this method -> the reason."""
+        """Return name -> reason of the settings of `train` that have no effect on this method."""
         return {}
 
     @classmethod
@@ -374,7 +391,13 @@ class MethodPlan(Generic[S]):
 
 
 class Method(nn.Module, MethodPlan[S], Generic[S]):
-    """One backbone, and one head per task. Subclasses override the parts that differ."""
+    """One backbone, and one head per task. Subclasses override the parts that differ.
+
+    Args:
+        backbone: A copy of the backbone that this object may change.
+        settings: The method's own settings.
+        seed: Seed of the run.
+    """
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__()
@@ -550,8 +573,8 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     def activate_task(self, task: str) -> None:
         """Apply the serving weights of `task`.
 
-        They are computed when the active task changes. For the task in training they are computed
-        at each call.
+        They are computed only when the active task changes. For the task in training, whose weights
+        change in every step, they are computed at each call.
         """
         key = (task, self.device)
         if self.active_task == key:

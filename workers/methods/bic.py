@@ -152,9 +152,9 @@ class Bic(Rehearsal[BicSettings]):
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
         """Return class -> keys of the images that are held out of training to fit the bias.
 
-        A class has as many of these images as an old class, while only the old classes share the
-        memory. In the first task, only the classes of the task share it. At least one image of a
-        class is left for training.
+        A new class has as many held-out images as an old class has during this task, when only the
+        old classes share the memory. In the first task, the classes of the task share it. At least
+        one image of a class is left for training.
 
         Args:
             task: The task.
@@ -172,6 +172,7 @@ class Bic(Rehearsal[BicSettings]):
 
     def num_held_out(self, exemplars: int) -> int:
         """Return how many of the `exemplars` of a class are held out to fit the bias."""
+        # 1e-9, because the product can be slightly below a whole number
         return max(1, math.floor(self.settings.val_share * exemplars + 1e-9))
 
     def share(self, classes: int) -> int:

@@ -24,7 +24,9 @@ from workers.storage.taskstate import Carried, TaskState
 
 PROMPT, KEY, ATTENTION = "prompt", "key", "attention"
 COMPONENTS = "components/"  # prefix of the names of carried tensors
-Components = dict[str, Tensor]  # P (L, M, 2, p, A), K (L, M, d) and a (L, M, d), by kind
+# P (L, M, 2, p, A), K (L, M, d) and a (L, M, d) by kind, for L blocks with prefixes, M components,
+# p rows of keys and of values (2), width A of a block's keys, and width d of the features.
+Components = dict[str, Tensor]
 
 
 class CodaSettings(MethodSettings):
@@ -137,7 +139,7 @@ class Coda(PromptBank[CodaSettings]):
         return self.join([*self.bank.values(), dict(self.own.items())])
 
     def join(self, parts: list[Components]) -> Components:
-        """Concatenate the components of several tasks."""
+        """Concatenate the components of several tasks along M, on the device."""
         return {
             kind: torch.cat([part[kind].to(self.device) for part in parts], 1)
             for kind in self.shapes()
@@ -185,7 +187,7 @@ class Coda(PromptBank[CodaSettings]):
         return self.join([*parts, dict(self.own.items())])
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        if task is None:
+        if task is None:  # the components of all tasks: those up to the newest task
             self.activate_task(self.task.name if self.task else [*self.bank][-1])
         return super().logits(images, task)
 

@@ -1,4 +1,8 @@
-"""Base classes that several methods share."""
+"""Base classes that several methods share.
+
+Methods outside of this project import the classes listed here. Methods of this project import them,
+and the other base classes, from their modules.
+"""
 
 from workers.data.features import FeatureBatch
 from workers.methods.bases.class_incremental import ClassIncremental

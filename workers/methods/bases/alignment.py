@@ -23,6 +23,9 @@ from workers.methods.bases.statistics import class_means
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried
 
+# `align` is a step. The other names are parts of the names of carried tensors: heads/TASK/KEY is a
+# head as it was trained, heads/TASK/aligned.KEY the aligned head, heads/TASK/means and
+# heads/TASK/factors are the Gaussians of its classes.
 ALIGN, HEADS, ALIGNED, MEANS, FACTORS = "align", "heads", "aligned", "means", "factors"
 RIDGE = 1e-4  # added to the diagonal of a covariance
 EPS = 1e-7  # added to the norm of a task's logits
@@ -86,7 +89,7 @@ class AlignmentPlan:
         lr: Initial learning rate of SGD. It follows a cosine schedule over the epochs.
         tau: Temperature of normalised logits (`compute_normalised_loss`). None: plain
             cross-entropy.
-        shrinks: Whether to shrink the class means of earlier tasks (`list_shrink_factors`).
+        shrinks: Whether to multiply class means by the factors of `list_shrink_factors`.
     """
 
     epochs: int
@@ -162,7 +165,10 @@ def compute_normalised_loss(logits: Sequence[Tensor], labels: Tensor, tau: float
 
 
 def list_shrink_factors(tasks: int) -> list[float]:
-    """Return rho of each task t = 0, 1, ...: 0.9 + 0.1 (t + 1) / tasks, so 1 for the newest."""
+    """Return SLCA's factors rho of the class means of each task t = 0, 1, ..., tasks - 1.
+
+    rho_t = 0.9 + 0.1 (t + 1) / tasks, which is 1 for the newest task.
+    """
     return [0.9 + 0.1 * (task + 1) / tasks for task in range(tasks)]
 
 
@@ -173,6 +179,9 @@ class AlignsHeads(SeparateHeads[S]):
     starts from the heads as they were before any alignment, and training never uses an aligned
     head. Therefore the chain carries both versions of the heads, and the Gaussians, which are never
     updated.
+
+    A subclass calls `fit_classes` after the training of a task, `align` in the step `align`, and
+    `carry_heads` in `finish`.
     """
 
     carries: ClassVar[tuple[str, ...]] = (HEADS, "statistics")

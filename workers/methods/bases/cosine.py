@@ -43,17 +43,20 @@ S = TypeVar("S", bound=CosineSettings, default=Any)
 
 
 class CosineRehearsal(Rehearsal[S]):
-    """From the second task on the vectors of new classes are imprinted: they start as means.
+    """From the second task on the vectors of new classes are imprinted: they start as class means.
 
-    The means are taken over features of the network before the task. The new vectors get the
-    average length of the old vectors. `train` trains eta, the new vectors and the network, and
-    leaves the vectors of old classes unchanged. The step `finetune` then trains all class vectors
-    and eta on the balanced memory, while the network is frozen and in evaluation mode.
+    They are means of normalised features of the network before the task (cluster centres, if a
+    class has several vectors). The new vectors get the average length of the old vectors. `train`
+    trains eta, the new vectors and the network, and leaves the vectors of old classes unchanged.
+    The step `finetune` then trains all class vectors and eta on the balanced memory, while the
+    network is frozen and in evaluation mode.
 
     The linear head of a base task is not used: `herd` imprints that task's vectors at length 1.
 
     eta starts at 10; in both papers it starts at 1. AdamW moves eta by about the learning rate per
     step, and a softmax of cosines with eta = 1 leaves all classes about equally likely.
+
+    The argument `proxies` is the number of vectors of a class.
     """
 
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))

@@ -40,7 +40,7 @@ from workers.model.prompts import PromptSites, draw_initial_prompts
 from workers.model.scale_shift import ScaleShiftSites
 from workers.storage.taskstate import Carried, TaskState
 
-ADAPT, ADAPTATION = "adapt", "adaptation"
+ADAPT, ADAPTATION = "adapt", "adaptation"  # the step, and the prefix of its carried tensors
 Variant = Literal["finetune", "vpt-shallow", "vpt-deep", "adapter", "ssf"]
 VITS: dict[str, tuple[type[nn.Module], ...]] = {
     "adapter": BLOCK_VITS,
@@ -98,7 +98,8 @@ class FirstSession(ClassStatistics[S]):
 
     The step `adapt` of the first task trains an `Adaptation` with a temporary cosine head. Later
     steps and tasks carry the adaptation unchanged. Therefore the order of the tasks after the first
-    one has no effect.
+    one has no effect. With `first_session: none` there is no such step, and the features are those
+    of the backbone.
     """
 
     steps: ClassVar[tuple[Step, ...]] = (Step(ADAPT), Step("statistics", trains=False))
@@ -112,7 +113,10 @@ class FirstSession(ClassStatistics[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """Return the classifier's settings for `adapt`, and those of training for later steps."""
+        """Return what a step does not read.
+
+        `adapt` does not read the settings of the classifier, later steps not those of training.
+        """
         if step == ADAPT:
             shared = FirstSessionSettings.model_fields.keys()
             return frozenset(cls.Settings.model_fields.keys() - shared)

@@ -22,7 +22,7 @@ IMPORTANCE = "importance/"  # prefix of names in the carried state; a name of `s
 
 
 class WeightImportance(ClassIncremental[S]):
-    """A chain that carries the network and the importance of weights for earlier tasks.
+    """A chain that carries the network and the importance of each weight for earlier tasks.
 
     All weights of the backbone are protected. So are the heads of earlier tasks, except in scenario
     `task`, where they are no longer trained.
@@ -48,7 +48,7 @@ class WeightImportance(ClassIncremental[S]):
 
     @abstractmethod
     def curvature(self) -> float:
-        """Return the second derivative of the penalty in a weight of importance 1."""
+        """Return the second derivative of the penalty with respect to a weight of importance 1."""
 
     def protected(self) -> dict[str, nn.Parameter]:
         """Return the protected parameters, by their names in `save_network`."""
@@ -79,8 +79,8 @@ class WeightImportance(ClassIncremental[S]):
 
         Args:
             keys: Keys of the images.
-            add: Adds the values of one image to the sums, given the sums, the parameters, a batch
-                of this image and its key.
+            add: Function (sums, parameters, batch, key) that adds the values of one image to the
+                sums, in place. The batch has only this image, and `key` is its key.
         """
         self.eval()
         parameters = self.protected()

@@ -55,7 +55,13 @@ class PromptBank(SeparateHeads[S]):
         """Return the features (b, d) of images (b, 3, H, W) with the prompts of their queries."""
 
     def match(self, query: Tensor) -> Tensor | None:
-        """Return the loss of keys or components, a scalar; None if the method has no such loss."""
+        """Return the term of the loss that trains the keys or regularises the components, a scalar.
+
+        Return None if the method has no such term.
+
+        Args:
+            query: Queries, (b, d).
+        """
         return None
 
     # ---- training --------------------------------------------------------------------------------
@@ -74,7 +80,7 @@ class PromptBank(SeparateHeads[S]):
         return self.prompted(images, self.query(images))
 
     def prefix_share(self, rows: Sequence[int]) -> float:
-        """Return the multiply-adds of attention to prefixes, divided by the backbone's.
+        """Return the multiply-adds of attention to prefixes, divided by those of the backbone.
 
         Args:
             rows: Number of prefix rows of each block, starting with the first block.

@@ -80,7 +80,10 @@ class CarriesMemory(ClassIncremental[AnySettings]):
         self.exemplars: Memory = {}
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return task -> keys of exemplars, without tasks that the step reads completely."""
+        """Return task -> keys of exemplars, without tasks that the step reads completely.
+
+        See `RemembersSamples.memory`.
+        """
         if context.carried is None:
             return {}
         exemplars: Memory = context.carried.meta.get(MEMORY, {})
@@ -177,7 +180,10 @@ class Rehearsal(CarriesMemory[S]):
 
     # ---- training --------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return task -> keys of exemplars, without tasks that the step reads completely."""
+        """Return task -> keys of exemplars, without tasks that the step reads completely.
+
+        `herd` reads exemplars of earlier tasks only to compute their means.
+        """
         if context.step == "herd" and not self.uses_class_means:
             return {}
         return super().memory(context)
@@ -193,7 +199,7 @@ class Rehearsal(CarriesMemory[S]):
 
     @property
     def old_share(self) -> float:
-        """Return a = O_t / A_t, the share of old classes among all classes so far."""
+        """Return a = O / A, the number of old classes divided by that of all classes so far."""
         slices = self.class_slices()
         num_old: int = sum(slices[name].stop - slices[name].start for name in self.old)
         return num_old / self.num_classes
@@ -212,8 +218,9 @@ class Rehearsal(CarriesMemory[S]):
 
         Args:
             task: The task.
-            sharers: Number of classes that share the memory. 0: all classes so far. In scenario
-                `domain` a class then counts once per task, unless the tasks are slices of a stream.
+            sharers: Number of classes that share the memory. 0: all classes so far; then in
+                scenario `domain` a class counts once per task, unless the tasks are slices of a
+                stream.
         """
         counts = self.count_exemplars(sharers)
         batch = self.extract_features()

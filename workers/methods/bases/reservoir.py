@@ -36,13 +36,13 @@ class Reservoir(CarriesMemory[S]):
     """A chain with a uniform sample of all images as memory, replayed in separate batches.
 
     Reservoir sampling (Vitter, 1985) keeps each image of the stream with the same probability. Here
-    each image has a random priority, a hash of the seed and its key, and the memory has the images
-    with the largest priorities. The distribution is the same. The memory depends neither on the
-    order of images nor on ranks or epochs, and a smaller memory is a subset of a larger memory.
+    each image has a random priority, a hash of the seed, its task and its key, and the memory has
+    the images with the largest priorities. The distribution is the same. The memory depends neither
+    on the order of images nor on ranks or epochs, and a smaller memory is a subset of a larger one.
 
     The memory changes in `herd`, between tasks: a task replays images of earlier tasks only, unless
-    a subclass overrides this, and the first task has no replay. Subclasses define `loss` and
-    `replay_loss`.
+    a subclass overrides this, and the first task has no replay. Subclasses define `replay_loss`,
+    and can override `loss`.
     """
 
     family = "rehearsal"
@@ -70,7 +70,7 @@ class Reservoir(CarriesMemory[S]):
         return (self.settings.replay_batch,)
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """Return the keys of all exemplars in `train`. `herd` reads no images."""
+        """Return task -> keys of all exemplars in `train`. `herd` reads no images."""
         if context.step == "herd" or not self.replay_draws():
             return {}
         return super().memory(context)
@@ -118,5 +118,5 @@ def keep_reservoir(samples: Memory, size: int, seed: int) -> Memory:
 
 
 def list_slots(memory: Memory) -> list[tuple[str, str]]:
-    """Return the task and the key of each sample of a memory, in slot order."""
+    """Return the task and the key of each sample of a memory: item i is slot i (`Batch.slots`)."""
     return [(task, key) for task, keys in list_task_keys(memory).items() for key in keys]

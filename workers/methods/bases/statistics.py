@@ -22,9 +22,9 @@ from workers.storage.taskstate import TaskState
 class ClassStatistics(ClassIncremental[S]):
     """A frozen backbone, and a classifier from sums over the features of each class.
 
-    The step `statistics` reads the images of the task once, under the evaluation transform. Sums
-    are in fp64, over the images in the order of their keys: the result does not depend on batches
-    or on the number of ranks. A subclass defines `collect`.
+    The step `statistics` reads the features of the task's images once, under the evaluation
+    transform. Sums are in fp64, over the images in the order of their keys: the result does not
+    depend on batches or on the number of ranks. A subclass defines `collect`.
     """
 
     family = "class statistics"
@@ -58,8 +58,8 @@ class ClassStatistics(ClassIncremental[S]):
     def read_features(self, context: StepContext) -> FeatureBatch:
         """Return the features of the task's images.
 
-        The features come from the stage that all methods share. In a step that does not read that
-        stage (`reads_features` is false) they are computed here.
+        The features come from the stage `features`, which all methods share. In a step that does
+        not read that stage (`Step.reads_features` is False) they are computed here.
         """
         if context.data.load_features is not None:
             return context.data.load_features()

@@ -50,8 +50,8 @@ class TaskAdapters(SeparateHeads[S]):
     """A chain in which each task stores a set of adapters parallel to the FFNs.
 
     The step `train` trains the adapters and the head of the task, with the cross-entropy over its
-    own classes. Later steps get the adapters from the carried state. The states of all earlier
-    tasks are loaded in each step.
+    own classes. Later steps of the task get its adapters from the carried state. The states of all
+    earlier tasks are loaded in each step.
     """
 
     family = "parameter-efficient"

@@ -10,17 +10,15 @@ from workers.job import ActiveIf
 from workers.methods.base import S
 from workers.methods.bases.class_incremental import ClassIncremental
 
-# Distance by which the logits of other tasks' classes are below those of the inferred task. It is
-# so large that their softmax is zero.
+# Distance by which the logits of other tasks' classes are below the smallest logit of the inferred
+# task. Their softmax is below exp(-100), practically zero.
 LOGIT_GAP = 100.0
-NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))  # marks settings of task inference
+# Marks settings of task inference: they have an effect only if the task of an image is not given.
+NOT_GIVEN = ActiveIf("scenario", ("class", "domain"))
 
 
 class ChoosesTask(ClassIncremental[S]):
-    """A method that infers the task of each image with `infer`.
-
-    See the protocol `InfersTask`.
-    """
+    """A method that infers the task of each image with `infer`. It follows `InfersTask`."""
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
         """Return the tasks in the order of `class_slices`; no tasks in scenario `task`."""
@@ -40,10 +38,15 @@ class ChoosesTask(ClassIncremental[S]):
         return self.answer(images, choices, None)
 
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
-        """Return each image's logits (b, classes so far) with the task inferred for it.
+        """Return each image's logits (b, classes so far) under the task inferred for it.
 
-        The columns of other tasks are lower. In scenario `domain` there is one column per class,
-        because all tasks have the same classes.
+        The columns of other tasks are lower by LOGIT_GAP or more. In scenario `domain` there is one
+        column per class, because all tasks have the same classes.
+
+        Args:
+            images: Images (b, 3, H, W).
+            choices: Indices in `candidates`, (b,).
+            task: Not used.
         """
         slices = self.class_slices()
         if self.scenario == "domain":

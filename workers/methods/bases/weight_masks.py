@@ -41,8 +41,10 @@ S = TypeVar("S", bound=WeightMaskSettings, default=Any)
 class WeightMasks(Method[S]):
     """A star: W is frozen, and task t is served with M_t .* W, computed when the task changes.
 
-    A subclass defines a mask (`new_mask`: a module with `sample()` and `hard()`) and, if the mask
-    is not boolean, its storage format (`packed`, `unpacked`).
+    A subclass defines a mask and, if the mask is not boolean, its storage format (`packed`,
+    `unpacked`). The mask is a module from `new_mask`: `sample()` returns the mask as floats with a
+    gradient, for training, and `hard()` returns the mask for storage and serving
+    (workers/model/masks.py).
     """
 
     Settings = WeightMaskSettings
@@ -66,9 +68,9 @@ class WeightMasks(Method[S]):
         raise NotImplementedError
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
-        """Return the shape of a mask: one value per weight, or per run of weights.
+        """Return the shape of a mask: one value per weight, or per group of weights.
 
-        The weights of a run are consecutive in memory, see `masked`.
+        The weights of a group are consecutive in memory, see `masked`.
         """
         return tuple(self.sites[site].shape)
 
@@ -81,7 +83,7 @@ class WeightMasks(Method[S]):
         return []
 
     def in_use(self, mask: Tensor) -> Tensor:
-        """Return which entries of a mask from `hard` are on, as a boolean mask."""
+        """Return the boolean mask of the entries that are on in a mask from `hard`."""
         return mask != 0
 
     # ---- training --------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class WeightMasks(Method[S]):
         ), Carried()
 
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Convert masks by site to stored boolean masks and floats.
+        """Convert masks by site to the boolean masks and the float tensors that a state stores.
 
         Their names are `SITE` or `SITE.SUFFIX`.
         """

@@ -120,9 +120,10 @@ class Group:
 
     @contextmanager
     def _arriving(self, purpose: str) -> Iterator[None]:
-        """Context manager around a collective, which records that this rank has arrived.
+        """Context manager around a collective. It first records that this rank has arrived.
 
-        The record is written to the store of torch.distributed, without waiting for an answer.
+        The number of the collective is written to the store of torch.distributed, without waiting
+        for an answer. After a timeout, the numbers of the other ranks tell which are missing.
 
         Args:
             purpose: Purpose of the collective, for the error message.

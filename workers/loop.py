@@ -141,7 +141,8 @@ def publish_result(
 ) -> dict[str, Any]:
     """Write a result to the store, and return the manifest that is in the store afterwards.
 
-    If another process has published a result first, its result is kept and its manifest returned.
+    If another process has published a result first, its result is kept and its manifest returned:
+    with an added `note` if the two results differ.
     """
     attempt = Attempt(job.root, job.key)
     for name, data in files.items():

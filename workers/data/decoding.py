@@ -171,7 +171,7 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def is_reduced(image: Image.Image) -> bool:
-    """Return whether Pillow drops the low 8 bits: an image has several channels of 16 bits."""
+    """Return whether Pillow reduces 16-bit values to 8 bits, because there are several channels."""
     return not is_deep(image) and MAXIMUM in image.info
 
 

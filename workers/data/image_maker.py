@@ -33,7 +33,10 @@ class Decode(Protocol):
 
 
 class ReadPicture(NamedTuple):
-    """Decodes a whole image. Images longer than `longest_side` pixels are reduced to that side."""
+    """Decodes a whole image. Images longer than `longest_side` pixels are reduced to that side.
+
+    With `longest_side` None, no image is reduced.
+    """
 
     longest_side: int | None
 

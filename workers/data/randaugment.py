@@ -139,7 +139,10 @@ def _params(ops: Tensor, levels: Tensor) -> Tensor:
 
 
 def _groups(ops: Tensor) -> tuple[OperationGroup, ...]:
-    """Return the groups of a sorted batch. Adjacent operations with the same function form one."""
+    """Return the groups of the sorted batch, given the operations (b,) of the images in any order.
+
+    Adjacent operations with the same function form one group.
+    """
     counts = (ops + 1).bincount(minlength=len(OPS) + 1).tolist()
     start = counts[0]  # images without an operation come first
     groups: list[OperationGroup] = []
@@ -243,15 +246,18 @@ def _solarize_add(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tens
 
 
 def _bit_mask(level: Tensor) -> Tensor:
+    """Return the mask (n, 1) of the bits that posterize keeps: 4 at level 0, at least 1."""
     bits = (4 - (level.abs() / STRONGEST * 4).long()).clamp(min=1)
     return (256 - 2 ** (8 - bits)).float().unsqueeze(1)
 
 
 def _threshold(level: Tensor) -> Tensor:
+    """Return the smallest value (n, 1) that solarize inverts: 256 at level 0, 0 at level 10."""
     return (256 - (level.abs() / STRONGEST * 256).long()).float().unsqueeze(1)
 
 
 def _amount(level: Tensor) -> Tensor:
+    """Return the amount (n, 1) that solarize_add adds: 0 at level 0, 110 at level 10."""
     return (level.abs() / STRONGEST * 110).long().float().unsqueeze(1)
 
 
@@ -367,7 +373,7 @@ def _shear_y(level: Tensor) -> Tensor:
 
 
 def _translation_x(level: Tensor) -> Tensor:
-    shifts = (0.45 * level / STRONGEST).tolist()
+    shifts = (0.45 * level / STRONGEST).tolist()  # as a share of the side, which is 2 long
     return _make_affine_maps([[1, 0, 2 * s, 0, 1, 0] for s in shifts])
 
 

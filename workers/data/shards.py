@@ -193,7 +193,7 @@ class Shards:
     def read(self, shard: str, offset: int, size: int) -> bytes:
         """Read bytes of a shard. Thread-safe.
 
-        The result is shorter if the shard is truncated; the caller detects this by the digest.
+        The result is shorter if the shard is truncated; callers detect this by size or digest.
 
         Args:
             shard: Name of the shard.

@@ -58,7 +58,7 @@ Report = Callable[[dict[str, Any]], None]
 # Contents of files by name, and the manifest.
 StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
-# Function to the loss of a batch and its detached terms by name, as `Method.loss`.
+# Function that returns the loss of a batch and its detached terms by name, like `Method.loss`.
 LossFunction = Callable[[Batch, Progress], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 # Part of the keys of trained results. Increase it if a change to this loop, the optimizer, the
 # feed, the augmentation, stochastic depth or the heads changes the result of training.

@@ -1,6 +1,6 @@
 """The feed: batches of the samples of tasks, the same for any number of ranks.
 
-Start with `Feed.epoch` (training) and `Feed.evaluate`. Both read `_batches`, which connects the
+Start with `Feed.epoch` (training) and `Feed.evaluate`. Both use `_batches`, which connects the
 order of the samples (order.py), the source of their pixels (sources.py) and augmentation
 (augment.py).
 """

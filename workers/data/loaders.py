@@ -260,7 +260,8 @@ class Loaders:
         """Stop all loaders and raise `LoaderEnded`.
 
         Args:
-            code: Exit status of the process that ended. If a signal ended it, minus the signal.
+            code: Exit status of the process that ended; minus the signal number if a signal ended
+                it.
         """
         _close_pipe(self._requests)
         how = f"with status {code}"

@@ -4,7 +4,7 @@ From a disk, records are read one by one. From a bucket, a few threads fetch lon
 before they are needed, into the cache of the node or into memory. `make_sequential_reader`,
 `make_random_reader` and `make_shuffled_reader` choose the reader and its ranges. A range is one of:
 
-- a run: consecutive rows of the table, the unit of shuffling (`workers/data/order.py`);
+- a run: consecutive rows of the table, as `workers/data/order.py` shuffles them;
 - a piece: all records of a part of a shard, also those of other tasks and splits;
 - one record.
 """

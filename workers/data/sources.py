@@ -79,7 +79,8 @@ class PixelSource(Protocol):
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """Yield, for each step, a function that returns the pixels at given positions.
 
-        When the generator ends or is closed, waiting threads get a `CancelledError`.
+        When the generator ends or is closed, the functions that still wait for images raise
+        `CancelledError`, or `TimeoutError` if a job of theirs is running.
 
         Args:
             steps: The samples of each step. The iterator is advanced before they are needed.

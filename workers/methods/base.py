@@ -219,9 +219,9 @@ class StepContext:
         scenario: `task`, `class` or `domain`.
         stream: Tasks so far in stream order, the base task first, `task` last.
         training_tasks: Tasks with samples in the feed. `Batch.tasks` are indices into them.
-        carried: Merged carried states of the stages that this step starts from: the steps in
-            `Step.after`, or for a first step the previous task (chain) or the shared steps in
-            `starts_from` (star). None if there are no such stages.
+        carried: Merged carried states of the stages that this step starts from: earlier steps of
+            the task (`Step.after`), or for a first step the previous task (chain) or the shared
+            steps in `starts_from` (star). None if there are no such stages.
         data: Access to the images.
     """
 

@@ -42,6 +42,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 ADAPT, ADAPTATION = "adapt", "adaptation"  # the step, and the prefix of its carried tensors
 Variant = Literal["finetune", "vpt-shallow", "vpt-deep", "adapter", "ssf"]
+# Variant -> the classes of backbones that it supports. `finetune` supports all backbones.
 VITS: dict[str, tuple[type[nn.Module], ...]] = {
     "adapter": BLOCK_VITS,
     "vpt-shallow": BLOCK_VITS,

@@ -1,6 +1,11 @@
 """The specification of a search: its YAML file, the checks before it starts, and search.json.
 
-The file search.json contains the data to resume a search and to read its trials.
+`prepare_search` reads and checks the search file (`SearchSettings`), and returns a `Search`. The
+search space names settings by dotted config keys. A point has values for these keys, and a trial
+trains with the config of one point.
+
+The file `searches/NAME/search.json` in the storage contains what is needed to resume a search and
+to read its trials. A session is one execution of the search command; a resumed search has several.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ RESUMABLE_BASE_KEYS = ("name", "storage", "cluster", "tracking")
 
 
 class Budget(Frozen):
-    """Limits of a search. After a limit is reached, no trial starts.
+    """Limits of a search. After a limit is reached, no new trial starts.
 
     Attributes:
         hours: Wall-clock hours, summed over all sessions of the search.
@@ -277,7 +282,7 @@ class TrialCost(NamedTuple):
 
     @classmethod
     def of(cls, record: Trial) -> TrialCost:
-        """Return the cost of a trial from its record."""
+        """Return the cost of the trial with this record."""
         return cls(record["stages"]["run"], record.get("gpu_s", 0.0))
 
 
@@ -287,21 +292,21 @@ class Search:
 
     Attributes:
         settings: Settings of the search file.
-        body: Plain values of the base config with the changes in `set`. The config of each trial is
-            built from them.
-        report_body: The same values with the stream of the base config, for the winner. They differ
-            from `body` only with protocol `two_streams`.
+        body: Plain values (from YAML, not validated) of the base config, with the changes in `set`
+            and the stream that trials learn. The config of each trial is built from them.
+        report_body: The same values with the stream of the base config, on which the winner is
+            measured. They differ from `body` only with protocol `two_streams`.
         space: Search space.
         storage: Folder or URI of the storage.
         provenance: Provenance of results: code and package versions.
         tasks: Names of the tasks that trials learn, in stream order.
-        method_tasks: The tasks for which the method has other stages than the evaluation. A base
-            task has none if the method leaves the backbone unchanged.
+        method_tasks: The tasks for which the method has a stage besides `evaluate`. A base task has
+            no such stage if the method leaves the backbone unchanged.
         note: A note about the settings on this stream, or "".
         digest: Digest of everything that must not change when the search is resumed.
-        sessions: Start and duration of each session of the search.
+        sessions: Start time (`started`) and seconds (`wall_s`) of each session.
         warm_start: Points and observations from an earlier search, or None.
-        costs: Cost of each trial by number; None if the records have not been read yet.
+        costs: Number of a trial -> its cost; None if the records have not been read yet.
     """
 
     settings: SearchSettings
@@ -330,7 +335,7 @@ class Search:
 
     @property
     def tracking(self) -> configs.TrackingSettings:
-        """Tracking settings of the base config."""
+        """Tracking settings of the base config, read from an arbitrary point's config."""
         params = next(self.space.corners())
         return _build_config(self.body, params, self.name).tracking
 
@@ -351,7 +356,10 @@ class Search:
         return float(sum(session["wall_s"] for session in self.sessions))
 
     def budget_used(self) -> dict[str, float]:
-        """Return the used share of each limit of the budget, except of the number of trials."""
+        """Return the used share of each limit of the budget; from 1 on, the limit is reached.
+
+        The number of trials is not included: `AskingSearcher` enforces this limit.
+        """
         budget = self.settings.budget
         shares: dict[str, float] = {}
         if budget.hours is not None:
@@ -366,13 +374,13 @@ class Search:
         return shares
 
     def _costs_of_trials(self) -> dict[int, TrialCost]:
-        """Return the cost of each trial by number. The records are read only once."""
+        """Return number -> cost of each trial. Only the first call reads the records."""
         if self.costs is None:
             self.costs = {record["number"]: TrialCost.of(record) for record in self.records()}
         return self.costs
 
     def add_cost(self, record: Trial) -> None:
-        """Update the cost of a trial from its new record."""
+        """Add the cost of a trial from its new record, or replace its earlier cost."""
         self._costs_of_trials()[record["number"]] = TrialCost.of(record)
 
     @property
@@ -410,11 +418,12 @@ def load_search_file(path: str, overrides: list[str]) -> SearchFile:
 
     Args:
         path: Path of the search file, or of a config. For a config, an override must name the
-            method (`methods=NAME`), and the predefined search of this method is used.
-        overrides: Overrides in the form of `--set`.
+            method (`methods=NAME`), and the predefined search of this method is used. It is in
+            `configs/methods/NAME.yaml`.
+        overrides: Changes `KEY=VALUE`, as given to `--set`; see `apply_search_override`.
 
     Raises:
-        UserError: If one of the files is invalid.
+        UserError: If one of the files is missing or invalid.
     """
     file = yaml_files.find_config(path)
     if not file.exists():
@@ -540,6 +549,7 @@ def prepare_search(
     settings, body, report_body = load_search_file(path, overrides)
     space = Space(settings.space)
     _check_space(settings, space, body, path)
+    # Check the configs at both ends of every range, and for every value of every choice.
     points = list(space.corners())
     point_configs = [_build_config(body, params, path) for params in points]
     config = point_configs[0]
@@ -578,7 +588,7 @@ def prepare_search(
     names = [task.name for task in stream if f"{label}/{task.name}/evaluate" in graph.stages]
     _check_first_tasks(settings, len(names), path)
     if report_config is not None:
-        build.build_graph(report_config, store, made_by)
+        build.build_graph(report_config, store, made_by)  # only to raise its errors now
     tasks = tuple(names[: settings.first_tasks])
     _check_early_stops(settings, len(tasks), path)
     method_tasks = _find_method_tasks(graph, tasks)
@@ -606,7 +616,11 @@ def prepare_search(
 
 
 def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
-    """Select the points and observations that a new search takes from an earlier one."""
+    """Select the points and observations that a new search takes from an earlier one.
+
+    Raises:
+        UserError: If the earlier search does not exist, or has no suitable trial.
+    """
     settings = search.settings
     assert settings.warm_start is not None
 
@@ -629,12 +643,15 @@ def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
 
 
 def _build_config(body: dict[str, Any], params: Params, where: str) -> configs.Config:
-    """Return the config of a point.
+    """Return the validated config of a point.
 
     Args:
         body: Plain values of the base config.
         params: The point.
         where: Start of error messages.
+
+    Raises:
+        UserError: If the config is invalid.
     """
     return configs.check(spaces.with_params(body, params), where)
 
@@ -677,7 +694,13 @@ def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
-    """Raise `UserError` if trials learn too few tasks (`count`) for early stopping or exchange."""
+    """Raise `UserError` if trials learn too few tasks for asha, `max_forgetting` or pbt.
+
+    Args:
+        settings: Settings of the search.
+        count: Number of tasks that trials learn.
+        path: Path of the search file, for messages.
+    """
     if settings.scheduler == "asha" and settings.grace >= count:
         raise UserError(
             f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would "
@@ -696,7 +719,7 @@ def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _find_method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
-    """Return the tasks for which the method has other stages than the evaluation."""
+    """Return the tasks for which the method has a stage besides `evaluate`."""
     changed = {stage.task for stage in graph if stage.method and stage.step != "evaluate"}
     return tuple(task for task in tasks if task in changed)
 
@@ -704,8 +727,8 @@ def _find_method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
 def _explain_first_rung(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> str:
     """Return a note about the first rung of asha, or "" if no note is needed.
 
-    If a method learns tasks independently of each other, the first rung does not say how well it
-    learns later tasks.
+    A rung is a number of learned tasks after which asha compares trials. If a method learns tasks
+    independently of each other, the first rung does not say how well it learns later tasks.
     """
     if settings.scheduler != "asha":
         return ""
@@ -729,10 +752,11 @@ def _compute_search_digest(settings: SearchSettings, body: dict[str, Any], graph
     """Return the SHA-256 digest of everything that must be equal for trials to be comparable.
 
     These are the settings, the base config, the sources of the data, and the inputs of the stages.
+    Settings in FREE and RESUMABLE_BASE_KEYS are left out.
     """
     search_inputs = key_inputs(settings, (*FREE, "set"))  # the body includes `set`
     if settings.protocol == "per_task":
-        # The number of a trial determines its task.
+        # Trials are numbered through all phases, so this limit determines the task of a trial.
         search_inputs["trials"] = settings.budget.trials
     base_inputs = {key: value for key, value in body.items() if key not in RESUMABLE_BASE_KEYS}
     stages: list[Any] = []
@@ -745,6 +769,8 @@ def _compute_search_digest(settings: SearchSettings, body: dict[str, Any], graph
 
 def _load_earlier_state(search: Search) -> dict[str, Any]:
     """Return the content of search.json if a search is resumed, or {} for a new search.
+
+    A file that is not JSON, for example a truncated file, counts as a new search.
 
     Raises:
         UserError: If the storage has a different search with this name.

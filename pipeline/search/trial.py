@@ -1,7 +1,8 @@
 """Run one trial of a search: a graph of stages, evaluated on validation images after each task.
 
-The results of stages are in the shared store. The record of a trial is a file in the storage, so a
-search can be resumed after the process of the trial has ended.
+Start reading at `run_trial`, which Ray Tune calls in a process per trial. The results of stages are
+in the shared store. The record of a trial is the file `searches/NAME/trials/NNNN.json`, so a search
+can be resumed after the process of the trial has ended.
 """
 
 from __future__ import annotations
@@ -33,32 +34,38 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import join, read_json, write_bytes
 
-ENDED = ("finished", "stopped", "failed")
+ENDED = ("finished", "stopped", "failed")  # statuses of a trial that does not continue
+# Events after which an attempt to run a stage has used time but has no result.
 FAILED_TRIES = (EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 Report = Callable[[TrialResult], None]
 
 
 class TrialFailed(Exception):
-    """A trial cannot continue. Its record contains the message. The search continues."""
+    """A trial has failed. Its record contains the message. The search continues without it."""
 
 
 @dataclass(frozen=True)
 class PhasePlan:
     """Common data of the trials of a phase; plain and picklable.
 
+    A search has one phase, except with protocol `per_task`: then it has a phase for each of
+    `method_tasks`, which searches the settings of this task. Population-based training (`pbt`) runs
+    its phase in rounds: in each round, every trial learns one more task.
+
     Attributes:
         name: Name of the search.
         storage: Folder or URI of the storage.
-        body: Plain values of the base config.
+        body: Plain values of the base config, as in `Search.body`.
         provenance: Provenance of results: code and package versions.
         tasks: Names of the tasks that a trial learns, in stream order.
-        method_tasks: The tasks for which the method has other stages than the evaluation.
-        only: Whether a trial has a result only after the last task, and not after each task.
+        method_tasks: The tasks for which the method has a stage besides `evaluate`.
+        only: Whether a trial has a result only for the last task, instead of one for each task.
         phase: Name of the task of this phase; "" if the search has only one phase.
-        chosen_so_far: Parameters chosen in earlier phases, by task.
-        each: Whether each task keeps the parameters with which it was trained (population-based
-            training).
-        until: Number of tasks that trials learn in this round; None: all tasks.
+        chosen_so_far: Task -> parameters chosen in its phase, for earlier phases.
+        each: Whether each task keeps the parameters with which it was trained, because they can
+            differ between tasks (population-based training).
+        until: Number of tasks that trials have learned at the end of this round; None: all tasks,
+            without rounds.
         max_forgetting: Average forgetting above which a trial is stopped; None: no limit.
     """
 
@@ -87,7 +94,7 @@ class PhasePlan:
 
         Args:
             params: Parameters of the trial.
-            history: Task -> parameters that apply only to this task.
+            history: Task -> parameters that apply only to this task. `chosen_so_far` is added.
             name: Name of the config.
         """
         body = with_history(self.body, params, {**self.chosen_so_far, **history})
@@ -103,9 +110,9 @@ def with_history(
 
     Args:
         body: Plain values of the base config.
-        params: The point. If `history` is not empty, only its method is used.
+        params: The point. If `history` is not empty, only the point's choice of the method is used.
         history: Task -> parameters that apply only to this task. The other tasks keep the settings
-            of `body`.
+            of `body`. {}: the parameters of the point apply to all tasks.
     """
     shared = params
     if history:
@@ -137,7 +144,7 @@ def read_trial_record(storage: str, name: str, number: int) -> Trial | None:
     """Read the record of a trial.
 
     Returns:
-        The record; None if the trial has not been started, or the file is damaged. In this case,
+        The record; None if the trial has not been started, or the file is damaged. In both cases
         the trial starts from the beginning.
     """
     try:
@@ -155,22 +162,22 @@ def write_record(storage: str, name: str, record: Trial) -> None:
 
 
 def now() -> str:
-    """Return the local time with its offset from UTC."""
+    """Return the local time with its offset from UTC, in ISO 8601 without a colon in the offset."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 # ---- running -------------------------------------------------------------------------------------
 @dataclass
 class Count:
-    """A watcher of the runs of one trial. It counts executed and reused stages, and their time.
+    """A `Watcher` of one trial. It counts executed and reused stages, and their time.
 
     Attributes:
-        cluster: Settings with the resources of a worker for each kind of stage.
+        cluster: Settings with the number of workers, and their resources for each kind of stage.
         on_change: Called after a stage has finished or failed.
         run: Number of executed stages.
         reused: Number of stages with a result in the store.
         seconds: Total seconds of executed stages and failed attempts, times their workers.
-        gpu_seconds: The same total, with each duration also multiplied by the GPUs of a worker.
+        gpu_seconds: The same total, with each duration also multiplied by the GPUs per worker.
         began: Id of a running stage -> its start on the monotonic clock.
     """
 
@@ -194,7 +201,7 @@ class Count:
         self.gpu_seconds = record.get("gpu_s", 0.0)
 
     def on_progress(self, event: Event) -> None:
-        """Remember the time at which a worker starts a stage."""
+        """Remember the time at which a worker starts a stage. The executor calls this."""
         if event.kind is EventKind.STARTED:
             self.began[event.stage] = time.monotonic()
 
@@ -251,7 +258,8 @@ def run_trial(
             None.
 
     Raises:
-        TrialFailed: If the trial has failed, for example because of a stage.
+        TrialFailed: If the trial has failed, now or in an earlier session, for example because a
+            stage failed.
     """
     previous = read_trial_record(plan.storage, plan.name, number)
     if previous is not None and _is_round_complete(previous, plan):
@@ -324,8 +332,8 @@ def _new_record(plan: PhasePlan, number: int, params: Mapping[str, Any]) -> Tria
 def _take_over(record: Trial, plan: PhasePlan, parent: int) -> None:
     """Initialize the record of a trial in a round of population-based training.
 
-    The results and the history are those of `parent`, which can be the trial itself. The list of
-    rounds is that of the trial.
+    The results and the history are copied from `parent`, which can be the trial itself. The list
+    of rounds remains the trial's own.
 
     Raises:
         TrialFailed: If a record is missing or damaged, or `parent` lacks results.
@@ -350,7 +358,7 @@ def _take_over(record: Trial, plan: PhasePlan, parent: int) -> None:
 def _learn(
     plan: PhasePlan, record: Trial, report: Report, started: float, previous: Trial | None
 ) -> None:
-    """Learn the tasks without a result in `record`, one after the other.
+    """Learn the tasks of the round that have no result in `record`, one after the other.
 
     With `plan.each`, the parameters of the record apply only to these tasks.
 
@@ -385,7 +393,7 @@ def _learn(
     graph, tasks = _build_trial_graph(plan, settings, store)
     runner = Runner(store, settings, graph, count)
     try:
-        # The search ingests the data before its trials start. Ingest data that is missing now.
+        # The search ingests the data before its trials start. If data was deleted since, ingest it.
         if any(stage.is_provisional for stage in graph):
             for stage in graph:
                 if stage.step == "ingest":
@@ -447,9 +455,10 @@ def _explain_forgetting(plan: PhasePlan, record: Trial) -> str:
 def _build_trial_graph(
     plan: PhasePlan, settings: config.Config, store: Store
 ) -> tuple[Graph, list[Task]]:
-    """Return the graph of the evaluations of the plan's tasks and their ancestors.
+    """Build the part of the graph that a trial needs.
 
-    Also return the tasks.
+    Returns:
+        The evaluations of the plan's tasks with all stages that they depend on, and the tasks.
     """
     graph, tasks = build.build_graph(settings, store, dict(plan.provenance), "val")
     label = next(iter(settings.methods))
@@ -461,7 +470,11 @@ def _build_trial_graph(
 
 
 class Runner:
-    """Runs parts of one graph, one after another, on one executor."""
+    """Runs parts of one graph, one after another, on one executor.
+
+    Attributes:
+        lookups: Look-ups of the stages of all parts so far. A stage is looked up only once.
+    """
 
     def __init__(self, store: Store, settings: config.Config, graph: Graph, count: Count):
         self.store = store
@@ -472,7 +485,7 @@ class Runner:
         self.executor = executor.SharedExecutor(self._make_executor)
 
     def run(self, stage_id: str) -> None:
-        """Run a stage and its ancestors, if they have no results.
+        """Run a stage and its ancestors, except those with results.
 
         Raises:
             UserError: If a stage fails.
@@ -501,7 +514,8 @@ class Runner:
 
     def _make_executor(self) -> Executor:
         cluster = self.settings.cluster
-        # Tune reserves one worker for the process of the trial.
+        # Tune has reserved one worker's resources for this process (`tune.compute_resources`). So a
+        # single worker needs no process of its own (0), and several workers form one group.
         workers = {"workers": 0} if cluster.workers == 1 else {"groups": 1}
         return executor.make_executor(
             self.store,
@@ -520,7 +534,10 @@ class Runner:
 def compute_result(
     store: Store, record: RunRecord, label: str, task: str, position: int
 ) -> TrialResult:
-    """Return the validation accuracies after a task, and the stored bytes per task.
+    """Return the validation accuracies after a task, and the stored bytes per learned task.
+
+    The bytes contain task states and carried state, but not the backbone. They are divided by the
+    number of tasks so far, without base tasks.
 
     Args:
         store: The store.

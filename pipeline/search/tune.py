@@ -1,5 +1,8 @@
 """Run the trials of a search with Ray Tune.
 
+`run_phase` runs the trials of one phase. Tune asks `AskingSearcher` for the parameters of each
+trial, runs `trainable` in a process, and calls `RecordCallback` with the results.
+
 A killed search is resumed from the trial records, and not from the state of Tune.
 """
 
@@ -52,7 +55,7 @@ TrialObserver = Callable[[Trial], None]
 
 # ---- points of the space -------------------------------------------------------------------------
 def draw_point(search: Search, number: int, first: int) -> Params | None:
-    """Return point `number` of a random search or a grid, or None after the last point.
+    """Return the point of a trial in a random search or a grid, or None after a grid's last point.
 
     The point depends only on the settings and the number.
 
@@ -71,7 +74,7 @@ def draw_point(search: Search, number: int, first: int) -> Params | None:
 class Optuna:
     """Suggests points with Optuna's tree-structured Parzen estimator, for one or two objectives.
 
-    Each suggestion has its own seed, derived from the number of the trial. It depends on the
+    A suggestion depends on the number of the trial, from which its seed is derived, and on the
     results reported so far.
     """
 
@@ -98,8 +101,8 @@ class Optuna:
 
         Args:
             number: Number of the trial.
-            known: Parameters that the trial must have, for example from an earlier session, or
-                None.
+            known: Parameters that the trial must have, for example from an earlier session; None:
+                Optuna chooses.
         """
         seed = derive_seed(self.search.settings.seed, "tpe", number) % 2**32
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
@@ -128,16 +131,17 @@ class Optuna:
         elif is_finished:
             self.study.tell(trial, values)
         else:
-            if len(values) == 1:
+            if len(values) == 1:  # Optuna accepts no intermediate values for two objectives
                 trial.report(values[0], known["position"] + 1)
             self.study.tell(trial, state=states.PRUNED)
 
 
 # ---- Ray Tune ------------------------------------------------------------------------------------
 def run_population(search: Search, plan: PhasePlan, first: int, notify: TrialObserver) -> None:
-    """Run population-based training: one round per task.
+    """Run population-based training (`pbt`): one round per task. See `run_phase` for the arguments.
 
-    A round starts after every trial has learned the previous task or has ended.
+    A round starts after every trial has learned the previous task or has ended. Between rounds,
+    `choose_start` decides which trials continue from better ones.
     """
     for position in range(len(plan.tasks)):
         run_phase(search, replace(plan, until=position + 1), first, notify)
@@ -170,6 +174,7 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
     end = math.inf
     if settings.budget.hours is not None:
         budget_s = max(1.0, 3600 * settings.budget.hours - search.elapsed_s)
+        # One second early: a trial that Tune stops at its own deadline must count as interrupted.
         end = time.monotonic() + budget_s - 1
     bookkeeping = join(search.storage, "ray", get_tune_folder(search))
     delete_dir(bookkeeping)  # files of a killed session
@@ -188,7 +193,7 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
 
 
 def get_tune_folder(search: Search) -> str:
-    """Return the name of the folder for Tune's own files."""
+    """Return the name of the folder for Tune's own files, in the folder `ray` of the storage."""
     return f"search-{search.name}"
 
 
@@ -238,8 +243,8 @@ def build_tuner(
 class AskingSearcher(Searcher):
     """A searcher for Tune that numbers the trials and chooses their parameters.
 
-    Trials of earlier sessions come first, and report their results again. Then new trials start
-    until the budget is used up.
+    Trials of earlier sessions come first. They report their results again, so that the scheduler
+    and Optuna know them. Then new trials start until the budget is used up.
     """
 
     def __init__(self, search: Search, plan: PhasePlan, first: int):
@@ -257,7 +262,7 @@ class AskingSearcher(Searcher):
         self.numbers: dict[str, int] = {}  # Tune's id of a trial -> number; for Optuna
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the argument `tuned` of `trainable`, or FINISHED."""
+        """Return the argument `tuned` of `trainable`, or FINISHED if no further trial starts."""
         number = self._next_number()
         known = self.known.get(number)
         if self.max_trials is not None and number >= self.first + self.max_trials:
@@ -291,7 +296,7 @@ class AskingSearcher(Searcher):
         return number
 
     def _has_ended(self) -> bool:
-        """Return whether no new trial may start."""
+        """Return whether no new trial may start, for other reasons than the number of trials."""
         return self.search.is_budget_used or (self.max_trials is None and self.search.is_idle)
 
     def _params(self, number: int, known: Trial | None) -> Params | None:
@@ -361,7 +366,8 @@ class RecordCallback(TrialProgressCallback):
         search: The search.
         plan: Common data of the trials.
         notify: Holder of the function to call with the record of a trial.
-        end: End of the budget of hours, on the monotonic clock.
+        end: Time on the monotonic clock from which a stopped trial counts as interrupted, because
+            the budget of hours ends. Infinity without this budget.
     """
 
     def __init__(self, search: Search, plan: PhasePlan, notify: TrialObserver, end: float):
@@ -396,8 +402,8 @@ class RecordCallback(TrialProgressCallback):
 
         Args:
             trial: Tune's trial.
-            end_status: Status to write if the trial ended without its own status; "": the
-                trial is running.
+            end_status: Status to write if the trial has ended but its record still says `running`;
+                "": the trial has not ended.
         """
         search = self.search
         record = read_trial_record(search.storage, search.name, trial.config["number"])
@@ -407,7 +413,7 @@ class RecordCallback(TrialProgressCallback):
         if end_status and record["status"] == "running":
             is_over = time.monotonic() > self.end or search.is_gpu_budget_used
             if end_status == "stopped" and (is_over or not self.plan.is_last):
-                return  # it continues in the next round, or after the budget is raised
+                return  # not final: it continues in the next round, or after the budget is raised
             record["status"] = end_status
             record["message"] = ""
             if end_status == "failed":
@@ -454,9 +460,12 @@ def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
 
 
 def make_scheduler(search: Search) -> ASHAScheduler | None:
-    """Create the scheduler `asha`, with the number of learned tasks as time, or return None.
+    """Create the scheduler `asha`, with the number of learned tasks as time.
 
     The last task has no rung, because a trial that has learned the last task is finished.
+
+    Returns:
+        The scheduler; None for `none` and `pbt`, because `run_population` implements `pbt`.
     """
     settings = search.settings
     if settings.scheduler != "asha":
@@ -473,9 +482,10 @@ def make_scheduler(search: Search) -> ASHAScheduler | None:
 
 
 def compute_resources(cluster: ClusterSettings) -> dict[str, float]:
-    """Return the resources that Tune reserves for one trial: the maximum over its stages.
+    """Return the resources that Tune reserves for the process of one trial.
 
-    The process of a trial with several workers only waits for its worker group, which reserves its
+    With one worker, the process runs the stages itself: each resource is the maximum over the kinds
+    of stages. With several workers, the process only waits for its worker group, which reserves its
     own resources.
     """
     if cluster.workers > 1:

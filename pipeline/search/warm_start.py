@@ -20,7 +20,7 @@ from pipeline.results.trials import Trial, as_number, compute_trial_forgetting, 
 from pipeline.search.space import Choice, Dimension, Int, Params, Space, with_params
 from workers.errors import UserError
 
-MISSING = object()  # result of `convert_value` for a value outside of the dimension
+MISSING = object()  # result of `convert_value` for a value that the dimension does not contain
 EvaluateKey = Callable[[Params], str]  # point -> key of the evaluation after its last task
 
 
@@ -29,9 +29,9 @@ class EarlierPoint:
     """A point of this space from a trial of an earlier search.
 
     Attributes:
-        trial: Number of the trial.
-        params: The point.
-        accuracy: Accuracy of the trial.
+        trial: Number of the trial in the earlier search.
+        params: The point, converted to the space of the new search.
+        accuracy: Validation accuracy of the trial, 0 to 1.
         bytes: Stored bytes per task of the trial.
     """
 
@@ -46,7 +46,7 @@ class WarmStartSettings:
     """Settings of a warm start.
 
     Attributes:
-        count: Number of best points to try first.
+        count: Maximum number of points to try first.
         seed: Seed to draw values of settings that the earlier search does not have.
         max_forgetting: Setting `max_forgetting` of the new search; None: no limit.
     """
@@ -155,7 +155,9 @@ def is_reusable_trial(trial: Trial, settings: WarmStartSettings) -> bool:
 
 
 def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
-    """Return the point of `space` with the settings of a trial, or None if no such point exists.
+    """Return the point of `space` with the settings of an earlier trial.
+
+    The result is None if a setting of the trial is outside of the space.
 
     Args:
         space: Space of the new search.
@@ -182,7 +184,10 @@ def convert_point(space: Space, trial: Trial, body: Mapping[str, Any], seed: int
 
 
 def convert_value(dimension: Dimension, value: Any) -> Any:
-    """Return the equal value of a dimension, or MISSING if it is outside of the dimension."""
+    """Return `value` in the type of the dimension, or MISSING if the dimension does not contain it.
+
+    For example, 3.0 becomes 3 in an `int` dimension.
+    """
     if isinstance(dimension, Choice):
         text = json.dumps(value, default=str)
         equal = [own for own in dimension.values if json.dumps(own, default=str) == text]
@@ -196,7 +201,10 @@ def convert_value(dimension: Dimension, value: Any) -> Any:
 
 
 def _last_key(trial: Trial) -> str | None:
-    """Return the key of the evaluation that gave the last result of a trial, or None."""
+    """Return the key of the evaluation that gave the last result of a trial.
+
+    The result is None if the record has no graph, or the graph has no such evaluation.
+    """
     graph = trial.get("graph")
     if graph is None:
         return None

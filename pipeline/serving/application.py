@@ -1,4 +1,8 @@
-"""Serve a model as an application of Ray Serve, on a private Ray or on an existing cluster."""
+"""Serve a model as an application of Ray Serve, on a private Ray or on an existing cluster.
+
+`started` connects to the cluster, and `Application.deploy` serves a bundle. A private Ray is a
+cluster that this process starts on its own machine, and stops at the end.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,14 @@ class ModelHolder:
 
 
 def open_held_bundle(holder: Any, digest: str) -> Bundle:
-    """Return a bundle of a `ModelHolder`. Its files are read from Ray's object store."""
+    """Return a bundle of a `ModelHolder`. A replica calls this to load its model.
+
+    The files of the bundle are read from Ray's object store.
+
+    Args:
+        holder: Handle of the actor.
+        digest: Digest of the bundle.
+    """
     import ray  # slow to import, but replicas have loaded it already
 
     body, files = ray.get(holder.model.remote(digest))
@@ -128,7 +139,7 @@ class Application:
         return tasks
 
     def _run(self, digest: str) -> Any:
-        """Deploy a model of the holder on Ray Serve. Return the handle after it is running."""
+        """Deploy a model of the holder on Ray Serve. Return its handle as soon as it is running."""
         from ray import serve
 
         from pipeline.serving.deployment import build_deployment
@@ -141,9 +152,11 @@ class Application:
         return serve.run(application, name=self.name, route_prefix=None)
 
     def _wait_for_tasks(self, digest: str) -> Any:
-        """Wait until the handle routes requests to replicas of a model. Return the model's tasks.
+        """Wait until the handle routes requests to replicas of the model with this digest.
 
-        After ROUTE_TIMEOUT_S, return the last answer, even if it is from another model.
+        Returns:
+            The body of the answer to GET /tasks. After ROUTE_TIMEOUT_S it is the last answer, even
+            if it is from another model.
         """
         deadline = time.monotonic() + ROUTE_TIMEOUT_S
         while True:
@@ -157,7 +170,10 @@ class Application:
         return count_running_replicas(self.name)
 
     def start_guard(self) -> None:
-        """Start an actor that deletes the application if this process is killed."""
+        """Start an actor that deletes the application if this process is killed.
+
+        A private Ray does not need the actor, because it ends with this process.
+        """
         options = {
             "num_cpus": 0,
             "lifetime": "detached",
@@ -279,7 +295,9 @@ def started(
 
 
 def check_replica_gpus(ray: Any, replicas: ReplicaSettings, is_private: bool) -> None:
-    """Raise `UserError` if a private Ray has too few GPUs. Other clusters may add nodes.
+    """Raise `UserError` if a private Ray has too few GPUs.
+
+    Other clusters are not checked, because they may add nodes.
 
     Args:
         ray: The module `ray`, connected to a cluster.

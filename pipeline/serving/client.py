@@ -53,9 +53,11 @@ class Client:
         Args:
             images: Paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
                 (N, 3, H, W).
-            tasks: One task for all images, or a task or None for each image.
-            rule: How to choose the task of images without a task: `refuse`, `confident`,
-                `entropy`, `nearest`, `ranpac` or `recommended`.
+            tasks: One task for all images, or a task or None for each image. None: the task is
+                unknown.
+            rule: How to choose the task of images without a task, if the method cannot infer it:
+                `refuse`, `confident`, `entropy`, `nearest`, `ranpac` or `recommended` (see
+                docs/serving.md).
             top: Number of probabilities per image, the largest first; 0: all.
 
         Raises:
@@ -81,7 +83,7 @@ class Client:
         return self.ask("/tasks")
 
     def is_ready(self) -> bool:
-        """Return whether the server can answer predictions now."""
+        """Return whether the server can answer predictions now; False if it cannot be reached."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=self.timeout_s):
                 return True
@@ -92,7 +94,7 @@ class Client:
         """Send a request and return the JSON answer.
 
         Args:
-            path: Path and query of the route.
+            path: Path of the route, with the query if it has one, for example `/tasks`.
             body: Body of a POST request; None: send a GET request.
             content_type: Type of the body.
 

@@ -53,7 +53,7 @@ class DecodedRequest:
     """A request with decoded images.
 
     Args:
-        pixels: uint8 (n, 3, S, S).
+        pixels: uint8 (n, 3, S, S), with the size S that the model reads.
         tasks: A task or None for each image.
         rule: Rule for images without a task.
         top: Number of probabilities per answer; 0: all.
@@ -92,7 +92,7 @@ class Deployment:
     """A replica of the model. It has one copy of the backbone.
 
     Args:
-        open_model: Returns the bundle.
+        open_model: Function that returns the bundle.
         total_pixels: Maximum number of pixels of all images of a request, and of all images that
             are decoded at a time.
         device: `cpu` or `cuda`.
@@ -206,9 +206,9 @@ def build_deployment(replicas: ReplicaSettings) -> Any:
 
 
 def make_predict(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitable[Reply]]:
-    """Return a function that asks a replica, and asks again once if the replica dies.
+    """Return a function that sends a request to a replica, and sends it again if the replica dies.
 
-    If the second attempt fails too, or if the queue is full, the reply has status 503.
+    If the second replica dies too, or if the queue is full, the reply has status 503.
     """
 
     async def predict(request: RawRequest) -> Reply:

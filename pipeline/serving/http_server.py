@@ -1,5 +1,7 @@
 """The HTTP server in front of a model, with host checks, deadlines and limits.
 
+`listening` starts uvicorn with `Front` as the ASGI application and `Connection` as the protocol.
+
 A request enters the queue of predictions only after it has arrived completely, so slow clients do
 not delay others. If there are too many connections, the server closes the connection that has
 waited longest for the head of a request.
@@ -46,7 +48,7 @@ HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::
 
 
 class Refused(UserError):
-    """The server refuses a request. `status` is the HTTP status of the answer."""
+    """Error for a request that the server refuses. `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -67,8 +69,8 @@ class Bounds:
 
     Args:
         head_s: Seconds for the head of a request to arrive.
-        body_s: Seconds for its body to arrive after the head.
-        answer_s: Seconds for the model to answer after the body.
+        body_s: Seconds after the head for the body to arrive.
+        answer_s: Seconds after the body for the model to answer.
         idle_s: Seconds that a connection stays open between two requests.
         connections: Maximum number of open connections.
         requests: Maximum number of predictions that run or wait.
@@ -464,7 +466,11 @@ class Connection(H11Protocol):
     timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline of the first head, and abort a connection if there are too many."""
+        """Start the deadline of the first head.
+
+        If there are too many connections, abort the oldest one that waits for a head, or else this
+        one.
+        """
         super().connection_made(transport)
         assert isinstance(self.config.app, Front)
         self.front = self.config.app
@@ -483,7 +489,11 @@ class Connection(H11Protocol):
             self.abort_after(self.front.bounds.request_s)
 
     def on_response_complete(self) -> None:
-        """Start the deadline of the next head, or of the client to read the answer."""
+        """Start the deadline of the next head.
+
+        It is earlier if the client has not read the whole answer yet: then the client has
+        `Bounds.answer_s` seconds for both.
+        """
         bounds = self.front.bounds
         unread = self.transport.get_write_buffer_size() > 0
         self.await_head(bounds.answer_s if unread else bounds.idle_s + bounds.head_s)
@@ -511,10 +521,10 @@ class Connection(H11Protocol):
 
 @contextmanager
 def listening(front: Front, host: str, port: int) -> Iterator[int]:
-    """Context manager that serves an application from a thread.
+    """Context manager that runs the HTTP server in a thread.
 
     Args:
-        front: The application.
+        front: The ASGI application.
         host: Address to listen on.
         port: Port to listen on; 0: any free port.
 

@@ -1,4 +1,8 @@
-"""Sources of a served model. A source has a version, which changes when the model changes."""
+"""Sources of a served model: a fixed bundle, a model folder, or a registered model of MLflow.
+
+A source has a version, which changes when the model changes. `updates.Updates` compares it
+regularly, and serves the new model.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class FixedModel:
 
 @dataclass(frozen=True)
 class FolderModel:
-    """A model folder. Its tasks may change while it is served."""
+    """A model folder at `uri`. Commands may add or remove tasks while it is served."""
 
     uri: str
 
@@ -69,7 +73,8 @@ class RegisteredModel:
         uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`. If the alias is moved to another
             version, the model changes.
         storage: Storage folder with MLflow's database, unless MLFLOW_TRACKING_URI is set.
-        folder: Temporary folder with the last opened model.
+        folder: Temporary folder with the files of the last opened model. It is kept here because
+            Python deletes the folder when this reference is dropped.
     """
 
     uri: str

@@ -1,8 +1,9 @@
 """The OpenAPI document of the HTTP server: pydantic models of requests and answers, and the routes.
 
-The requests are answered by `http_server.Front`, and not by FastAPI. FastAPI's routing and
-middleware took 1.2 to 1.5 times the CPU time per request, and its OpenAPI documents declare error
-responses with the content type of the successful response.
+The models are only a description: `requests.parse_request` parses requests, and
+`http_server.Front` answers them. FastAPI is not used: its routing and middleware took 1.2 to 1.5
+times the CPU time per request, and its OpenAPI documents declare error responses with the content
+type of the successful response.
 """
 
 from __future__ import annotations

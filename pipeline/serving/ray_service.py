@@ -1,7 +1,7 @@
 """Serve a bundle behind Ray Serve's own proxy on an existing cluster, as a RayService of KubeRay.
 
-Requests have the same checks and limits as with `accrete serve`, except that Ray Serve's proxy
-handles the connections.
+The manifest of the RayService names `application` as its import path. Requests have the same checks
+and limits as with `accrete serve`, except that Ray Serve's proxy handles the connections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Number and resources of the replicas of a server."""
+"""Number and resources of the replicas of a server. A replica is a process with the whole model."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ParsedRequest:
     Args:
         images: Base64 strings or nested lists (JSON), bytes of files (form), or an array uint8
             (N, H, W, 3).
-        tasks: One name for all images, or a name or None for each image.
+        tasks: One name for all images, or a name or None for each image. None: the task is unknown.
         rule: Not checked yet; see `Predictor.check_request`.
         top: Not checked yet; see `Predictor.check_request`.
     """
@@ -62,7 +62,7 @@ class ParsedRequest:
 
 
 def parse_request(request: RawRequest) -> ParsedRequest:
-    """Parse a request in any of the three formats.
+    """Parse a request in the format of its content type: form, array, or otherwise JSON.
 
     Raises:
         UserError: If the body cannot be parsed.
@@ -133,8 +133,8 @@ def parse_form(data: bytes, content_type: str) -> ParsedRequest:
     """Parse a form with a file `images` for each image, and fields `tasks`, `rule` and `top`.
 
     Args:
-        data: The body. The field `tasks` occurs once for all images, or once for each image. If its
-            value is empty, the task is unknown.
+        data: The body. The field `tasks` occurs once for all images, or once for each image. An
+            empty value means that the task is unknown.
         content_type: The header `Content-Type`, which contains the boundary.
 
     Raises:
@@ -211,7 +211,10 @@ def decode_text(value: bytes) -> str:
 
 
 def convert_fields(texts: dict[str, list[str]]) -> tuple[str | list[str | None] | None, str, int]:
-    """Convert the texts of each field into tasks, rule and top.
+    """Convert the texts of the fields into tasks, rule and top.
+
+    Args:
+        texts: Name in OPTIONS -> texts of the field, one for each occurrence; [] if it is missing.
 
     Raises:
         UserError: If `top` is not a number.

@@ -1,4 +1,8 @@
-"""The command `serve`: parse its options, and start and stop the server."""
+"""The command `serve`: parse its options, and start and stop the server.
+
+`running` connects the parts: the model source, the application on Ray Serve, the HTTP server and
+the thread that watches for new versions of the model.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ class ServerSettings:
     Args:
         port: Port to listen on.
         host: Address to listen on.
-        names: Host names that clients may use, in addition to the address and localhost.
+        names: Host names that clients may use, in addition to `host` and localhost.
         max_pixels: Maximum number of pixels of all images of a request.
         replicas: Number and resources of the replicas.
         address: Address of an existing Ray cluster; see `application.started`.
@@ -127,7 +131,7 @@ def parse_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def serve(source: ModelSource, settings: ServerSettings) -> int:
-    """Answer requests over HTTP until the process is interrupted.
+    """Answer requests over HTTP until the process gets SIGINT or SIGTERM.
 
     Args:
         source: The source of the model.
@@ -156,7 +160,7 @@ def read_token(path: str) -> str:
         path: File with the token; "": read the environment variable ACCRETE_SERVE_TOKEN.
 
     Returns:
-        The token, or "".
+        The token; "" without a file and without a value in the environment.
 
     Raises:
         UserError: If the file cannot be read, if the token has fewer than 16 characters, or if it

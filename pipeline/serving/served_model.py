@@ -1,6 +1,7 @@
 """The model that MLflow loads and serves. It consists of a bundle, this file and package `workers`.
 
-The model works without a checkout of this project, and does not use pickle.
+`pipeline/tracking/publish.py` logs it. MLflow executes this file as the model's code ("models from
+code"), so the model works without a checkout of this project, and does not use pickle.
 
 Example:
     >>> model = mlflow.pyfunc.load_model(uri)  # doctest: +SKIP
@@ -33,8 +34,8 @@ PATHS = "ACCRETE_ALLOW_PATHS"
 class InvalidInput(MlflowException):
     """Error for invalid input. MLflow's server answers with status 400.
 
-    The attribute `message` cannot be changed after the creation of the error. Otherwise, MLflow's
-    server would add the complete input to the message.
+    MLflow's server would add the complete input to the attribute `message`. Therefore, assignments
+    to it are ignored after the creation of the error.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -43,7 +44,7 @@ class InvalidInput(MlflowException):
 
 
 class ServedModel(PythonModel):
-    """The model for MLflow. It answers with a row per image; see `predict`."""
+    """The model for MLflow. Its answer has a row for each image; see `predict`."""
 
     # The logged signature is more precise than a schema that MLflow derives from type hints.
     _skip_type_hint_validation = True
@@ -55,7 +56,7 @@ class ServedModel(PythonModel):
     def predict(
         self, context: Any, model_input: Any, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Return a row per image: class, probability, task, confidence and probabilities.
+        """Return a row for each image: class, probability, task, confidence and probabilities.
 
         Args:
             context: Unused. MLflow passes it.

@@ -17,7 +17,7 @@ RETRY_S = 60.0  # seconds until the next check after an error
 
 
 class Updates:
-    """Deploys the model of a source each time its version changes.
+    """Deploys the model of a source each time the source's version changes.
 
     Args:
         source: The source of the model.
@@ -34,7 +34,11 @@ class Updates:
         self.paused_until = 0.0  # no check before this time, on the monotonic clock
 
     def check(self) -> None:
-        """Check the version once, and serve a new version. Print the change, or a new error."""
+        """Check the version once, and serve the model if the version is new.
+
+        A change of the model is printed. A `UserError` pauses the checks for RETRY_S, and is
+        printed if its text differs from the last printed error.
+        """
         if time.monotonic() < self.paused_until:
             return
         try:

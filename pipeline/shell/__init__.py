@@ -1,1 +1,1 @@
-"""Progress of a run on the terminal."""
+"""Progress and final tables of a run on the terminal: `console.Console` and `console.summary`."""

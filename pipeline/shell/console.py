@@ -1,6 +1,7 @@
-"""Print the progress of a run and its final tables.
+"""Print the progress of a run (`Console`) and its final tables (`summary`).
 
-Running stages have live lines on a terminal. Elsewhere only plain lines are printed.
+On a terminal, each running stage has a live line: a line at the end of the output, which is
+rewritten. Elsewhere only plain lines are printed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Heartbeat:
 
     Args:
         show: Function that prints the activity. It is called in a thread, with the description of
-            the activity and its duration in seconds.
+            the activity and the seconds since its start.
     """
 
     def __init__(self, show: Callable[[str, float], None]):
@@ -106,7 +107,7 @@ class Heartbeat:
 def at_work(
     describe: Callable[[], str], say: Callable[[str], object] = print_to_stderr
 ) -> Iterator[None]:
-    """Context manager that reports an activity without output every QUIET_S seconds.
+    """Context manager that prints a line every QUIET_S seconds during an activity without output.
 
     Args:
         describe: Function that returns a description of the activity.
@@ -121,12 +122,17 @@ def at_work(
 
 
 class Console:
-    """Prints the progress of a run.
+    """Prints the progress of a run. It is a `Watcher` of the run.
 
-    On a terminal each running stage has a line at the end of the output, which is rewritten.
-    Elsewhere, for example in the log of a CI job, a stage prints a line when it ends. After QUIET_S
-    seconds without output, a line shows the progress of one of the running stages, in turn, or the
+    Every stage prints a permanent line when it ends. On a terminal, each running stage also has a
+    live line. Elsewhere, for example in the log of a CI job, a line is printed after QUIET_S
+    seconds without output. It shows the progress of one of the running stages, in turn, or else the
     activity of the command.
+
+    Args:
+        graph: Graph of the run.
+        lookups: Id of a stage -> its look-up before the run.
+        stream: Output; None: stdout.
     """
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
@@ -196,7 +202,10 @@ class Console:
                     self.say(f"{event.stage}: warning: {warning}")
 
     def progress(self, event: Event) -> None:
-        """Show the progress of a stage, or a note about the cluster."""
+        """Show the progress of a stage, or a note about the cluster; ignore other events.
+
+        Executors report their progress through this method, not through the walk over the graph.
+        """
         if event.kind is EventKind.NOTE:
             self.say(event.message)
         if event.kind not in (EventKind.STARTED, EventKind.PROGRESS):
@@ -284,7 +293,11 @@ def get_output_columns() -> int:
 
 
 def progress_text(body: Mapping[str, Any]) -> str:
-    """Format the progress of a stage from its worker's report."""
+    """Format the progress of a stage.
+
+    Args:
+        body: Body of a PROGRESS event from the worker. Its entries depend on the kind of stage.
+    """
     if "waiting_for" in body:
         return f"waits for {body['waiting_for']}"
     if "doing" in body:  # ingest
@@ -308,7 +321,7 @@ def progress_text(body: Mapping[str, Any]) -> str:
 
 
 def _result_text(manifest: dict[str, Any]) -> str:
-    """Describe the result of a stage briefly."""
+    """Describe the result of a stage briefly; "done" for kinds without a description."""
     match manifest.get("kind"):
         case "evaluate":
             rows = manifest["result"]["rows"]
@@ -327,7 +340,7 @@ def _result_text(manifest: dict[str, Any]) -> str:
 
 
 def _accuracies_text(rows: Sequence[Row]) -> str:
-    """Format the accuracy on each task; for many tasks, the mean and that on the last task."""
+    """Format the accuracy on each task; for many tasks, only their mean and the last accuracy."""
     accuracies = [row["correct"] / row["total"] for row in rows]
     if len(rows) <= MAX_EVALUATED:
         pairs = zip(rows, accuracies, strict=True)
@@ -377,8 +390,9 @@ def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:
 
 
 def matrix_text(tables: RunTables, label: str) -> str:
-    """Format the accuracy matrix of one method in per cent: row after task, column on task.
+    """Format the accuracy matrix of one method in per cent.
 
+    A row is the state after learning a task, a column is the tested task. A dot is a missing entry.
     If the matrix is too wide for the output, only its diagonal and its last row are shown. For more
     than MAX_TASKS tasks, the text only refers to the report.
     """
@@ -403,7 +417,10 @@ def matrix_text(tables: RunTables, label: str) -> str:
 
 
 def _narrow_matrix_text(matrix: Matrix) -> str:
-    """Return a line per task: its accuracy when it was learned and after the last finished task."""
+    """Return a line for each task: its accuracy directly after it was learned, and at the end.
+
+    The end is the last finished task.
+    """
     count = len(matrix.tasks)
     if count > MAX_TASKS:
         return f"{matrix.label}: the report has the accuracy matrix of its {count} tasks"

@@ -1,6 +1,7 @@
 """Jinja2 templates of the HTML pages. A page extends `base.html` and is a self-contained file.
 
-All values are escaped, except `Markup`. This package imports no other package of the pipeline.
+All values are escaped, except those of type `markupsafe.Markup`. This package imports no other
+package of the pipeline.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 @cache
 def make_environment() -> Environment:
-    """Return the environment of all templates. Packages add their filters to the environment."""
+    """Return the one environment of all templates. Other packages add their filters to it."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

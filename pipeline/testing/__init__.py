@@ -1,5 +1,8 @@
 """Test a method: check on tiny tasks, in this process, that it keeps its promises.
 
+A promise is a property that the class of a method declares, for example that earlier tasks are not
+forgotten. `Lab` runs the stages, `PROMISES` has the checks. The example tests a method `square`:
+
     import pytest
     from pipeline.testing import PROMISES, Lab, list_cases
 

@@ -1,4 +1,8 @@
-"""`Lab` runs real stages (ingest, backbone, train, evaluate) of tiny streams in this process."""
+"""`Lab` runs real stages (ingest, backbone, train, evaluate) of tiny streams in this process.
+
+`Lab.run` returns a `Run`: a stream of two tasks of digits with one method. A stage runs when its
+result is first used, and its result stays in the store of the lab.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +102,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},
     "supsup": {"scores": "threshold"},
 }
-# Method -> values that `other_values` returns unchanged, because twice or half the usual value
-# would mask nothing, or everything. None: the setting is left out.
+# Method -> values that `other_values` returns, because twice or half the usual value would mask
+# nothing, or everything. None: the setting is left out.
 FIXED_OTHER_VALUES: dict[str, dict[str, Any]] = {
     "meat": {"gamma": 0.5, "alpha": 0.1, "mask_lr": 0.5},
     "simple_der": {"keep": 0.2},
@@ -126,7 +130,10 @@ class Lab:
     runs: dict[str, Run] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Delete the method objects, which refer to images. Results stay in the store."""
+        """Delete the method objects, which refer to images. Results stay in the store.
+
+        After this, `Run.live` and `Run.finished` raise KeyError for stages that ran before.
+        """
         self.live.clear()
         self.finished.clear()
 
@@ -192,7 +199,7 @@ class Lab:
         scenario: str = "",
         **rest: Any,
     ) -> Run:
-        """Return the run of a config with these sections. See `run`.
+        """Return the run of a config with these sections. As in `run`, stages run when needed.
 
         Args:
             method: Name of the method.
@@ -202,7 +209,7 @@ class Lab:
                 stream.
             settings: Settings of the method, in place of those in `SETTINGS` and `EPOCHS`.
             scenario: The scenario. "": `task` if the method supports it, else another one.
-            rest: Other sections, such as `data`.
+            rest: Other sections, such as `data`. They replace the sections made here.
         """
         epochs = 3
         if settings is None:
@@ -364,11 +371,11 @@ def compute_task_logits(method: Method, images: Tensor, task: str) -> Tensor:
 
 
 def other_values(method: str) -> dict[str, Any]:
-    """Return a valid value for each setting that a task may override, other than the usual value.
+    """Return a valid and unusual value for each setting that a task may override (`per_task`).
 
     The usual values are the defaults, replaced by the settings of `BESIDE`. Values of
-    `FIXED_OTHER_VALUES` have priority. Settings that have no effect in combination with the other
-    values are left out.
+    `FIXED_OTHER_VALUES` have priority over derived values. Settings that have no effect in
+    combination with the other values are left out.
     """
     cls = METHODS[method]
     model_fields = cls.Settings.model_fields
@@ -391,7 +398,7 @@ def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
     Args:
         settings: Type of the settings.
         name: Name of the setting in a config.
-        usual: Its usual value.
+        usual: Usual value of this setting.
 
     Raises:
         AssertionError: If no other value is found.
@@ -428,7 +435,10 @@ def again(job: StageJob, name: str, **changes: Any) -> StageJob:
 
 
 def contents(artifact: Artifact) -> dict[str, str]:
-    """Return path -> sha256 of every file in an artifact's folder, not only of its manifest."""
+    """Return path -> sha256 of every file in an artifact's folder, also of unlisted files.
+
+    Unlisted files are those that the artifact's manifest does not name.
+    """
     folder = Path(artifact.root) / artifact.key
     digests = {}
     for path in sorted(folder.rglob("*")):

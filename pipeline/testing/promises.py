@@ -1,8 +1,9 @@
 """Promises: properties of methods, each with a check that takes a lab, a method and an optimizer.
 
-The attributes of a method class (`carries`, `may_forget`, `freezes_backbone`, ...) determine
-whether a promise applies to the method. Its name does not matter. A promise is checked with every
-optimizer if the optimizer can break it, else with one.
+The decorator `promise` registers each check in PROMISES. The attributes of a method class
+(`carries`, `may_forget`, `freezes_backbone`, ...) determine whether a promise applies to the
+method. The name of the method does not matter. A promise is checked with all optimizers if the
+choice of the optimizer can break it, and otherwise with one optimizer.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Promise:
         check: Function that raises `BrokenPromise` if a method breaks the promise.
         remedy: Advice to the author of a method that breaks the promise.
         applies: Returns whether the promise applies to a method class.
-        optimizers: Optimizers to check the promise with.
+        optimizers: Names (in OPTIMIZERS) of the optimizers to check the promise with.
     """
 
     check: Check
@@ -135,7 +136,11 @@ def promise(
 
 @contextmanager
 def refusing(words: str) -> Iterator[None]:
-    """Context manager that expects a `UserError` with `words`; otherwise raises AssertionError."""
+    """Context manager that expects a `UserError` with `words`, and catches it.
+
+    Raises:
+        AssertionError: If no `UserError` is raised, or if its text does not contain `words`.
+    """
     try:
         yield
     except UserError as error:
@@ -146,7 +151,7 @@ def refusing(words: str) -> Iterator[None]:
 
 
 def trains_later(cls: type[Method]) -> bool:
-    """Return whether tasks after the first have a step that trains, with default settings."""
+    """Return whether, with default settings, the second task has a step that trains."""
     return any(step.trains for step in cls.steps_for(cls.Settings(), SECOND))
 
 
@@ -164,7 +169,7 @@ def is_seen_by_tests(error: BaseException) -> bool:
 
 
 def describe_early_error(name: str, method: str, optimizer: str, error: BaseException) -> str:
-    """Describe an error that ended a method before the promise could be checked.
+    """Describe an error of the method, or of the pipeline, before the promise could be checked.
 
     The text does not contain the remedy of the promise, because it would not help.
     """
@@ -593,6 +598,7 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
     run = lab.run(method, optimizer)
     job = find_stage_with_epochs(run)
     per_epoch = -(-history(run.artifact(job))[0]["images"] // job.train.batch_size)
+    # checkpoint_s=1e-9: a checkpoint after every step
     stored, resumed = run.artifact(job), again(job, "resumed", checkpoint_s=1e-9)
     with suppress(Interrupted), interrupted_after(per_epoch + 2):
         lab.stage(resumed)
@@ -623,13 +629,13 @@ def assert_same_results(stage: str, repeated: Artifact, stored: Artifact) -> Non
 
 
 class Interrupted(RuntimeError):
-    """Error that ends a stage in the middle of training."""
+    """Error with which `interrupted_after` ends a stage in the middle of training."""
 
 
 class interrupted_after:
     """Context manager that allows `steps` steps of the train loop, then raises `Interrupted`.
 
-    It returns a list with an entry for each finished step.
+    It returns a list with an entry for each started step.
     """
 
     def __init__(self, steps: int) -> None:
@@ -689,12 +695,19 @@ def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimiz
 
 
 def list_carried_kinds(carried: Carried) -> set[str]:
-    """Return the parts before the first slash of the tensor names; "" for a name without slash."""
+    """Return the kinds of the carried tensors.
+
+    The kind of a tensor is the part of its name before the first slash; "" for a name without
+    slash.
+    """
     return {name.rpartition("/")[0].split("/")[0] for name in carried.tensors}
 
 
 def change_kind(carried: Carried, kind: str) -> Carried | None:
-    """Return the state with changed tensors of a kind; None if the kind has only integers."""
+    """Return the carried state with other values in the tensors of a kind.
+
+    The result is None if no value changes, for example because the kind has only integers.
+    """
     tensors = dict(carried.tensors)
     for name, tensor in carried.tensors.items():
         if name.rpartition("/")[0].split("/")[0] != kind:
@@ -778,8 +791,8 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
 def check_it_learns(lab: Lab, method: str, optimizer: str) -> None:
     """Directly after training, the accuracy on both tasks is clearly above chance.
 
-    If one seed is not sufficient, results of up to three more seeds are added, because the tasks
-    are small.
+    The tasks are small, so if the results of one seed are not sufficient, the results of up to
+    three more seeds are added.
     """
     correct, chance = 0, 0.0
     for seed in range(4):

@@ -1,8 +1,8 @@
 """Check whether the record of a run in MLflow is complete and need not be written again.
 
-After a record was written completely, a digest of the content is stored next to the run's own
-record. A run without missing stages compares this digest and does not import MLflow, which takes
-seconds.
+After a record was written completely, `mark_complete` stores a digest of its content in
+`runs/NAME/recorded.json`, next to `run.json`. A run without missing stages compares this digest
+(`find_links`) and does not import MLflow, which takes seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compute_state(
         settings: Settings of tracking.
         storage: Folder or URI of the storage.
         record: Record of the run.
-        manifests: Id of a stage -> manifest of the result.
+        manifests: Id of a stage -> manifest of its result; None without a result.
         files: Name -> content of the files of the report.
     """
     content = {
@@ -64,7 +64,11 @@ def compute_state(
 
 
 def find_links(state: RecordState) -> list[str] | None:
-    """Return the lines with the location of the record, or None if it must be written again."""
+    """Return the lines for the user that were stored with the record's digest.
+
+    The result is None if the record must be written again: its content has changed, it was never
+    complete, or a run was deleted in MLflow.
+    """
     try:
         body = read_json(_get_mark_path(state))
         if body["digest"] != state.digest or not _are_runs_active(body["database"], body["runs"]):
@@ -81,8 +85,8 @@ def mark_complete(
 
     Args:
         state: State of the record.
-        links: Lines with the location of the record.
-        database: Path of MLflow's SQLite file. Empty for a server.
+        links: Lines with the location of the record, to print for the user.
+        database: Path of MLflow's SQLite file; "" for a server.
         runs: Ids of the runs in MLflow.
     """
     body = {

@@ -26,7 +26,10 @@ SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # characters of a path that a U
 
 
 def sqlite_uri(path: Path) -> str:
-    """Return SQLAlchemy's URI of an absolute path. The path can have special characters."""
+    """Return SQLAlchemy's URI of the SQLite file at an absolute path.
+
+    Special characters of the path are quoted.
+    """
     text = SPECIAL.sub(lambda match: quote(match.group()), str(path))
     # Without a driver name in the URI, MLflow creates a folder with the quoted name. Other paths
     # have the usual URI without a driver name.
@@ -55,7 +58,7 @@ def prepare_database(
     Args:
         path: Path of the SQLite file.
         initialize: Function that creates all tables in the database of a URI, and closes it.
-        latest: Function that returns the current revision of these tables.
+        latest: Function that returns the revision of the tables that `initialize` creates.
 
     Raises:
         UserError: If the file is not a SQLite database.
@@ -81,9 +84,10 @@ def prepare_database(
 
 
 def is_whole(path: Path, latest: Callable[[], str]) -> bool:
-    """Return whether a database has runs, or all tables in the latest revision.
+    """Return whether a database can be used: it has runs, or all tables in the latest revision.
 
-    MLflow itself checks the tables of a database with runs.
+    A database with runs is never renamed: MLflow itself checks its tables. See `prepare_database`
+    for the arguments and errors.
     """
     if not path.exists() or not path.stat().st_size:
         return False

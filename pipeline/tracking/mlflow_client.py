@@ -1,4 +1,8 @@
-"""Client of MLflow: opens the tracking store, classifies errors and logs in batches."""
+"""Client of MLflow: opens the tracking store, classifies errors and logs in batches.
+
+The tracking store is MLflow's SQLite database in the storage folder, another database, or a
+tracking server. `open_store` opens it; `MlflowClientAdapter` writes runs.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,9 @@ FINAL_BUCKET_ERRORS = (
     "SignatureDoesNotMatch",
     "Credentials",
 )
+# A URI with a password that contains `/`, `?` or `#` before the `@`.
 BROKEN_PASSWORD = re.compile(r"https?://[^\s/?#@:]*:[^\s@]*[/?#]\S*@", re.IGNORECASE)
+# A URI without a password. The first pattern also matches it if its path contains `@`.
 HOST_AND_PORT = re.compile(r"https?://[^\s/?#@:]*:\d*(?:[/?#]|$)", re.IGNORECASE)
 BUSY = (408, 409, 429)  # HTTP statuses of a server that may accept the same request later
 
@@ -189,7 +195,7 @@ def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) 
 
 
 def tag_experiment(client: MlflowClient, experiment: str, name: str, value: str) -> None:
-    """Set a tag of an experiment, unless it has this value. Errors of MLflow are ignored."""
+    """Set a tag of an experiment, given by its id, unless it has this value. Ignore errors."""
     from mlflow.exceptions import MlflowException
 
     with suppress(MlflowException):
@@ -288,10 +294,10 @@ def get_bucket_folder(storage: str) -> str:
 
 
 def transient(error: Exception) -> bool:
-    """Return whether the same call can succeed later.
+    """Return whether the same call can succeed later, after this error.
 
-    This is the case without a connection or an answer, and for internal errors of a server or
-    database. It is not the case for a full disk or a damaged database.
+    It can if there was no connection or no answer, or if a server or database had an internal
+    error. It cannot if a disk is full or a database is damaged.
     """
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError
@@ -327,8 +333,8 @@ def describe_login_refusal(error: Exception) -> str:
 class MlflowClientAdapter:
     """Client for the runs of one experiment.
 
-    Every method raises the errors of MLflow. A repeated call with the same values adds nothing,
-    except `create`.
+    Every method raises the errors of MLflow. A repeated call of a method with the same values adds
+    nothing, except `create`, which creates another run.
     """
 
     def __init__(self, storage: str, settings: TrackingSettings):
@@ -380,7 +386,9 @@ class MlflowClientAdapter:
     def log_points(
         self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
     ) -> None:
-        """Log points. Tags are set in the same call as the last points.
+        """Log points. The tags are set in the same call as the last points.
+
+        Therefore a tag can mark that all points were logged.
 
         The time of a point is relative to the start of the run, so a repeated point has the same
         time and MLflow drops it.
@@ -406,7 +414,10 @@ class MlflowClientAdapter:
         run.data.tags.update(new_tags)
 
     def log_params(self, run: Run, values: Mapping[str, Any]) -> None:
-        """Log the parameters that the run does not have yet. MLflow never changes a parameter."""
+        """Log the parameters that the run does not have yet. MLflow never changes a parameter.
+
+        Names and values are cut to the lengths that MLflow accepts.
+        """
         from mlflow.entities import Param
 
         named = {}
@@ -445,7 +456,8 @@ class MlflowClientAdapter:
 class SystemMetrics:
     """Thread of MLflow that logs the use of this machine to a run.
 
-    It samples CPU, memory, disk, network and GPUs.
+    It samples CPU, memory, disk, network and GPUs. Workers' machines are sampled elsewhere, see
+    `Recorder.sample`.
 
     Raises:
         UserError: If psutil is not installed.

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def try_databases_once() -> None:
-    """Make MLflow raise an error immediately if a database does not answer, not after 100 s."""
+    """Make MLflow connect to a database only once.
+
+    By default, it raises the error for a database that does not answer only after 100 s.
+    """
     from mlflow.store.db import utils
 
     utils.MAX_RETRY_COUNT = 1

@@ -1,6 +1,7 @@
 """A queue of actions on a server, which a thread executes in order.
 
-The thread waits while the server does not answer.
+While the server does not answer, the thread waits and the actions stay in the queue. Therefore the
+process that queues the actions never waits, except in `Outbox.close`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from workers.storage.secrets import redact
 
-# Pauses between attempts in seconds. Each pause is twice as long as the previous pause.
+# First and longest pause between attempts, in seconds. Each pause is twice as long as the previous.
 FIRST_S = 1.0
 LONGEST_S = 30.0
 TRIES = 5  # attempts for an action that fails although the server answers
@@ -56,9 +57,10 @@ class Outbox:
         self.warnings: list[str] = []
         self.waiting: deque[Action] = deque()
         self.news = threading.Condition()
+        # Monotonic time since which the server does not answer; None if it answers.
         self.away_since: float | None = None
-        self.given_up = False
-        self.hurried = False
+        self.given_up = False  # `close` has ended: the thread must end
+        self.hurried = False  # `close` has begun: the current pause ends
         self.thread: threading.Thread | None = None
 
     def put(self, action: Action) -> None:
@@ -74,7 +76,8 @@ class Outbox:
         """Wait until all actions are executed.
 
         Args:
-            patience_s: Maximal wait in seconds for a server that does not answer.
+            patience_s: Maximum wait in seconds for a server that does not answer, from this call or
+                from the time since which it does not answer, whichever is later.
 
         Returns:
             The number of actions that were not executed.
@@ -118,7 +121,8 @@ class Outbox:
         """Execute an action, and repeat it after transient errors.
 
         Returns:
-            False if `close` gave up before the action was executed.
+            True if the action was executed, or was dropped with a warning. False if `close` gave up
+            before.
         """
         tries = 0
         while not self.given_up:

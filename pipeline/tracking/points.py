@@ -1,4 +1,8 @@
-"""Points of metric curves, pictures and tables logged to MLflow for finished stages."""
+"""Points of metric curves, pictures and tables logged to MLflow for finished stages.
+
+The functions only compute; `run_writer.RunWriter` logs the results. Functions with a name in
+`_files` return name -> content of artifacts.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,10 @@ NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
 def machine_points(
     samples: Iterable[tuple[float, Mapping[str, Any]]], start_s: float
 ) -> list[Point]:
-    """Convert samples of workers' machines to points with the names of MLflow's system metrics.
+    """Convert samples of workers' machines to points.
 
-    The names are `system/NODE/cpu_utilization_percentage`, ...
+    The names are those of MLflow's system metrics, with the name of the machine:
+    `system/NODE/cpu_utilization_percentage`, ... The step is in seconds since the start of the run.
 
     Args:
         samples: Pairs of a time (seconds since the epoch) and a `MachineSample`.
@@ -56,9 +61,12 @@ def machine_points(
 
 # ---- points of curves ----------------------------------------------------------------------------
 def history_points(rows: Sequence[Row], step: str) -> list[Point]:
-    """Return the points of the curves of a training stage. A step is an epoch, counted from 1.
+    """Return the points of the curves of a training stage, over epochs counted from 1.
 
-    The names of the curves begin with the step of the stage: `train/loss`, `train/val_accuracy`.
+    Args:
+        rows: Training history, one row for each epoch.
+        step: Step of the stage, for example `train`. The names of the curves begin with it:
+            `train/loss`, `train/val_accuracy`.
     """
     points = []
     seconds = 0.0
@@ -76,9 +84,9 @@ def history_points(rows: Sequence[Row], step: str) -> list[Point]:
 def matrix_points(matrix: Matrix) -> list[Point]:
     """Return `acc/TASK` for every known entry, and the averages of every complete row.
 
-    The step of a point is the number of previously learned tasks. The curve of a task begins with
-    the evaluation after this task was learned. The caller drops further points of constant curves,
-    see `drop_constant_curves`.
+    The step of a point is the number of tasks that were learned before the task of the matrix row.
+    The curve of a task begins with the evaluation directly after this task was learned. The caller
+    drops further points of constant curves, see `drop_constant_curves`.
     """
     points = []
     for after, on_task in np.ndindex(matrix.source.shape):
@@ -98,7 +106,7 @@ def matrix_points(matrix: Matrix) -> list[Point]:
 
 
 def drop_constant_curves(points: Sequence[Point]) -> list[Point]:
-    """Keep only the first point of each constant curve, up to rounding.
+    """Keep only the first point of each curve that is constant up to rounding.
 
     MLflow shows a metric with one point as a number, and other metrics as charts.
     """
@@ -118,7 +126,13 @@ def drop_constant_curves(points: Sequence[Point]) -> list[Point]:
 
 
 def size_points(rows: Sequence[Row]) -> list[Point]:
-    """Return the points `size/KIND` in bytes, and `growth`, after each finished task."""
+    """Return the points `size/KIND` in bytes, and `growth`, after each finished task.
+
+    Growth is the size of everything that must be kept, relative to the size of the backbone.
+
+    Args:
+        rows: Rows of `RunTables.sizes`.
+    """
     points = []
     for row in rows:
         after = row["after_index"]
@@ -135,6 +149,9 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
 
     The value is the share of images whose task was inferred correctly. A curve begins at the same
     step as the curve `acc/TASK`.
+
+    Args:
+        rows: Rows of `RunTables.picks`.
     """
     begun_tasks = {row["task"] for row in rows if row["images"] and row["task"] == row["after"]}
     points = []
@@ -147,7 +164,10 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
 
 
 def mask_points(view: MaskView | None) -> list[Point]:
-    """Return the points `keep/KIND`: share of entries of all blocks that masks of a kind keep."""
+    """Return the points `keep/KIND`: share of the entries that the masks of a kind keep.
+
+    The entries of all blocks count together. Without masks (None), the result is empty.
+    """
     if view is None:
         return []
     kept_entries: Counter[str] = Counter()
@@ -165,11 +185,12 @@ def mask_points(view: MaskView | None) -> list[Point]:
 def analysis_points(
     run: str, attention: Sequence[Row], robustness: Sequence[Row], images: int
 ) -> dict[str, list[Point]]:
-    """Return the measurements of `analyse`: label of a method -> points.
+    """Return the measurements of the command `analyse`: label of a method -> points.
 
-    For attention, a value is the mean over tasks and heads for a block. For robustness, a value is
-    the mean accuracy over tasks for a level. Measurements with more images get a later time, so
-    MLflow shows these if a run was analysed twice.
+    For attention, a value is the mean over tasks and heads, and the step is the block. For
+    robustness, a value is the mean accuracy over tasks, and the step is the level of the
+    disturbance. Measurements with more images get a later time, so MLflow shows these if a run was
+    analysed twice.
 
     Args:
         run: Name of the run.
@@ -190,7 +211,11 @@ def analysis_points(
 
 
 def _analysis_values(row: Row) -> list[tuple[str, float, int]]:
-    """Return (name, value, step) of a row of the table `attention` or `robustness`."""
+    """Return (name, value, step) of a row of the table `attention` or `robustness`.
+
+    For `shifted` images, only the rows of the other data source are used. The rows for comparison,
+    with images of the task's own source, give no points.
+    """
     if "block" in row:
         values = (
             ("attention_entropy", row["entropy"]),
@@ -282,7 +307,8 @@ def task_files(
 ) -> dict[str, bytes]:
     """Return pictures and tables of the masks and tokens of a task.
 
-    The report has pictures of all tasks together.
+    Pictures of all tasks together are in the report. The result is empty if `views` does not end
+    with this task.
 
     Args:
         tables: Tables of the run.
@@ -328,7 +354,10 @@ def token_rows(view: MaskView) -> list[Row]:
 
 
 def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes]:
-    """Return files of the confusion matrix of a task, measured after this task was learned."""
+    """Return files of the confusion matrix of a task, measured directly after it was learned.
+
+    The result is empty if the matrix was not measured.
+    """
     confusion = tables.confusion(label, task, task)
     if confusion is None:
         return {}
@@ -340,7 +369,14 @@ def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes
 
 # ---- files of a finished report ------------------------------------------------------------------
 def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, bytes]:
-    """Return the pictures of one method from a finished report. The names omit its label."""
+    """Return the pictures of one method from a finished report.
+
+    In the returned names, the label is left out, and the folder is `report/`.
+
+    Args:
+        report: Name -> content of the files of the report.
+        label: Label of the method.
+    """
     contents = {}
     for template in figures.METHOD_FIGURES:
         picture = report.get(template.format(label=label))
@@ -352,8 +388,8 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
 def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files of a finished report that belong to the run as a whole.
 
-    These are the page, the graph, the comparisons, the files for a paper, and the tables, which get
-    the folder `tables/`.
+    These are the page, the graph, the comparisons, the files for a paper, and the tables. The
+    tables are returned with the folder `tables/` in their names.
     """
     contents = {}
     for name, data in report.items():

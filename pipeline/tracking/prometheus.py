@@ -75,7 +75,7 @@ def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
 
 
 def _running_metrics(status: LiveStatus) -> Iterator[Metric]:
-    """Yield the metrics of running stages."""
+    """Yield the metrics of the running stages: duration, speed, and share of waiting for data."""
     from prometheus_client.metrics_core import GaugeMetricFamily
 
     labels = ["run", "stage", "where"]
@@ -103,7 +103,7 @@ def _running_metrics(status: LiveStatus) -> Iterator[Metric]:
 
 
 def _machine_metrics(status: LiveStatus) -> Iterator[Metric]:
-    """Yield the utilisation of the workers' machines."""
+    """Yield the utilisation of the workers' machines, from the last sample of each machine."""
     from prometheus_client.metrics_core import GaugeMetricFamily
 
     node_labels = ["run", "node"]

@@ -1,6 +1,7 @@
 """Log a bundle as a model to the method's run in MLflow, and register the model.
 
-Then the URI `models:/NAME@champion` can be loaded and served on any machine.
+Start reading at `log`. A bundle is a folder that serves all tasks of a method. After it is
+registered, the URI `models:/NAME@champion` can be loaded and served on any machine.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PACKAGES = (
 )
 MAX_BYTES = 2 << 30  # maximal size of a logged bundle
 ALIAS = "champion"
-TAG = "accrete.bundle"
+TAG = "accrete.bundle"  # tag of a logged model with the digest of its bundle
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,19 @@ def log(
 ) -> Published:
     """Log the bundle in a folder to a run, and register it if `name` is given.
 
-    The run can be finished: its status and times do not change. An already logged bundle is
-    not logged again.
+    The run may have ended: its status and times do not change. A bundle that was logged to this run
+    before is not logged again.
 
     Args:
         uri: The tracking URI.
         run_id: Id of the run.
         folder: Folder of the bundle.
         name: Name of the registered model. Empty: the model is not registered.
-        alias: Alias of the new version.
+        alias: Alias to set on the version.
         max_bytes: Largest size of a logged bundle.
 
     Returns:
-        The URI of the model, or the reason why it was not logged.
+        The URI and version of the model, or the reason why it was not logged.
 
     Raises:
         UserError: If the folder has no bundle.
@@ -113,9 +114,10 @@ def log(
 
 
 def _find_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel | None:
-    """Return the model of this bundle in a run, or None.
+    """Return the model that was created in a run for this bundle, or None.
 
-    The model has no files if an earlier process was killed before it wrote them.
+    The model can be without files, because an earlier process was killed before it wrote them. Then
+    its status is not READY.
     """
     models = client.search_logged_models(
         [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
@@ -194,7 +196,8 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
         path: The new folder.
         bundle: The bundle.
         folder: Folder of the bundle.
-        identity: Arguments of MLflow's `Model`, for a model that already has ids.
+        identity: Ids of a model that was created before, as arguments of MLflow's `Model`. Empty
+            for a new model.
     """
     import mlflow
     import pandas as pd
@@ -275,7 +278,11 @@ def format_note(bundle: Bundle, name: str, alias: str) -> str:
 def _register_model(
     client: MlflowClient, model: LoggedModel, run_id: str, name: str, alias: str, note: str
 ) -> str:
-    """Register a model, unless it is registered, and set the alias. Return the version."""
+    """Register a model as a new version, unless it is registered. Set the alias and the note.
+
+    Returns:
+        The version of the model.
+    """
     from mlflow.exceptions import MlflowException
 
     with suppress(MlflowException):  # the name exists; any other error is raised by the next call

@@ -1,1 +1,5 @@
-"""Code that runs in a worker. It knows jobs, not graphs, and never imports `pipeline`."""
+"""Code that runs in a worker. Start reading at `loop.run_stage`.
+
+A job (`job.py`) describes one stage completely. This package knows jobs, not graphs of stages, and
+never imports `pipeline`.
+"""

@@ -1,7 +1,7 @@
 """Analyses of a trained method on test images: attention maps, and robustness of the accuracy.
 
-Robustness is the accuracy on occluded images, adversarial images, and images of another data
-source.
+The command `analyse` calls this module. Robustness is the accuracy on occluded images, adversarial
+images, and images of another data source.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Maps:
         right: True class of each image.
         answered: Predicted class of each image.
         looks: Title of a map -> attention of the class token to the patches, float array (n, h, w).
-            A value of 1 is the value of uniform attention (see `ClassAttention`).
+            The values are relative to uniform attention, which is 1 (see `ClassAttention`).
         selected: Weight with which top-down feedback selects each patch, (n, h, w) in [0, 1]. None
             for methods without feedback.
     """
@@ -182,7 +182,7 @@ def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
 def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
     """Return the logits of the classes of `task`.
 
-    A method that infers the task computes them as if it had inferred `task`.
+    A method that infers the task (`InfersTask`) computes them as if it had inferred `task`.
     """
     if isinstance(method, InfersTask):
         for choice, tasks in enumerate(method.candidates().values()):
@@ -236,8 +236,10 @@ def measure_shifted_accuracy(
 ) -> list[Row]:
     """Measure the accuracy on test images of the same classes from other data sources.
 
-    The method chooses only among the classes that both sources have. For comparison, another row
-    per source gives the accuracy on the images of `task` with these classes.
+    The method chooses only among the classes that both sources have. There are two rows for each
+    other source: first, for comparison, the accuracy on the images of `task` with these classes;
+    then the accuracy on the images of the other source. The entry `card` names the other source,
+    and `images` the source of the images.
 
     Args:
         method: The method.
@@ -266,7 +268,7 @@ def measure_shifted_accuracy(
 
 
 def covers(task: Task, other: Task) -> bool:
-    """Return whether `task` has all classes of `other`."""
+    """Return whether `task` has all classes of `other`, by name."""
     return set(other.classes) <= set(task.classes)
 
 
@@ -287,7 +289,7 @@ def occluded(images: Tensor, share: float) -> Tensor:
 def slope(method: Method, images: Tensor, targets: Tensor, task: str) -> Tensor | None:
     """Return the sign of the gradient of the cross-entropy with respect to the images.
 
-    Return None if the logits do not require a gradient.
+    The result has the shape of the images. Return None if the logits do not require a gradient.
 
     Args:
         method: The method.

@@ -1,7 +1,8 @@
 """Record a run in MLflow during the run, in a separate thread.
 
-Only the driver writes. No error of MLflow stops a run. While MLflow does not answer, the data wait
-in a queue. Any other error becomes one sentence in `Recorder.warnings`.
+Only the driver writes. No error of MLflow stops a run. While MLflow does not answer, the actions
+that write the record wait in a queue (`Outbox`). Any other error drops one action and becomes one
+sentence in `Recorder.warnings`.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ WriteBundle = Callable[[str, str], None]  # writes a bundle: (label of a method,
 class Recorder:
     """Records one run: call `start`, `stage` for each finished stage, then `finish`.
 
-    Only `finish` waits. `start` also records stages finished before, so a run without
-    missing stages has a complete record.
+    A recorder is also a `Watcher` of a run, and then calls `stage` itself. Only `finish` waits for
+    MLflow. `start` also records the stages that finished earlier, so a run without missing stages
+    has a complete record. Without tracking (`settings.enabled`), all methods do nothing.
 
     Args:
         settings: Settings of tracking.
         storage: Folder or URI of the storage.
         log: Function that prints a message if MLflow stops answering, and when it answers again.
-        remedy: Command that writes the record again, for messages.
+        remedy: Command that writes the record again, for messages; "": `report CONFIG`.
         identity: Tags and parameters of the runs in MLflow. None: those of a plain run.
     """
 
@@ -86,12 +88,13 @@ class Recorder:
         return self.outbox.warnings
 
     def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
-        """Find or create the runs of this graph, and record the finished stages.
+        """Find or create the runs of this graph in MLflow, and record the finished stages.
 
         Args:
             record: The run record.
-            graph_svg: Picture of the graph.
-            watch: Whether the run is executed now, so that this machine can be sampled.
+            graph_svg: Picture of the graph as SVG; "": none.
+            watch: Whether the run is executed now. Then `tracking.system_metrics` samples this
+                machine.
         """
         if self.settings.enabled:
             self._start(record, graph_svg, watch)
@@ -106,7 +109,13 @@ class Recorder:
                 self._put(partial(self.writer.stage, stage["id"]))
 
     def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
-        """Record a stage that has just finished. An incomplete manifest is read from the store."""
+        """Record a stage that has just finished.
+
+        Args:
+            stage: The stage.
+            manifest: Manifest of the result. If it is missing or has no `attempt`, the manifest is
+                read from the store.
+        """
         if self.writer.record and stage.step != "report":
             self._stage(stage, manifest)
 
@@ -118,19 +127,19 @@ class Recorder:
         self._put(partial(self.writer.stage, stage.id))
 
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
-        """Add the measurements of `analyse`.
+        """Add the measurements of the command `analyse`.
 
         Args:
-            files: Files for the run of the graph, in the folder `analysis/`.
-            points: Points for the runs of the methods, by label.
+            files: Name -> content of files for the run of the graph, in the folder `analysis/`.
+            points: Label of a method -> points for the run of the method.
         """
         if self.writer.record:
             self._put(partial(self.writer.record_analysis, files, points))
 
     def models(self, graph: Graph, write_bundle: WriteBundle) -> None:
-        """Log each method of a finished run as a model that serves all tasks.
+        """Log each method of a finished run as a model that serves all tasks (`tracking.models`).
 
-        The model is registered as RUN, or as RUN-LABEL if there are several methods.
+        The model is registered with the name RUN, or RUN-LABEL if there are several methods.
 
         Args:
             graph: Graph of the run.
@@ -144,7 +153,7 @@ class Recorder:
             self._put(partial(self._log_model, writer, graph.name, label, write_bundle))
 
     def make_writer(self, run_name: str) -> RunWriter:
-        """Return the writer of the run with this name."""
+        """Return the writer of the run with this name. A run with replicas has several writers."""
         return self.writer
 
     def _log_model(
@@ -168,8 +177,8 @@ class Recorder:
         If the server does not answer, the wait is at most `tracking.patience_s` seconds.
 
         Args:
-            files: Files of the report.
-            status: FINISHED, FAILED or KILLED.
+            files: Name -> content of the files of the report.
+            status: MLflow's status of the runs: FINISHED, FAILED or KILLED.
         """
         if self.writer.record:
             self._finish(files, status)
@@ -212,7 +221,7 @@ class Recorder:
             self.stage(walk.graph[event.stage], event.body)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        """Do nothing, because only results are recorded."""
+        """Do nothing: only results are recorded, not decisions."""
 
     def progress(self, event: Event) -> None:
         """Record a sample of a worker's machine. Other events are ignored."""
@@ -231,7 +240,12 @@ class Recorder:
         return [] if location is None else [location.run, *location.methods]
 
     def links(self, base: str = "") -> list[str]:
-        """Return lines with the location of the record; `base` is the URL of `mlflow server`."""
+        """Return lines with the location of the record, to print for the user.
+
+        Args:
+            base: URL of the pages of MLflow's server; "": derived from the tracking URI. Without a
+                server, a line has the command that starts one.
+        """
         location = self.writer.location
         if location is None:
             return []
@@ -286,9 +300,10 @@ def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
 
     Args:
         outbox: The outbox.
-        patience_s: Maximal wait in seconds for a server that does not answer. It is reduced to
-            STOPPED_PATIENCE_S if this process was interrupted, because it must end soon.
-        content: Description of the content.
+        patience_s: Maximum wait in seconds for a server that does not answer. It is reduced to
+            STOPPED_PATIENCE_S if this process was interrupted or preempted, because it must end
+            soon.
+        content: Description of the content, for the warning.
         remedy: Command that writes the content again, for the warning.
     """
     if isinstance(sys.exception(), (preemption.Preempted, KeyboardInterrupt)):

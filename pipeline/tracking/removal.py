@@ -1,6 +1,9 @@
 """Delete the files, logged models and model versions of earlier states of a run in MLflow.
 
-Metrics, parameters and tags are kept, because they contain neither images nor trained weights.
+An earlier state is a record that was written before the config or the images of the run were
+changed, for example before a class was removed. `find_earlier_files` finds its files, and
+`EarlierFiles.delete` deletes them. Metrics, parameters and tags are kept, because they contain
+neither images nor trained weights.
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ class EarlierFiles:
     models: list[LoggedModel]
 
     def delete(self) -> list[str]:
-        """Delete the files and the models. Return a sentence for each one that was not deleted."""
+        """Delete the files and the models.
+
+        Returns:
+            A sentence for each run and model whose files were not deleted.
+        """
         left: list[str] = []
         client = self.adapter.client
         for model in self.models:
@@ -70,7 +77,8 @@ def find_earlier_files(settings: TrackingSettings, storage: str, record: RunReco
     Args:
         settings: Tracking settings of the run.
         storage: Folder or URI of the storage.
-        record: Current record of the run.
+        record: Current record of the run. Runs in MLflow with the same name and another `run_key`
+            belong to earlier states.
     """
     adapter = MlflowClientAdapter(storage, settings)
     runs = [

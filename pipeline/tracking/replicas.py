@@ -1,7 +1,7 @@
 """Record a run with several seeds or class orders in MLflow.
 
-The parent run has the report and the means. Each replica is a child run, with the same record as if
-the replica was run separately.
+A replica is the run for one seed and class order. The parent run has the report and the means. Each
+replica is a child run, with the same record as if the replica was run separately.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ if TYPE_CHECKING:
 
 
 class ReplicatedRecorder(Recorder):
-    """Records a run with replicas in one thread. `records` are the records of the replicas.
+    """Records a run with replicas. One thread (`outbox`) writes the records of all replicas.
 
     The parent run has the config, the report, and mean and deviation of each method. A replica has
     the same record as if it was run separately, so a later separate run finds this record.
+
+    Args:
+        settings: See `Recorder`.
+        storage: See `Recorder`.
+        records: Replica -> run record of the replica.
+        log: See `Recorder`.
+        remedy: See `Recorder`.
     """
 
     def __init__(
@@ -117,7 +124,7 @@ class ReplicatedRecorder(Recorder):
         self._open(name).finish({}, status)
 
     def _summarise(self) -> None:
-        """Log mean and deviation over the replicas to the parent run."""
+        """Log mean and standard deviation over the replicas to the parent run."""
         from pipeline.report.replicas import compare_replicas  # imports torch and matplotlib
         from pipeline.results.tables import RunTables
 

@@ -1,7 +1,8 @@
 """Write one graph to MLflow: a run for the graph, child runs for methods, then for their tasks.
 
-A run is found again by its tags. Therefore a repeated or resumed command writes to the same runs
-and adds nothing twice. Every method of the writer can be called again after an error.
+In this module, a run is a run in MLflow, and a graph is one run of the pipeline, described by its
+`RunRecord`. A run is found again by its tags. Therefore a repeated or resumed command writes to the
+same runs and adds nothing twice. Every method of `RunWriter` can be called again after an error.
 """
 
 from __future__ import annotations
@@ -84,14 +85,16 @@ class RunIdentity:
     """Tags and parameters to find or create the runs of a graph.
 
     Attributes:
-        kind: `run` or `trial`. Methods and tasks of a trial have the kinds `trial-method` and
-            `trial-task`, so that a query for methods returns no trials of a search.
-        key: Key to find the graph's run. "": the result of `run_key`.
+        kind: Kind of the graph's run, the tag `accrete.kind`: `run` or `trial`. Below a `run`,
+            methods and tasks have the kinds `method` and `task`; below a `trial`, `trial-method`
+            and `trial-task`, so that a query for methods returns no trials of a search.
+        key: Value of the tag `accrete.run`, by which the runs of the graph are found again. "": the
+            result of `run_key`.
         parent: Id of the parent run; "": none.
         tags: Further tags of all runs.
         params: Parameters of the graph's run. None: the result of `main_params`.
-        note: Description of the graph's run. "": the result of `format_run_note`.
-        data: Data of the evaluations, `test` or `validation`.
+        note: Description of the graph's run (Markdown). "": the result of `format_run_note`.
+        data: Images of the evaluations, `test` or `validation`.
         pictures: Whether pictures, tables, task states and report files are uploaded.
     """
 
@@ -106,13 +109,26 @@ class RunIdentity:
 
 
 def run_key(record: RunRecord) -> str:
-    """Return the identity of a run: its name and a digest of the keys of all stages."""
+    """Return the identity of a run of the pipeline: its name and a digest of all stage keys.
+
+    If the config or the data change so that a stage gets another key, the graph gets new runs in
+    MLflow.
+    """
     keys = "\n".join(sorted(stage["key"] for stage in record["stages"]))
     return f"{record['name']}-{hashlib.sha256(keys.encode()).hexdigest()[:16]}"
 
 
 class RunWriter:
-    """Writes the runs of one graph in MLflow. Call `forget` after a method raised an error."""
+    """Writes the runs of one graph in MLflow.
+
+    Call `begin`, then `stage` for each finished stage, then `finish`. Call `forget` after a method
+    raised an error, because the cached data may differ from the data of the server.
+
+    Args:
+        settings: Settings of tracking.
+        storage: Folder or URI of the storage.
+        identity: Tags and parameters of the runs.
+    """
 
     def __init__(self, settings: TrackingSettings, storage: str, identity: RunIdentity):
         self.settings = settings
@@ -130,18 +146,18 @@ class RunWriter:
         self.forget()
 
     def begin(self, record: RunRecord, graph_svg: str = "") -> None:
-        """Set the graph to write.
+        """Set the graph to write. This does not call MLflow.
 
         Args:
             record: The run record.
-            graph_svg: Picture of the graph.
+            graph_svg: Picture of the graph as SVG; "": none.
         """
         self.record = record
         self.graph_svg = graph_svg
         self.stages = {stage["id"]: stage for stage in record["stages"]}
 
     def forget(self) -> None:
-        """Forget all cached data from MLflow."""
+        """Forget all cached data from MLflow. The next call of `ready` finds the runs again."""
         self.client: MlflowClientAdapter | None = None
         # (label, task) -> run; ("", "") is the run of the graph, (label, "") the run of a method
         self.runs: dict[tuple[str, str], Run] = {}
@@ -151,7 +167,7 @@ class RunWriter:
 
     @property
     def parent(self) -> Run:
-        """The run of the graph."""
+        """The run of the graph. KeyError before the first `ready`, and after `forget`."""
         return self.runs["", ""]
 
     @property
@@ -314,11 +330,14 @@ class RunWriter:
         points: Iterable[Point],
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Log the points of a stage. The last call also sets the tag of a completed stage."""
+        """Log the points of a stage, and mark the stage as recorded.
+
+        The last call to MLflow sets the tag of the stage to its key, see `make_key_tag`.
+        """
         self.ready().log_points(run, points, {**(tags or {}), make_key_tag(stage): stage["key"]})
 
     def _input(self, stage_id: str, context: str) -> InputData:
-        """Return MLflow's entry for the data of an ingest stage."""
+        """Return the entry for the data of an ingest stage, with the purpose `context`."""
         stage = self.stages[stage_id]
         artifact = self._artifact(stage)
         content = stage["key"]
@@ -397,7 +416,10 @@ class RunWriter:
         return mask_points(views[-1] if views else None)
 
     def _mask_views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
-        """Return the masks of the finished tasks up to `task`, from the cache or from the store."""
+        """Return the masks of the finished tasks up to `task`, from the cache or from the store.
+
+        An entry is None if the task has neither masks nor learned tokens.
+        """
         from pipeline.results.masks import load_mask_view  # imports torch
 
         tasks = tables.tasks(label)
@@ -405,6 +427,7 @@ class RunWriter:
         for name in tasks[: tasks.index(task) + 1]:
             if tables.state_stage(label, name) is None:
                 continue
+            # The masks of `task` are always loaded: each of its steps can change them.
             if (label, name) not in self.mask_views or name == task:
                 self.mask_views[label, name] = load_mask_view(tables, label, name)
             views.append(self.mask_views[label, name])
@@ -476,11 +499,11 @@ class RunWriter:
     def record_analysis(
         self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]
     ) -> None:
-        """Add the measurements of `analyse`.
+        """Add the measurements of the command `analyse`.
 
         Args:
-            files: Files for the run of the graph, in the folder `analysis/`.
-            points: Points for the runs of the methods, by label.
+            files: Name -> content of files for the run of the graph, in the folder `analysis/`.
+            points: Label of a method -> points for the run of the method.
         """
         client = self.ready()
         client.log_files(self.parent, {f"analysis/{name}": data for name, data in files.items()})
@@ -488,7 +511,15 @@ class RunWriter:
             client.log_points(self._run(label, ""), method_points)
 
     def finish(self, report: Mapping[str, bytes], status: str) -> None:
-        """Upload the files of the report and close the runs."""
+        """Upload the files of the report and close the runs.
+
+        Nothing is done if the same report and status were recorded before, and no evaluation was
+        recorded since.
+
+        Args:
+            report: Name -> content of the files of the report.
+            status: FINISHED, FAILED or KILLED. FINISHED becomes KILLED if an evaluation is missing.
+        """
         client = self.ready()
         parent = self.parent
         if status == "FINISHED" and not self._is_evaluated():
@@ -558,7 +589,7 @@ class RunWriter:
     def _link_pictures(self, names: Mapping[str, Sequence[str]]) -> None:
         """Insert links to pages and pictures at the beginning of the descriptions of runs.
 
-        A description that a user has edited is kept.
+        A description whose end a user has edited is kept.
 
         Args:
             names: Id of a run -> its artifacts. Only pages and pictures are linked.
@@ -609,12 +640,16 @@ def main_params(record: RunRecord) -> dict[str, Any]:
 
 
 def make_key_tag(stage: Mapping[str, Any]) -> str:
-    """Return the name of the tag with the key of a recorded stage."""
+    """Return the name of the tag with the key of a recorded stage.
+
+    The run of a task has at most one stage of each step, so the step identifies the stage. Stages
+    that all methods share have no label, and are identified by their id.
+    """
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
 def make_key_tags(record: RunRecord, label: str) -> dict[str, str]:
-    """Return the keys of the stages of a method as tags.
+    """Return the keys of the stages of a method as tags, for the run of the method.
 
     Ingest stages are left out, because they get a tag when they are recorded.
 

@@ -1,7 +1,8 @@
 """Record a search in MLflow: a run per search, trial, method and task, nested in this order.
 
-The source is the records in the store (`searches/NAME/search.json`, `trials/NNNN.json`,
-`winner.json`). Therefore the record can be written again, and nothing is added twice.
+The record in MLflow is written from the search's files in the storage
+(`searches/NAME/search.json`, `trials/NNNN.json`, `winner.json`), which are also called records.
+Therefore it can be written again (`SearchRecorder.rebuild`), and nothing is added twice.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 # status of an ended trial -> status of the MLflow run
 RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# options of `dump_yaml`
+# options of `dump_yaml` for one line in ASCII, which is equal for equal values
 ONE_LINE_YAML = {
     "default_flow_style": True,
     "width": 10_000,
@@ -77,7 +78,8 @@ def search_identity(search: Mapping[str, Any]) -> str:
 class SearchRecorder:
     """Records one search: call `start`, `trial` for each changed record of a trial, then `finish`.
 
-    Only `finish` waits. Nothing is written if tracking is off, or if `start` was not called.
+    Only `finish` waits for MLflow. Nothing is written if tracking is off, or if `start` was not
+    called.
 
     Args:
         settings: Settings of tracking.
@@ -116,13 +118,13 @@ class SearchRecorder:
         return self.outbox.warnings
 
     def start(self, search: Mapping[str, Any]) -> None:
-        """Find or create the run of this search. `search` is the record of the search."""
+        """Find or create the run of this search. `search` is the content of search.json."""
         if self.settings.enabled:
             self.search = copy.deepcopy(dict(search))
             self.outbox.put(self._open)
 
     def trial(self, trial: Trial) -> None:
-        """Record the current state of a trial. `trial` is the record of the trial."""
+        """Record the current state of a trial, given by its record."""
         if self.search:
             self.outbox.put(partial(self._record_trial, copy.deepcopy(trial)))
 
@@ -134,9 +136,9 @@ class SearchRecorder:
         If the server does not answer, the wait is at most `tracking.patience_s` seconds.
 
         Args:
-            files: Files of the report.
-            winner: Record of the best trial, or None.
-            status: FINISHED, FAILED or KILLED.
+            files: Name -> content of the files of the report.
+            winner: Content of winner.json, or None without a winner.
+            status: MLflow's status of the run: FINISHED, FAILED or KILLED.
         """
         if self.search:
             self.outbox.put(partial(self._finish, dict(files), winner, status))
@@ -144,7 +146,7 @@ class SearchRecorder:
             close(self.outbox, self.settings.patience_s, content, self.remedy)
 
     def links(self, base: str = "") -> list[str]:
-        """Return lines with the location of the record; `base` is the URL of `mlflow server`."""
+        """Return lines with the location of the record; see `Recorder.links`."""
         location = self.location
         if location is None:
             return []
@@ -227,7 +229,10 @@ class SearchRecorder:
         return client, run
 
     def _params(self) -> dict[str, Any]:
-        """Return the parameters: dimensions of the space, each as a line of YAML, and settings."""
+        """Return the parameters of the search's run.
+
+        They are the dimensions of the space, each as a line of YAML, and the settings.
+        """
         params: dict[str, Any] = {}
         for key, dimension in self.search["space"].items():
             text = dump_yaml(dimension, **ONE_LINE_YAML)
@@ -252,7 +257,10 @@ class SearchRecorder:
         }
 
     def _writer(self, trial: Trial) -> RunWriter:
-        """Return the writer of a trial's runs. Without a graph, the record has no stages."""
+        """Return the writer of a trial's runs.
+
+        Until the trial has built its graph, the run record of the writer has no stages.
+        """
         client, run = self._ready()
         number = trial["number"]
         if number not in self.writers:
@@ -264,7 +272,12 @@ class SearchRecorder:
         return writer
 
     def _record(self, graph: RunRecord | None, name: str) -> RunRecord:
-        """Return the run record `graph` with another name. None: a record without stages."""
+        """Return the run record `graph` with another name.
+
+        Args:
+            graph: Run record of a trial. None: the result has the base config and no stages.
+            name: Name in the result.
+        """
         record: RunRecord = {
             "name": name,
             "key_version": KEY_VERSION,
@@ -402,7 +415,7 @@ class SearchRecorder:
 
 
 def _trial_points(trial: Trial) -> list[Point]:
-    """Return points of accuracy and size after each task of a trial, and of the final costs."""
+    """Return points of accuracy and size after each task of a trial, and of the costs at its end."""
     points = []
     for result in trial["results"]:
         tasks = result["position"] + 1
@@ -425,7 +438,7 @@ def _trial_points(trial: Trial) -> list[Point]:
 
 # ---- records and descriptions --------------------------------------------------------------------
 def read_record(path: str) -> dict[str, Any] | None:
-    """Return a record in the store, or None if it is missing or damaged."""
+    """Return the JSON object in a file of the storage, or None if it is missing or damaged."""
     try:
         record = read_json(path)
     except (OSError, ValueError):
@@ -434,7 +447,7 @@ def read_record(path: str) -> dict[str, Any] | None:
 
 
 def list_report_files(folder: str) -> list[str]:
-    """Return the sorted paths of the files directly in a folder."""
+    """Return the sorted paths of the files directly in a folder; [] if it does not exist."""
     system, path = resolve(folder)
     entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
     names = [entry.base_name for entry in entries if entry.type == fs.FileType.File]

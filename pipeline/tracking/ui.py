@@ -46,8 +46,8 @@ COLUMNS = {
     "tags.`scenario`": 80,
     "tags.`seed`": 60,
 }
-# View of the methods of all runs. It is sorted by accuracy, because MLflow nests the methods under
-# their runs if the list is sorted by time.
+# Shared view of MLflow that lists the methods of all runs. It is sorted by accuracy, because MLflow
+# nests the methods under their runs if the list is sorted by time.
 METHODS_VIEW = {
     "searchFilter": "tags.`accrete.kind` = 'method'",
     "orderByKey": "metrics.`average_accuracy`",
@@ -71,15 +71,15 @@ class RecordedRun(NamedTuple):
 
 
 def make_runs_link(base: str, experiment_id: str) -> str:
-    """Return the link to the view of the methods of all runs of an experiment."""
+    """Return the link to the list of the methods of all runs. `share_view` must store the view."""
     return f"{base}/#/experiments/{experiment_id}/runs{TRAINING_PAGES}&viewStateShareKey={VIEW}"
 
 
 def share_view(client: MlflowClient, experiment_id: str) -> None:
     """Store the view that `make_runs_link` opens, as a tag of the experiment.
 
-    MLflow keeps shared views in tags `mlflow.sharedViewState.KEY`. Versions without shared views
-    show all runs.
+    MLflow keeps shared views in tags `mlflow.sharedViewState.KEY`. Versions of MLflow without
+    shared views show all runs instead.
     """
     from pipeline.tracking.mlflow_client import tag_experiment  # imported here for fast start-up
 
@@ -154,8 +154,8 @@ def list_recorded_runs(
     Args:
         client: Client of MLflow.
         experiment_id: Id of the experiment.
-        kind: `run`, or `search` for searches.
-        max_results: Largest number of runs.
+        kind: `run` for runs of the pipeline, or `search` for searches.
+        max_results: Maximum number of runs.
     """
     child_kind = "trial" if kind == "search" else "method"
     newest = ["attributes.start_time DESC"]
@@ -204,7 +204,7 @@ def format_record_line(base: str, experiment_id: str, run_id: str, storage: str)
 
 
 def build_server_command(storage: str, host: str, port: int) -> list[str]:
-    """Return the command of `mlflow server` with one worker.
+    """Return the command of `mlflow server` with one worker process.
 
     The URI of the database is passed by `build_server_environment`, because all users of this
     machine can read the arguments of a process.
@@ -261,8 +261,8 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
 
     Args:
         host: Address that the server listens on.
-        port: Its port.
-        what: Verb phrase for the warning: the possible actions of other machines.
+        port: Port that the server listens on.
+        what: Verb phrase that completes "anyone who reaches HOST:PORT can ...".
     """
     if not is_loopback(host):
         print(
@@ -298,7 +298,9 @@ def find_port(host: str, port: int = 0) -> int:
 def serve_ui(
     storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
 ) -> int:
-    """Print links to the runs. For a database, run `mlflow server` until it is interrupted.
+    """Print links to the runs, and run `mlflow server` until it is interrupted.
+
+    If the tracking store is itself a server, only print links to its pages.
 
     Args:
         storage: Folder or URI of the storage.
@@ -308,8 +310,11 @@ def serve_ui(
         experiment: Name of the experiment.
 
     Returns:
-        The exit code of the server; 0 after Ctrl-C, or for a tracking server, for which only links
-        are printed.
+        The exit code of `mlflow server`; 0 after Ctrl-C, or if only links are printed.
+
+    Raises:
+        UserError: If the tracking store cannot be opened, the port cannot be used, or the server
+            ends before it answers.
     """
     from pipeline.tracking.mlflow_client import explain_refusals, open_store
 

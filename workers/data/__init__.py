@@ -1,1 +1,1 @@
-"""Shards in, batches out."""
+"""Training data: reads shards, decodes and augments images, and returns batches (`feed.Feed`)."""

@@ -31,7 +31,8 @@ def is_available() -> bool:
 def make_device(gpus: float) -> torch.device:
     """Return the device of a process that uses this number of GPUs, or fraction of a GPU.
 
-    0 GPUs select the CPU. A GPU device has an index because some functions of torch require one.
+    0 GPUs select the CPU; any other number selects the current GPU of the process. A GPU device has
+    an index because some functions of torch require one.
     """
     return torch.device(TYPE, functions().current_device()) if gpus else CPU
 
@@ -42,7 +43,7 @@ def make_named_device(name: DeviceName) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is a GPU and not the CPU."""
+    """Return whether a device is the accelerator (any device other than the CPU)."""
     return device.type != CPU.type
 
 

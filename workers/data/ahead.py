@@ -1,4 +1,4 @@
-"""Prefetching: threads make batches before they are needed."""
+"""Prefetching: threads run jobs, for example make batches, before their results are needed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def make_ahead(
 
     Args:
         jobs: The jobs, functions without arguments.
-        stop: Makes running jobs that wait for something return or raise, so that threads can end.
-        num_threads: Number of threads. With 0, each job runs when its result is requested.
+        stop: Function that makes waiting jobs return or raise, so that the threads can end.
+        num_threads: Number of threads. With 0, each job runs when its result is requested, in the
+            thread that requests it.
         num_ahead: Maximum number of jobs that are running or finished before they are requested.
     """
     if not num_threads:
@@ -119,7 +120,7 @@ class _Line(Generic[T]):
             self._changed.notify_all()
 
     def take(self) -> _JobResult[T] | None:
-        """Wait for the next outcome; return None after the last one."""
+        """Wait for the next outcome in the order of the jobs; return None after the last one."""
         with self._changed:
             self._changed.wait_for(self._can_take)
             outcome = self._outcomes.pop(self._num_taken, None)
@@ -132,7 +133,10 @@ class _Line(Generic[T]):
         return self._num_taken in self._outcomes or has_finished
 
     def close(self) -> None:
-        """Stop starting jobs, and call `stop` for the running jobs."""
+        """Start no more jobs, and call `stop` for the running jobs.
+
+        `stop` is called while no thread advances the iterator `jobs`.
+        """
         self._end()
         with self._turn:
             self.stop()

@@ -9,14 +9,17 @@ ARENA_BYTES = 64 << 20  # largest memory that an arena keeps for reuse
 
 
 class Arena:
-    """Memory for pixels. `take` allocates a part, `clear` frees all parts. Not thread-safe."""
+    """Memory for pixels. `take` allocates a part, `clear` frees all parts. Not thread-safe.
+
+    Parts that do not fit into the memory are allocated separately, until `clear` enlarges it.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self._num_used = 0
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return an uninitialized array uint8 (num_bytes,). It can be overwritten after `clear`."""
+        """Return an uninitialized array uint8 (num_bytes,), which is valid until `clear`."""
         start = self._num_used
         self._num_used += num_bytes
         if self._num_used > len(self._memory):

@@ -1,5 +1,9 @@
 """Augmentation: turn batches of decoded uint8 images into model inputs, on the device.
 
+A pixel source (`workers/data/sources.py`) decodes images and gives their pixels in the form of
+`Augment.view`. `Augment.plan` draws the random decisions for a batch, and `Augment.__call__`
+applies them.
+
 The order is crop, flip, RandAugment, normalise, erase, mix. Every decision (crop, operation,
 partner) is drawn on the CPU for the whole global batch from (seed, epoch, step), and each rank uses
 the rows of its own samples. Therefore a sample gets the same augmentation for any number of ranks
@@ -62,7 +66,7 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
 
 
 def crop_by_gather(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
-    """Do the same as `crop` with one gather: on a GPU, a loop would launch a kernel per image."""
+    """Do the same as `crop` with one gather. On a GPU, a loop would launch a kernel per image."""
     # a view (b, C, S-side+1, S-side+1, side, side)
     windows = pixels.unfold(2, side, 1).unfold(3, side, 1)
     rows = torch.arange(len(pixels), device=pixels.device)
@@ -100,9 +104,14 @@ def draw_boxes(
 ) -> Boxes:
     """Draw a box inside a square of `side` pixels for each sample of the global batch.
 
-    The box is the first of ATTEMPTS random boxes that fits, or the whole square if none fits. The
-    share of the area that a random box covers is uniform in `area`. The logarithm of height /
-    width is uniform, and height / width is within `ratio`.
+    The box is the first of ATTEMPTS random boxes that fits, or the whole square if none fits.
+
+    Args:
+        draw: Random numbers of the step.
+        tag: Purpose of the boxes; another tag gives other random numbers.
+        side: Side of the square in pixels.
+        area: Range of the share of the square that a random box covers. The share is uniform.
+        ratio: Range of height / width. The logarithm of height / width is uniform.
     """
     u = torch.rand(
         (draw.size, ATTEMPTS, 2), generator=draw.generator(f"{tag}.box", CPU), dtype=torch.float64
@@ -297,8 +306,9 @@ class Augment:
         self.training = training
         self.side = backbone.img_size
         self.interpolation = backbone.interpolation
-        self.size_in = round(backbone.img_size / backbone.crop_pct)
+        self.size_in = round(backbone.img_size / backbone.crop_pct)  # side before the centre crop
         self.view = self._view()
+        # Mean colour, for pixels that RandAugment takes from outside the image.
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
         # One attribute for both tensors: a thread must not see one on the device, one on the CPU.
         self.normalisation = Normalisation.from_statistics(backbone.mean, backbone.std)
@@ -310,7 +320,11 @@ class Augment:
         return self.training and bool(self.data.mixup or self.data.cutmix)
 
     def _view(self) -> View:
-        """Return the form in which the source gives pixels: crops in training, `crop: resized`."""
+        """Return the form in which the source gives pixels.
+
+        In training with `crop: resized` it gives crops of the side of the model's input, otherwise
+        central squares of side `size_in`.
+        """
         if not (self.training and self.data.crop == "resized"):
             return View(self.size_in, interpolation=self.interpolation)
         return View(self.side, self.data.longest_side or LONGEST_SIDE * self.side)
@@ -330,7 +344,10 @@ class Augment:
 
     @property
     def only_crops(self) -> bool:
-        """Whether training pixels are only cropped before they are normalised."""
+        """Whether training pixels are only cropped and flipped before they are normalised.
+
+        A source crops and flips by itself, so in this case it can give normalised float32 pixels.
+        """
         return self.training and self.data.crop == "resized" and not self.data.randaugment
 
     @property
@@ -382,7 +399,10 @@ class Augment:
         return images, targets
 
     def targets(self, labels: Tensor, num_classes: int | None) -> Tensor | None:
-        """Return soft targets (b, K) before mixing, or None if the labels (b,) are sufficient."""
+        """Return soft targets (b, K) before mixing, or None if the labels (b,) are sufficient.
+
+        Labels are sufficient without mixing and smoothing, or without a common output space.
+        """
         is_soft = self.training and (self.needs_partner or self.data.smoothing)
         if not is_soft or num_classes is None:
             return None
@@ -398,7 +418,7 @@ class Augment:
         return images
 
     def _move_normalisation(self, device: torch.device) -> Normalisation:
-        """Return the normalisation on a device. The copy is kept. Several threads call this."""
+        """Return the normalisation on a device, and keep the copy. Several threads call this."""
         normalisation = self.normalisation
         if normalisation.scale.device != device:
             normalisation = Normalisation(
@@ -455,7 +475,7 @@ class Augment:
         return self.needs_partner and num_classes is not None
 
     def _plan_windows(self, rng: StepRng, positions: Tensor) -> Tensor | None:
-        """Return `Plan.windows`. The corners refer to the image with a border of `_padding`."""
+        """Draw `Plan.windows`. The corners refer to the image after `_padding` was added."""
         data = self.data
         if data.crop == "resized" or (data.crop == "none" and not data.flip):
             return None
@@ -478,8 +498,10 @@ class Augment:
     def _plan_erasing(self, draw: StepRng) -> Tensor:
         """Draw random erasing: a box with N(0, 1) noise, as in timm's pixel mode.
 
-        Source: Zhong et al. 2020 (arXiv 1708.04896). The result is `Plan.erased` for the whole
-        global batch, (size, 5). The box of a sample without erasing is empty.
+        Source: Zhong et al. 2020 (arXiv 1708.04896). The box of a sample without erasing is empty.
+
+        Returns:
+            `Plan.erased` for the whole global batch, (size, 5).
         """
         chance = torch.rand(draw.size, generator=draw.generator("erase", CPU))
         boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO)
@@ -508,9 +530,10 @@ class Augment:
         return mix_by_blend(images, plan.partners, plan.mix)
 
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
-        """Draw N(0, 1) noise, the same on all ranks. Each sample uses a window of the noise.
+        """Draw N(0, 1) noise, the same on all ranks: a vector of NOISE_IMAGES * 3 * s * s numbers.
 
-        With separate noise for each sample, each rank would draw the noise of the global batch.
+        Each sample uses a window of it. If each sample had its own noise, each rank would have to
+        draw the noise of the whole global batch.
         """
         size = NOISE_IMAGES * 3 * self.side**2
         return torch.randn(size, generator=draw.generator("erase.noise", device), device=device)
@@ -549,7 +572,8 @@ class Augment:
             is_cutmix = torch.rand(size, generator=draw.generator("mix", CPU)) < 0.5
         else:
             is_cutmix = torch.full((size,), bool(data.cutmix))
-        # Height and width of the box are 2 * half before it is clipped to the image.
+        # `uncut` is the share of the area that the sample keeps. The box has height and width
+        # 2 * half before it is clipped to the image; `area_left` is the share after clipping.
         half = (side * (1 - uncut).sqrt()).long() // 2
         centre = torch.rand((size, 2), generator=draw.generator("cutmix.centre", CPU)) * side
         centre = centre.long()  # (size, 2): y, x

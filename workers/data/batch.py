@@ -27,7 +27,8 @@ class Batch:
         weight: Share of the global batch, b / global batch size. The loop multiplies the loss by
             the weight, and sums gradients over micro-batches and ranks. The weight is 0 for a
             placeholder sample, which a rank gets if a smaller last batch has too few samples.
-        counts: Number of samples of each task in the whole global batch.
+        counts: Number of samples of each task in the whole global batch. Entry i is for the samples
+            with index i in `tasks`.
         replay: Replayed samples for the same step, from a global batch of their own
             (`protocols.ReplaysSamples`). None without a replay memory.
         slots: In a replay batch: positions of the samples in the memory, (b,).
@@ -50,8 +51,8 @@ class Batch:
     def take(self, rows: Tensor, size: int) -> Batch:
         """Return some samples of this micro-batch, as part of a smaller global batch.
 
-        If `rows` is empty, or this micro-batch is a placeholder, the first sample is returned with
-        weight 0.
+        `keys`, `counts` and `replay` of the result are None. If `rows` is empty, or this
+        micro-batch is a placeholder, the first sample is returned with weight 0.
 
         Args:
             rows: Indices of the samples in this micro-batch, (k,), on the CPU.
@@ -74,7 +75,7 @@ class Batch:
         )
 
     def device_tensors(self) -> list[Tensor]:
-        """Return the tensors on the device."""
+        """Return the tensors of this batch that are on the device, without those of `replay`."""
         tensors = [self.images, self.labels, self.tasks, self.draw.positions_on_device]
         tensors += [t for t in (self.targets, self.slots) if t is not None]
         return tensors

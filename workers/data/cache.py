@@ -1,7 +1,7 @@
 """Cache of a node: files with parts of shards and with decoded images.
 
-The files are in one folder with a size limit. Each file is written once, and is shared by the
-processes of the node.
+The files are in one folder (`cluster.cache`) with a size limit (`cluster.cache_gb`). Each file is
+written once, and is shared by the processes of the node.
 
 A disk can silently return other bytes than were written. Therefore data are verified when they are
 read: the records of shards against the index (`workers/data/reader.py`), decoded images against
@@ -36,7 +36,7 @@ Write = Callable[[BinaryIO], None]
 CHECKSUM = np.dtype("<u4")  # type of a CRC-32, which detects disk errors and is faster than sha256
 FILLED = 0.9  # share of the limit that remains used after an eviction; makes evictions rare
 GROWTH = 64 << 20  # bytes reserved at a time for a file of unknown size
-_swept: set[str] = set()  # folders whose files this process has counted
+_swept: set[str] = set()  # folders that this process has listed once; see `Cache`
 
 
 class LocalFile(io.FileIO):
@@ -141,12 +141,12 @@ class Cache:
             os.unlink(self.path(name))
 
     def clear(self) -> int:
-        """Delete all files except files that are being written.
+        """Delete all files except those that are being written.
 
         A process that has a deleted file open can still read it.
 
         Returns:
-            Number of files that are being written.
+            Number of files that are being written, which are kept.
         """
         num_written = 0
         for _, path, _ in list(self._files()):
@@ -180,7 +180,7 @@ class Cache:
         return file
 
     def _grow(self, size: int) -> None:
-        """Count `size` more bytes of a file that is being written."""
+        """Count `size` more bytes for a file of unknown size that is being written."""
         with _lock_file(self.path("room.lock")) as room:
             self._reserve(room, size)
 
@@ -192,7 +192,7 @@ class Cache:
         """
         room.seek(0)
         text = room.read()
-        used = int(text) if text.isdigit() else self.limit
+        used = int(text) if text.isdigit() else self.limit  # an unknown total counts as full
         if self.folder not in _swept or used + size > self.limit:
             used = self._make_room(size)
             _swept.add(self.folder)
@@ -275,9 +275,10 @@ class GrowingFile(io.BufferedRandom):
 
 
 class Blocks:
-    """Rows of bytes in a file of the cache, followed by a checksum of each row.
+    """Rows of bytes in a file of the cache or in memory, followed by a checksum of each row.
 
-    `verify` checks each row once in this process. A damaged row is made again and replaced.
+    A row is, for example, a decoded image. `verify` checks each row once in this process. A damaged
+    row is made again and replaced.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Blocks:
         """Open the rows of a file.
 
         Args:
-            cache: The cache, needed for repairs.
+            cache: The cache of the file. None: the file is in memory, where no row is damaged.
             file: The file.
             start: Byte offset of the first row.
             borders: Start of each row relative to `start`, and end of the last row, (n + 1,).
@@ -332,7 +333,7 @@ class Blocks:
         os.fsync(stream.fileno())
 
     def verify(self, rows: NDArray[np.int64]) -> None:
-        """Check some rows, and repair damaged rows.
+        """Check the rows with these indices, and repair damaged rows.
 
         Raises:
             UserError: If the disk does not store the repaired rows.
@@ -397,7 +398,7 @@ def _lock_file(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
 
 
 def _open_in_use(path: str, size: int | None) -> LocalFile | None:
-    """Open a file, and hold a shared lock on it while it is open, which marks it as in use.
+    """Open a file with a shared lock, which marks it as in use until it is closed.
 
     Args:
         path: Path of the file.
@@ -420,7 +421,7 @@ def _open_in_use(path: str, size: int | None) -> LocalFile | None:
 
 
 def _delete_unused(path: str) -> bool:
-    """Delete a file unless a process uses it; return whether it was deleted."""
+    """Delete a file unless a process has it in use; return whether it was deleted."""
     with (
         suppress(FileNotFoundError, BlockingIOError),
         open(path, "r+b") as file,

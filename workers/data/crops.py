@@ -35,8 +35,8 @@ class View:
 
     Attributes:
         side: Side of the sample's square in pixels.
-        longest_side: Limit in pixels of the longest side of the image that crops are cut from.
-            None: a sample is the central square of the image.
+        longest_side: Limit in pixels of the longest side of the image that random crops are cut
+            from; larger images are reduced. None: a sample is the central square of the image.
         interpolation: Interpolation that resizes the central square. Crops are always bilinear.
     """
 
@@ -95,14 +95,19 @@ class CropDraws:
         return cls(sides.numpy(), corners.numpy(), flips.numpy())
 
     def store(self, requests: NDArray[Any], indices: Ints) -> None:
-        """Write the numbers of some samples into requests to loaders, see `shared_blocks`."""
+        """Write the numbers of some samples into requests to loader processes.
+
+        Args:
+            requests: Rows of a structured array, see `shared_blocks`.
+            indices: Indices of the samples among the k samples.
+        """
         requests["sides"] = self.sides[indices]
         requests["corner"] = self.corners[indices]
         requests["flip"] = self.flips[indices]
 
     @classmethod
     def load(cls, requests: NDArray[Any]) -> CropDraws:
-        """Read the numbers from requests."""
+        """Read the numbers from requests, which `store` has filled."""
         return cls(requests["sides"], requests["corner"], requests["flip"])
 
     # Flat lists: reading an item is faster than from an array, and the garbage collector does not
@@ -164,7 +169,7 @@ def make_central_box(height: int, width: int) -> Box:
 
 
 def scale_box(box: Box, picture: Picture) -> Box:
-    """Convert a box of the original image to pixels of a picture, which can be smaller."""
+    """Convert a box of the original image to pixels of its picture, which can be smaller."""
     height, width, _ = picture.pixels.shape
     if (height, width) == (picture.height, picture.width):
         return box

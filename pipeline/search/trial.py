@@ -1,8 +1,9 @@
 """Run one trial of a search: a graph of stages, evaluated on validation images after each task.
 
-Start reading at `run_trial`, which Ray Tune calls in a process per trial. The results of stages are
-in the shared store. The record of a trial is the file `searches/NAME/trials/NNNN.json`, so a search
-can be resumed after the process of the trial has ended.
+Start reading at `run_trial`, which `tune.trainable` calls in a process of Ray Tune. The results of
+stages are in the shared store. The record of a trial is the file
+`searches/NAME/trials/NNNN.json`, so a search can be resumed after the process of the trial has
+ended.
 """
 
 from __future__ import annotations

@@ -491,8 +491,8 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Start the deadline of the next head.
 
-        It is earlier if the client has not read the whole answer yet: then the client has
-        `Bounds.answer_s` seconds for both.
+        If the client has not read the whole answer yet, it has only `Bounds.answer_s` seconds to
+        read the rest and to send the next head.
         """
         bounds = self.front.bounds
         unread = self.transport.get_write_buffer_size() > 0

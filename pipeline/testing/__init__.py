@@ -1,7 +1,8 @@
 """Test a method: check on tiny tasks, in this process, that it keeps its promises.
 
-A promise is a property that the class of a method declares, for example that earlier tasks are not
-forgotten. `Lab` runs the stages, `PROMISES` has the checks. The example tests a method `square`:
+A promise is a property that a method must have, for example that it does not forget earlier tasks.
+The attributes of the method's class determine which promises apply. `Lab` runs the stages, and
+`PROMISES` has the checks. The example tests a method `square`:
 
     import pytest
     from pipeline.testing import PROMISES, Lab, list_cases

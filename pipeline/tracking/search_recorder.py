@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 # status of an ended trial -> status of the MLflow run
 RUN_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# options of `dump_yaml` for one line in ASCII, which is equal for equal values
+# options of `dump_yaml` for one line of ASCII characters
 ONE_LINE_YAML = {
     "default_flow_style": True,
     "width": 10_000,
@@ -415,7 +415,7 @@ class SearchRecorder:
 
 
 def _trial_points(trial: Trial) -> list[Point]:
-    """Return points of accuracy and size after each task of a trial, and of the costs at its end."""
+    """Return the points of a trial: accuracy and size after each task; its costs if it has ended."""
     points = []
     for result in trial["results"]:
         tasks = result["position"] + 1

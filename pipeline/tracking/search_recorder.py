@@ -415,7 +415,7 @@ class SearchRecorder:
 
 
 def _trial_points(trial: Trial) -> list[Point]:
-    """Return the points of a trial: accuracy and bytes after each task, and its costs at the end."""
+    """Return the points of a trial: accuracy and bytes after each task, and its final costs."""
     points = []
     for result in trial["results"]:
         tasks = result["position"] + 1

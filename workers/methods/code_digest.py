@@ -1,5 +1,9 @@
 """A digest of the code of a class defined outside of this project.
 
+The digest of a method that a user registered is part of the keys of its stages
+(`registration.get_code_digest`), so that changed code does not reuse old results. The entry point
+is `code_digest`.
+
 It covers the class, its bases, and the functions, classes and values that its functions refer to.
 Code is included if it belongs to the package of the class, or to a module that is not part of this
 project, not in the standard library, and not an installed package. Other definitions are included
@@ -24,7 +28,7 @@ from typing import Any
 
 PROJECT = ("pipeline", "workers")
 PACKAGE_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-NOT_CODE = ("_abc_impl",)  # entries of a class namespace that are not code
+NOT_CODE = ("_abc_impl",)  # entries of a class namespace that are not code: caches of `abc`
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # a memory address in the repr of an object
 
@@ -53,8 +57,8 @@ class _CodeDigest:
     def __init__(self, package: str) -> None:
         self.package = package
         self.hash = hashlib.sha256()
-        self.definitions: set[Any] = set()  # classes and functions so far
-        self.containers: list[Any] = []  # containers around the current value
+        self.definitions: set[Any] = set()  # classes and functions that are hashed already
+        self.containers: list[Any] = []  # containers that enclose the current value
 
     def text(self) -> str:
         """Return the digest of all values so far."""
@@ -200,7 +204,8 @@ def _list_used_names(code: CodeType, instructions: tuple[str, ...] = ()) -> list
 
     Args:
         code: The code.
-        instructions: Only names that these bytecode instructions read. Empty: all names.
+        instructions: Bytecode instructions; only names that they read are returned. Empty: all
+            names.
     """
     names = set(code.co_names)
     if instructions:

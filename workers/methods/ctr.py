@@ -1,4 +1,4 @@
-"""CTR's task-specific module: adapters that all tasks share, with HAT's masks on their units.
+"""CTR's task-specific module (TSM): adapters that all tasks share, with HAT's masks on their units.
 
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021. HAT: see `hat`.
@@ -91,7 +91,8 @@ def masked_bottleneck(
 ) -> Tensor:
     """Return x + z2 with z1 = relu(fc1 x), z2 = relu(fc2 z1); x: (B, N, d).
 
-    The weights are masked already: m relu(v) = relu(m v) for m >= 0.
+    The weights and biases are multiplied by the masks already. This equals masking the outputs,
+    because m relu(v) = relu(m v) for m >= 0.
     """
     z1 = F.linear(x, down, down_bias).relu_()
     z2 = F.linear(z1, up, up_bias).relu_()
@@ -102,17 +103,17 @@ S = TypeVar("S", bound=CtrSettings, default=Any)
 
 
 class CtrTsm(Method[S]):
-    """A chain: x + z2 with z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1).
+    """A chain: the tasks train the same adapters in turn, each with its own masks m1 and m2.
 
-    Such an adapter follows attention and FFN in every block of a frozen ViT. The linear layers are
-    shared, and every task trains them further. m = sigmoid(s e) per task as in HAT, stored as 1[e >
-    0]. Entries that earlier tasks use are locked: rows of fc1 and its bias by m1, entries of fc2 by
-    the smaller of m2 (out) and m1 (in), the bias of fc2 by m2. Stored per task: (A + d) 2 L bits
-    and a head.
+    An adapter computes x + z2 with z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1). It follows
+    attention and FFN in each of the L blocks of a frozen ViT. fc1 maps the width d to A hidden
+    units, and fc2 maps them back. Each task has m = sigmoid(s e) as in HAT, stored as 1[e > 0].
+    Entries that earlier tasks use are locked: rows of fc1 and its bias by m1, entries of fc2 by the
+    smaller of m2 (out) and m1 (in), the bias of fc2 by m2. Stored per task: (A + d) 2 L bits and a
+    head. A base task is served by the plain backbone.
 
-    Differences from the released code: all layer norms are frozen, masks are hard when served and
-    locked, and locked entries are restored after each step, so that nothing is forgotten. A base
-    task is served by the plain backbone.
+    Differences from the released code: all layer norms are frozen; masks are 0 or 1 in serving and
+    in locks; locked entries are restored after each step, so that nothing is forgotten.
     """
 
     name = "ctr_tsm"
@@ -145,8 +146,8 @@ class CtrTsm(Method[S]):
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, self.form)
-        # The up-projection starts as PyTorch's Linear does. Not at zero: there relu has no
-        # gradient.
+        # The up-projection has the standard deviation of PyTorch's Linear. It must not start at
+        # zero, where relu has no gradient.
         self.adapters = Bottlenecks(
             len(self.sites),
             self.sites.width,
@@ -155,7 +156,7 @@ class CtrTsm(Method[S]):
         )
         # The modules that the chain carries from task to task.
         self.shared = nn.ModuleDict({"adapters": self.adapters})
-        # (S, A + d), the units that earlier tasks use.
+        # (S, A + d): True for units that earlier tasks use, at the S = 2 L sites of adapters.
         self.used = torch.zeros(
             len(self.sites), settings.width + self.sites.width, dtype=torch.bool
         )

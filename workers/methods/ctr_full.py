@@ -1,4 +1,4 @@
-"""The full CTR: a knowledge-sharing module in front of the task-specific module of `ctr`.
+"""The full CTR: a knowledge-sharing module in front of the task-specific module (TSM) of `ctr`.
 
 The knowledge-sharing module combines capsules of all tasks so far; gates select the capsules of
 similar tasks.
@@ -36,7 +36,7 @@ from workers.storage.taskstate import TaskState
 KERNELS = (3, 4, 5)
 # J, transfer capsules per task.
 TRANSFER = 3
-# Tensors with an axis of tasks.
+# Names of the tensors in `Capsules` with an axis of tasks.
 PER_TASK = ("p", "p_bias", "transfer")
 
 
@@ -121,10 +121,10 @@ def knowledge(
 ) -> Tensor:
     """Return h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j, (B, N, d).
 
-    v is the knowledge of the tasks so far about x, u_c the transfer capsules of task c, a_c its
-    similarity to the current task t, and delta_c (0 or 1) its gate. a_c and the score of the gate
-    are linear functions of the route of task c: relu(keys of task c + query of task t) for each
-    kernel size.
+    v is the knowledge of the tasks so far about x. u_c,j is transfer capsule j of task c (see
+    `capsules`), a_c its similarity to the current task t, and delta_c its gate, 0 or 1. a_c and the
+    score of the gate are linear functions of the route of task c: relu(keys of task c + query of
+    task t) for each kernel size.
 
     Args:
         x: Tokens (B, N, d).
@@ -245,13 +245,14 @@ class Capsules(nn.Module):
 class CtrFull(CtrTsm[CtrFullSettings]):
     """CTR's TSM after a knowledge-sharing module: the bottleneck gets x + spread(v) instead of x.
 
-    v is a sum over the capsules of the tasks so far that a gate selects. The chain carries capsules
-    and routing weights together with the adapters. All tasks train them, and only the adapters are
-    protected, so later tasks can change the outputs on earlier tasks.
+    v is a sum over capsules of the tasks so far; a gate for each task includes or excludes its
+    capsules (`knowledge`). The chain carries capsules and routing weights together with the
+    adapters. All tasks train them, and only the adapters are protected, so later tasks can change
+    the outputs on earlier tasks.
 
     Differences from the released code:
-    - The axes of tasks and of channels in a capsule are not mixed up, and squash runs over a
-      capsule instead of over tasks.
+    - The code mixes up the axes of tasks and of channels in a capsule. Here squash runs over a
+      capsule, in the code over tasks.
     - Gates draw noise only in training. The sparsity penalty of `ctr_tsm` is that of the current
       task.
     - A gate has one logit, the difference of the pair in the code; its distribution is the same.
@@ -295,7 +296,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
             settings.filters,
         )
         self.shared["capsules"] = self.capsules
-        # index of the capsules of each task
+        # task -> index of its capsules, the number of tasks before it
         self.positions: dict[str, int] = {}
 
     def begin(self, context: StepContext) -> list[ParamGroup]:

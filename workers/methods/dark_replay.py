@@ -23,7 +23,8 @@ from workers.methods.bases.reservoir import Reservoir, ReservoirSettings, list_s
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
 
-LOGITS = "replay/logits"  # in the carried state: (M, classes), a row for each slot of the memory
+# Tensor in the carried state, (M, classes): a row for each of the M exemplars, as in `list_slots`.
+LOGITS = "replay/logits"
 
 
 class DarkReplaySettings(ReservoirSettings):
@@ -40,12 +41,13 @@ class DarkReplaySettings(ReservoirSettings):
 class DarkReplay(Reservoir[DarkReplaySettings]):
     """L = CE(z(x), y) + alpha mean (z(x') - h')^2 + beta CE(z(x''), y'').
 
-    x' and x'' are independent draws of `replay_batch` exemplars, h' the stored logits. The squared
-    distance is a mean over exemplars and over the outputs that h' has: outputs of later heads are
-    not compared. In scenario `task` both terms use the outputs of an exemplar's task.
+    z are the logits. x' and x'' are independent draws of `replay_batch` exemplars, h' the stored
+    logits of x'. The squared distance is a mean over exemplars and over the outputs that h' has:
+    outputs of later heads are not compared. In scenario `task` both terms use only the outputs of
+    an exemplar's task.
 
-    `herd` stores the logits of new exemplars, under the evaluation transform. The logits of older
-    exemplars stay unchanged.
+    The step `herd` stores the logits of new exemplars, under the evaluation transform. The stored
+    logits of older exemplars stay unchanged.
 
     Differences from the paper: the stored logits are those at the end of a task. In the paper they
     are the outputs for an augmented view, in the training step in which the image enters the
@@ -59,7 +61,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
     Settings = DarkReplaySettings
     per_task = Reservoir.per_task | {"alpha", "beta"}
-    training_only = (*Reservoir.training_only, LOGITS)  # they are outputs on private images
+    training_only = (*Reservoir.training_only, LOGITS)  # not in bundles: outputs on private images
     penalty_terms: ClassVar[Mapping[str, str]] = {"mse": "alpha", "replay": "beta"}
 
     def __init__(self, backbone: nn.Module, settings: DarkReplaySettings, seed: int):
@@ -67,15 +69,18 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
         # Stored logits (M, classes). `begin` takes them from the carried state; they are constant
         # while a step trains.
         self.stored = torch.zeros(0, 0)
-        self.taught = self.stored  # `stored`, with a column for each class so far
-        self.known = torch.zeros(0, 0, dtype=torch.bool)  # True for outputs to compare
+        self.taught = self.stored  # `stored`, padded to a column for each class so far
+        self.known = torch.zeros(0, 0, dtype=torch.bool)  # like `taught`: True for outputs of h'
 
     def replay_draws(self) -> tuple[int, ...]:
         weights = (self.settings.alpha, self.settings.beta)
         return tuple(self.settings.replay_batch for weight in weights if weight)
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """In `herd`, return the task's exemplars, to compute their logits."""
+        """Return the exemplars as `Reservoir` does; in `herd`, those of the task itself.
+
+        `remember` computes the logits of the latter.
+        """
         if context.step != "herd":
             return super().memory(context)
         keys = list_task_keys(self.next_memory(context)).get(context.task.name, [])
@@ -106,12 +111,14 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
             logits = logits.masked_fill(~known, -torch.inf)
         ce = F.cross_entropy(logits, self.global_labels(replay), reduction="none")
         alpha, beta = self.settings.alpha, self.settings.beta
+        # If a weight is 0, its term is left out and the replay batch is a single draw.
         if not beta:
             return alpha * mse.mean(), {"mse": mse.mean().detach()}
         if not alpha:
             return beta * ce.mean(), {"replay": ce.mean().detach()}
-        # x' and x'' are the halves of the global batch. A mean over a half is twice the mean over
-        # the batch with the other half as zeros, whichever samples this rank has.
+        # x' and x'' are the first and the second half of the global replay batch. A mean over one
+        # half is twice the mean over the batch with zeros in the other half. This also holds for
+        # the part of the batch that a rank has.
         is_first = replay.draw.positions_on_device < replay.draw.size // 2
         mse = 2 * torch.where(is_first, mse, 0.0).mean()
         ce = 2 * torch.where(is_first, 0.0, ce).mean()

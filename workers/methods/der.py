@@ -50,7 +50,7 @@ class DerSettings(RehearsalSettings):
     )
 
 
-# Step -> the settings that it uses. The other settings of this table are not part of its key.
+# Step -> the settings of this table that it uses. The others are not part of the step's key.
 SETTINGS_OF_STEP = {
     "train": {"auxiliary", "restart"},
     "finetune": {"temperature"},
@@ -62,18 +62,24 @@ S = TypeVar("S", bound=DerSettings, default=Any)
 
 
 class Der(Rehearsal[S]):
-    """u = [F_0(x), ..., F_t(x)], logits W u without bias, over (t + 1) D features.
+    """Each task s adds an extractor F_s; the logits are W u, with u = [F_0(x), ..., F_t(x)].
 
-    `train`: F_t starts as F_{t-1}, W is new, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)), y'),
-    where y' has one class for all old classes; the head aux: D -> K_t + 1 is discarded afterwards.
-    For the first task of the stream (the base task, if there is one) L is CE only. `finetune`, at
-    all later tasks: all extractors are frozen, and a new W learns CE(W u / temperature) on a
-    balanced subset: the same number of images of each class, from the task's images and the
-    exemplars, chosen by a hash of the seed and the key of each image. `herd` selects exemplars by
-    u. The prediction is the largest entry of W u.
+    An extractor has D features, so u has (t + 1) D. W has no bias. The steps of task t:
+
+    - `train`: F_t starts as F_{t-1}, W is new, and L = CE(W u, y) + auxiliary * CE(aux(F_t(x)),
+      y'). In y' all old classes are one class. The head aux: D -> K_t + 1, for the K_t new
+      classes, is discarded afterwards. Without earlier tasks L is CE only.
+    - `finetune`, unless t is the first task of the stream: all extractors are frozen, and a new W
+      learns CE(W u / temperature) on a balanced subset. It has the same number of images of each
+      class, from the task's images and the exemplars, chosen by a hash of the seed and the key of
+      each image.
+    - `herd` selects exemplars by u.
+
+    The prediction is the largest entry of W u.
 
     Stored per task: its extractor, which never changes again, and its rows of W at that time. The
-    chain carries W and the memory. Frozen extractors are in evaluation mode and have no graph.
+    chain carries W and the memory. Frozen extractors are in evaluation mode and have no autograd
+    graph.
 
     A base task is not trained here. Its extractor is the backbone, and the head that was trained
     with the backbone (with a bias) is used until `train` of the next task creates W.
@@ -94,7 +100,6 @@ class Der(Rehearsal[S]):
         steps={"finetune": {"epochs": 10, "lr": 1e-2, "scratch_lr": 5e-3}},
         source="measured on 25 classes of CIFAR-100 at 64 px: configs/RESULTS.md",
     )
-    # `later`: not at the first task of the stream
     steps = (Step("train"), Step("finetune", later=True), Step("herd", trains=False))
     Settings = DerSettings
     per_task = Rehearsal.per_task | {"auxiliary", "restart", "temperature"}
@@ -114,12 +119,13 @@ class Der(Rehearsal[S]):
         self.extractors = nn.ModuleList()  # of finished tasks
         self.extracted: list[str] = []  # the tasks of `extractors`
         self.auxiliary: nn.Linear | None = None
-        # Of the newest extractor: from the state of the last task, or carried from the previous
-        # step of this task.
+        # Tensors of the newest extractor: from the state of the last task, or carried from the
+        # previous step of this task.
         self.stored: Parts = {}
 
     # ---- memory ----------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
+        """Return the exemplars; in `finetune` the balanced subset, with images of the task."""
         if context.step != "finetune":
             return super().memory(context)
         assert context.carried is not None
@@ -181,8 +187,8 @@ class Der(Rehearsal[S]):
         """Draw new values of W and of the auxiliary head, the same on all ranks.
 
         Args:
-            when: Distinguishes the draws of one task: the name of the step, or "again" for the
-                restart.
+            when: Part of the seed, to distinguish the draws of one task: the name of the step, or
+                "again" for the restart (setting `restart`).
         """
         assert self.task is not None
         layers: dict[str, nn.Linear] = {name: self.heads[name] for name in self.class_slices()}
@@ -265,7 +271,7 @@ class Der(Rehearsal[S]):
         """Return copies of the tensors of the task's extractor, to be stored.
 
         In `train` these are the trained tensors. The later steps of the task do not change the
-        extractor, and return the tensors that `train` carried to them.
+        extractor: they return the tensors that `train` carried to them.
         """
         parts = self.trained() if self.step == "train" else self.stored
         copies: Parts = {}
@@ -313,8 +319,9 @@ class Der(Rehearsal[S]):
     def load_task(self, state: TaskState) -> None:
         """Load the task's head and its extractor.
 
-        The extractor is a copy of the backbone with the stored parameters; for a base task, of the
-        unchanged backbone. It must therefore be loaded before `begin`, which changes the backbone.
+        The extractor is a copy of the backbone with the stored parameters. A base task has no
+        stored parameters: its extractor is a copy of the unchanged backbone. Therefore states must
+        be loaded before `begin`, which changes the backbone.
         """
         super().load_task(state)
         self.stored = {"copies": state.copies, "masks": state.masks}

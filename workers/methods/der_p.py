@@ -1,6 +1,7 @@
 """DER with pruning: the units of a new extractor are trained with masks. A reconstruction.
 
-Units that a mask switches off are cut before the extractor is stored.
+Units that a mask switches off are cut before the extractor is stored. `PrunedDer` is shared with
+`simple_der`.
 
 Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021.
 """
@@ -39,11 +40,12 @@ class PrunedDer(Der[S]):
 
     During the training of an extractor its units are masked. After `train` the masks are binary
     (`hard`), so that `finetune` and `herd` use the served network. The stored state has the masks
-    as bits, and only the entries of remaining units. In use, the network is cut to these units.
+    as bits, and the parameters without the entries of units that are off. After loading, the
+    network is cut to the remaining units.
 
     The next extractor has all units again: the remaining units of the previous extractor are
-    copied, the other units start from the backbone. A base task's extractor, the backbone, is not
-    pruned.
+    copied, the other units start from the backbone. The extractor of a base task is the backbone,
+    and is not pruned.
     """
 
     needs_vit = True
@@ -61,7 +63,7 @@ class PrunedDer(Der[S]):
         self.sites = unit_sites(backbone)
         # Shape of an image: (channels, height, width).
         self.shape = (3, *backbone.patch_embed.img_size)
-        # Multiply-adds of the backbone with all units.
+        # Multiply-adds per image of the backbone with all units.
         self.whole = count_multiply_adds(backbone, *self.shape)
 
     def by_site(self, units: Tensor) -> dict[str, Tensor]:
@@ -74,7 +76,7 @@ class PrunedDer(Der[S]):
         raise NotImplementedError
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        if self.task is not None:
+        if self.task is not None:  # validation: apply the hard masks, also if `task` is None
             self.activate_task(self.task.name)
         return super().logits(images, task)
 
@@ -148,16 +150,16 @@ class DerP(PrunedDer[DerPSettings]):
 
     s rises from 1 / s_max to s_max within every epoch, and sparsity * L_S is added to the loss. L_S
     = sum_l K_l |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two groups
-    of units. In a ViT K_l is 1, and no unit of the residual stream is masked. Every unit then has 2
-    D weights (a row and a column; for queries and keys a row each), and L_S is the mean of m. Units
-    with e <= 0 are cut.
+    of units, with kernel size K_l and c_l units after layer l. In a ViT K_l is 1, and no channel of
+    the residual stream, of width D, is masked. Every unit then has 2 D weights (a row and a column;
+    for queries and keys a row each), and L_S is the mean of m. Units with e <= 0 are cut.
 
     A reconstruction: no code of the masks was published, and the paper has channels of convolutions
     instead of units of a ViT. Differences from the paper: masks become 0 or 1 after `train`, so
-    that the classifier is tuned on the served network; the first task, which has no `finetune`, is
-    served with hard masks and trained with those of s_max. The compensated gradient of e also has
-    HAT's factor s_max, which Adam cancels. Embeddings start in (0, 2], with all units on; s_max,
-    the weight of L_S and the learning rate are our choice.
+    that `finetune` tunes the classifier on the served network. The first task has no `finetune`:
+    its classifier is trained with soft masks and served with hard ones. The compensated gradient of
+    e also has HAT's factor s_max, which Adam cancels. Embeddings start in (0, 2], with all units
+    on. s_max, the weight of L_S and the learning rate are our choice.
     """
 
     name = "der_p"

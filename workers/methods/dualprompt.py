@@ -59,8 +59,8 @@ class DualPromptSettings(MethodSettings):
 class DualPrompt(PromptBank[DualPromptSettings]):
     """A chain that carries the G-prompts; L = CE - lambda cos(q, k_t).
 
-    G-prompts are the shared prefixes, E-prompts the prefixes of a task. q is the query of an image,
-    k_t the key of task t.
+    G-prompts are the shared prefixes, E-prompts the prefixes of a task. q is the query of an image:
+    its features by the frozen backbone without prefixes. k_t is the key of task t.
 
     All tasks train the G-prompts, so answers on earlier tasks change. Each task trains its
     E-prompts, one key k_t and a head, which are frozen afterwards. In scenarios `class` and
@@ -96,6 +96,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         super().__init__(backbone, settings, seed)
         self.sites, num_general = find_prompted_blocks(backbone, settings)
         width = self.sites.width
+        # Prefixes are (blocks, 2, rows, width): attention keys and values.
         general = (num_general, 2, settings.general_length, width)
         self.general = nn.Parameter(torch.empty(general).uniform_(-1, 1))
         expert = (len(self.sites) - num_general, 2, settings.length, width)
@@ -108,7 +109,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         if context.carried is not None:
             self.load_carried(context.carried)
         groups = super().begin(context)
-        # a loaded state of this task is replaced by what is trained now
+        # a loaded state of this task is replaced by the tensors in training
         self.loaded.pop(context.task.name, None)
         self.own = nn.ParameterDict()
         for name, shape in self.shapes.items():
@@ -118,7 +119,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
         return [
             *groups,
             {"name": "prompts", "params": prompts, "weight_decay": weight_decay},
-            # only the direction of a key has an effect
+            # no weight decay: only the direction of a key has an effect
             {"name": "key", "params": [self.own[KEY]], "weight_decay": 0.0},
         ]
 

@@ -66,7 +66,9 @@ class DyToxSettings(RehearsalSettings):
 
 
 class DyTox(Rehearsal[DyToxSettings]):
-    """L = (1 - a) BCE + a KL + divergence * BCE_div with a = O_t / A_t, by steps.
+    """L = (1 - a) BCE + a KL + divergence * BCE_div, a the share of old classes among all so far.
+
+    The steps of a task:
 
     - `train` minimises L over the task's data and the exemplars. It trains the encoder, the
       decoder, and the task's token and head; older tokens and heads are frozen. BCE is over all
@@ -81,10 +83,12 @@ class DyTox(Rehearsal[DyToxSettings]):
     DyTox+ is this method with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho:
     3`.
 
-    On any vision transformer except `convit_local` the decoder, with an FFN of the encoder's width,
-    replaces the last block, and the other blocks are the encoder. This is our addition, for
-    pretrained encoders. Stored per task: its token and head after the task's own steps. The chain
-    carries all other tensors, in their latest state.
+    `convit_local` is the paper's encoder. On any other vision transformer the decoder, with an FFN
+    of the encoder's width, replaces the last block, and the other blocks are the encoder. This is
+    our addition, for pretrained encoders.
+
+    Stored per task: its token and head after the task's own steps. The chain carries all other
+    tensors in their latest state: encoder, decoder, and the tokens and heads of earlier tasks.
 
     Differences from the paper's code:
 
@@ -157,7 +161,7 @@ class DyTox(Rehearsal[DyToxSettings]):
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
-        # The network before the task, in a tuple so that it is not a submodule.
+        # In `train`: (the network before the task,), a tuple so that it is not a submodule.
         self.before: Any = None
         self.auxiliary: TokenHead | None = None
 

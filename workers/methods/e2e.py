@@ -49,7 +49,8 @@ class E2e(Rehearsal[E2eSettings]):
     """L = CE over all classes + mean over tasks s of KD_s.
 
     KD_s is the distance of softmax(z_s / tau) to the teacher's softmax(y_s / tau), over the classes
-    of s only.
+    of s only. z and y are the logits of network and teacher. The memory has M exemplars. Task t has
+    O_t old classes, and A_t classes including its own.
 
     - `train`: the teacher is the network before the task, and s runs over earlier tasks.
     - `balance` selects as many images of each new class as there are exemplars of each old one,
@@ -119,9 +120,9 @@ class E2e(Rehearsal[E2eSettings]):
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
-        """Add noise to gradients: G <- g + N(0, 0.3 / (1 + iteration)^0.55).
+        """Add noise to gradients: g <- g + N(0, 0.3 / (1 + iteration)^0.55).
 
-        The gradients are already summed over ranks, so all ranks add the same noise.
+        The gradients are already summed over ranks, and all ranks draw the same noise.
         """
         if not self.settings.noise:
             return

@@ -74,15 +74,16 @@ class Ease(TaskAdapters[EaseSettings]):
     - `statistics` computes the prototypes W[c, j], the means of f_j over the images of class c, for
       each class of the task and each j up to the task itself. Prototypes are never updated.
 
-    The images of an earlier task i are no longer available when the adapters of a task j > i exist.
-    For its classes W[i, j] = softmax(cos(W[i, i], W[N, i])) W[N, j], where N are the classes of the
-    tasks from j on. These prototypes are computed when they are needed, and not stored. The logit
-    of a class of task i is sum_j w_ij cos(f_j, W[c, j]), w_ij = 1 for j = i, else alpha / t, with t
-    other tasks.
+    W[i, j] are the prototypes of all classes of task i in the subspace of f_j. If j > i, the images
+    of task i are no longer available when f_j exists. Then W[i, j] = softmax(cos(W[i, i], W[N, i]))
+    W[N, j], where N are the classes of the tasks from j on. These prototypes are computed when they
+    are needed, and not stored. The logit of class c of task i is sum_j w_ij cos(f_j, W[c, j]), with
+    w_ij = 1 for j = i, else alpha divided by the number of the other tasks.
 
     If the task is given, only its own and earlier subspaces score its classes, as at the end of
-    the task's training, so its logits never change. Stored per task: adapters, and (t + 1) d floats
-    per class. An image costs a forward pass for each subspace.
+    the task's training, so its logits never change. Stored for task t = 0, 1, ...: adapters, and
+    (t + 1) d floats per class, with feature width d. An image costs a forward pass for each
+    subspace.
     """
 
     name = "ease"
@@ -113,7 +114,7 @@ class Ease(TaskAdapters[EaseSettings]):
     def __init__(self, backbone: nn.Module, settings: EaseSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.heads = PrototypeHeads(self.heads.width, scale=settings.head_scale)
-        self.subspaces: dict[str, tuple[str, ...]] = {}  # task -> tasks up to it, in order
+        self.subspaces: dict[str, tuple[str, ...]] = {}  # task -> it and all earlier tasks
         self.competing: tuple[torch.device, Tensor] | None = None  # cache of `join_classifiers`
 
     # ---- training --------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Ease(TaskAdapters[EaseSettings]):
     def features(self, images: Tensor) -> Tensor:
         """Return [f_0 .. f_t] (b, (t + 1) d) of images (b, 3, H, W); only f_t in training."""
         adapters = self.weight_overrides
-        if not adapters or adapters["down"].dim() == 3:  # (S, m, d): those of the task in training
+        if not adapters or adapters["down"].dim() == 3:  # (S, m, d): one set, of the current task
             return self.adapted(images, adapters)
         parts = []
         for subspace in range(len(adapters["down"])):
@@ -225,7 +226,7 @@ class Ease(TaskAdapters[EaseSettings]):
 
     @torch.no_grad()
     def join_classifiers(self, names: Sequence[str]) -> Tensor:
-        """Return the weights of all classes over unit features of all subspaces, (A, T d)."""
+        """Return the weights of all A classes over unit features of all T subspaces, (A, T d)."""
         if self.competing is None or self.competing[0] != self.device:
             for index, name in enumerate(names):
                 if self.subspaces[name] != tuple(names[: index + 1]):

@@ -16,9 +16,9 @@ from workers.methods.train_defaults import TrainDefaults
 class Er(Reservoir[ReservoirSettings]):
     """L = mean CE over the b images of the task and the r exemplars of a step together.
 
-    Both parts have the same weight if b = r. In scenario `class` the cross-entropy is over all
-    classes so far, in scenario `task` over the classes of an image's task. `replay` is a variant
-    that mixes the exemplars into the epoch.
+    The two parts have the weights b / (b + r) and r / (b + r). In scenario `class` the
+    cross-entropy is over all classes so far, in scenario `task` over the classes of an image's
+    task. Method `replay` mixes the exemplars into the epoch instead.
 
     Differences from the paper: exemplars are those of earlier tasks only. In the paper the memory
     also has images of the current task, and each image is seen once.

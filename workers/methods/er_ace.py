@@ -25,9 +25,9 @@ class ErAce(Reservoir[ReservoirSettings]):
     the loss differs from that of `er` only in the factors of its two terms.
 
     Differences from the paper: the classes of the first term are all classes of the current task,
-    not the classes of the mini-batch, which would differ between ranks. `train` replays one
-    fixed memory, which the task leaves to the next one and which has images of this task, too
-    (`next_memory`). A task may have several epochs.
+    not the classes of the mini-batch, which would differ between ranks. `train` replays one fixed
+    memory: the memory after this task (`next_memory`), which already has images of this task. A
+    task may have several epochs.
     """
 
     name = "er_ace"
@@ -56,8 +56,8 @@ class ErAce(Reservoir[ReservoirSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         task = context.task
-        # bool (K,): True for classes of which this slice of a stream has no images. None if the
-        # task is not a slice.
+        # bool (K,): True for classes without images in this task. None: all classes have images.
+        # Only a slice of a stream (`Task.parts`) can lack images of a class.
         self.is_absent: Tensor | None = None
         if task.parts is not None:
             absent = [name not in task.shares for name in task.classes]

@@ -75,7 +75,7 @@ class Ewc(WeightImportance[EwcSettings]):
 
     A sum of quadratic functions is one quadratic function. Therefore the chain carries, for any
     number of tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and
-    one constant, `offset`: the minimum of the function.
+    one constant, `offset`: the smallest value of the function, at the anchor.
 
     With `online`, A = gamma * A + F_k, and the latest weights are the anchor of all tasks.
 
@@ -179,7 +179,7 @@ class Ewc(WeightImportance[EwcSettings]):
         log_p = self.task_logits(image.images)[0].log_softmax(0)
         label = int(image.labels)
         p = log_p.detach().exp().cpu()
-        weights = {}  # weight of the squared gradient of each class
+        weights = {}  # class -> weight of its squared gradient
         if self.settings.fisher == "exact":
             weights = dict(enumerate(p.tolist()))
         elif self.settings.fisher == "sampled":

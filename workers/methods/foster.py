@@ -22,7 +22,7 @@ from workers.model.distill import kd_ce
 from workers.storage.taskstate import Carried, TaskState
 
 BOOSTED = "boosted/"  # prefix of tensors that `train` carries to `compress`
-# Step -> the settings that it uses. The other settings of this table are not part of its key.
+# Step -> the settings of this table that it uses. The others are not part of the step's key.
 SETTINGS_OF_STEP = {
     "train": {"beta", "distillation", "tau"},
     "compress": {"compress_beta", "tau"},
@@ -56,11 +56,11 @@ class FosterSettings(RehearsalSettings):
 
 
 class Boosted(nn.Module):
-    """A frozen copy of the method's extractor, and a classifier over the features of both.
+    """The frozen old extractor, and a classifier over the features of the old and the new one.
 
     Attributes:
-        old: The network before the task. It stays in evaluation mode.
-        joint: Classifier of the 2 D features over all classes so far.
+        old: Copy of the method's extractor, as it was before the task. It stays in evaluation mode.
+        joint: Classifier of the 2 D features (old, then new) over all classes so far.
         new: In step `compress`, the extractor that `train` trained. None in `train`, which trains
             the method's own extractor.
     """
@@ -80,16 +80,19 @@ class Boosted(nn.Module):
 class Foster(Rehearsal[FosterSettings]):
     """From the second task on, `train` adds an extractor, and `compress` distills both into one.
 
-    `train`: the extractor F' starts as the old F, which is frozen, and a classifier W over [F, F']
-    starts with the old head for the old classes and F. With z = W [F(x), F'(x)], n_c images of
-    class c and w_c = (1 - beta) / (1 - beta^n_c), scaled to the mean 1,
+    `train`: the extractor F' starts as the old F, which is frozen. A classifier W over [F, F'] is
+    created; its entries from F to old classes start as the old head. With z = W [F(x), F'(x)], n_c
+    images of class c and w_c = (1 - beta) / (1 - beta^n_c), scaled to the mean 1,
 
         L = CE(z / w, y) + CE(branch(F'(x)), y) + distillation KD_ce(tau)(z_old, head(F(x)))
 
-    The head `branch` is discarded. `compress`: a student starts as F with its head, and learns
-    KD_ce(tau) from z. The teacher's probabilities are multiplied by w, with `compress_beta`, and
-    normalised. The student is served, and is the next task's F, so the size of the network stays
-    constant. The first task is trained with the cross-entropy alone, and has no step `compress`.
+    z_old are the entries of z for old classes, head is the old head, and KD_ce is `distill.kd_ce`.
+    `branch` is a head over F' that is discarded after the step.
+
+    `compress`: a student starts as F with its head, and learns KD_ce(tau) from z. The teacher's
+    probabilities are multiplied by w, with `compress_beta`, and normalised. The student is served,
+    and is the next task's F, so the size of the network stays constant. The first task is trained
+    with the cross-entropy alone, and has no step `compress`.
 
     Differences from the released code: the classifier's new entries start with a standard deviation
     of 0.02, as all heads here; exemplars are chosen by the features of the student, in the code by
@@ -173,7 +176,7 @@ class Foster(Rehearsal[FosterSettings]):
 
     @property
     def boosts(self) -> bool:
-        """Return whether the answers are those of both extractors."""
+        """Return whether logits use both extractors: in `train`, except at the first task."""
         return self.step == "train" and self.boosted is not None
 
     def features(self, images: Tensor) -> Tensor:
@@ -236,7 +239,9 @@ class Foster(Rehearsal[FosterSettings]):
     # ---- state -----------------------------------------------------------------------------------
     def finish(self) -> tuple[TaskState, Carried]:
         state, carried = super().finish()
-        if self.boosts:  # the teacher of `compress` uses both extractors
+        if self.boosts:
+            # The teacher of `compress` needs both extractors. The carried backbone is the old one,
+            # from which the student of `compress` starts.
             assert self.boosted is not None
             for name, tensor in collect_tensors(self.backbone).items():
                 carried.tensors[f"{BOOSTED}new.{name}"] = tensor

@@ -35,8 +35,8 @@ class Gdumb(Joint):
     the keys of all images so far. Therefore the tasks form a star: they train in parallel.
 
     Images arrive task by task, those of a task in a random order. With k classes so far, an image
-    is kept if there is room or its class has fewer than memory / k images. If the memory is full,
-    one image of the largest class is dropped (`count_balanced`).
+    is kept if there is room or its class has fewer than memory / k images. To keep an
+    image in a full memory, one image of the largest class is dropped (`count_balanced`).
 
     Differences from the paper: among equally large classes the class that came first loses an
     image, in the paper a random class. A task may be given, and the backbone may be pretrained.
@@ -47,7 +47,7 @@ class Gdumb(Joint):
     paper = "GDumb: A Simple Approach that Questions Our Progress in Continual Learning, ECCV 2020"
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of joint")
     Settings = GdumbSettings
-    revision = 1
+    revision = 1  # counted separately from that of `Joint`
     settings: GdumbSettings
 
     @classmethod

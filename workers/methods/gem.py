@@ -37,14 +37,15 @@ class GemSettings(ReservoirSettings):
 
 
 class Gem(Reservoir[GemSettings]):
-    """g' = g + G^T v: equations 8 to 12 of the paper.
+    """The optimizer gets g' = g + G^T v instead of the gradient g: equations 8 to 12 of the paper.
 
     g is the gradient of the cross-entropy on the task's images, and row k of G is its gradient on
     the exemplars of earlier task k. If G g >= 0, g is unchanged. Otherwise v minimises v^T (G G^T +
-    eps I) v / 2 + (G g)^T v with v >= gamma. The programme has a variable for each earlier task; it
-    is solved in fp64 on the CPU. Each row of G has an entry for every trained weight, so the method
-    suits small networks and short streams. A step costs a forward and a backward pass of all
-    replayed exemplars. As with `agem`, only plain SGD keeps the projected direction.
+    eps I) v / 2 + (G g)^T v with v >= gamma. This quadratic programme has a variable for each
+    earlier task; it is solved in fp64 on the CPU. Each row of G has an entry for every trained
+    weight, so the method suits small networks and short streams. A step costs in addition a forward
+    and a backward pass of all replayed exemplars. As with `agem`, only plain SGD keeps the
+    projected direction.
 
     Differences from the paper: the memory is a reservoir over all images; the paper keeps the last
     images of each task. eps is relative to the largest squared norm of a row of G, so that the
@@ -63,7 +64,7 @@ class Gem(Reservoir[GemSettings]):
         return ce, {"replay": ce.detach()}
 
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
-        """Return a part for each task with exemplars in the replay batch."""
+        """Return one part per task with exemplars in the replay batch; see `CombinesGradients`."""
         counts = replays[0].counts
         assert counts is not None
         tasks = [replay.tasks.cpu() for replay in replays]
@@ -76,19 +77,19 @@ class Gem(Reservoir[GemSettings]):
         return parts
 
     def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
-        """See `CombinesGradients`: (P,) and (earlier tasks, P) -> (P,)."""
+        """See `CombinesGradients`: (P,) and (earlier tasks, P) -> (P,), P trained weights."""
         settings = self.settings
         return project(gradient, replayed, settings.gamma, settings.eps)
 
 
 def project(gradient: Tensor, references: Tensor, gamma: float, eps: float) -> Tensor:
-    """Return g + G^T v, or g if no reference opposes it.
+    """Return g + G^T v, or g if no product of a row of G with g is negative.
 
     Args:
         gradient: g, (P,).
         references: G, (K, P).
         gamma: Lower bound of v.
-        eps: Relative to the largest squared norm of a row of G.
+        eps: See `solve_dual`; relative to the largest squared norm of a row of G.
     """
     products = references @ torch.cat([references, gradient[None]]).T  # (K, K + 1)
     products = products.cpu().double()

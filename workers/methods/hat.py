@@ -129,10 +129,12 @@ class Hat(Method[S]):
       change weights that earlier tasks use.
     - Locked entries of weights are restored after each optimizer step, because weight decay and
       momentum move them.
-    - For pretrained weights and few epochs, s decreases from s_max to 1 and rises again in an epoch
-      (cosine). So an epoch begins and ends with hard masks, and never scales all outputs by 0.5.
-    - Rotary embeddings mix two channels of queries, and of keys. Then a mask acts on the keys of a
-      unit too, so that a unit that is off does not contribute to the scores.
+    - For pretrained weights and few epochs, s decreases from s_max to `s_min` and rises again in an
+      epoch (cosine). So an epoch begins and ends with hard masks, and with the default `s_min` of 1
+      it never scales all outputs by 0.5.
+    - Rotary embeddings mix two channels of queries, and of keys. On backbones with rotary
+      embeddings a mask acts on the keys of a unit too, so that a unit that is off does not
+      contribute to the scores.
     - c is multiplied by `price`. The gradient of c R with respect to a mask value is c / N, with N
       free units. On a pretrained ViT that is a hundredth of the noise of the gradient of the cross
       entropy: no unit would be turned off before the paper's 200 epochs.
@@ -221,7 +223,7 @@ class Hat(Method[S]):
             start.to(device), self.settings.s_max, self.settings.compensation
         )
         self.uses = self.uses.to(device)
-        # relative: 0 until the first gradient has been measured
+        # With `price: relative` it is 0 until the first gradient has been measured.
         self.price.fill_(1.0 if self.settings.price == "absolute" else 0.0)
         self.copies = Copies(
             self.backbone, find_affine_names(self.backbone) if self.settings.per_task_affine else []
@@ -413,9 +415,9 @@ class AdaHatSettings(HatSettings):
 class AdaHat(Hat[AdaHatSettings]):
     """HAT with soft locks, which continues to learn without free units, and forgets a little.
 
-    The optimizer step of an entry of a unit that n earlier tasks use is multiplied by r / (n + r),
-    with r = A / (eps + R of the unit's site only). The factor acts on the step, not on the gradient
-    (see Protector).
+    The optimizer's step of an entry of a unit that n earlier tasks use is multiplied by r / (n +
+    r). r = A / (eps + R), with `intensity` A and HAT's regulariser R over the unit's site only. The
+    factor acts on the step, not on the gradient, for the reasons in `Protector`.
     """
 
     name = "adahat"
@@ -434,6 +436,7 @@ class AdaHat(Hat[AdaHatSettings]):
     per_task = Hat.per_task | {"intensity", "eps"}
 
     def after_backward(self) -> None:
+        # R changes with the masks, so the locks are new in every step.
         soft = self.by_site(self.soft.detach())
         blocked = {}  # part of the optimizer step that is undone, in [0, 1), by site
         for site, count in self.by_site(self.uses).items():

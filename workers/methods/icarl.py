@@ -42,16 +42,17 @@ class IcarlSettings(RehearsalSettings):
 
 
 class Icarl(Rehearsal[IcarlSettings]):
-    """L = (1 - a) BCE(new) + a KD_sig(old), a = O_t / A_t, with `loss: bce`.
+    """L = (1 - a) BCE(new) + a KD_sig(old), a the share of old classes among all (`loss: bce`).
 
-    This is the binary cross-entropy of all outputs, averaged over entries. The targets of the O_t
-    old classes are the teacher's sigmoid outputs, also for exemplars. The targets of the K_t new
-    classes are the labels. With `loss: ce_kd`, L = CE over all classes + KD_ce(tau) over the old
-    classes, which is often reported under the name iCaRL.
+    This is the binary cross-entropy of all outputs, averaged over entries. The targets of the old
+    classes are the teacher's sigmoid outputs, also for exemplars. The targets of the new classes
+    are the labels. With `loss: ce_kd`, L = CE over all classes + KD_ce(tau) over the old classes,
+    which is often reported under the name iCaRL.
 
     `herd` carries nu_c: the mean of the unit-length features of class c's exemplars under the
     current network, scaled to length 1. The prediction is the class with the nearest nu_c, within
-    the task if the task is given. During training the outputs are used.
+    the task if the task is given. Validation during `train` uses the outputs instead, because the
+    means do not exist yet.
 
     Differences from the paper: binary cross-entropies are averaged over classes instead of summed.
     """

@@ -38,12 +38,12 @@ class FecamSettings(MethodSettings):
 
 
 class Fecam(ClassStatistics[FecamSettings]):
-    """A star. The logit of class c is -(f - mu_c)^T C_c^-1 (f - mu_c), for unit features f.
+    """Tasks are independent (a star). The logit of class c is -(f - mu_c)^T C_c^-1 (f - mu_c).
 
-    Tasks are independent of each other, and mu_c is the mean of the class's unit features. Sigma_c
-    is their unbiased covariance. It is shrunk to Sigma_c + gamma_1 V_1 I + gamma_2 V_2 (1 - I),
-    where V_1 and V_2 are the means of the diagonal and of the other entries of Sigma_c, and 1 is
-    the matrix of ones. C_c is the correlation matrix of the shrunk covariance.
+    f are features of unit length, mu_c their mean over the class, and Sigma_c their unbiased
+    covariance. It is shrunk to Sigma_c + gamma_1 V_1 I + gamma_2 V_2 (1 - I), where V_1 and V_2 are
+    the means of the diagonal and of the other entries of Sigma_c, and 1 is the matrix of ones. C_c
+    is the correlation matrix of the shrunk covariance.
     """
 
     name = "fecam"

@@ -35,8 +35,8 @@ class Gdumb(Joint):
     the keys of all images so far. Therefore the tasks form a star: they train in parallel.
 
     Images arrive task by task, those of a task in a random order. With k classes so far, an image
-    is kept if there is room or its class has fewer than memory / k images. To keep an
-    image in a full memory, one image of the largest class is dropped (`count_balanced`).
+    is kept if there is room or its class has fewer than memory / k images. To keep it in a full
+    memory, one image of the largest class is dropped (`count_balanced`).
 
     Differences from the paper: among equally large classes the class that came first loses an
     image, in the paper a random class. A task may be given, and the backbone may be pretrained.

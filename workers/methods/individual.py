@@ -14,7 +14,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class Individual(Method[MethodSettings]):
-    """Every task starts from the common backbone, and its state has all trained weights."""
+    """Every task trains a copy of the common backbone, and its state has all weights."""
 
     name = "individual"
     family = "baseline"

@@ -82,12 +82,13 @@ class InfLora(SeparateHeads[InfLoraSettings]):
       subspace F of earlier inputs, divided by sqrt 3. A_t is fixed. B_t and the head of the task
       are trained with the cross-entropy over its own classes. For inputs in F the update is zero.
     - `subspace`: F is extended by the inputs of the task under the trained network (DualGPM), until
-      it holds a share eps_t = threshold + (final_threshold - threshold) t / expected_tasks.
+      it holds a share eps_t = threshold + (final_threshold - threshold) t / expected_tasks. t
+      counts from 0, and stays at expected_tasks - 1 in longer streams.
 
     A forward pass costs no more than the backbone's: updates are merged into the weights. If the
     task is given, its own and earlier updates serve it, as at the end of the task's training, so
     its logits never change. Otherwise all updates serve all tasks, and later updates change earlier
-    outputs. Stored per task: 3 L r d floats and a head.
+    outputs. Stored per task: 3 L r d floats, for rank r and L blocks of width d, and a head.
 
     Differences from the released code: R is measured without augmentation; if no direction is left,
     rows of A are zero; a first subspace of more than d / 2 dimensions is replaced by its complement
@@ -141,9 +142,10 @@ class InfLora(SeparateHeads[InfLoraSettings]):
     def __init__(self, backbone: Any, settings: InfLoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
+        # Rows of the keys (and of the values) in the fused projection.
         self.rows = len(get_projection_weight(backbone.blocks[0])) // 3
         self.loaded: dict[str, Factors] = {}  # finished task -> its update
-        self.orders: dict[str, tuple[str, ...]] = {}  # task -> tasks up to it, in order
+        self.orders: dict[str, tuple[str, ...]] = {}  # task -> it and all earlier tasks
         self.merged: dict[str, Tensor] = {}  # weights with the updates of earlier tasks
         self.subspaces: list[Subspace] = []  # one per block; empty before the first task
 
@@ -193,7 +195,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
         return list((feed.group.sum(moments.sums) / feed.group.sum(moments.count)).cpu())
 
     def extend_subspaces(self, moments: list[Tensor]) -> None:
-        """Add the inputs of the task in training to the subspaces."""
+        """Extend the subspaces by the inputs of the current task, given as R of each block."""
         settings = self.settings
         done = min(len(self.loaded) - 1, settings.expected_tasks - 1) / settings.expected_tasks
         eps = settings.threshold + (settings.final_threshold - settings.threshold) * done

@@ -16,7 +16,10 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class Joint(ClassIncremental[MethodSettings]):
-    """Each stage trains one network, with a head per task, on the data of all tasks so far."""
+    """Each task trains a new network, with a head per task, on the data of all tasks so far.
+
+    Nothing is carried from task to task. The newest network serves all tasks.
+    """
 
     name = "joint"
     family: ClassVar[Family] = "baseline"

@@ -47,8 +47,8 @@ class KsmSettings(ThresholdSettings):
     norms: bool = Field(
         True, description="whether each task trains its own copies of the norms' weights and biases"
     )
-    # The default is larger than Piggyback's, because switched-off kernels keep a part
-    # of their weights.
+    # The default is larger than Piggyback's, because kernels that are off keep a part of their
+    # weights.
     mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         2.0,
         description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
@@ -67,16 +67,18 @@ class KsmSettings(ThresholdSettings):
 class Ksm(ThresholdMasks[KsmSettings]):
     """W' = (b + 0.5 a) .* W, with one b and one a per kernel, see `SoftBinary`.
 
-    All real values start above theta, so that training starts from the backbone. Stored: the bits
-    b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order), and copies of
-    norms. The real values are not stored: a is relative to the smallest and the largest value of
-    its layer, so only the final mask matters.
+    Each kernel has a trained real value. b = 1 if the value is at least theta; then a = 0. For a
+    kernel that is off, a in [0, 1] is its value, scaled by the smallest and the largest value of
+    the layer. All values start above theta, so that training starts from the backbone.
+
+    Stored: the bits b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order),
+    and copies of norms. The real values are not needed in serving.
 
     Differences from the paper: a Linear has no kernels, so `group` consecutive input columns of an
     output row form a kernel; the patch embedding has true kernels. The learning rate of real values
     follows from the number of steps (see `rate`); copies of norms have the learning rate of heads.
-    In the range of a, a kernel that is on counts as exactly 0; the released code has a rounding
-    error there.
+    In the smallest and the largest value for a, a kernel that is on counts as exactly 0; the
+    released code has a rounding error there.
     """
 
     name = "ksm"
@@ -111,9 +113,10 @@ class Ksm(ThresholdMasks[KsmSettings]):
             )
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
-        """Return the shape of a mask.
+        """Return the shape of a mask, by `granularity`.
 
-        `kernel`: (out, in / group), for a convolution (out, in). `channel`: (out,).
+        `kernel`: (out, in / group), for a convolution (out, in). `channel`: (out,). `element`: that
+        of the weight.
         """
         shape = tuple(self.sites[site].shape)
         if self.settings.granularity == "element":

@@ -49,10 +49,12 @@ class L2pSettings(MethodSettings):
 class L2p(PromptBank[L2pSettings]):
     """A chain that carries the pool; L = CE - lambda * sum over chosen keys of cos(q, k_m).
 
-    Each image gets the N prompts with the largest cos(q, k_m); of equal prompts, those with the
-    lowest indices. The choice is made per image, not per batch. The prompts are inserted after the
-    class token, without position embeddings, in front of the first block. The head reads the mean
-    of their outputs. All tasks train the pool, so earlier answers change. Stored per task: a head.
+    q is the query of an image: its features by the frozen backbone without prompts. k_m is the key
+    of prompt m. Each image gets the N prompts with the largest cos(q, k_m); of equal cosines, those
+    with the lowest indices. The choice is made per image, not per batch. The prompts are inserted
+    after the class token, without position embeddings, in front of the first block. The head reads
+    the mean of their outputs. All tasks train the pool, so earlier answers change. Stored per task:
+    a head.
     """
 
     name = "l2p"

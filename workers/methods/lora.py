@@ -56,9 +56,10 @@ class LoraSettings(MethodSettings):
 
 
 class Lora(Method[LoraSettings]):
-    """A star: W x + (alpha / r) B A x. B starts at zero, so a task starts from the backbone.
+    """A star: each task trains its own A and B in W x + s B A x, s = alpha / r, with W frozen.
 
-    Stored per task: A and B, unmerged, 4 r d floats per block for `qkv` and `qv`, and a head.
+    B starts at zero, so a task starts from the backbone. Stored per task: A and B, unmerged, 4 r d
+    floats per block of width d for `qkv` and `qv`, and a head.
 
     On a VisionTransformer, while training, B A x is a branch parallel to W x: W + s B A would need
     the gradient of a whole weight matrix in every block. Serving uses the merged weights, and costs
@@ -105,8 +106,9 @@ class Lora(Method[LoraSettings]):
 
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites: AdapterSites | None = None  # sites of stacked updates
-        self.linear_sites: dict[str, int] = {}  # sites of the other updates
+        # Only one of the two is set: sites of stacked updates, or layers with separate updates.
+        self.sites: AdapterSites | None = None
+        self.linear_sites: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]]
         if is_stacked(backbone, settings):
             self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
@@ -125,7 +127,7 @@ class Lora(Method[LoraSettings]):
         return self.settings.alpha / self.settings.rank
 
     def factors(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return A and s B of a stacked update for the sites of the backbone."""
+        """Return A and s B of a stacked update, in the form that `branch` takes for each block."""
         return factors(**update, rows=self.rows, scale=self.scale)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -193,5 +195,5 @@ class Lora(Method[LoraSettings]):
 
 
 def is_stacked(backbone: nn.Module, settings: LoraSettings) -> bool:
-    """Return whether all blocks have equal projections, so that their updates are stacked."""
+    """Return whether the updates of all blocks are stacked (`LowRank`), not kept by layer."""
     return isinstance(backbone, VisionTransformer) and settings.target != "linear"

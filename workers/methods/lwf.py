@@ -52,11 +52,11 @@ class LwfSettings(MethodSettings):
 class Lwf(ClassIncremental[LwfSettings]):
     """L = CE(new head) + lambda * sum over old heads of KD_ce(tau), on images of the new task.
 
-    The teacher is the network before the task; the old heads, including that of a base task, are
-    trained too. In scenario `class` the old heads' outputs form one softmax, and the cross-entropy
-    uses only the new outputs. In scenario `domain` one head is trained with both losses. Stored per
-    task: the head after its own training; the chain carries the weights and the current older
-    heads.
+    KD_ce is `distill.kd_ce`, with the network before the task as teacher. The old heads, including
+    that of a base task, are trained too. In scenario `class` the old heads' outputs form one
+    softmax, and the cross-entropy uses only the new outputs. In scenario `domain` one head is
+    trained with both losses. Stored per task: the head after its own training. The chain carries
+    the weights and the older heads in their latest state.
 
     Differences from the paper: the first phase, which trains only the new head, is off unless
     `head_first` is set.
@@ -109,7 +109,12 @@ class Lwf(ClassIncremental[LwfSettings]):
         return ce + self.settings.lambda_ * kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def distillation(self, features: Tensor, taught: dict[str, Tensor]) -> Tensor:
-        """Return the sum of KD_ce over old heads; unless the task is given, these form one head."""
+        """Return the sum of KD_ce over old heads; in scenario `class` these form one head.
+
+        Args:
+            features: Features of the network in training, (b, d).
+            taught: Logits of the teacher by task.
+        """
         students = [self.heads[name](features) for name in self.old]
         teachers = [taught[name] for name in self.old]
         if self.scenario != "task":
@@ -119,7 +124,7 @@ class Lwf(ClassIncremental[LwfSettings]):
         ).sum()
 
     def after_backward(self) -> None:
-        """Remove gradients of parameters that must not change.
+        """Remove all gradients except those of the new head, in the steps of `head_first`.
 
         The optimizer skips a parameter without a gradient: neither weight decay nor momentum
         changes it.

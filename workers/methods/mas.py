@@ -33,9 +33,10 @@ class MasSettings(MethodSettings):
 class Mas(OneAnchor[MasSettings]):
     """L = CE + lambda * sum over weights i of Omega_i (theta_i - theta*_i)^2.
 
-    The step `importance` adds the mean over images of |d ||z||^2 / d theta_i| to Omega_i. z are the
-    logits of the task, in scenario `class` those of all classes so far. The mean is computed image
-    by image, with the evaluation transform, in fp32, also for a base task.
+    theta*_i is the value of the weight at the start of the task. After a task, the step
+    `importance` adds the mean over images of |d ||z||^2 / d theta_i| to Omega_i. z are the logits
+    of the task, in scenario `class` those of all classes so far. The mean is computed image by
+    image, with the evaluation transform, in fp32. A base task has this step, too.
 
     Differences from the paper: Omega uses at most `samples` images of a task. The released code
     takes the absolute value of a batch's gradient, in which images cancel each other.

@@ -34,7 +34,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 # Adam's eps for mask logits. At keep probability 0.9997 their gradients are far below the usual
 # eps, 1e-8. Measured on two tasks of photographs with two seeds: accuracy 81.1 %, with eps 1e-8
-# 81.0 %. Another rounding changes about as many mask bits as another eps (1.8 % against 1.3 %).
+# 81.0 %. The other eps changes 1.3 % of the mask bits; a different rounding alone changes 1.8 %.
 ADAM_EPS = 1e-15
 
 
@@ -141,13 +141,13 @@ class Meat(Method[MeatSettings]):
     def check_backbone(
         cls, settings: MeatSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
-        _sites(backbone, settings)
+        _sites(backbone, settings)  # raises `UserError` if the backbone cannot have these masks
 
     def __init__(self, backbone: nn.Module, settings: MeatSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = _sites(backbone, settings)
         self.masks: dict[str, GumbelHard] = {}  # name -> mask of the task in training
-        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by name
+        self.loaded: dict[str, dict[str, Tensor]] = {}  # finished task -> boolean masks by name
 
     def mask_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every mask that these settings train."""
@@ -230,14 +230,15 @@ class Meat(Method[MeatSettings]):
         }
 
     def hard(self) -> dict[str, Tensor]:
-        """Return the boolean masks of the task in training, by name (Eq. 7)."""
+        """Return the boolean masks of the task in training, without noise, by name (Eq. 7)."""
         return {name: mask.hard() for name, mask in self.masks.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return shares of kept entries of both kinds, and of entries that left their start.
+        """Return the share of kept entries for each kind of mask, and `flipped`.
 
-        The names are `token_keep` and `ffn_density` (on a ResNet `channel_keep` and
-        `convolution_density`).
+        The kinds are `token_keep` and `ffn_density` (on a ResNet `channel_keep` and
+        `convolution_density`). `flipped` is the share of all entries that left their initial state,
+        in which all are kept.
         """
         masks = self.hard()
         gate, entry = (kind.lower() for kind in self.sites.kinds)
@@ -254,7 +255,8 @@ class Meat(Method[MeatSettings]):
     def warnings(self) -> list[str]:
         """Warn about each kind of mask if all its entries are in their initial state.
 
-        Gates nearly always flip under drop control; masks of weights need a high enough rate.
+        Some tokens or channels nearly always flip under drop control; masks of weights need a high
+        enough rate.
         """
         masks = self.hard()
         if self.task is None or not masks:

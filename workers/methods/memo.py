@@ -81,7 +81,7 @@ class Memo(Der[MemoSettings]):
         self.own = frozenset(name for name, p in backbone.named_parameters() if id(p) in own)
 
     def list_own_modules(self) -> list[nn.Module]:
-        """Return the modules of the backbone in training that belong to this task only."""
+        """Return the modules of the backbone that belong to one task only: its own part."""
         vit: Any = self.backbone
         modules = [vit.norm, vit.fc_norm, getattr(vit, "attn_pool", None)]
         return [*vit.blocks[self.num_shared :], *(m for m in modules if m is not None)]
@@ -144,11 +144,12 @@ class Memo(Der[MemoSettings]):
 
     def copy_backbone(self) -> nn.Module:
         """Return a network that shares all tensors but those of the own part with the backbone."""
+        # `deepcopy` keeps the objects in its memo (id -> object) instead of copying them.
         named = chain(self.backbone.named_parameters(), self.backbone.named_buffers())
         shared = {id(tensor): tensor for name, tensor in named if name not in self.own}
         return copy.deepcopy(self.backbone, shared)
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative number of blocks: the shared ones and the own ones of all tasks."""
+        """Return the number of blocks, shared and of all tasks, relative to the backbone's."""
         own = self.settings.blocks * len(self.class_slices())
         return (self.num_shared + own) / (self.num_shared + self.settings.blocks)

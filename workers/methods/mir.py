@@ -38,8 +38,9 @@ class MirSettings(ReservoirSettings):
 class Mir(Reservoir[MirSettings]):
     """L = CE(task's images) + CE(chosen exemplars), each a mean.
 
-    In each step the score of `candidates` random exemplars is l(x; theta') - l(x; theta), with
-    theta' = theta - eta g, eta = `virtual_lr`, and g the gradient of the first term. The
+    In each step `candidates` random exemplars x get the score l(x; theta') - l(x; theta). l is the
+    cross-entropy, theta are the weights, theta' = theta - eta g the weights after a virtual step,
+    with eta = `virtual_lr` and the gradient g of the first term. The
     `replay_batch` exemplars with the largest scores are replayed; of equal scores, the exemplar
     that is earlier in the memory comes first. Scores are computed in evaluation mode, in fp32, with
     the augmentation of training. In scenario `class` losses are over all classes so far, in
@@ -73,7 +74,7 @@ class Mir(Reservoir[MirSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        # For each output, its task's index in `context.training_tasks`, or -1.
+        # For each output, its task's index in `Batch.tasks`. -1: the step has no such samples.
         names = [task.name for task in context.training_tasks]
         output_tasks = []
         for name, outputs in self.class_slices().items():
@@ -119,7 +120,7 @@ class Mir(Reservoir[MirSettings]):
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
         """Return one part with the exemplars of the highest scores; see `CombinesGradients`."""
         size = replays[0].draw.size
-        # Scores and slots of all ranks; each rank fills its own columns.
+        # Scores and slots of all ranks: each rank fills its own columns, and the sum has all.
         table = torch.zeros(2, size, device=self.device)
         for replay, scores in zip(replays, self.score_samples(replays), strict=True):
             if replay.weight:  # 0: placeholder of a rank without samples

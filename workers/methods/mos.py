@@ -31,6 +31,7 @@ from workers.methods.bases.task_adapters import (
 from workers.methods.train_defaults import TrainDefaults
 from workers.storage.taskstate import Carried, TaskState
 
+# Names in the stored state.
 FIRST, PROTOTYPES = "first", "prototypes"
 HEAD_RATE = 0.1  # learning rate of a head, relative to the adapters'
 TEMPERATURE = 0.8  # of the contrast loss
@@ -68,9 +69,10 @@ class MosSettings(TaskAdapterSettings):
 class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
     """A chain of two steps: `train`, `align`. f_j is the backbone with the adapters of task j.
 
-    - `train` trains the task's head, and adapters that start as a copy of the previous task's.
-      After each step theta <- (1 - merge) theta + merge mean(theta of earlier tasks). The loss is
-      the cross-entropy over the task's own classes + contrast x `compute_mean_contrast`.
+    - `train` trains the task's head and its adapters theta, which start as a copy of the previous
+      task's. After each optimizer step theta <- (1 - merge) theta + merge mean(theta of earlier
+      tasks). The loss is the cross-entropy over the task's own classes + contrast *
+      `compute_mean_contrast`.
     - `align` fits a Gaussian of f_t, and computes the mean of f_0, for each class of the task. From
       the second task on, all heads are trained on features drawn from the Gaussians
       (`align_heads`).
@@ -122,7 +124,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
         self.prototypes: dict[str, Tensor] = {}  # task -> means of f_0 by class, (K, d)
         self.firsts: dict[str, str] = {}  # task -> the first task, whose adapters f_0 has
         self.merged: dict[str, Tensor] = {}  # mean of earlier tasks' adapters, by name
-        self.known = torch.empty(0)  # means of earlier classes, (P, d)
+        self.known = torch.empty(0)  # means of earlier classes for the contrast loss, (P, d)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -147,7 +149,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
 
     @torch.no_grad()
     def continue_adapters(self) -> None:
-        """Copy the previous task's adapters, and average the adapters of earlier tasks."""
+        """Start from the previous task's adapters; set `merged` and `known` from earlier tasks."""
         earlier = [self.find_adapters(name) for name in self.loaded]
         self.merged = {}
         for name, tensor in self.adapters.tensors().items() if earlier else ():
@@ -241,7 +243,10 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
                 )
 
     def refine(self, images: Tensor, cosines: Tensor, known: dict[str, Tensor]) -> Tensor:
-        """Return logits (b, A), for each image with the adapters of the task that they predict.
+        """Return logits (b, A) of all heads; for each image, search the adapters that fit.
+
+        If the logits predict a class of another task than that of the adapters in use, the adapters
+        of that task are tried next, up to `ROUNDS` sets. The last logits count.
 
         Args:
             images: Images (b, 3, H, W).

@@ -13,9 +13,10 @@ from workers.methods.bases.statistics import ClassStatistics, class_means
 
 
 class Ncm(ClassStatistics[MethodSettings]):
-    """A star. The logit of class c is <f, mu_c> - |mu_c|^2 / 2, with the mean feature mu_c.
+    """Tasks are independent (a star). The logit of class c is <f, mu_c> - |mu_c|^2 / 2.
 
-    This is -|f - mu_c|^2 / 2 without the term -|f|^2 / 2, which is the same for all classes.
+    mu_c is the mean feature of the class. The logit is -|f - mu_c|^2 / 2 without the term
+    -|f|^2 / 2, which is the same for all classes.
     """
 
     name = "ncm"

@@ -85,10 +85,13 @@ class PackNetSettings(MethodSettings):
         return shares if listed else value
 
     def share(self, position: int) -> float | None:
-        """Return the share that the task at `position` (-1: the base) frees, or None.
+        """Return the share of its new weights that a task frees. None: it keeps all.
+
+        Args:
+            position: Position of the task in the stream, from 0; -1 is the base task.
 
         Raises:
-            UserError: If the list is too short.
+            UserError: If `prune` is a list and too short.
         """
         if position < 0:
             return self.base_prune
@@ -106,9 +109,10 @@ class PackNetSettings(MethodSettings):
 class PackNet(Method[PackNetSettings]):
     """Task t claims all free weights and trains them, prunes a share, and retrains the rest.
 
-    `prune` frees the smallest round(p * count) weights of each layer, which become 0. A task is
-    served with W_eff(t) = W .* 1[1 <= owner <= t]: the weights of earlier tasks are used and never
-    change. During the training of t W_eff is W, since free weights are 0 and locked as well.
+    The step `prune` frees the smallest round(p * count) of the task's weights in each layer, with
+    p the setting `prune`. Freed weights become 0. A task is served with W_eff(t) = W .* 1[1 <=
+    owner <= t]: the weights of earlier tasks are used and never change. While t trains, W_eff is W,
+    because weights that are still free are 0 and locked.
 
     Stored for a task: its head and its owner number. Carried: weights, and the owner map, one byte
     per weight of patch embedding and blocks (qkv is one tensor). Biases, norms, class token and
@@ -161,13 +165,14 @@ class PackNet(Method[PackNetSettings]):
     def __init__(self, backbone: nn.Module, settings: PackNetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites: dict[str, Any] = weight_sites(backbone)
+        # Names of the parameters without owners: biases, norms, class token, position embedding.
         self.others = [
             name
             for name, _ in backbone.named_parameters()
             if name.removesuffix(".weight") not in self.sites
         ]
         self.owners: dict[str, Tensor] = {}  # site -> owner number of each weight, uint8
-        self.latest, self.latest_name = FREE, ""  # the last owner, and its task
+        self.latest, self.latest_name = FREE, ""  # number of the newest owner, and its task
         self.numbers: dict[str, int] = {}  # loaded task -> its owner number
         self.loaded: dict[str, dict[str, Tensor]] = {}  # loaded task -> its copies
         self.copies: Copies | None = None  # copies of the task in training
@@ -220,7 +225,7 @@ class PackNet(Method[PackNetSettings]):
         if self.settings.base_mode == "prune_only":
             self.give_back(self.settings.base_prune)
         elif self.settings.base_mode == "prune_retrain":
-            self.latest_name = task.name
+            self.latest_name = task.name  # the base task owns all weights: `begin` must not claim
 
     def claim(self, task: Task) -> None:
         """Assign all free weights to a task.
@@ -327,7 +332,7 @@ class PackNet(Method[PackNetSettings]):
         super().load_task(state)
         if state.method == self.name:
             self.numbers[state.task] = state.meta["owner"]
-        elif self.settings.base_mode != "own_nothing":
+        elif self.settings.base_mode != "own_nothing":  # a base task without own steps
             self.numbers[state.task] = FIRST
         self.loaded[state.task] = state.copies
 

@@ -48,8 +48,9 @@ class PiggybackSettings(ThresholdSettings):
 class Piggyback(ThresholdMasks[PiggybackSettings]):
     """M = 1[M^r > theta], y = (M .* W) x + b; the gradient of M is passed unchanged to M^r.
 
-    All real values start above theta, so that training starts from the backbone. Stored: a bit per
-    weight; ternary: two, `SITE` for nonzero values, `SITE.minus` for -1.
+    M^r are the trained real values, M is the mask. By default all real values start above theta, so
+    that training starts from the backbone. Stored: a bit per weight; ternary: two, `SITE` for
+    nonzero values, `SITE.minus` for -1.
 
     Differences from the paper: all Linear and Conv weights of a ViT are masked. Biases, norms,
     class token and position embedding stay frozen. The rate of M^r follows from the number of steps
@@ -122,7 +123,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
             size = weight.detach().abs()
             if self.settings.scale_gradients == "layer":
                 size = size.mean()
-            self.divisors[site] = size.clamp(min=1e-12)  # if W = 0, the gradient is 0, too
+            self.divisors[site] = size.clamp(min=1e-12)  # where W = 0, the gradient is 0, too
         return groups
 
     def after_backward(self) -> None:

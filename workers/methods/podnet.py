@@ -51,15 +51,18 @@ class PodNetSettings(CosineSettings):
 class PodNet(CosineRehearsal[PodNetSettings]):
     """L = NCA + sqrt(A_t / K_t) (lambda_f (1 - cos(h, h_teacher)) + lambda_c POD).
 
-    NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at least 0. POD is the distance
-    between the maps of student and teacher in each block, after each map is squared, summed over
-    rows and over columns, and normalised. `finetune` trains the classifier with NCA; the paper does
-    so for 20 epochs at half of the rate: `steps: {finetune: {epochs: 20, lr: 0.05}}` with `train:
-    {epochs: 160, lr: 0.1}`.
+    A_t is the number of all classes, K_t that of new ones, and h are the features. The teacher is
+    the network before the task. NCA = -log(exp(eta (s_y - delta)) / sum_{c != y} exp(eta s_c)), at
+    least 0. s_c is the similarity of h to the proxies of class c (`CosineHead`), y the true class,
+    and eta a learnt scale. POD is the distance between the maps of student and teacher in each
+    block, after each map is squared, summed over rows and over columns, and normalised.
+
+    `finetune` trains the classifier with NCA; the paper does so for 20 epochs at half of the rate:
+    `steps: {finetune: {epochs: 20, lr: 0.05}}` with `train: {epochs: 160, lr: 0.1}`.
 
     Differences from the paper: the map of a block consists of the ViT's patch tokens on their grid,
-    and h replaces the map of the last block; s is the cosine, and eta starts at 10. The margin and
-    the exclusion of the own class have an effect here, but not in the released code.
+    and h replaces the map of the last block; s is a cosine, and eta starts at 10. The margin and
+    the exclusion of the true class have an effect here, but not in the released code.
     """
 
     name = "podnet"

@@ -1,6 +1,7 @@
-"""Small protocols for features of only some methods, checked with `isinstance` where they are used.
+"""Optional protocols for abilities that only some methods have, checked with `isinstance`.
 
-A method takes part by defining the functions of a protocol; it does not inherit from it.
+A method takes part by defining the functions of a protocol; it does not inherit from it. The loop
+(`workers/loop.py`), the evaluation and the server use them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class RemembersSamples(Protocol):
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         """Return task -> keys of the images in its train split that this step reads.
 
-        All images of the current task are read if the result does not name that task, else only the
-        named images. The class must set `reads = "seen"`. The loop calls this method before
-        `begin`.
+        If the result has no entry for the current task, the step reads all images of this task.
+        The class must set `reads = "seen"`, so that the stage waits for the data of earlier tasks.
+        The loop calls this method before `begin`.
         """
 
 
@@ -34,15 +35,15 @@ class RemembersSamples(Protocol):
 class ReplaysSamples(RemembersSamples, Protocol):
     """Each training step has a second batch, drawn from the memory: `Batch.replay`.
 
-    The batch of the step then has the task's own samples only.
+    The batch of the step then has only the task's own samples.
     """
 
     def replay_draws(self) -> tuple[int, ...]:
         """Return the number of samples in each independent draw from the memory.
 
-        A replay batch has the samples of all draws, one draw after the other. The loop calls this
-        method before `begin`. The result is empty if nothing is replayed; `memory` is then empty,
-        too.
+        A replay batch has the samples of all draws, one draw after the other. If nothing is
+        replayed, the results of this method and of `memory` are empty. The loop calls this method
+        before `begin`.
         """
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,11 +69,12 @@ class CombinesGradients(ReplaysSamples, Protocol):
 
         Args:
             replays: This rank's micro-batches of the replay batch.
-            group: The rank. All ranks make the same calls.
+            group: This rank, for collective calls. All ranks make the same calls.
 
         Returns:
             For each part, this rank's micro-batches of the part, as many as `replays`. The number
-            of parts is the same on all ranks. The weights of a part add up to 1 over all ranks.
+            of parts is the same on all ranks. The weights (`Batch.weight`) of a part add up to 1
+            over all its micro-batches on all ranks.
         """
 
     def combine(self, gradient: Tensor, replayed: Tensor) -> Tensor:
@@ -91,8 +93,9 @@ class PrecomputesFeatures(Protocol):
     def precompute(self, feed: Feed) -> None:
         """Cache constant values in the feed (`Feed.cache_features`).
 
-        The loop calls this method before the first step, also in a resumed stage: once with the
-        training feed, and once with the validation feed. The trained parameters are known then.
+        The loop calls this method before the first optimizer step, also in a resumed stage: once
+        with the training feed, and once with the validation feed, if there is one. By then
+        `requires_grad` is set only on the parameters that the step trains.
         """
 
 
@@ -101,14 +104,15 @@ class UsesSharpness(Protocol):
     """Sharpness-aware steps: the gradient is computed after the weights were moved uphill."""
 
     def sam_radius(self) -> float:
-        """Return rho of adaptive sharpness-aware steps (`optim.ascended`); 0 for a plain step."""
+        """Return rho of adaptive sharpness-aware steps (`optim.ascend`); 0 for a plain step."""
 
 
 @runtime_checkable
 class InfersTask(Protocol):
     """The method infers the task of an image, and then predicts as if the task were given.
 
-    `logits` returns `answer` for the choices of `infer`. The evaluation records the choices.
+    `logits` returns `answer` for the choices of `infer`, at least if the task is not given. The
+    evaluation records the choices.
     """
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
@@ -122,7 +126,13 @@ class InfersTask(Protocol):
         """Return the index in `candidates` and a confidence in [0, 1] for each image, (b,) each."""
 
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
-        """Return the logits of each image if its candidate is the one given by `choices` (b,)."""
+        """Return the logits of each image under its candidate.
+
+        Args:
+            images: Images (b, 3, H, W).
+            choices: Index of each image's candidate in `candidates`, (b,).
+            task: The task if it is given, else None.
+        """
 
 
 @runtime_checkable
@@ -132,19 +142,28 @@ class SharesForward(Protocol):
     def grouped_logits(
         self, images: Tensor, rows: Mapping[str, Tensor | slice]
     ) -> dict[str, Tensor]:
-        """Return the logits of each task on its rows of images (b, 3, H, W).
+        """Return task -> logits of the images that are served with this task.
 
         They equal those of `logits` up to the order of summation.
+
+        Args:
+            images: Images (b, 3, H, W) of all tasks.
+            rows: Task -> its rows in `images`.
         """
 
 
 def grouped_logits(
     method: Method, images: Tensor, rows: Mapping[str, Tensor | slice]
 ) -> dict[str, Tensor]:
-    """Return the logits of each task on its rows of images (b, 3, H, W).
+    """Return task -> logits of the images that are served with this task.
 
-    Parts that tasks share are computed once. The logits equal those of `Method.logits` up to the
-    order of summation.
+    Parts of the forward pass that tasks share are computed once. The logits equal those of
+    `Method.logits` up to the order of summation.
+
+    Args:
+        method: The method.
+        images: Images (b, 3, H, W) of all tasks.
+        rows: Task -> its rows in `images`.
     """
     if isinstance(method, SharesForward):
         return method.grouped_logits(images, rows)

@@ -33,8 +33,8 @@ from workers.storage.taskstate import Carried, TaskState
 
 GRAM, TARGETS, WEIGHT, VALIDATED = "gram", "targets", "weight", "validated"
 PENALTIES = tuple(10.0**power for power in range(-8, 9))  # candidates of `ridge: auto`
-MAX_ROWS = 4096  # maximum number of projected images in memory
-VALIDATION_SHARE = 5  # one in this many images is used to validate the ridge penalty
+MAX_ROWS = 4096  # images that are projected at once; limits the memory for their features
+VALIDATION_SHARE = 5  # one in five images is used to validate the ridge penalty
 
 
 class RanpacSettings(FirstSessionSettings):
@@ -74,7 +74,7 @@ class Ranpac(FirstSession[RanpacSettings]):
     train_defaults = FIRST_SESSION_TRAINING
     carries = (ADAPTATION, GRAM, "heads")
     training_only = (GRAM, f"heads/*/{TARGETS}", VALIDATED)
-    may_forget = True  # G of later tasks changes earlier answers
+    may_forget = True  # later tasks change G, and so the logits of earlier tasks
     projection: Tensor  # (d, M); only if the setting `projection` is above 0
 
     def __init__(self, backbone: nn.Module, settings: RanpacSettings, seed: int):
@@ -118,6 +118,7 @@ class Ranpac(FirstSession[RanpacSettings]):
         weights = solve_ridge(self.gram.sum(0), targets.sum(0), self.choose_penalty(targets))
         counts = [part.shape[2] for part in parts]
         columns = weights.float().split(counts, 1)
+        # A shared head has one part, which `cycle` repeats for each task.
         for name, weight in zip(self.targets, cycle(columns), strict=False):
             self.heads.assign(name, weight.T)
 
@@ -155,7 +156,7 @@ class Ranpac(FirstSession[RanpacSettings]):
     @torch.no_grad()
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
-        # A bundle contains only the heads.
+        # A bundle has only the weights of the heads, not the sums (see `training_only`).
         self.gram = carried.tensors.get(GRAM, torch.zeros(0, dtype=torch.float64)).cpu()
         self.num_validated = int(carried.meta.get(VALIDATED, 0))
         self.targets = {}
@@ -191,7 +192,7 @@ def is_validated(key: str) -> bool:
 
 
 def solve_ridge(gram: Tensor, targets: Tensor, penalty: float) -> Tensor:
-    """Return (G + lambda I)^-1 Q, (M, C).
+    """Return (G + lambda I)^-1 Q, (M, C). NaN if G + lambda I is not positive definite.
 
     Args:
         gram: G, (M, M), fp64.

@@ -1,4 +1,8 @@
-"""Methods defined outside of this project: in a notebook, a script or a module."""
+"""Methods defined outside of this project: in a notebook, a script or a module.
+
+`register` adds such a class to `METHODS`. The driver records its module and the digest of its code
+in each job, and `load_method` imports the same class in a worker.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from workers.plugins import (
 
 REGISTERED: dict[str, type[Method[Any]]] = {}  # methods in `METHODS` that `register` added
 BROKEN: dict[str, str] = {}  # methods of installed packages that cannot be loaded -> the reason
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # pattern of the names of methods
 
 MethodClass = TypeVar("MethodClass", bound=type[Method[Any]])
 
@@ -92,6 +96,10 @@ def describe_unknown(name: str) -> str:
 def require_plugins(modules: Iterable[str], where: str) -> None:
     """Check that the modules which a file requires are loaded. Nothing is imported.
 
+    Args:
+        modules: Names of the modules.
+        where: The file, for the message.
+
     Raises:
         UserError: If a module is not loaded.
     """
@@ -101,7 +109,7 @@ def require_plugins(modules: Iterable[str], where: str) -> None:
 
 
 def get_code_digest(name: str) -> str:
-    """Return the digest of the code of a registered method; empty for a method of this project.
+    """Return the digest of the code of a registered method; "" for a method of this project.
 
     The digest is part of the keys of the stages, like `revision`, so that a changed class does not
     reuse old results.
@@ -112,7 +120,7 @@ def get_code_digest(name: str) -> str:
 
 
 def explain_not_importable(name: str) -> str:
-    """Return why another process cannot import a method; empty if it can try."""
+    """Return why another process cannot import a method; "" if no obstacle is known."""
     method = REGISTERED.get(name)
     if method is None:
         return ""
@@ -126,7 +134,7 @@ def explain_not_importable(name: str) -> str:
 
 
 def method_module(name: str) -> str:
-    """Return the module that registers a method, which workers import; empty for this project's."""
+    """Return the module that workers import to register a method; "" for this project's methods."""
     if name not in REGISTERED:
         return ""
     return REGISTERED[name].__module__
@@ -136,7 +144,8 @@ def load_method(job: StageJob) -> type[Method[Any]]:
     """Return the class of a job's method, imported if another process registered it.
 
     Raises:
-        UserError: If this process cannot import the method, or has another version.
+        UserError: If this process cannot import the method, or if its code has another digest than
+            in the process that started the run.
     """
     if not job.method_code or get_code_digest(job.method) == job.method_code:
         return METHODS[job.method]

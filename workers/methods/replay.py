@@ -11,7 +11,7 @@ from workers.methods.train_defaults import TrainDefaults
 
 
 class Replay(Rehearsal[RehearsalSettings]):
-    """L = CE over all classes so far, on the task's images and all exemplars, equally often."""
+    """L = CE over all classes so far. An epoch has each new image and each exemplar once."""
 
     name = "replay"
     family = "rehearsal"

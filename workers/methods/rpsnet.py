@@ -71,7 +71,7 @@ class RpsnetSettings(RehearsalSettings):
 
 
 class Rival(nn.Module):
-    """A candidate: a path, and the heads trained with it."""
+    """A candidate: a path, and the heads that are trained with it."""
 
     def __init__(self, path: Path, heads: Heads):
         super().__init__()
@@ -82,22 +82,22 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     """A reconstruction: a ViT, the trunk, with a bank of M bottlenecks after each block.
 
     The outputs of the modules in any path are added to the residual stream (`PathNetwork`), in
-    training and in serving. Every J tasks a path is drawn, with one module of each bank, and is
-    trained during these tasks. Modules of earlier paths stay active and are frozen, also if the new
-    path uses them. The trunk is trained with the first path, pretrained or not, and then frozen; in
-    a stream with a base task only that task trains it. Heads are always trained.
+    training and in serving. Every J = `every` tasks a path is drawn, with one module of each bank,
+    and is trained during these tasks. Modules of earlier paths stay active and are frozen, also if
+    the new path uses them. The trunk is trained with the first path, pretrained or not, and then
+    frozen; in a stream with a base task only that task trains it. Heads are always trained.
 
     L = CE over all classes + w KD_ce(tau) over the old classes, with the network before the task as
-    teacher; w = 1 for t <= J earlier tasks (including a base task), then `phi` (t - J). From the
-    second path on, `candidates` paths are drawn, and each trains as if it were alone, with its own
+    teacher. w = 1 for t <= J earlier tasks (including a base task), then `phi` (t - J). From the
+    second path on, `candidates` paths are drawn. Each trains as if it were alone, with its own
     heads, on the same batches: the sum of their losses is minimised. The candidate with the lowest
-    L after training is kept, measured on the task's held-out images, or without held-out images on
-    all its training data, both with the evaluation transform. During training, evaluation uses the
+    L after training is kept. L is then measured with the evaluation transform, on the task's
+    held-out images, or on all training data if there are none. During training, validation uses the
     first candidate.
 
-    Stored: a path of at most B (2 d m + d + m) floats, for B blocks of width d, in the state of the
-    last task that trained it. The state of the first path also has the trunk. A path that is
-    trained further is carried to the next task. A frozen path is stored once.
+    Stored: a path of at most B (2 d m + d + m) floats, for B blocks of width d and modules of m
+    units, in the state of the last task that trained it. With the first path, this state also has
+    the trunk if the path trained it. Before that, the path is carried from task to task.
 
     Differences from the paper: modules are parallel to a trunk, while in the paper they are the
     network. The official script selects candidates by test accuracy; this code reads no test image.
@@ -138,12 +138,12 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        # Index of the head of the last task that trained a path -> the path.
+        # Frozen paths. Key: index in `heads` of the last task that trained the path.
         self.frozen = nn.ModuleDict()
         self.path: Path | None = None  # the path in training
-        # The candidates. Checkpoints contain the name of this attribute.
+        # The candidates. Checkpoints contain the name of this attribute: do not rename it.
         self.rivals = nn.ModuleList()
-        self.losses: list[float] = []  # loss of each candidate, set by `choose_candidate`
+        self.losses: list[float] = []  # L of each candidate, set by `choose_candidate`
 
     # ---- the network -----------------------------------------------------------------------------
     def build_network(self, path: Path | None) -> PathNetwork:
@@ -307,7 +307,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return save_heads(self, heads)
 
     def is_last_task_of_path(self) -> bool:
-        """Return whether this task is the last that trains the path."""
+        """Return whether this task is the last that trains the path: every J-th task."""
         assert self.task is not None
         names = [task.name for task in self.stream if task.role != "base"]
         return (names.index(self.task.name) + 1) % self.settings.every == 0

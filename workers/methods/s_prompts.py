@@ -44,9 +44,10 @@ class SPromptsSettings(VptSettings):
 class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
     """A star: VPT, and for each task k-means centres of the backbone's unit-length features.
 
-    The inferred task of an image is that of the centre nearest to its features without prompts. The
-    prompts and the head of this task then predict. Nothing is shared between tasks, so nothing is
-    forgotten if the task is given. In scenario `task` this method is `vpt`, without centres.
+    The task of an image is inferred: it is that of the centre nearest to the image's features
+    without prompts. The prompts and the head of this task then predict. Nothing is shared between
+    tasks, so nothing is forgotten if the task is given. In scenario `task` this method is `vpt`,
+    without centres.
 
     Differences from the paper: the centres are computed from images under the evaluation transform;
     the released code uses augmented images.
@@ -118,7 +119,10 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
         self.centres[state.task] = centres.to(self.device)
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of a pass with prompts; without the task also of the query."""
+        """Return the relative FLOPs of a pass with prompts, plus those of the query, if needed.
+
+        The query is needed unless the task is given.
+        """
         return super().flops_share(state) + (self.scenario != "task")
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:

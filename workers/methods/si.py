@@ -30,10 +30,10 @@ class SiSettings(MethodSettings):
 class Si(OneAnchor[SiSettings]):
     """L = CE + c * sum over weights i of Omega_i (theta_i - theta*_i)^2.
 
-    In each step omega_i grows by -g_i times the change of theta_i: g is the gradient of the
-    cross-entropy without the penalty, and the change is that of the optimizer's step. At the end of
-    a task, with Delta_i the distance of the weight from its start, Omega_i = max(0, Omega_i +
-    omega_i / (Delta_i^2 + xi)).
+    theta*_i is the value of the weight at the start of the task. omega_i is 0 at this time. In each
+    step omega_i grows by -g_i times the change of theta_i: g is the gradient of the cross-entropy
+    without the penalty, and the change is that of the optimizer's step. At the end of the task
+    Omega_i = max(0, Omega_i + omega_i / (Delta_i^2 + xi)), with Delta_i = theta_i - theta*_i.
 
     A base task is not protected, because the path of the weights in its training is not known.
 
@@ -66,6 +66,7 @@ class Si(OneAnchor[SiSettings]):
         return groups
 
     def after_backward(self) -> None:
+        # The gradients are copied before `super` adds the gradient of the penalty.
         self.before = []
         for parameter in self.protected().values():
             assert parameter.grad is not None

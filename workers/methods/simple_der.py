@@ -52,10 +52,11 @@ class SimpleDerSettings(DerSettings):
 class SimpleDer(PrunedDer[SimpleDerSettings]):
     """DER's L + distillation * KD_ce(tau), with the network before the task as teacher.
 
-    The teacher's outputs are computed by the old W from the features of the frozen extractors,
-    without a further forward pass. During `train` (see `prune_after`) the units with the smallest
-    weights are pruned permanently, the same number in every head and every FFN, and the remaining
-    units are trained further. So every extractor has the same small size.
+    The teacher's outputs are computed by the old classifier W from the features of the frozen
+    extractors, without a further forward pass. During `train`, after the share `prune_after` of its
+    steps, the units with the smallest weights are pruned permanently: the same number in every
+    attention head and in every FFN. The remaining units are trained further. So every extractor has
+    the same small size.
 
     A reconstruction: no code was published. From the paper: all extractors so far are used with a
     new extractor, knowledge is distilled, and each extractor is pruned. Our choices: the loss, the
@@ -95,6 +96,7 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.step == "train" and context.carried is not None:
+            # The old heads are copied here, because `super` replaces them by new ones.
             self.load_carried(context.carried)
             self.before = tuple(
                 copy.deepcopy(self.heads[name]).requires_grad_(False)

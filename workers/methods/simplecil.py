@@ -16,9 +16,10 @@ from workers.model.cosine import CosineHeads
 
 
 class SimpleCil(ClassStatistics[MethodSettings]):
-    """A star. The weight of class c is its mean feature mu_c; the logit is cos(f, mu_c).
+    """Tasks are independent (a star). The weight of class c is mu_c, the logit is cos(f, mu_c).
 
-    The features are those of the frozen backbone, not normalised before they are averaged.
+    f are the features of the frozen backbone, and mu_c is their mean over the class, without
+    normalisation before the mean.
     """
 
     name = "simplecil"
@@ -34,4 +35,4 @@ class SimpleCil(ClassStatistics[MethodSettings]):
 
     def collect(self, task: Task, batch: FeatureBatch) -> None:
         means = class_means(batch.features, batch.labels, task.num_classes)
-        self.heads[task.name].weight.copy_(means[:, None])
+        self.heads[task.name].weight.copy_(means[:, None])  # (K, 1, d): one vector per class

@@ -52,14 +52,15 @@ class Slca(AlignsHeads[SlcaSettings]):
     - `statistics` fits a Gaussian to the features of each class under the current network. The
       Gaussian is never updated.
     - `align`, from the second task on: all heads are trained on features drawn from N(rho_c mu_c,
-      Sigma_c + 1e-4 I), rho_c = 0.9 + 0.1 (t_c + 1) / (t + 1) for a class of task t_c, with the
-      cross-entropy of z / (nu tau), nu the mean over tasks s of |z_s|.
+      Sigma_c + 1e-4 I), with rho_c = 0.9 + 0.1 (t_c + 1) / (t + 1) for a class of task t_c. Tasks
+      count from 0, and t is the newest. The loss is the cross-entropy of z / (nu tau). nu is the
+      mean over tasks s of |z_s|, where z_s are the logits of task s.
 
     Each alignment starts from the heads as they were trained, and training never uses an aligned
     head, so the chain carries both. Stored per task: its aligned head.
 
-    Differences from the released code: t_c is the task of the class; the code computes t_c by a
-    division by the size of the newest task; heads of earlier tasks have no weight decay while a
+    Differences from the released code: t_c is the task of the class, while the code computes it by
+    a division by the size of the newest task; heads of earlier tasks have no weight decay while a
     task trains.
     """
 

@@ -49,12 +49,13 @@ class Slda(ClassStatistics[SldaSettings]):
     )
     Settings = SldaSettings
     carries = (SCATTER,)
-    may_forget = True  # the covariance of later tasks changes earlier answers
+    may_forget = True  # later tasks change the covariance, and so the logits of earlier tasks
 
     def __init__(self, backbone: nn.Module, settings: SldaSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.heads: DerivedHeads = DerivedHeads(self.heads.width)
-        self.means: dict[str, Tensor] = {}  # task -> (K, d), fp64, rounded to fp32
+        # task -> (K, d), fp64. The values are rounded to fp32, the precision of stored states.
+        self.means: dict[str, Tensor] = {}
         self.scatter = torch.zeros(0, dtype=torch.float64)  # (d, d); empty before the first task
         self.num_samples = 0
 

@@ -2,8 +2,9 @@
 
 If the task of an image is not given, it is inferred by comparing the outputs under all masks.
 
-Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG,
-scenario `class` its GN with labels that the tasks do not share.
+Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG (the
+task is given in training and at test time). Scenario `class` is its GN (the task is given only in
+training), with labels that the tasks do not share.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
     If the task of an image is not given, it is inferred. By default it is the task whose mask gives
     the superfluous outputs the smallest share of the softmax. `infer` and `objective` also offer
-    the paper's rules: all masks are superposed, and the mask is chosen whose weight in the
-    superposition would lower the entropy fastest if it grew.
+    the paper's rules: all masks are superposed with equal weights alpha, and the mask is chosen
+    whose weight would lower the entropy H of the outputs fastest if it grew.
 
     Differences from the paper:
     - By default each mask is tried on its own. Masks that keep nine tenths of a pretrained ViT
@@ -223,9 +224,9 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        """Return the steps; a base task is trained only if tasks share an output layer.
+        """Return the steps. A base task is trained only if tasks share an output layer.
 
-        The mask of the base task then includes that layer.
+        The base task then needs a mask of that layer, too. Otherwise the backbone serves it.
         """
         if position >= 0 or settings.outputs:
             return cls.steps
@@ -233,9 +234,9 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        # Not trained, and not stored because they are derived from the seed.
+        # Untrained weights. They are not stored, because they are derived from the seed.
         self.constants = nn.ParameterList()
-        # replacements of parameters of the backbone that have no mask, by name
+        # Replacements of backbone parameters that have no mask, by name; see `replace_weights`.
         self.fixed: Weights = {}
         if settings.weights == "signed_constant":
             self.replace_weights()
@@ -262,7 +263,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         return parameter
 
     def signed_constant(self, site: str, shape: torch.Size) -> nn.Parameter:
-        """Return +-sqrt(2 / inputs), with signs by seed and site: the same on every machine."""
+        """Return weights +-sqrt(2 / inputs) with signs drawn by seed and site, on the CPU."""
         seed = derive_seed(self.seed, "signed constant", site)
         bits = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed))
         signs = 2.0 * bits - 1
@@ -350,7 +351,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        # With shared outputs the state has no head.
+        # With shared outputs the state has no head. Otherwise `super` has loaded the head.
         self.heads.add(state.task, len(state.classes), self.seed)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
@@ -393,9 +394,10 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of the inferred task and a confidence for each image, (b,) each.
 
-        The confidence is nu = softmax(-dH / dalpha) at the inferred task. For brute force it is the
-        softmax of the compared values. For binary search it is the product, over its rounds, of the
-        share of nu in the kept half.
+        The confidence depends on the setting `infer`. `one_shot`: nu = softmax(-dH / dalpha) at the
+        inferred task, with H the objective. `brute_force`: the softmax of the negative objectives
+        at the inferred task. `binary`: the product, over all rounds, of the share of nu in the kept
+        half.
         """
         masks: list[Weights] = []
         for name in self.class_slices():
@@ -415,7 +417,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
 
         Args:
             images: Images (b, 3, H, W).
-            masks: Masks by site.
+            masks: The masks to choose from, each by site.
             rule: Chooses a mask for each group of `infer_images` consecutive images; the last group
                 can be smaller.
         """
@@ -439,12 +441,12 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         """Return how badly each mask fits each group of images, (g, k); lower is better.
 
         Args:
-            masks: Masks by site.
-            alive: Indices of the k compared masks.
+            masks: All masks, each by site.
+            alive: Indices of the k masks to compare.
             groups: Images (g, n, 3, H, W).
         """
         weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
-        alive_masks: list[Weights] = []  # by parameter name
+        alive_masks: list[Weights] = []  # each by parameter name
         for index in alive:
             named: Weights = {}
             for site, mask in masks[index].items():

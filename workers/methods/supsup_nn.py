@@ -72,11 +72,12 @@ class SupSupNNSettings(SupSupSettings):
 class SupSupNN(SupSup[SupSupNNSettings]):
     """A chain that carries all masks so far, one bit per weight and mask.
 
-    Before the first step of a task, and every `every` steps, it selects the mask to train. It runs
-    the next batch through the superposition of k masks: the known masks, and untrained masks if
-    there are fewer than k. Each mask has a share nu = softmax(-dH / dalpha). The known mask with
-    the largest share is trained further. A new mask is started if that share is below (1 + eps) /
-    k, or if an untrained mask has the largest share.
+    Before the first optimizer step of a task, and every `every` steps, it selects the mask to
+    train. It runs the next batch through the superposition of k masks: the known masks, filled up
+    to `least` by untrained masks. Each mask has a share nu = softmax(-dH / dalpha), with H the
+    entropy of the outputs and alpha the weights of the masks. The known mask with the largest share
+    is trained further. A new mask is started if that share is below (1 + eps) / k, or if an
+    untrained mask has the largest share.
 
     Labels are positions in the task's class list, so that all tasks share the outputs. At test time
     each image gets the mask with the largest nu. Only the number of classes of the task is used.
@@ -121,9 +122,9 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         # (most, num_bytes): the packed bits of each known mask
         self.register_buffer("bank", torch.zeros(settings.most, num_bytes, dtype=torch.uint8))
         self.register_buffer("counter", torch.tensor([0, -1]))
-        # (most,): number of steps of this task that trained each mask
+        # (most,): number of optimizer steps of this task that trained each mask
         self.register_buffer("trained", torch.zeros(settings.most, dtype=torch.int64))
-        self.used: dict[str, int] = {}  # task -> index of the mask that its training ended with
+        self.used: dict[str, int] = {}  # task -> index of the mask that its last step trained
         self.spare: dict[int, Weights] = {}  # index -> untrained mask, derived from the seed
 
     @property
@@ -171,7 +172,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.feed = context.data.feed("train")
-        # To choose a mask, every rank reads whole batches. All ranks use the choice of rank 0.
+        # To choose a mask, every rank reads whole batches: the feed of `decide` has one rank and no
+        # micro-batches. All ranks use the choice of rank 0.
         self.ranks = self.feed.group
         self.feed.group = Group(device=self.ranks.device)
         self.feed.accumulate = 1
@@ -188,7 +190,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @torch.no_grad()
     def decide(self, epoch: int, step: int) -> None:
-        """Choose the mask to train from this step on, by the step's batch, and load its scores."""
+        """Choose the mask to train from this step on, by the step's batch, and set its scores."""
         known, current = self.counter.tolist()
         mask = 0
         if known:
@@ -198,7 +200,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         if mask == current:
             return
         scores = self.draw_first_scores(mask)
-        if mask < known:
+        if mask < known:  # a known mask: its bits are stored, its scores are not
             for site, bits in self.bits(mask).items():
                 signs = torch.where(bits.cpu(), 1, -1)
                 scores[site] = signs * scores[site].abs().clamp(min=TINY)

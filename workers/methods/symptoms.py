@@ -1,6 +1,7 @@
 """Warnings that a trained step did not learn as intended, each with a remedy.
 
-The signs are a diverged loss, a penalty without effect, too few steps, and empty masks.
+The signs are a diverged loss, a penalty without effect, too few optimizer steps, and empty masks.
+The loop (`workers/loop.py`) calls these functions.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from workers.job import StageJob
 from workers.methods.base import Method
 from workers.storage.taskstate import TaskState
 
-# A step has too few optimizer steps if they are below this share of the method's default.
+# A training is too short if it has less than this share of the default `min_steps` of its method.
 FEW_STEPS_SHARE = 0.25
 # A loss has diverged if it exceeds the loss of guessing by more than this, in nats.
 LOSS_MARGIN = 1.0
-# A penalty below this share of the loss in every epoch has no effect.
+# A penalty counts as without effect if it is below this share of the loss in every epoch.
 PENALTY_SHARE = 0.01
 CROSS_ENTROPY = "ce"  # name of the loss term whose value for guessing is known
 
@@ -34,11 +35,13 @@ def find_training_symptoms(
         job: The stage.
         method: The method.
         history: Metrics of the epochs.
-        length: Length of the training, with the number of optimizer steps as `steps`.
+        length: Length of the training (`optim.describe_length`): `steps` is the number of optimizer
+            steps. Empty for a step without training.
     """
     if not length or not history or job.task is None:
         return []
     label = _get_method_label(job)
+    # The training of the backbone, by `finetune`, has its settings in the section `train`.
     section = "train" if job.method == "finetune" and label == "backbone" else _section(label, job)
     sentences = []
     guessing = math.log(method.competing_outputs())
@@ -80,7 +83,7 @@ def describe_divergence_remedy(job: StageJob, method: Method) -> str:
 
 
 def _added_share(row: Mapping[str, Any]) -> float:
-    """Return the share of an epoch's loss other than the cross-entropy."""
+    """Return the share of an epoch's loss that is not the cross-entropy."""
     return float(abs(row["loss"] - row[CROSS_ENTROPY]) / max(abs(row["loss"]), 1e-30))
 
 
@@ -95,7 +98,7 @@ def _get_method_label(job: StageJob) -> str:
 
 
 def _section(label: str, job: StageJob) -> str:
-    """Return the path in the config of this step's training settings."""
+    """Return the path of this step's training settings in the config."""
     if job.step == "train":
         return f"methods.{label}.train"
     return f"methods.{label}.steps.{job.step}"

@@ -6,7 +6,8 @@ Masana, Tuytelaars, van de Weijer: Ternary Feature Masks: zero-forgetting for ta
 learning, CVPR Workshops 2021. A RECONSTRUCTION: no code was ever released, and all details beyond
 the abstract are ours.
 
-Axes: parts (q, k, v of an attention; one of an FFN), n units, d width of the residual stream.
+Axes: parts (three in an attention: q, k and v; one in an FFN), n units, d width of the residual
+stream.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ class Pair:
     """Two linear layers with units between them.
 
     Attributes:
-        sites: For each part of the rows of `into`, the site that renormalises it, or None.
+        name: Path of the attention or FFN with the two layers.
+        into: Path of the first layer, whose rows compute the units.
+        out: Path of the second layer, whose columns read the units.
+        sites: For each part of the rows of `into`, the site with its gamma and beta. None: the part
+            is not renormalised.
     """
 
     name: str
@@ -89,12 +94,12 @@ class Pair:
 class Tfm(Method[TfmSettings]):
     """For each task, a unit is 0 unused, 1 forward-only, or 2 normal.
 
-    Unused units were added later. Forward-only units were learned by an earlier task and are used
-    but frozen. Normal units are new: used and trained. Forward-only units get a scale and a shift
-    per task: y <- gamma y + beta, folded into the effective rows. New units read the residual
-    stream and write to it, so no weight leads from a new unit to an old unit. An older task is
-    served without all later units. The columns of new units start at 0, so a task starts from the
-    existing network.
+    Unused units were added by later tasks. Forward-only units were learned by earlier tasks; they
+    are used, but frozen. Normal units are new: used and trained. Forward-only units get a scale and
+    a shift per task: y <- gamma y + beta, folded into the rows that compute them. New units read
+    the residual stream and write to it, so no weight leads from a new unit to an old unit. An older
+    task is served without all later units. The columns of new units, through which they write,
+    start at 0. So a task starts from the existing network.
 
     Sites per block: `qk` and `v` (channels of the attention), `ff` (hidden units). Of q and k only
     q is renormalised: attention uses their product, in which a scale of k is a scale of q, and a
@@ -128,7 +133,8 @@ class Tfm(Method[TfmSettings]):
         super().__init__(backbone, settings, seed)
         self.pairs = find_pairs(backbone)
         self.original = dict(backbone.named_parameters())
-        self.shared: dict[str, Tensor] = {}  # state of earlier tasks: added units by pair, weights
+        # Carried state of earlier tasks: added units by pair, and the backbone if it was trained.
+        self.shared: dict[str, Tensor] = {}
         self.new: dict[
             str, nn.Parameter
         ] = {}  # trained parameters of the current task except its head
@@ -141,6 +147,7 @@ class Tfm(Method[TfmSettings]):
         self.loaded.pop(context.task.name, None)
         self.load_carried(context.carried or Carried())
         self.position = context.carried.meta["tasks"] if context.carried else 0
+        # Whether this is the first task, and it trains the whole backbone instead of new units.
         whole = self.settings.first == "trained" and context.carried is None
         start: dict[str, Tensor] = {}
         if whole:
@@ -191,7 +198,7 @@ class Tfm(Method[TfmSettings]):
 
     def growth(self, pair: Pair) -> int:
         """Return the number of units that the current task adds between the two layers."""
-        if len(pair.sites) == 1:
+        if len(pair.sites) == 1:  # an FFN
             width = self.original[f"{pair.into}.weight"].shape[0]
             return math.ceil(self.settings.growth * width / ALIGNED) * ALIGNED
         attention: Any = self.backbone.get_submodule(pair.name)
@@ -283,7 +290,7 @@ class Tfm(Method[TfmSettings]):
                     f"{columns.shape[1]}; use the carried state of this task or of a later one"
                 )
             if width < columns.shape[1]:
-                # exactly the network before the later tasks, bit for bit
+                # Contiguous, so that outputs equal those before the later tasks bit for bit.
                 rows = rows[:, :width].contiguous()
                 bias = bias[:, :width].contiguous()
                 columns = columns[:, :width].contiguous()

@@ -77,12 +77,15 @@ S = TypeVar("S", bound=ToastSettings, default=Any)
 class Toast(Method[S]):
     """A star: tokens of a first pass steer a second pass through linear feedback layers.
 
-    Tokens are scaled by s_n = clamp(cos(x_n, xi), 0, 1), multiplied by P, passed down a chain of
-    linear feedback layers (W1_l, W2_l) from block to block, and added to the values of a second
-    pass. Stored per task: xi, P, the feedback layers and a head. A base task goes through
-    `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l), sg(in_l)). Every task starts from
-    the resulting feedback layers and prior, which also serve the base task. Images without labels
-    are used in the same way, with the second term only.
+    The output tokens x_n of the first pass are scaled by s_n = clamp(cos(x_n, xi), 0, 1), with a
+    trained prior xi, and multiplied by P. Linear feedback layers (W1_l, W2_l) pass them down from
+    block to block, and they are added to the attention values of the second pass (equations:
+    `TopDown`). Stored per task: xi, P, the feedback layers and a head.
+
+    A base task goes through `pretune`: cross-entropy + lambda_v sum_l MSE(W1_l sg(out_l),
+    sg(in_l)), with in_l and out_l before and after block l; sg stops the gradient. Every task
+    starts from the resulting feedback layers and prior, which also serve the base task. A task of
+    role `unlabelled` has the same step, with the second term only.
 
     Differences from the paper and its code:
     - The value bias is not added twice, so that P = 0 is the backbone to the last bit
@@ -95,10 +98,10 @@ class Toast(Method[S]):
       models; a ViT has no norm for it.
     - In `pretune` the cross-entropy is that of the second pass; the cross-entropy of the first pass
       would train only the head.
-    - Before any tuning a task starts as the backbone, and feedback reaches every block: W1 = I, W2
-      = 0, and xi is the mean token of a noise image, which has a positive cosine with tokens of any
-      image. The code's random numbers (std 0.02) fade on their way down, and disturb the backbone
-      until they are tuned.
+    - Before any tuning W1 = I and W2 = 0, so a task starts as the backbone, and feedback can reach
+      every block. xi is the mean token of a noise image, which has a positive cosine with tokens of
+      any image. In the code both start as random numbers (std 0.02). They fade on their way down,
+      and disturb the backbone until they are tuned.
     - If a family of ViTs has separate parameters for the biases of values, they are added after the
       fused product: equal except for rounding.
     - On a ConvNeXt the map after the last stage is fed back raw, and selected by its cosine after
@@ -235,7 +238,7 @@ class Toast(Method[S]):
         is_labelled = self.task.role != "unlabelled"
         with torch.set_grad_enabled(
             is_labelled
-        ):  # the input that layers should reconstruct is detached
+        ):  # without labels only `inversion` has a gradient, and it detaches `stream`
             entered, seen = self.top_down.first_pass(batch.images)
             features = self.top_down.second_pass(entered, seen, self.weight_overrides, stream)
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
@@ -284,7 +287,10 @@ class Toast(Method[S]):
         return {} if tensors is None else self.in_effect(tensors)
 
     def in_effect(self, task_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a task for the second pass: its prior and its folded feedback."""
+        """Return the tensors of a task for the second pass: prior and folded feedback layers.
+
+        Tensors that the task lacks are those of `start`.
+        """
         device = self.device
         tensors = {name: t.to(device) for name, t in {**self.start, **task_tensors}.items()}
         return {
@@ -305,7 +311,7 @@ class Toast(Method[S]):
     def grouped_logits(
         self, images: Tensor, rows: Mapping[str, Tensor | slice]
     ) -> dict[str, Tensor]:
-        """Return task -> logits on its rows, with one first pass for all images."""
+        """Return task -> logits on its rows, with one first pass for all; see `SharesForward`."""
         entered, seen = self.top_down.first_pass(images)
         logits: dict[str, Tensor] = {}
         for task, index in rows.items():
@@ -319,7 +325,7 @@ class Toast(Method[S]):
         return logits
 
     def compute_logits(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
-        """Return task -> `logits` of all images, with one first pass for all tasks."""
+        """Return the logits of all images under each task, with one first pass for all tasks."""
         return self.grouped_logits(images, dict.fromkeys(tasks, slice(None)))
 
     def flops_share(self, state: TaskState) -> float:

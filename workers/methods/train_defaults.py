@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Settings that are valid only for the optimizer for which they were chosen.
+# Defaults that are dropped if a config sets another optimizer.
 OPTIMIZER_BOUND = ("lr", "weight_decay", "clip")
 
 
@@ -15,9 +15,12 @@ class TrainDefaults:
     """Training settings of a method that apply if a config does not set them.
 
     The length is a number of epochs for tasks with many images, and a number of optimizer steps for
-    tasks with few (`optim.fit_to_images`): batches of `batch_size` are reduced to `min_batch_size`,
-    then the number of epochs is raised up to `max_epochs`. If a step sets other `epochs` but no
-    `min_steps`, its `min_steps` changes in proportion.
+    tasks with few (`optim.fit_to_images`). If `epochs` epochs have fewer than `min_steps` steps,
+    batches are reduced from `batch_size` to `min_batch_size`, and then the number of epochs is
+    raised up to `max_epochs`. If a step of a task sets other `epochs` but no `min_steps`, its
+    `min_steps` changes in proportion.
+
+    Attributes that are not described here are those of `TrainSettings`.
 
     Attributes:
         lr: Peak learning rate on a pretrained backbone.
@@ -75,8 +78,9 @@ class TrainDefaults:
     ) -> dict[str, Any]:
         """Return the `TrainSettings` fields of a step: the config's, completed by the defaults.
 
-        If a config sets `epochs` or `batch_size`, this value is used unchanged, unless it also sets
-        `min_steps`. If it sets another optimizer, the rates declared here do not apply.
+        `epochs` from the config are used unchanged, unless it also sets `min_steps`. A `batch_size`
+        from the config is not reduced, unless it also sets `min_batch_size`. If the config sets
+        another optimizer, the defaults in `OPTIMIZER_BOUND` are left out.
 
         Args:
             configured: Fields that the config sets.
@@ -91,7 +95,7 @@ class TrainDefaults:
             del values["min_batch_size"]
         if "epochs" in configured and "min_steps" not in configured:
             values["max_epochs"] = configured["epochs"]
-            if "batch_size" in configured:  # the length is fixed by the config
+            if "batch_size" in configured:  # the config determines the length completely
                 del values["max_epochs"]
                 del values["min_steps"]
         return {**values, **configured}

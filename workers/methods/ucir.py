@@ -48,9 +48,11 @@ class UcirSettings(CosineSettings):
 class Ucir(CosineRehearsal[UcirSettings]):
     """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank.
 
-    rank is the mean of relu(margin - s_y + s_k) over the samples of old classes in the global
-    batch, and over their K most similar new classes k; s are cosines without the factor eta. With
-    `finetune` the classifier is then trained with CE only.
+    s_c is the cosine of the features h and the vector of class c, and eta a learnt scale. O_t and
+    K_t are the numbers of old and new classes, and h_teacher the features of the network before the
+    task. rank is the mean of relu(margin - s_y + s_k) over the samples of old classes y in the
+    global batch, and over their K most similar new classes k. With `finetune` the classifier is
+    then trained with CE only.
 
     Differences from the paper: no activation is removed from the backbone, because a ViT's features
     have both signs; eta starts at 10.
@@ -109,6 +111,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
             self.settings.top_k,
             self.settings.margin,
         )
+        # A mean over the old samples of the global batch: others have 0 in `each`.
         rank = each.mean() * batch.draw.size / max(self.count_old_samples(batch), 1)
         growth = math.sqrt(new_classes.start / (new_classes.stop - new_classes.start))
         weight = self.settings.lambda_ * growth

@@ -49,7 +49,7 @@ class VptSettings(MethodSettings):
 class Vpt(Method[VptSettings]):
     """A star: p prompts after the class token and before the patches, without position embeddings.
 
-    Stored per task: p d floats (shallow) or L p d (deep) and a head.
+    Stored per task: p d floats (shallow) or L p d (deep), for L blocks of width d, and a head.
 
     Differences from the paper: there is neither a projection nor dropout of prompts, both options
     in the paper; learning rate and weight decay are those of the head. If a backbone pools its
@@ -85,7 +85,7 @@ class Vpt(Method[VptSettings]):
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        # a loaded state of this task is replaced by what is trained now
+        # a loaded state of this task is replaced by the prompts in training
         self.loaded.pop(context.task.name, None)
         prompts = draw_initial_prompts(len(self.sites), self.settings.prompts, self.backbone)
         self.prompts = nn.Parameter(prompts.to(self.device))

@@ -34,11 +34,11 @@ class WaSettings(RehearsalSettings):
 
 
 class Wa(Rehearsal[WaSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, a = O_t / A_t.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over old classes, a the share of old classes.
 
-    a is the share of old classes among all. Then `align` multiplies the weight vectors of the
-    task's classes by gamma, the mean length of old vectors divided by that of new vectors.
-    Directions, biases and old heads stay unchanged. The aligned network is the next task's teacher.
+    After `train`, the step `align` multiplies the weight vectors of the task's classes by gamma,
+    the mean length of old vectors divided by that of new vectors. Directions, biases and old heads
+    stay unchanged. The aligned network is the next task's teacher.
 
     Differences from the paper: weights are not clamped at 0 unless `nonnegative` is set, because a
     ViT's features have both signs. The paper's premise, that new classes have the longer vectors,
@@ -62,7 +62,7 @@ class Wa(Rehearsal[WaSettings]):
     distills = True
     Settings = WaSettings
     per_task = Rehearsal.per_task | {"tau", "nonnegative"}
-    gamma: float | None = None  # factor of this step's alignment
+    gamma: float | None = None  # factor of the alignment; None in steps other than `align`
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)

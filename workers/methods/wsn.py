@@ -42,7 +42,7 @@ class WsnSettings(WeightMaskSettings):
 class Wsn(WeightMasks[WsnSettings]):
     """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W.
 
-    The gradient of m_t is passed unchanged to the scores. Weights that any earlier task uses are
+    The gradient of m_t is passed unchanged to |score|. Weights that any earlier task uses are
     locked (M = m_1 or ... or m_{t-1}, Eq. 4): task t can use them, but changes only the rest.
 
     Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases,
@@ -73,7 +73,7 @@ class Wsn(WeightMasks[WsnSettings]):
         super().__init__(backbone, settings, seed)
         self.union = {
             site: torch.zeros_like(weight, dtype=torch.bool) for site, weight in self.sites.items()
-        }  # in use by earlier tasks
+        }  # site -> M, True for weights that earlier tasks use
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         if self.settings.start == "magnitude":

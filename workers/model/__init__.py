@@ -1,1 +1,5 @@
-"""The backbone and the mechanisms that methods are made of."""
+"""The backbone, and the mechanisms from which methods are built.
+
+`vit` builds the backbone. Most other modules hold one mechanism each, for example `masks`,
+`adapters`, `heads` or `distill`.
+"""

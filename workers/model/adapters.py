@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 
-# modules followed by an adapter: attention with its projection, and the FFN; the residual addition
-# comes after the adapter
+# Modules of a block that an adapter follows: attention (with its projection) and the FFN. The
+# residual addition comes after the adapter.
 HOULSBY = ("attn", "mlp")
 PARALLEL_SCALE = 0.1  # factor of AdaptFormer's parallel branch
 
@@ -114,7 +114,7 @@ class Bottlenecks(nn.Module):
 
 
 class SwitchedForm:
-    """A function `form(x, **tensors)` in a backbone. While `tensors` is None, it returns x.
+    """A function x -> form(x, **tensors) in a backbone. While `tensors` is None, it returns x.
 
     The object stays in the backbone for the backbone's lifetime, and only `tensors` changes,
     because the guards of `torch.compile` check the attributes of hooks, but not the list of hooks.
@@ -169,8 +169,8 @@ class KeywordHook(SwitchedForm):
 class BesideHook(Hook):
     """Hook with a form that also gets the input of a module: `form(output, input, **tensors)`.
 
-    The input can be that of another module than the output. `note` must be registered as a forward
-    pre-hook of the module with the input.
+    Input and output can belong to different modules. `note` must be registered as a forward
+    pre-hook of the module whose input is used.
     """
 
     input: Tensor | None = None

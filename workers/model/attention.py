@@ -163,7 +163,8 @@ def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionS
         model: A ViT, or a module that contains ViTs.
 
     Yields:
-        A record for each attention layer. It is measured with the weights and masks in effect.
+        A record for each attention layer, measured with the weights and masks that the forward pass
+        uses.
     """
 
     def create_record(name: str, index: int, vit: Any) -> AttentionStatistics:
@@ -235,6 +236,7 @@ def _register_hooks(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
     if isinstance(attn, GatedAttention):
         sources = {"qk": attn.qk}
     else:
+        # timm passes queries and keys through these modules, even if they are `Identity`.
         sources = {"q": attn.q_norm, "k": attn.k_norm}
 
     def keep(name: str) -> Any:

@@ -92,7 +92,7 @@ class _CodeDigest:
 
     def _add_container(self, value: Any) -> None:
         if any(value is container for container in self.containers):
-            return  # the container contains itself
+            return  # the container contains itself: without this check the recursion would not end
         self.containers.append(value)
         if isinstance(value, Mapping):
             items = [(repr(key), item) for key, item in value.items()]
@@ -119,7 +119,7 @@ class _CodeDigest:
             self._add_function(value)
 
     def _is_included(self, module: str) -> bool:
-        """Return whether the code of a module is included, see the docstring of this module."""
+        """Return whether the code of a module is hashed, and not only names of its definitions."""
         root = _find_root(module)
         if root == self.package:
             return True

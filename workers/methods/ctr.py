@@ -131,6 +131,7 @@ class CtrTsm(Method[S]):
     vits = BLOCK_VITS
     carries: ClassVar[tuple[str, ...]] = ("adapters", "used")
     starts_as_backbone = False
+    # The function that computes an adapter, called at each site (see `AdapterSites`).
     form: ClassVar[Callable[..., Tensor]] = staticmethod(masked_bottleneck)
     Settings = CtrSettings
     per_task = frozenset({"s_max", "c", "start", "expected_tasks", "mask_lr", "mask_travel"})
@@ -329,7 +330,7 @@ class CtrTsm(Method[S]):
         return self.masked(masks["inner"].to(device), masks["outer"].to(device))
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs; units that the task does not use do not count."""
+        """Return the relative FLOPs, without those of units that the task does not use."""
         inner = state.masks["inner"].sum(1)  # (S,)
         outer = state.masks["outer"].sum(1)  # (S,)
         weights = int((inner * (self.sites.width + outer)).sum())

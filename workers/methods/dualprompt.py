@@ -21,6 +21,7 @@ from workers.model.prefixes import PrefixSites
 from workers.model.prompt_bank import choose_largest, cosines
 from workers.storage.taskstate import Carried, TaskState
 
+# Names of stored and carried tensors: G-prompts, E-prompts and the key of a task.
 GENERAL, EXPERT, KEY = "general", "expert", "key"
 
 

@@ -41,7 +41,7 @@ class ErAce(Reservoir[ReservoirSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """See `Method`. Unlike in `er`, `train` reads setting `memory` to choose the memory."""
+        """See `Method`. Unlike in `er`, `train` depends on `memory`, the size of the memory."""
         return frozenset() if step == "train" else cls.per_task
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ from workers.methods.bases.statistics import ClassStatistics, DerivedHeads, clas
 from workers.model.exemplars import normalise
 from workers.storage.taskstate import Carried, TaskState
 
+# Names of stored tensors; a precision is an inverse C^-1.
 MEANS, PRECISIONS = "means", "precisions"
 
 

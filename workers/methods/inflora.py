@@ -29,6 +29,7 @@ from workers.model.lowrank import (
 from workers.model.subspaces import InputMoments, Subspace, extend_subspace, find_directions
 from workers.storage.taskstate import Carried, TaskState
 
+# Names of the steps, and of entries in the stored and the carried state.
 TRAIN, SUBSPACE, UPDATE, UPDATES, HEAD, FREE = (
     "train",
     "subspace",

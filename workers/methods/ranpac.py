@@ -31,6 +31,7 @@ from workers.methods.bases.statistics import DerivedHeads
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
+# Names of entries in the carried state.
 GRAM, TARGETS, WEIGHT, VALIDATED = "gram", "targets", "weight", "validated"
 PENALTIES = tuple(10.0**power for power in range(-8, 9))  # candidates of `ridge: auto`
 MAX_ROWS = 4096  # images that are projected at once; limits the memory for their features

@@ -87,7 +87,7 @@ def load_plugins() -> None:
 
 
 def describe_unknown(name: str) -> str:
-    """Return a remedy for a method that this process does not know."""
+    """Return a remedy for a method that this process does not know, for the end of a message."""
     if name in BROKEN:
         return f"the package that defines it cannot be used ({BROKEN[name]})"
     return did_you_mean(name, METHODS, f"there are: {', '.join(sorted(METHODS))}")

@@ -119,9 +119,9 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
         self.centres[state.task] = centres.to(self.device)
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of a pass with prompts, plus those of the query, if needed.
+        """Return the relative FLOPs of a pass with prompts, and of a pass for the query.
 
-        The query is needed unless the task is given.
+        The query is not needed if the task is given.
         """
         return super().flops_share(state) + (self.scenario != "task")
 

@@ -438,7 +438,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         return picked, confidence
 
     def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
-        """Return how badly each mask fits each group of images, (g, k); lower is better.
+        """Return a score of each mask for each group of images, (g, k); low for a mask that fits.
 
         Args:
             masks: All masks, each by site.

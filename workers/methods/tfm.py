@@ -211,10 +211,7 @@ class Tfm(Method[TfmSettings]):
         return self.in_effect(self.masks, self.new)
 
     def metrics(self) -> dict[str, float]:
-        """Return the distance of the normalisation from the identity.
-
-        It is the mean |gamma - 1| over all forward-only units.
-        """
+        """Return `gamma_moved`, the mean |gamma - 1| over all forward-only units."""
         scales = [p.detach() for name, p in self.new.items() if name.endswith(".gamma")]
         if not scales:
             return {}
@@ -248,8 +245,8 @@ class Tfm(Method[TfmSettings]):
     def units(self, pair: Pair) -> Units:
         """Return all units between two layers.
 
-        The order is: units of the backbone, units that each earlier task added, units of the
-        current task.
+        The order is: units of the backbone, units that each earlier task added, units of the task
+        in training.
         """
         weight = self.weight(f"{pair.into}.weight")
         columns = self.weight(f"{pair.out}.weight")

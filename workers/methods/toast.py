@@ -183,9 +183,9 @@ class Toast(Method[S]):
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """The feedback layers from which every task starts: the result of `pretune`, or new layers.
+        """Tensors from which every task starts: the result of `pretune`, or new feedback layers.
 
-        After the first `begin`, the result also has the prior.
+        `begin` adds the prior if it is missing. `load_carried` replaces all tensors.
         """
         return self.top_down.fresh()
 

@@ -26,8 +26,8 @@ class RemembersSamples(Protocol):
         """Return task -> keys of the images in its train split that this step reads.
 
         If the result has no entry for the current task, the step reads all images of this task.
-        The class must set `reads = "seen"`, so that the stage waits for the data of earlier tasks.
-        The loop calls this method before `begin`.
+        The class must set `reads` or `trains_on` to `seen`, so that the stage waits for the data of
+        earlier tasks. The loop calls this method before `begin`.
         """
 
 

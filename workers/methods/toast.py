@@ -100,8 +100,8 @@ class Toast(Method[S]):
       would train only the head.
     - Before any tuning W1 = I and W2 = 0, so a task starts as the backbone, and feedback can reach
       every block. xi is the mean token of a noise image, which has a positive cosine with tokens of
-      any image. In the code both start as random numbers (std 0.02). They fade on their way down,
-      and disturb the backbone until they are tuned.
+      any image. The code starts from random numbers (std 0.02), which fade on their way down, and
+      disturb the backbone until they are tuned.
     - If a family of ViTs has separate parameters for the biases of values, they are added after the
       fused product: equal except for rounding.
     - On a ConvNeXt the map after the last stage is fed back raw, and selected by its cosine after

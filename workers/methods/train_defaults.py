@@ -78,9 +78,10 @@ class TrainDefaults:
     ) -> dict[str, Any]:
         """Return the `TrainSettings` fields of a step: the config's, completed by the defaults.
 
-        `epochs` from the config are used unchanged, unless it also sets `min_steps`. A `batch_size`
-        from the config is not reduced, unless it also sets `min_batch_size`. If the config sets
-        another optimizer, the defaults in `OPTIMIZER_BOUND` are left out.
+        `epochs` from the config are used unchanged, unless it also sets `min_steps` or
+        `max_epochs`. A `batch_size` from the config is not reduced, unless it also sets
+        `min_batch_size`. If the config sets another optimizer, the defaults in `OPTIMIZER_BOUND`
+        are left out.
 
         Args:
             configured: Fields that the config sets.

@@ -296,7 +296,8 @@ def find_placements(
     if literal is not None and _is_consistent(rows, literal.files):
         by_files.setdefault(literal.files, literal)
     if len(by_files) == 1:
-        for other in _find_other_placements(rows, candidates, *by_files):
+        files = next(iter(by_files))
+        for other in _find_other_placements(rows, candidates, files, folder):
             by_files.setdefault(other.files, other)
     if by_files:
         return [*by_files.values()]
@@ -429,11 +430,20 @@ def _build_literal_placement(
 
 
 def _find_other_placements(
-    rows: Sequence[NamedRow], candidates: Sequence[list[str]], files: tuple[str | None, ...]
+    rows: Sequence[NamedRow],
+    candidates: Sequence[list[str]],
+    files: tuple[str | None, ...],
+    folder: str,
 ) -> Iterator[Placement]:
     """Yield a placement that shares no folder with the given files, if there is one.
 
     It shows that the rows can be read in two ways.
+
+    Args:
+        rows: Rows of the table.
+        candidates: Possible files of each row.
+        files: The files of the rows in another placement.
+        folder: Folder of the table, below the source.
     """
     used: set[tuple[str, ...]] = set()
     for row, file in zip(rows, files, strict=True):
@@ -448,7 +458,7 @@ def _find_other_placements(
         others.append(rest[0] if rest else None)
         if rest:
             prefix, suffix = _split_around(row.text, rest[0])
-            patterns["/".join((*prefix, suffix))] = None
+            patterns[_format_prefix(prefix, folder) + suffix] = None
     yield Placement(tuple(patterns), tuple(others))
 
 

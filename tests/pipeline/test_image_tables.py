@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data import card_files, in_place, ingest, starter
@@ -226,6 +228,42 @@ def test_test_images_with_the_names_of_train_are_told_apart(tmp_path: Path) -> N
     assert list_items is not None
     for item in list_items(data_set.card, [*data_set.entries]):
         assert item.name.startswith(f"{item.split}/")
+
+
+def test_tables_of_splits_are_kept_if_the_files_are_given(tmp_path: Path) -> None:
+    folder = sources.folder_for_each_table(tmp_path / "data")
+    data_set = found(folder, files="{split}/{}")
+    assert data_set.notes == ()
+    assert data_set.counts == {"train": 12, "test": 12}
+
+
+def test_proposed_patterns_are_relative_to_the_table(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    lines = ["filename,label"]
+    for number in range(8):
+        make_image(folder / "x" / NAMES[number % 4] / f"{number}.png", number)
+        make_image(folder / "y" / str(number) / f"{number}.png", 50 + number)
+        lines.append(f"{number}.png,{NAMES[number % 4]}")
+    write_table(folder / "meta" / "labels.csv", lines)
+    with pytest.raises(UserError, match="files of the same names in several folders") as error:
+        found(folder)
+    assert "'../x/{label}/{}'" in str(error.value)
+    assert "'../y/0/{}'" in str(error.value)
+
+
+def test_a_folder_below_a_name_with_an_at_sign_keeps_its_name(tmp_path: Path) -> None:
+    assert found(sources.plain_csv(tmp_path / "me@host" / "leaves").parent).name == "leaves"
+
+
+def test_a_parquet_file_without_rows_is_one_sentence(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {
+        "image": pa.array([], pa.binary()),
+        "label": pa.array([], pa.int64()),
+    }
+    columns["is_train"] = pa.array([], pa.bool_())
+    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
+    with pytest.raises(UserError, match="has no train images"):
+        found(tmp_path / "data.parquet")
 
 
 def test_a_column_for_each_class_is_named(tmp_path: Path) -> None:

@@ -293,7 +293,8 @@ def find_split_columns(
             continue
         role = parse_flag_column(column)
         if kind == "role" and not any(map(find_role, values)):
-            if role is not None and all(is_yes(value) or is_no(value) for value in values):
+            is_flag = bool(values) and all(is_yes(value) or is_no(value) for value in values)
+            if role is not None and is_flag:
                 flags[column] = role
                 continue
             if len(values) > MAX_ROLE_VALUES:

@@ -100,8 +100,8 @@ def detect(request: Request) -> list[DataSet]:
     uri = path.rstrip("/")
     if "://" not in path:
         uri = os.path.abspath(path)
-    # `@` separates the revision in a URI of the hub
-    name = get_file_name(posixpath.basename(uri.partition("@")[0]))
+    without_revision = uri.partition("@")[0] if uri.startswith(HUB) else uri
+    name = get_file_name(posixpath.basename(without_revision))
     if is_folder(uri):
         entries = list_entries(uri, [""], LISTED, MAX_FILES) or []
         return SourceFolder(request, uri, name, entries).data_sets()

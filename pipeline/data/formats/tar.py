@@ -432,7 +432,7 @@ def list_tar(job: TarJob) -> list[Item]:
     items: list[Item] = []
     split: str
     problem: str | None
-    for key, members, texts in samples:
+    for number, (key, members, texts) in enumerate(samples):
         label = normalize_label(texts.get(source or ""))
         images = image_suffixes(members, endings)
         name = f"{archive}:{key}"
@@ -445,7 +445,7 @@ def list_tar(job: TarJob) -> list[Item]:
             split = job.split
         else:
             cells = [_to_label_text(texts.get(column)) for column in split_columns]
-            split = values.find(values.value(cells), len(items))
+            split = values.find(values.value(cells), number)
         if split == IGNORE:
             continue
         if len(images) != 1:

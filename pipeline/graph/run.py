@@ -80,8 +80,7 @@ class Outcome:
         failures: Error messages of the failed stages, by id.
         seconds: Duration of the run.
         manifests: Manifests of the results, by id, from the executor or the look-up.
-        left_out: Ids of missing stages that this run did not try: they were not selected, or failed
-            before it.
+        left_out: Ids of missing stages that were not selected.
     """
 
     states: dict[str, State]
@@ -213,6 +212,7 @@ def run_graph(
     started = time.monotonic()
     missing = stages_to_run(graph, lookups)
     todo = missing if selected is None else selected
+    left_out = frozenset(missing - todo)
     not_run = [stage.id for stage in graph if stage.id not in todo]
     manifests: Manifests = {stage.id: lookups[stage.id].manifest for stage in graph}
     contents = collect_content_digests({stage.id: lookups[stage.id] for stage in graph})
@@ -231,7 +231,7 @@ def run_graph(
         if state is State.FAILED:
             failures[stage_id] = graph_run.walk.messages[stage_id]
     seconds = time.monotonic() - started
-    return Outcome(graph_run.walk.states, failures, seconds, manifests, frozenset(missing - todo))
+    return Outcome(graph_run.walk.states, failures, seconds, manifests, left_out)
 
 
 @dataclass(frozen=True)

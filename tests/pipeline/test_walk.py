@@ -381,6 +381,20 @@ def run_scripted(
     return executor.ran, store.keys
 
 
+def test_stages_that_failed_before_are_selected_stages() -> None:
+    stages = graph({"data": (), "other": (), "a": ("data",), "b": ("other",)})
+    stored = {"other"}
+    lookups = {s.id: Lookup(s.id in stored, "", {} if s.id in stored else None) for s in stages}
+    executor = ScriptedExecutor(stages, {}, ["b"])
+    store: Any = WithdrawalRecorder()
+    failed = {"data": "damaged"}
+    outcome = run_graph(
+        stages, store, lambda todo: executor, 0, [], lookups, poll_s=0, failed=failed
+    )
+    assert (executor.ran, outcome.failures) == (["b"], failed)
+    assert (outcome.ran, outcome.reused, outcome.left_out) == (1, 1, frozenset())
+
+
 EDGES = {"base": (), "a": ("base",), "b": ("a",), "ea": ("a",)}
 
 

@@ -36,7 +36,7 @@ Params = dict[str, Any]  # dotted key -> value
 
 
 # ---- dimensions ----------------------------------------------------------------------------------
-class Conditional(Frozen, ABC):
+class BaseDimension(Frozen, ABC):
     """Base class of the dimensions of a space.
 
     A dimension applies only to points that match its conditions `when`. Without conditions it
@@ -75,7 +75,7 @@ class Conditional(Frozen, ABC):
         """Return a value close to `value`, for population-based training."""
 
 
-class Uniform(Conditional):
+class Uniform(BaseDimension):
     """Real numbers from `low` to `high`, with uniform probability."""
 
     dist: Literal["uniform"]
@@ -133,7 +133,7 @@ class LogUniform(Uniform):
         return [min(value, self.high) for value in values]
 
 
-class Int(Conditional):
+class Int(BaseDimension):
     """Whole numbers from `low` to `high`, both included."""
 
     dist: Literal["int"]
@@ -167,7 +167,7 @@ class Int(Conditional):
         return min(max(value + rng.choice((-step, step)), self.low), self.high)
 
 
-class Choice(Conditional):
+class Choice(BaseDimension):
     """One of the listed values, each with the same probability."""
 
     dist: Literal["choice"]

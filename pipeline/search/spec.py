@@ -770,16 +770,27 @@ def _compute_search_digest(settings: SearchSettings, body: dict[str, Any], graph
 def _load_earlier_state(search: Search) -> dict[str, Any]:
     """Return the content of search.json if a search is resumed, or {} for a new search.
 
-    A file that is not JSON, for example a truncated file, counts as a new search.
-
     Raises:
-        UserError: If the storage has a different search with this name.
+        UserError: If the storage has a different search with this name, or search.json is damaged,
+            or is missing beside trials: then nobody knows which search the trials belong to.
     """
     search_folder = folder(search.storage, search.name)
+    path = join(search_folder, "search.json")
+    problem = ""
     try:
-        state = read_json(join(search_folder, "search.json"))
-    except (FileNotFoundError, ValueError):
-        return {}
+        state = read_json(path)
+    except FileNotFoundError:
+        if not exists(join(search_folder, "trials")):
+            return {}
+        problem = "is missing"
+    except ValueError as error:
+        problem = f"cannot be read ({error})"
+    if problem:
+        raise UserError(
+            f"{path} {problem}, so it is not known whether the trials of {search.name!r} belong to "
+            "this search; give this one another name with --set name=NAME, or remove "
+            f"{search_folder} (stages in the store are reused all the same)"
+        )
     if not isinstance(state, dict) or state.get("digest") != search.digest:
         raise UserError(
             f"search {search.name!r} is in {search.storage} with another space, base, data "

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -246,6 +246,20 @@ def test_a_different_search_of_the_same_name_is_not_resumed(tmp_path: Path) -> N
         with pytest.raises(UserError, match="another space, base, data or code"):
             prepared(tmp_path, **change)
     prepared(tmp_path, name="other", seed=4)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"{"), Path.unlink])
+def test_trials_of_an_unknown_search_are_not_used(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    search = prepared(tmp_path)
+    spec.write_state(search)
+    folder = Path(trial.folder(search.storage, search.name))
+    (folder / "trials").mkdir()
+    damage(folder / "search.json")
+    with pytest.raises(UserError, match="not known whether the trials") as error:
+        prepared(tmp_path)
+    assert str(folder) in str(error.value)
 
 
 def test_a_resumed_greedy_search_cannot_change_its_number_of_trials(

@@ -40,6 +40,13 @@ class Target:
     class_: str = ""
     images: str = ""
 
+    def __post_init__(self) -> None:
+        given = [name for name in (self.task, self.class_, self.images) if name]
+        if len(given) != 1:
+            raise UserError(
+                f"remove: {len(given)} of task, class and images are given; give exactly one"
+            )
+
     def options(self) -> list[str]:
         """Return the command-line option for this item, with its value."""
         for option, value in (("task", self.task), ("class", self.class_), ("images", self.images)):

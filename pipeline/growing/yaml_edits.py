@@ -216,7 +216,7 @@ class YamlText:
         Args:
             start: First index to replace.
             end: Index after the last one to replace.
-            text: The replacement, with "\\n" as line break.
+            text: The replacement. Its line breaks are line feeds; those of the file replace them.
             expected: Content of the file after the edit.
 
         Raises:

@@ -90,6 +90,12 @@ PUBLIC = [
 
 
 # ---- the module ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("items", [{}, {"task": "a", "class_name": "b"}])
+def test_exactly_one_item_is_removed(items: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="exactly one"):
+        pipeline.remove_data("config.yaml", **items)
+
+
 def test_what_is_public_is_listed_and_documented() -> None:
     assert pipeline.__all__ == PUBLIC
     assert set(PUBLIC) <= set(dir(pipeline))

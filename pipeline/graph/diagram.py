@@ -232,6 +232,7 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
         depth[stage.id] = max((depth[parent] + 1 for parent in stage.parents), default=0)
         row_name = _make_row_label(stage) if stage.method else ""
         stages_by_row.setdefault(row_name, []).append(stage)
+    method_columns = {depth[stage.id] for stage in graph if stage.method}
     corners: dict[str, Corner] = {}
     top = 0  # first row of the current method
     for stages in stages_by_row.values():
@@ -243,6 +244,7 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
             x = MARGIN + column * (BOX_W + GAP_X)
             y = margin_top + row * (box_h + GAP_Y)
             corners[stage.id] = Corner(x, y)
-        if stages[0].method is not None:
-            top += max(used_rows.values())
+        if stages[0].method is None:  # shared stages, for example of features, may be beside
+            used_rows = Counter({column: used_rows[column] for column in method_columns})
+        top += max(used_rows.values(), default=0)
     return corners

@@ -647,8 +647,11 @@ def test_names_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
 LABELS = ("finetune", "meat", "joint", "chained", "side")
 
 
-def test_the_picture_is_a_page_with_every_stage_and_its_arrows(tmp_path: Path) -> None:
-    graph, _ = graph_from(tmp_path, *LABELS, base=True)
+@pytest.mark.parametrize(("labels", "base"), [(LABELS, True), (("meat", "ncm", "slda"), False)])
+def test_the_picture_is_a_page_with_every_stage_and_its_arrows(
+    tmp_path: Path, labels: tuple[str, ...], base: bool
+) -> None:
+    graph, _ = graph_from(tmp_path, *labels, base=base)
     status = {s.id: "miss" if s.step == "train" else "hit" for s in graph}
     root = ElementTree.fromstring(diagram.to_svg(graph, status))
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from serving import Finished, finished
 
@@ -144,9 +145,20 @@ def input_file_info(data: bytes) -> Any:
     return file_info(data)
 
 
-def test_a_damaged_reference_is_one_sentence(runs: Any, model: str) -> None:
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 20,
+        len(NESTED).to_bytes(8, "little") + NESTED.encode(),
+        safetensors.torch.save({"a": torch.zeros(1)}, {"accrete.reference": NESTED}),
+    ],
+    ids=["zeros", "nested header", "nested metadata"],
+)
+def test_a_damaged_reference_is_one_sentence(runs: Any, model: str, data: bytes) -> None:
     bundle = Bundle.open(model)
-    data = b"\0" * 20
     files = {**bundle.body["files"], REFERENCE: input_file_info(data)}
     damaged = replace(bundle, body={**bundle.body, "files": files}, fetch=lambda _: data)
     with pytest.raises(UserError, match=r"reference\.safetensors cannot be used"):

@@ -22,7 +22,7 @@ from torch import Tensor
 from workers.errors import UserError, describe_error
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import REFERENCE, REMAKE, state_file
-from workers.storage.taskstate import check_values
+from workers.storage.taskstate import check_values, read_metadata
 
 METADATA = "accrete.reference"  # key of the metadata
 LEVELS = tuple(level / 20 for level in range(1, 20))  # quantiles 0.05, 0.1, ..., 0.95
@@ -36,6 +36,8 @@ NO_ROUTER = (
     "the model folder was written without a router, or a task was removed since; write a new one "
     "with `accrete bundle`, from the storage of its run"
 )
+# errors of a damaged file
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
 CHANGED_TASK = "the task was imported or replaced after the folder was written"
 
 
@@ -113,15 +115,14 @@ def forget_task(data: bytes, name: str) -> bytes:
     tasks.
 
     Args:
-        data: Content of the reference file.
+        data: Content of the reference file, which `load_reference` accepts.
         name: Name of the task.
     """
-    length = int.from_bytes(data[:8], "little")
-    about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][METADATA])
+    about, tensors = _read_content(data)
     about.pop(name, None)
     tensors = {
         key: tensor
-        for key, tensor in safetensors.torch.load(data).items()
+        for key, tensor in tensors.items()
         if not key.startswith("router/") and key.partition("/")[2] != name
     }
     return safetensors.torch.save(tensors, {METADATA: json.dumps(about, sort_keys=True)})
@@ -134,17 +135,19 @@ def load_reference(bundle: Bundle) -> Reference:
         return Reference({}, {task.name: OLD_FOLDER for task in bundle.tasks})
     data = bundle.read(REFERENCE)
     try:
-        length = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-        about = json.loads(metadata[METADATA])
-        tensors = safetensors.torch.load(data)
+        about, tensors = _read_content(data)
         check_values(tensors.values(), f"{REFERENCE} of {bundle.where}")
         return _parse_reference(bundle, about, tensors)
-    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+    except DAMAGE as error:
         reason = describe_error(error)
         raise UserError(
             f"{bundle.where}: {REFERENCE} cannot be used ({reason:.200}); {REMAKE}"
         ) from None
+
+
+def _read_content(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the metadata and the tensors of the file. Raise an error of `DAMAGE` otherwise."""
+    return json.loads(read_metadata(data)[METADATA]), safetensors.torch.load(data)
 
 
 def _parse_reference(

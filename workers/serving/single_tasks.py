@@ -19,7 +19,7 @@ from workers.serving.model_file import NAME, REFERENCE, TaskBody, state_file, ta
 from workers.serving.reference import forget_task, load_reference
 from workers.serving.versions import Versions, changing
 from workers.storage.artifact import file_info
-from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors
+from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors, read_metadata
 
 # The state of a task is valid only in bundles with equal values of these fields.
 COMMON_FIELDS = (
@@ -205,10 +205,8 @@ def read_needs(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         UserError: If the bytes are not an exported task.
     """
-    length = int.from_bytes(data[:8], "little")
     try:
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-        needs: dict[str, Any] = json.loads(metadata["accrete.needs"])
+        needs: dict[str, Any] = json.loads(read_metadata(data)["accrete.needs"])
         NeedsBody.model_validate(needs)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -184,6 +183,15 @@ class Carried:
         return cls(tensors, meta)
 
 
+def select_with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names start with `prefix`, without the prefix in their names."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
 def check_values(tensors: Iterable[Tensor], where: str) -> None:
     """Check that tensors have only values that training can produce.
 
@@ -204,6 +212,20 @@ def check_values(tensors: Iterable[Tensor], where: str) -> None:
             raise UserError(f"{where} holds numbers that are not finite; use another one")
 
 
+def read_metadata(data: bytes) -> dict[str, str]:
+    """Return the metadata in the header of safetensors bytes.
+
+    Raises:
+        ValueError: If the header cannot be read.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header cannot be read: {error}") from None
+    return metadata
+
+
 def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors, sorted by name, and the JSON header of safetensors bytes.
 
@@ -215,8 +237,7 @@ def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, 
         UserError: If the bytes cannot be read.
     """
     try:
-        length = struct.unpack("<Q", data[:8])[0]
-        metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+        metadata = read_metadata(data)
         # sorted, because the order of `safetensors.torch.load` differs between processes
         tensors = safetensors.torch.load(data)
         return dict(sorted(tensors.items())), json.loads(metadata.get("accrete", "{}"))

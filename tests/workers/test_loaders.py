@@ -275,14 +275,15 @@ def test_killed_loader_is_reported_and_replaced(root: Path, turn: int) -> None:
     wait_until_gone([server.pid, *victims])
 
 
-def test_killed_server_is_reported(root: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (35, "35")])
+def test_killed_server_is_reported(root: Path, number: int, name: str) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=4)
     samples([feed])
     made = loaders._shared.loaders[4]
     children = processes_of(made._server.pid, 4)
     for pid in (made._server.pid, *children):
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(LoaderEnded, match="by signal SIGKILL"):
+        os.kill(pid, number)
+    with pytest.raises(LoaderEnded, match=f"by signal {name};"):
         samples([feed])
     wait_until_gone(children)
 

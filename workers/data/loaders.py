@@ -266,7 +266,8 @@ class Loaders:
         _close_pipe(self._requests)
         how = f"with status {code}"
         if code < 0:
-            how = f"by signal {signal.Signals(-code).name}"
+            names = {int(number): number.name for number in signal.Signals}  # some have no name
+            how = f"by signal {names.get(-code, -code)}"
         self._failure = (
             f"a process that makes images for this rank has ended {how}; if the machine ran out "
             f"of memory, set cluster.loader_workers to fewer than {self.count}, or to 0 for none"

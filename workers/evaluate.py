@@ -130,7 +130,7 @@ def evaluate_task(
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
     for task in measured_tasks:
-        report({"stage": job.id, "task": task.name, "done": len(rows), "of": len(tasks)})
+        report({"stage": job.id, "task": task.name, "done": len(rows), "of": len(measured_tasks)})
         shares = group.gather(compute_logits(job, method, task, group))
         row, table = result(method, task, in_order(shares))
         rows.append(row)

@@ -299,7 +299,7 @@ def test_later_tasks_leave_stored_updates_and_heads(learned: Any) -> None:
 def test_a_rank_above_half_of_the_width_and_a_base_task_are_refused() -> None:
     with pytest.raises(UserError, match=r"rank is 17, and .* give at most 16"):
         InfLora.check_backbone(InfLoraSettings(rank=17), vit(), TASKS)
-    with pytest.raises(UserError, match=r"inputs of the base task 'base'.*role `task`"):
+    with pytest.raises(UserError, match=r"base task 'base'.*inputs.*role `task`"):
         InfLora.check_backbone(InfLoraSettings(), vit(), (BASE, ONE))
     InfLora.check_backbone(InfLoraSettings(), vit(), (ONE, TWO))
 

@@ -34,7 +34,7 @@ from workers.methods.base import (
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.norms import norm_names
 from workers.model.weights import Copies, weight_sites
-from workers.storage.taskstate import Carried, TaskState, pack_mask, unpack_mask
+from workers.storage.taskstate import Carried, TaskState, pack_mask, select_with_prefix, unpack_mask
 
 MAX_KMEANS_ROUNDS = 100  # maximum number of k-means rounds; most runs converge far earlier
 # Warn about a consolidation that replaces more than this share of a task's entries of tau.
@@ -299,8 +299,8 @@ class Apd(Method[ApdSettings]):
         task = context.task
         tensors = context.carried.tensors
         state = TaskState(task.name, task.classes, self.name, self.backbone_digest)
-        state.head = _strip_prefix(tensors, "own/head/")
-        state.copies = _strip_prefix(tensors, "own/copies/")
+        state.head = select_with_prefix(tensors, "own/head/")
+        state.copies = select_with_prefix(tensors, "own/copies/")
         self.task = task
         self.load_task(state)
         self.consolidate()
@@ -603,7 +603,7 @@ class Apd(Method[ApdSettings]):
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
         self.step = ""
-        self.sigma = _strip_prefix(carried.tensors, "sigma/")
+        self.sigma = select_with_prefix(carried.tensors, "sigma/")
         self.tau = {task: {} for task in carried.meta["tasks"]}
         for task, site, tau in iterate_sparse(carried.tensors, "tau"):
             self.tau[task][site] = tau
@@ -729,12 +729,3 @@ def find_copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
     parameters = dict(backbone.named_parameters())
     biases = [f"{site}.bias" for site in sites]
     return [*norm_names(backbone), *(name for name in biases if name in parameters)]
-
-
-def _strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names start with `prefix`, without the prefix in their names."""
-    below: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            below[name.removeprefix(prefix)] = tensor
-    return below

@@ -257,6 +257,23 @@ def require_adamw(mask_lr: float | str, train: TrainSettings) -> None:
         )
 
 
+def refuse_base_task(method: str, tasks: tuple[Task, ...], reason: str) -> None:
+    """Raise `UserError` if the backbone is trained on a base task.
+
+    Args:
+        method: Name of the method, for the message.
+        tasks: Tasks of the stream.
+        reason: Why the method cannot serve the base task, for the message.
+    """
+    base = next((task.name for task in tasks if task.role == "base"), None)
+    if base is not None:
+        raise UserError(
+            f"{method!r} does not support the base task {base!r}, whose head is trained with the "
+            f"backbone: {reason}; give the task the role `task`, and the backbone pretrained "
+            "weights (backbone.weights)"
+        )
+
+
 class MethodPlan(Generic[S]):
     """The part of a method that the planner uses before anything runs; `S`: its settings type."""
 

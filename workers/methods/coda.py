@@ -20,7 +20,7 @@ from workers.methods.bases.prompt_bank import PromptBank, check_shapes
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.prefixes import PrefixSites
 from workers.model.prompt_bank import orthogonality, orthonormalize, weigh_components
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState, select_with_prefix
 
 PROMPT, KEY, ATTENTION = "prompt", "key", "attention"
 COMPONENTS = "components/"  # prefix of the names of carried tensors
@@ -167,9 +167,7 @@ class Coda(PromptBank[CodaSettings]):
         self.bank = {}
         expected = self.shapes()
         for task in carried.meta.get("tasks", []):
-            prefix = f"{COMPONENTS}{task}/"
-            named = carried.tensors.items()
-            components = {n.removeprefix(prefix): t for n, t in named if n.startswith(prefix)}
+            components = select_with_prefix(carried.tensors, f"{COMPONENTS}{task}/")
             check_shapes(f"task {task!r}: the carried state", components, expected)
             self.bank[task] = components
 

@@ -29,7 +29,7 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.cosine import CosineHeads
 from workers.storage.taskstate import Carried, TaskState
 
-SUBSPACES, CLASSIFIER = "subspaces", "classifier"
+SUBSPACES = "subspaces"
 
 
 class EaseSettings(TaskAdapterSettings):

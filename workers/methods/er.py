@@ -33,6 +33,5 @@ class Er(Reservoir[ReservoirSettings]):
         return (1 - self.replay_share(batch)) * loss, terms
 
     def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.replay is not None
-        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
-        return self.replay_share(batch) * ce, {"replay": ce.detach()}
+        ce, terms = super().replay_loss(batch, progress)
+        return self.replay_share(batch) * ce, terms

@@ -76,8 +76,3 @@ class ErAce(Reservoir[ReservoirSettings]):
         """Return the number of the task's classes with images; `loss` masks all others."""
         assert self.task is not None
         return len(self.task.shares)
-
-    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.replay is not None
-        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
-        return ce, {"replay": ce.detach()}

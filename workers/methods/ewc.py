@@ -20,12 +20,11 @@ from workers.methods.bases.importance import (
     IMPORTANCE,
     WeightImportance,
     copy_with_prefix,
-    select_with_prefix,
 )
 from workers.methods.finetune import weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.rng import derive_seed
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState, select_with_prefix
 
 # Names in the carried state, in addition to those of `WeightImportance`.
 ANCHORS = "anchors/"
@@ -133,8 +132,8 @@ class Ewc(WeightImportance[EwcSettings]):
 
     def load_penalty(self, carried: Carried) -> None:
         """Load the penalty for earlier tasks from the carried state."""
-        self.importance = select_with_prefix(IMPORTANCE, carried)
-        self.anchors = select_with_prefix(ANCHORS, carried)
+        self.importance = select_with_prefix(carried.tensors, IMPORTANCE)
+        self.anchors = select_with_prefix(carried.tensors, ANCHORS)
         self.offset = carried.tensors.get(OFFSET, self.offset)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

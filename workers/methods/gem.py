@@ -11,7 +11,6 @@ from torch import Tensor
 
 from workers.data.batch import Batch
 from workers.dist import Group
-from workers.methods.base import Progress
 from workers.methods.bases.reservoir import Reservoir, ReservoirSettings
 from workers.methods.train_defaults import TrainDefaults
 
@@ -57,11 +56,6 @@ class Gem(Reservoir[GemSettings]):
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
     Settings = GemSettings
     per_task = Reservoir.per_task | {"gamma", "eps"}
-
-    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.replay is not None
-        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
-        return ce, {"replay": ce.detach()}
 
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
         """Return one part per task with exemplars in the replay batch; see `CombinesGradients`."""

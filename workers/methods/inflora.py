@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
+from workers.methods.base import (
+    MethodSettings,
+    ParamGroup,
+    Progress,
+    Step,
+    StepContext,
+    refuse_base_task,
+)
 from workers.methods.bases.class_incremental import SeparateHeads
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites
@@ -127,12 +134,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
         cls, settings: InfLoraSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        base = next((task.name for task in tasks if task.role == "base"), None)
-        if base is not None:
-            raise UserError(
-                f"{cls.name!r} does not know the inputs of the base task {base!r}; give the task "
-                "the role `task`, and the backbone pretrained weights (backbone.weights)"
-            )
+        refuse_base_task(cls.name, tasks, "it does not know the inputs of that task")
         sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         if settings.rank > sites.width // 2:
             raise UserError(

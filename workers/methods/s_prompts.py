@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from workers.data.features import extract_features
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import ParamGroup, StepContext
+from workers.methods.base import ParamGroup, StepContext, refuse_base_task
 from workers.methods.bases.task_inference import NOT_GIVEN, ChoosesTask
 from workers.methods.train_defaults import TrainDefaults
 from workers.methods.vpt import Vpt, VptSettings
@@ -69,13 +69,7 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
         cls, settings: VptSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
-        base = next((task.name for task in tasks if task.role == "base"), None)
-        if base is not None:
-            raise UserError(
-                f"{cls.name!r} has no prompts for the base task {base!r}, whose head is trained "
-                "with the backbone; give the task the role `task`, and the backbone pretrained "
-                "weights (backbone.weights)"
-            )
+        refuse_base_task(cls.name, tasks, "it has no prompts for that task")
 
     def __init__(self, backbone: nn.Module, settings: SPromptsSettings, seed: int):
         super().__init__(backbone, settings, seed)

@@ -47,7 +47,7 @@ class Wsn(WeightMasks[WsnSettings]):
 
     Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases,
     norms, class token and position embedding keep the values of the backbone. A base task in the
-    stream has no mask: it is served by the current weights.
+    stream has no mask: it is served by the current weights, so later tasks change its predictions.
 
     Differences from the paper: training starts from a pretrained backbone, and a random choice of
     its weights would destroy it, so scores start at |W|. Scores are initialised for each task,

@@ -38,7 +38,7 @@ from workers.model.adapters import Bottlenecks
 from workers.model.cosine import CosineHeads
 from workers.model.prompts import PromptSites, draw_initial_prompts
 from workers.model.scale_shift import ScaleShiftSites
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState, select_with_prefix
 
 ADAPT, ADAPTATION = "adapt", "adaptation"  # the step, and the prefix of its carried tensors
 Variant = Literal["finetune", "vpt-shallow", "vpt-deep", "adapter", "ssf"]
@@ -203,11 +203,7 @@ class FirstSession(ClassStatistics[S]):
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
-        tensors = {}
-        for name, tensor in carried.tensors.items():
-            owner, _, rest = name.partition("/")
-            if owner == ADAPTATION:
-                tensors[rest] = tensor
+        tensors = select_with_prefix(carried.tensors, f"{ADAPTATION}/")
         expected = {} if self.adaptation is None else self.adaptation.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected_shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}

@@ -16,7 +16,7 @@ from workers.methods.base import ParamGroup, Progress, S, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import restore_network, save_network, weight_groups
 from workers.rng import derive_seed
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import Carried, TaskState, select_with_prefix
 
 IMPORTANCE = "importance/"  # prefix of names in the carried state; a name of `save_network` follows
 
@@ -165,7 +165,7 @@ class OneAnchor(WeightImportance[S]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.carried is not None:
             self.load_carried(context.carried)
-            self.importance = select_with_prefix(IMPORTANCE, context.carried)
+            self.importance = select_with_prefix(context.carried.tensors, IMPORTANCE)
         groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         self.anchors = {name: p.detach().clone() for name, p in self.protected().items()}
         return groups
@@ -198,15 +198,6 @@ class OneAnchor(WeightImportance[S]):
             assert parameter.grad is not None
             distance = parameter - self.anchors[name]
             parameter.grad.addcmul_(importance, distance, value=2 * self.weight())
-
-
-def select_with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
-    """Return the carried tensors whose names start with `prefix`, without that prefix."""
-    tensors = {}
-    for name, tensor in carried.tensors.items():
-        if name.startswith(prefix):
-            tensors[name.removeprefix(prefix)] = tensor
-    return tensors
 
 
 def copy_with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import Progress, S
+from workers.methods.base import Progress, S, refuse_base_task
 from workers.methods.bases.class_incremental import SeparateHeads
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
@@ -37,13 +37,7 @@ class PromptBank(SeparateHeads[S]):
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        base = next((task.name for task in tasks if task.role == "base"), None)
-        if base is not None:
-            raise UserError(
-                f"{cls.name!r} has no prompts for the base task {base!r}, whose head is trained "
-                "with the backbone; give the task the role `task`, and the backbone pretrained "
-                "weights (backbone.weights)"
-            )
+        refuse_base_task(cls.name, tasks, "it has no prompts for that task")
 
     @torch.no_grad()
     def query(self, images: Tensor) -> Tensor:

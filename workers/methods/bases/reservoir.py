@@ -6,12 +6,13 @@ import heapq
 from typing import Any
 
 from pydantic import Field, PositiveInt
+from torch import Tensor
 from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
-from workers.methods.base import MethodSettings, ParamGroup, StepContext
+from workers.methods.base import MethodSettings, ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import MEMORY, CarriesMemory, Memory, list_task_keys
 from workers.rng import derive_seed
 
@@ -41,8 +42,8 @@ class Reservoir(CarriesMemory[S]):
     on the order of images nor on ranks or epochs, and a smaller memory is a subset of a larger one.
 
     The memory changes in `herd`, between tasks: a task replays images of earlier tasks only, unless
-    a subclass overrides this, and the first task has no replay. Subclasses define `replay_loss`,
-    and can override `loss`.
+    a subclass overrides this, and the first task has no replay. Subclasses can
+    override `loss` and `replay_loss`.
     """
 
     family = "rehearsal"
@@ -90,6 +91,12 @@ class Reservoir(CarriesMemory[S]):
     def remember(self, memory: Memory) -> None:
         """Replace the memory."""
         self.exemplars = memory
+
+    def replay_loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean cross-entropy of the replay batch; see `ReplaysSamples`."""
+        assert batch.replay is not None
+        ce = self.classification_loss(self.features(batch.replay.images), batch.replay)
+        return ce, {"replay": ce.detach()}
 
     def replay_share(self, batch: Batch) -> float:
         """Return the share of the replay batch among all samples of the step, over all ranks."""

@@ -24,10 +24,11 @@ from workers.methods.base import (
     ParamGroup,
     Progress,
     StepContext,
+    refuse_base_task,
 )
 from workers.methods.bases.class_incremental import SeparateHeads
 from workers.model.adapters import Bottlenecks
-from workers.storage.taskstate import Carried, TaskState
+from workers.storage.taskstate import TaskState, select_with_prefix
 
 TRAIN, ADAPTERS = "train", "adapters"
 # tensors of the adapters of one task by name, stacked over the sites (one in each block)
@@ -63,13 +64,7 @@ class TaskAdapters(SeparateHeads[S]):
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        base = next((task.name for task in tasks if task.role == "base"), None)
-        if base is not None:
-            raise UserError(
-                f"{cls.name!r} has no adapters for the base task {base!r}, whose head is trained "
-                "with the backbone; give the task the role `task`, and the backbone pretrained "
-                "weights (backbone.weights)"
-            )
+        refuse_base_task(cls.name, tasks, "it has no adapters for that task")
         # raises `UserError` if the backbone has no place for adapters
         find_adapter_sites(backbone, "adaptformer")
 
@@ -87,7 +82,9 @@ class TaskAdapters(SeparateHeads[S]):
         self.loaded.pop(context.task.name, None)
         if not self.is_learning:
             assert context.carried is not None
-            self.loaded[context.task.name] = take_adapters(context.carried)
+            self.loaded[context.task.name] = select_with_prefix(
+                context.carried.tensors, f"{ADAPTERS}/"
+            )
             return []
         self.adapters = Bottlenecks(
             len(self.sites), self.sites.width, self.settings.width, device=self.device
@@ -135,13 +132,3 @@ class TaskAdapters(SeparateHeads[S]):
         """Return the FLOPs of a forward pass with adapters, divided by those without: 1 or more."""
         entries = 2 * len(self.sites) * self.settings.width * self.sites.width
         return 1 + compute_added_share(self.backbone, entries)
-
-
-def take_adapters(carried: Carried) -> Adapters:
-    """Return the adapters that a step carries to the next step of the same task."""
-    tensors = {}
-    for path, tensor in carried.tensors.items():
-        owner, _, name = path.partition("/")
-        if owner == ADAPTERS:
-            tensors[name] = tensor
-    return tensors

@@ -13,6 +13,7 @@ from pipeline.cli.arguments import AddCommand
 from pipeline.data.csv_text import to_csv
 from pipeline.serving import serve_command
 from workers.errors import UserError
+from workers.storage.regular_file import write_named_file
 
 if TYPE_CHECKING:
     from pipeline.serving.model_source import ModelSource
@@ -178,8 +179,7 @@ def predict(args: argparse.Namespace) -> int:
         rows.append([path, answer.task, confidence, answer.class_, probability, ", ".join(listed)])
     print(table_text(heading, rows))
     if args.csv:
-        with open(args.csv, "wb") as stream:
-            stream.write(to_csv(heading, rows))
+        write_named_file("--csv", args.csv, to_csv(heading, rows))
     return 0
 
 

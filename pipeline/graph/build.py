@@ -166,7 +166,9 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
         try:
             builder.method(label).check_backbone(
                 # a copy, because the outline is shared
-                builder.settings(label), copy.deepcopy(backbone.outline), tuple(tasks)
+                builder.settings(label),
+                copy.deepcopy(backbone.outline),
+                tuple(tasks),
             )
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None

@@ -25,6 +25,7 @@ from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
 from pipeline.results.metrics import Metric, metrics_for
 from pipeline.results.tables import NOT_BYTES, Row, RunTables
 from workers.errors import UserError
+from workers.methods import METHODS
 
 # a picture of the graph below this width in pixels is shrunk to the page; a wider one scrolls
 MAX_FITTED_WIDTH = 1500
@@ -195,8 +196,6 @@ def get_method_summary(tables: RunTables, label: str) -> dict[str, Any]:
 
     If the method is not installed, for example one of a plugin, only `text` is returned, and is "".
     """
-    from workers.methods import METHODS  # heavy: imports torch
-
     method = METHODS.get(tables.method(label))
     if method is None:
         return {"text": ""}
@@ -319,8 +318,6 @@ def list_method_settings(tables: RunTables) -> list[list[str]]:
 
     The list is empty if the config in the record is not valid in this version of Accrete.
     """
-    from workers.methods import METHODS  # heavy: imports torch
-
     try:
         config = check(dict(tables.record["config"]), "the record")
     except (UserError, TypeError):

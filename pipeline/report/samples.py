@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.results.tables import RunTables
+from workers.data.decoding import decode
+from workers.data.shards import Shards
 from workers.errors import UserError
 
 SIDE = 192  # side of an image in pixels
@@ -18,9 +20,6 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
 
     The result is None if the shards are missing or damaged, or the task has no test image.
     """
-    from workers.data.decoding import decode
-    from workers.data.shards import Shards
-
     task_record = tables.task(task)
     ingest_id = f"data/{task_record['card']}"
     keys = [stage["key"] for stage in tables.record["stages"] if stage["id"] == ingest_id]

@@ -38,6 +38,7 @@ _accrete_run_files() {
 }
 """,
 }
+# Format of shtab: shell -> function of PREAMBLE that completes the value of an argument.
 CONFIGS = {"bash": "_accrete_config_files", "zsh": "_accrete_config_files"}
 RUNS = {"bash": "_accrete_run_files", "zsh": "_accrete_run_files"}
 FOLDERS = ("storage", "out", "model")  # names (`dest`) of arguments whose values are folders
@@ -72,7 +73,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the arguments and options of every command.
 
-    Those of nested actions, such as `tasks import`, are not included.
+    Arguments of nested commands, such as `tasks MODEL_DIR import FILE`, are not included, so their
+    values are not completed.
     """
     for subparser in list_subparsers(parser).choices.values():
         yield from subparser._actions

@@ -45,7 +45,9 @@ def get_version(checkout: Path = CHECKOUT) -> AccreteVersion:
 
 
 def git_commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit of a checkout, with `-dirty` if its code differs or has new files.
+    """Return the commit of a checkout.
+
+    The suffix `-dirty` is added if files in CODE differ from the commit or are new.
 
     For a copy without git, for example a container image or the working directory of a Ray job,
     return the value of the environment variable ACCRETE_COMMIT. Return "" if the variable is not

@@ -29,7 +29,8 @@ class Builder:
         provenance: Git commit and versions of packages, for manifests.
         split: Images for evaluations: `val` in a search, otherwise `test`.
         ask_sources: Contact a data source on another machine even if its data was ingested.
-        sources: Known state of the raw data, by name of the card.
+        sources: Known state of the raw data (its fingerprint, and whether it exists), by name of
+            the card. The raw data of other cards is looked up.
         backbone: Backbone settings as in a job; `add_backbone` sets them.
         stages: The stages so far.
         keys: Stage id -> key.
@@ -37,7 +38,8 @@ class Builder:
             ingested yet.
         cards_without_data: Names of cards with neither a source nor ingested shards.
         code_digests: Name of a method -> digest of the code; "" for a built-in method.
-        provisional: Ids of stages with placeholder keys: their images are not ingested yet.
+        provisional: Ids of stages with placeholder keys, because their images, or those of an
+            ancestor, are not ingested yet.
     """
 
     config: Config
@@ -97,7 +99,8 @@ class Builder:
     def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
         """Return a digest of the images of each task in the given splits, by name of the task.
 
-        The digest also covers the order of the task's classes, and its slices of the images.
+        The digest also covers the order of the task's classes, and its slices of the images
+        (`Task.parts`).
 
         The images of a card are unknown before it is ingested. The digest then is a placeholder
         that contains the key of the ingest stage. No result has the key of a stage with such a
@@ -182,7 +185,7 @@ class Builder:
         return self._job(
             id="backbone",
             step="backbone",
-            method="finetune",
+            method="finetune",  # the base task is trained like a task of this method
             settings={},
             data=self.config.data,
             train=train,
@@ -225,7 +228,7 @@ class Builder:
             step: Kind of the stage.
             label: Label of the method.
             task: The task.
-            tasks: The tasks so far.
+            tasks: The tasks so far. For an evaluation, the tasks that the model serves.
             rest: Other attributes of `StageJob`.
         """
         # an evaluation serves several tasks, so the settings for a single task do not apply
@@ -278,7 +281,7 @@ def cache_folder(configured: str, storage: str) -> str:
 
     Args:
         configured: `cluster.cache`; empty if it is not set.
-        storage: URI of the storage.
+        storage: Path or URI of the storage.
     """
     if configured:
         # a subfolder, so that other files in the configured folder are never deleted

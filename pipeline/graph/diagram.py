@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from pipeline.graph.stage import Graph, Stage
 
+# Colours of boxes, by the state of the stage. The states are those of several sources: `hit` and
+# `miss` of a plan, `pending` and `done` of a report, and those of `results.runs.StageStatus` for a
+# run, most of which are of type `live_status.StageState`.
 COLOURS = {
     "hit": "#cfe8d5",
     "reused": "#cfe8d5",
@@ -51,12 +54,12 @@ def to_text(graph: Graph, status: Mapping[str, str]) -> str:
     """
     shared = [stage for stage in graph if stage.method is None and stage.step != "report"]
     marked_ids = [f"{stage.id}{_star(stage, status)}" for stage in shared]
-    lines = [f"shared   {'  '.join(marked_ids)}"]
     rows: dict[str, list[Stage]] = {}
     for stage in graph:
         if stage.method:
             rows.setdefault(_make_row_label(stage), []).append(stage)
-    width = max(map(len, rows), default=0)
+    width = max(map(len, ["shared", *rows]))
+    lines = [f"{'shared'.ljust(width)}   {'  '.join(marked_ids)}"]
     for name, stages in rows.items():
         lines.append(f"{name.ljust(width)}   {_method_line(stages, status)}")
     return "\n".join(lines)

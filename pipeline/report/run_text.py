@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from pipeline.config.text import format_percent, format_seconds, table_text
+from pipeline.config.text import format_count, format_percent, format_seconds, table_text
 from pipeline.graph import diagram
 from pipeline.graph.gpu_use import gpu_sentences
 from pipeline.graph.run_record import build_recorded_graph
@@ -26,11 +26,11 @@ from workers.storage.artifact import join
 from workers.storage.secrets import printable
 
 WATCH_S = 2.0  # seconds between two reads of the status
-MAX_STAGES = 40  # if a run has more, stages with a state in ENDED are listed only with --all
+MAX_STAGES = 40  # if a run has more, stages in QUIET_STATES are listed only with --all
 MAX_METHODS = 4  # maximum number of methods whose accuracies are on a line
 MAX_CHARACTERS = 200  # maximum length of the progress of a stage
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
-ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list omits
+QUIET_STATES = ("done", "reused", "waiting", "missing")  # a short list omits these stages
 ORDER = (  # order in which states are counted
     "done",
     "reused",
@@ -47,7 +47,8 @@ ORDER = (  # order in which states are counted
 def run_picture(storage: str, name: str) -> str:
     """Return the graph of a run as SVG, with the state and duration of each stage.
 
-    Each box links to the row of the stage in the report.
+    While a stage has no duration, the time in its current state is shown, if it is known. Each box
+    links to the row of the stage in the report.
     """
     run = run_status(storage, name)
     record = find_record(Store(storage), name)
@@ -107,8 +108,8 @@ def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus])
     """Return a line for each stage whose state has changed.
 
     Args:
-        before: Earlier status of the stages. None in the first call: stages with a state in ENDED
-            are omitted.
+        before: Earlier status of the stages. None in the first call: stages with a state in
+            QUIET_STATES are omitted.
         stages: Current status of the stages.
     """
     states: Mapping[str, str] = {}
@@ -116,7 +117,7 @@ def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus])
         states = {stage.id: stage.state for stage in before}
     lines = []
     for stage in stages:
-        if before is None and stage.state in ENDED:
+        if before is None and stage.state in QUIET_STATES:
             continue
         if states.get(stage.id) != stage.state:
             text = stage_text(stage)
@@ -178,7 +179,7 @@ def status_text(run: RunStatus, with_all: bool = False) -> str:
     lines += [in_one_line(sentence) for sentence in gpu_sentences(run.gpu_use)]
     listed = run.stages
     if not with_all and len(listed) > MAX_STAGES:
-        listed = tuple(stage for stage in listed if stage.state not in ENDED)
+        listed = tuple(stage for stage in listed if stage.state not in QUIET_STATES)
     if listed:
         rows = []
         for stage in listed:
@@ -193,7 +194,11 @@ def status_text(run: RunStatus, with_all: bool = False) -> str:
 
 
 def headline(run: RunStatus) -> str:
-    """Return the state of a run in one sentence, with the command that resumes a stopped run."""
+    """Return the state of a run in one sentence.
+
+    The sentence ends with the command that resumes the run. There is no command if the run is
+    running or finished, if it has failed, or if the status file has none.
+    """
     driver = run.driver
     if driver is None or run.state == "finished":
         started = run.started[:16].replace("T", " ")
@@ -220,10 +225,13 @@ def format_time_left(run: RunStatus) -> str:
     """Return the remaining time of a run as text; empty if it is unknown."""
     if run.left_s is None:
         return ""
-    without = ""
+    excluded = ""
     if run.left_without:
-        without = f" without {run.left_without} stages of kinds not measured yet"
-    return f", about {format_seconds(run.left_s)} left{without}"
+        excluded = (
+            f", not counting {format_count(run.left_without, 'stage')} whose duration cannot be "
+            "estimated yet"
+        )
+    return f", about {format_seconds(run.left_s)} left{excluded}"
 
 
 def counts_text(run: RunStatus) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 
 from pipeline.config.yaml_files import absolute
 from pipeline.graph.stage import Graph
@@ -33,7 +33,8 @@ def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
         label: Label of the method in the config.
 
     Raises:
-        UserError: If the run is not finished.
+        UserError: If the run is not finished, or the cards of the tasks have different values of
+            `source.range`.
     """
     stages = [stage for stage in graph if stage.step == "evaluate" and stage.method == label]
     for stage in stages:
@@ -48,15 +49,16 @@ def build_run_bundle(graph: Graph, store: Store, label: str) -> Bundle:
     for job in jobs:
         states |= job.states
         tasks |= dict.fromkeys(job.tasks)
-    job = replace(jobs[-1], tasks=tuple(tasks), states=states)
+    job = dataclasses.replace(jobs[-1], tasks=tuple(tasks), states=states)
     bundle = Bundle.of_job(job, _find_limits(store, tasks))
-    return replace(bundle, where=f"run {graph.name!r}, method {label!r}")
+    return dataclasses.replace(bundle, where=f"run {graph.name!r}, method {label!r}")
 
 
 def _find_limits(store: Store, tasks: Iterable[Task]) -> ImageLimits:
-    """Return the common limits of the images of all tasks.
+    """Return limits that fit the images of all tasks.
 
-    Data that are not in the store are skipped. Without any data, the default limits are returned.
+    They are the largest `max_pixels` and the common range of values. Data that are not in the store
+    are skipped. Without any data, the default limits are returned.
 
     Raises:
         UserError: If two cards have different values of `source.range`.
@@ -96,14 +98,18 @@ def open_folder(folder: str) -> Bundle:
 
 
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
-    """Write a bundle, with measurements on the images of the run (see `with_measurements`).
+    """Write a bundle, with measurements on the images of its run.
+
+    The measurements are class means and distances of test images for each task, and the accuracy of
+    the rules that choose the task of an image (see `with_measurements`). A bundle that was opened
+    from a folder is written unchanged, because its images are unknown.
 
     Args:
         bundle: Bundle to write.
         folder: Path or URI, which must be new or empty.
 
     Returns:
-        The bundle with its measurements.
+        The written bundle.
 
     Raises:
         UserError: If the folder is not empty.
@@ -150,7 +156,7 @@ def import_task(folder: str, file: str, replace: bool = False) -> Task:
             False.
     """
     bundle = open_folder(folder)
-    data = read_regular(file, bundle.most_task_bytes)
+    data = read_regular(file, bundle.max_task_bytes)
     return single_tasks.import_task(absolute(folder), data, file, replace)
 
 
@@ -162,9 +168,9 @@ def remove_task(folder: str, task: str) -> str:
         task: Name of the task.
 
     Returns:
-        A note about kept files, or "".
+        A note about remaining traces of the task and about deleted versions, or "".
 
     Raises:
-        UserError: If other tasks need the state of this task.
+        UserError: If the task is missing or the only one, or other tasks need its state.
     """
     return single_tasks.remove_task(absolute(folder), task)

@@ -1,4 +1,4 @@
-"""All uses of private names of MLflow in this project.
+"""All uses of names of MLflow that are private or not documented as its API.
 
 tests/pipeline/test_mlflow_internals.py has a contract test for each name. It fails if an upgrade of
 MLflow changes the name.
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def try_databases_once() -> None:
-    """Make MLflow connect to a database only once.
+    """Make MLflow try only once to connect to a database.
 
-    By default, it raises the error for a database that does not answer only after 100 s.
+    By default it retries for about 100 s before it raises the error.
     """
     from mlflow.store.db import utils
 
@@ -60,7 +60,7 @@ def dataset_entity(name: str, digest: str, source: str) -> Dataset:
     from mlflow.data.http_dataset_source import HTTPDatasetSource
     from mlflow.data.meta_dataset import MetaDataset
 
-    # MetaDataset inherits the abstract method `to_evaluation_dataset`
+    # MetaDataset does not implement the abstract property `profile` (MLflow 3.17)
     uri_source = HTTPDatasetSource(source)
     dataset = MetaDataset(uri_source, name=name, digest=digest)  # type: ignore[abstract]
     return dataset._to_mlflow_entity()

@@ -678,6 +678,9 @@ def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
     lines = diagram.to_text(graph, status).splitlines()
     by_label = {line.split()[0]: line for line in lines}
     assert "data/digits  backbone" in by_label["shared"]
+    width = max(map(len, LABELS))
+    assert {line[width : width + 3] for line in lines} == {"   "}
+    assert all(line[width + 3] != " " for line in lines)
     assert "a -> b -> c*" in by_label["finetune"]
     assert "a | b | c*" in by_label["meat"]
     assert "a -> a/prune -> a/retrain -> b" in by_label["chained"]

@@ -20,7 +20,7 @@ from workers.job import BackboneSettings
 from workers.methods.hat import Hat, HatSettings
 from workers.model.masks import AnnealedSigmoid, compute_annealed_scale, draw_initial_embedding
 from workers.model.penalties import newly_used
-from workers.model.units import combine_unit_values, masked_weights, spread_unit_values, unit_sites
+from workers.model.units import masked_weights, spread_unit_values, unit_sites
 from workers.model.vit import build
 
 
@@ -94,20 +94,6 @@ def test_cutting_unused_units_out_leaves_the_answers() -> None:
         block.mlp.fc2.weight.data = block.mlp.fc2.weight[:, left].detach()
     assert cut.blocks[0].mlp.fc1.weight.shape[0] == int(masks["blocks.0.ff"].sum()) < 64
     assert torch.allclose(cut(images()), logits, atol=1e-5)
-
-
-def test_the_lock_of_a_weight_is_that_of_its_less_used_side() -> None:
-    """The reference's gate example: the factor on gradients is 1 - lock."""
-    lock = combine_unit_values(torch.tensor([1, 0]), torch.tensor([1, 0, 1]))
-    assert (1 - lock).tolist() == [[0, 1, 0], [1, 1, 1]]
-    assert combine_unit_values(
-        torch.tensor([True, False]), torch.tensor([True, False, True])
-    ).tolist() == [
-        [True, False, True],
-        [False, False, False],
-    ]
-    assert combine_unit_values(torch.tensor([3, 0]), None).tolist() == [[3], [0]]
-    assert combine_unit_values(None, torch.tensor([3, 0])).tolist() == [[3, 0]]
 
 
 def test_locks_are_those_of_the_table() -> None:

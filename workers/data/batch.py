@@ -18,11 +18,13 @@ class Batch:
         images: Float (b, 3, H, W), augmented and normalised. If the feed caches features, the
             features (b, ...) take the place of the images.
         labels: Indices into the class list of each sample's task, (b,).
-        tasks: Indices into the tasks that the step trains on, (b,).
-        draw: Random numbers of this step, one row per sample.
+        tasks: Indices into the tasks of the feed, (b,).
+        draw: Source of the random numbers of this optimizer step, for the samples of this batch
+            (see `StepRng`).
         targets: Soft targets (b, num_classes) with mixup, cutmix or label smoothing, else None. If
-            the feed has one task, the classes are those of the task. If it has several tasks and
-            the scenario is not `task`, they are the classes of all tasks so far.
+            the feed has one task, the classes are those of the task. If it has several tasks, they
+            are the classes of all tasks so far. In scenario `task`, several tasks have no common
+            output space, so the targets are None.
         keys: Keys of the samples in their splits. None in training.
         weight: Share of the global batch, b / global batch size. The loop multiplies the loss by
             the weight, and sums gradients over micro-batches and ranks. The weight is 0 for a

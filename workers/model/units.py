@@ -53,8 +53,9 @@ def unit_sites(vit: Any) -> dict[str, int]:
     """Return the number of units of each site, for example `blocks.0.qk`, in the order of blocks.
 
     Raises:
-        UserError: If units of a block depend on each other. Masks could then not protect earlier
-            tasks from later tasks.
+        UserError: If units of a block depend on each other, or its attention or FFN is missing or
+            of an unsupported class (see `_has_units`). Masks could then not protect earlier tasks
+            from later tasks.
     """
     sites: dict[str, int] = {}
     for index, block in enumerate(vit.blocks):
@@ -63,8 +64,9 @@ def unit_sites(vit: Any) -> dict[str, int]:
         if not _has_units(attn, mlp):
             raise UserError(
                 f"block {index} of the backbone has no separate units: its attention or FFN is "
-                "gated, fused, or normalises across channels, so that later tasks would change "
-                "earlier ones; use a plain timm ViT such as vit_tiny_patch16_224"
+                "of an unsupported class, its attention is gated or has fewer key than query "
+                "heads, or a norm mixes channels, so later tasks would change earlier ones; use a "
+                "plain timm ViT such as vit_tiny_patch16_224"
             )
         sites[f"blocks.{index}.qk"] = attn.proj.in_features
         sites[f"blocks.{index}.v"] = attn.proj.in_features
@@ -73,10 +75,13 @@ def unit_sites(vit: Any) -> dict[str, int]:
 
 
 def _has_units(attn: Any, mlp: Any) -> bool:
-    """Return whether attention and FFN have known classes, and no operation in them mixes units.
+    """Return whether attention and FFN have known classes, and masks can separate their units.
 
-    A gated FFN is accepted, because its gate acts on each neuron separately. Gated attention is
-    not, because its gate depends on all channels.
+    A gated FFN is accepted, because its gate acts on each neuron separately. Rotary embeddings mix
+    two channels of queries and keys. They are accepted, because the keys are masked, too (see
+    `list_unit_rows`). Gated attention is not accepted, because `list_unit_rows` does not include
+    the weights of its gate. The first layer of the FFN must be linear, and attention must have as
+    many key as query heads.
     """
     if type(attn) not in ATTENTIONS or type(mlp) not in FFNS:
         return False
@@ -86,19 +91,22 @@ def _has_units(attn: Any, mlp: Any) -> bool:
         layers = [mlp.fc1]
     is_linear = all(isinstance(layer, nn.Linear) for layer in layers)
     norms = [getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm")]
-    acts_by_unit = all(
+    acts_by_unit = all(  # `Times` multiplies by a constant
         norm is None or isinstance(norm, nn.Identity | Times) for norm in [*norms, mlp.norm]
     )
     is_gated = getattr(attn, "gate", None) is not None
-    has_equal_heads = getattr(attn, "num_kv_groups", 1) == 1
+    has_equal_heads = getattr(attn, "num_kv_groups", 1) == 1  # no grouped-query attention
     return is_linear and acts_by_unit and not is_gated and has_equal_heads
 
 
 def list_unit_rows(vit: Any) -> list[UnitRows]:
-    """Return the parameters of `vit` with entries of units; weights of a block precede its biases.
+    """Return the parameters whose rows or columns belong to units.
 
-    In attention it is enough to mask the queries, because scores are products of queries and keys.
-    Rotary embeddings mix two channels, so with these the keys are masked too.
+    In each block, weights come before biases.
+
+    `UnitRows.num_masked` of a projection of queries and keys depends on the position embeddings. It
+    is enough to mask the queries, because scores are products of queries and keys. Rotary
+    embeddings mix two channels, so with these the keys are masked, too.
     """
     if vit not in _rows_of:  # cached, because it is called in every training step
         _rows_of[vit] = _find_unit_rows(vit)
@@ -110,12 +118,14 @@ def _find_unit_rows(vit: Any) -> list[UnitRows]:
     parameters: list[UnitRows] = []
     for index, block in enumerate(vit.blocks):
         rows = [*_list_attention_parameters(block.attn, is_rotary), *_ffn_rows(block.mlp)]
+        # after `attn.qkv.weight`: `hat` passes the weights to its optimizer in this order, and
+        # checkpoints number the parameters of the optimizer
         rows.insert(1, UnitRows("attn.proj.weight", ("v",), 1, are_columns=True))
         rows.append(UnitRows("mlp.fc2.weight", ("ff",), 1, are_columns=True))
         existing = dict(block.named_parameters())
-        rows = [part for part in rows if part.name in existing]
-        rows.sort(key=lambda part: part.name.endswith("bias"))  # the sort is stable
-        parameters += [part._replace(name=f"blocks.{index}.{part.name}") for part in rows]
+        rows = [entry for entry in rows if entry.name in existing]
+        rows.sort(key=lambda entry: entry.name.endswith("bias"))  # the sort is stable
+        parameters += [entry._replace(name=f"blocks.{index}.{entry.name}") for entry in rows]
     return parameters
 
 
@@ -208,6 +218,10 @@ def spread_unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]
     `Protector`. Or the value is the number of tasks that use the unit. Results broadcast to their
     parameters.
 
+    In HAT, the value of a weight between two layers of units is the minimum of the values of both
+    units (Eq. 2). Here each weight connects a unit with the residual stream. All tasks use this
+    stream, so the minimum is the value of the unit.
+
     Args:
         vit: The backbone.
         values: A value per unit, by site.
@@ -222,9 +236,9 @@ def spread_unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]
         if vit.get_parameter(rows.name).ndim == 1:
             tensors[rows.name] = of_rows
         elif rows.are_columns:
-            tensors[rows.name] = combine_unit_values(None, of_rows)
+            tensors[rows.name] = of_rows[None]
         else:
-            tensors[rows.name] = combine_unit_values(of_rows, None)
+            tensors[rows.name] = of_rows[:, None]
     return tensors
 
 
@@ -266,25 +280,6 @@ def append_bias_column(linear: nn.Linear) -> Tensor:
     return torch.cat([weight, bias], 1)
 
 
-def combine_unit_values(out: Tensor | None, into: Tensor | None) -> Tensor:
-    """Return the value min(out_i, into_j) of each weight between two layers of units (HAT, Eq. 2).
-
-    Args:
-        out: Values of the units after the weights, (out,). None: the residual stream, which all
-            tasks use.
-        into: Values of the units before the weights, (in,). None: the residual stream.
-
-    Returns:
-        (out, in), with size 1 instead of the side of the residual stream.
-    """
-    if out is not None and into is not None:
-        return torch.minimum(out[:, None], into[None])
-    if out is not None:
-        return out[:, None]
-    assert into is not None
-    return into[None]
-
-
 # ---- a ViT without the units that its masks switch off -------------------------------------------
 def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return all parameters of `vit` by name, without the entries of units that are off.
@@ -295,11 +290,11 @@ def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
         vit: The backbone.
         masks: Boolean masks, by site.
     """
-    locks = spread_unit_values(vit, masks)
+    kept = spread_unit_values(vit, masks)
     tensors = {}
     for name, parameter in vit.named_parameters():
-        if name in locks:
-            tensors[name] = parameter.detach()[locks[name].expand_as(parameter)]
+        if name in kept:
+            tensors[name] = parameter.detach()[kept[name].expand_as(parameter)]
         else:
             tensors[name] = parameter.detach().clone()
     return tensors
@@ -329,31 +324,33 @@ def unpack(
             "backbone of its run"
         )
     unpacked: dict[str, Tensor] = {}
-    locks = spread_unit_values(vit, masks)
+    kept = spread_unit_values(vit, masks)
     for name, tensor in tensors.items():
         parameter = parameters[name]
         size = tuple(parameter.shape)
-        if name in locks:
-            lock = locks[name].expand_as(parameter)
-            size = (int(lock.sum()),)
+        if name in kept:
+            is_kept = kept[name].expand_as(parameter)
+            size = (int(is_kept.sum()),)
         if tuple(tensor.shape) != size:
             raise UserError(
                 f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and "
                 f"this backbone leave {size}; use the backbone of its run"
             )
-        if name not in locks:
+        if name not in kept:
             unpacked[name] = tensor
             continue
         values = parameter.detach().to(tensor.device)
         if not fill:
             values = torch.zeros_like(values)
-        unpacked[name] = values.masked_scatter(lock, tensor)
+        unpacked[name] = values.masked_scatter(is_kept, tensor)
     return unpacked
 
 
 @torch.no_grad()
 def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
-    """Remove units that are off from the layers of `vit`, in place. Their weights must be 0.
+    """Remove units that are off from the layers of `vit`, in place.
+
+    The weights must be those of `masked_weights`, because some inactive units stay.
 
     All heads of a block keep the same number of channels of queries, keys and values. This number
     is the largest number of active units in a head, at least 1. A head with fewer active units also
@@ -403,10 +400,10 @@ def _pick_channels(mask: Tensor, count: int) -> Tensor:
     return (order + offsets).flatten()
 
 
-def _cut(linear: nn.Linear, out: Tensor | None, into: Tensor | None) -> None:
-    """Keep only the rows `out` with their bias, or only the columns `into`, in place."""
-    weight = linear.weight[out] if into is None else linear.weight[:, into]
+def _cut(linear: nn.Linear, rows: Tensor | None, columns: Tensor | None) -> None:
+    """Keep only some rows of a layer with their biases, or only some columns, in place."""
+    weight = linear.weight[rows] if columns is None else linear.weight[:, columns]
     linear.weight = nn.Parameter(weight)
-    if out is not None and linear.bias is not None:
-        linear.bias = nn.Parameter(linear.bias[out])
+    if rows is not None and linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias[rows])
     linear.out_features, linear.in_features = linear.weight.shape

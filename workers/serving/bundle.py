@@ -196,7 +196,7 @@ class Bundle:
         return sum(sizes)
 
     @property
-    def most_task_bytes(self) -> int:
+    def max_task_bytes(self) -> int:
         """Maximum bytes of an exported task for this model: twice the backbone plus 1 GiB."""
         backbone_bytes = int(self.body["files"][BACKBONE]["bytes"])
         return 2 * backbone_bytes + (1 << 30)

@@ -13,14 +13,16 @@ from workers.storage.web import FileVersion, hash_version
 
 
 def open_hub(uri: str) -> tuple[Any, str]:
-    """Return fsspec's file system of an `hf://` URI, one per thread, and the path in it.
+    """Return fsspec's file system of an `hf://` URI and the path in it.
+
+    Each thread gets its own file system.
 
     Raises:
         StorageUnavailable: If the hub cannot be reached.
         UserError: If the URI cannot be opened.
     """
     try:
-        import fsspec  # lazy import: takes a second, and only the hub needs it
+        import fsspec  # lazy import: takes a second, and only files of the hub need it
 
         hub.check_reachable()
         system, path = fsspec.core.url_to_fs(uri)
@@ -90,8 +92,8 @@ class HubFile:
 def _as_os_errors() -> Iterator[None]:
     """Context manager that converts errors of the hub's client to OSError.
 
-    `filesystem.retry` recognises transient errors by the text: some HTTP statuses, and every error
-    without a status ("connection closed").
+    The texts are chosen for `filesystem.retry`, which retries some HTTP statuses and "connection
+    closed". Every error without a status gets the text "connection closed".
     """
     try:
         yield

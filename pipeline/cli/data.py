@@ -17,7 +17,8 @@ def add_commands(add_command: AddCommand) -> None:
     data_parser = add_command(
         "data",
         data,
-        "list the data sets that have a card, and sort official files into the folders of one",
+        "list data sets that have a card, preview their images, or sort official files into the "
+        "class folders that a card reads",
         config=False,
     )
     actions = data_parser.add_subparsers(required=True, metavar="ACTION", dest="action")
@@ -27,7 +28,10 @@ def add_commands(add_command: AddCommand) -> None:
         "was verified",
     )
     list_parser.add_argument(
-        "cards", nargs="*", metavar="CARD", help="tell all about these; by default a line on each"
+        "cards",
+        nargs="*",
+        metavar="CARD",
+        help="print everything about these cards; default: a line for each card",
     )
 
     preview_parser = actions.add_parser(
@@ -50,7 +54,9 @@ def add_commands(add_command: AddCommand) -> None:
         "--to", metavar="FOLDER", help="the folder to fill (default: the one that the card reads)"
     )
     prepare_parser.add_argument(
-        "--copy", action="store_true", help="write copies in place of links, so that FROM may go"
+        "--copy",
+        action="store_true",
+        help="write copies instead of links, so that FROM can be deleted afterwards",
     )
 
 
@@ -66,7 +72,8 @@ def data(args: argparse.Namespace) -> int:
 def prepare_card(args: argparse.Namespace) -> int:
     """Sort the official images of a card into class folders, and print the next step.
 
-    If the folder is not the one that the card reads (`--to`), the next step is `init`.
+    With `--to`, the next step is `accrete init FOLDER`, which writes a card for this folder.
+    Without `--to`, it is to name the card in a stream.
     """
     from pipeline.data import card_files, preparation  # imports pyarrow
 
@@ -99,7 +106,7 @@ def list_cards(args: argparse.Namespace) -> int:
     """Print a line for each card, or all information about some cards.
 
     Raises:
-        UserError: If a card cannot be read. The other cards are printed first.
+        UserError: If a card cannot be read. Without names, the readable cards are printed first.
     """
     from pipeline.config.text import table_text
     from pipeline.data import catalogue

@@ -18,7 +18,7 @@ from pipeline.config.settings import describe_validation_error
 from pipeline.config.yaml_files import CARDS, expand, is_path_of_card, read_yaml
 from pipeline.data.cards import FROM_SOURCE, MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.names import nfc
-from pipeline.data.source_classes import Memory, find_source_labels
+from pipeline.data.source_classes import Memory, find_source_classes
 from workers.errors import UserError, did_you_mean
 from workers.storage.regular_file import read_regular
 
@@ -44,10 +44,10 @@ def load_card_file(name: str, memory: Memory | None = None) -> Card:
     card = _parse_card(path, body)
     card = _resolve_files(card, path)
     if classes_from_source:
-        labels = find_source_labels(card, str(path), memory)
-        card = card.model_copy(update={"classes": labels.classes})
+        found = find_source_classes(card, str(path), memory)
+        card = card.model_copy(update={"classes": found.classes})
         # whether a label that is a number is a place in `classes` or a name (`Source.numbers`)
-        card = _replace_source(card, numbers=labels.numbers)
+        card = _replace_source(card, numbers=found.numbers)
     _check_card_classes(path, card)
     return card
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from pipeline.data.archives import Archive
 from pipeline.data.names import nfc
-from pipeline.data.splits import IGNORE, SPLITS, Part, Split
+from pipeline.data.splits import IGNORE, SPLITS, Split, SplitKey
 from workers.job import Frozen, Neutral, key_inputs
 
 # each name is a module in pipeline/data/formats
@@ -35,7 +35,7 @@ COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|
 def _join_parts(parts: Any) -> Any:
     """Join a list of texts and integers to one text, and convert a single integer to text.
 
-    Other values are returned unchanged, and fail the validation.
+    Other values are returned unchanged; the validation checks them.
     """
     if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
         return LIST_MARK.join(map(str, parts))
@@ -43,7 +43,8 @@ def _join_parts(parts: Any) -> Any:
 
 
 _ONE_OR_MORE = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-# one text, or a list of texts in a file; a list is stored as one text, joined by LIST_MARK
+# The parts of a split: folders, files, globs or values. A card's file has one text or a list of
+# texts; a list is stored as one text, joined by LIST_MARK.
 Parts = Annotated[str, BeforeValidator(_join_parts), WithJsonSchema(_ONE_OR_MORE)]
 
 
@@ -66,12 +67,12 @@ class Source(Frozen):
         "path starts at the folder of the card's file, for cards in `datasets` at the folder above",
     )
     name: str = Field("", description="data set inside scikit-learn or torchvision")
-    splits: dict[Part, Parts] = Field(
+    splits: dict[SplitKey, Parts] = Field(
         {"train": "train", "test": "test"},
         description="sub-folder, glob or table of each split below `path`, or a list of them; "
-        "`{label}` stands for the folder of a class; `ignore`: what is not read; for webdataset, "
-        "paths below `path`, absolute paths or URLs, with braces; with `split`, its values; "
-        "without `train`, a card to be tested on alone",
+        "`{label}` stands for the folder of a class; under `ignore`: data that is not read; for "
+        "webdataset: paths below `path`, absolute paths or URLs, with braces; if `split` is set: "
+        "the values of that column; a card without `train` can only be used for testing",
     )
     image: str = Field(
         "image",
@@ -81,17 +82,17 @@ class Source(Frozen):
     label: str | None = Field(
         "label",
         min_length=1,
-        description="column of the label in Parquet and csv; extension of the label member in "
-        "tars, or "
-        "json:FIELD in webdataset; "
-        "null: images have no labels, and the card has one class, which all of them belong to",
+        description="column of the label in Parquet and csv; in tar and webdataset: extension of "
+        "the label member, or json:FIELD; null: images have no labels, and the card has one class, "
+        "to which all of them belong",
     )
     split: Annotated[str | None, BeforeValidator(_join_parts), Neutral(None)] = Field(
         None,
         min_length=1,
-        description="column of the split in csv and Parquet (`path` then names the table), "
-        "json:FIELD in tar; `splits` gives its values; a list of columns: the one that is 1; in "
-        "csv, the column of the image: a folder in its path, or the beginning of its name",
+        description="column of the split in csv (`path` then names the table) and Parquet, "
+        "json:FIELD in tar; `splits` gives its values; several flag columns: the split is the "
+        "column whose value is 1; in csv, if this is the image column: a folder of the image's "
+        "path, or the start of its file name, names the split",
     )
     numbers: Annotated[Numbers | None, Neutral("places")] = Field(
         None,
@@ -101,9 +102,10 @@ class Source(Frozen):
     )
     files: Annotated[Parts, Neutral("{}")] = Field(
         "{}",
-        description="in csv, where an image lies from the folder of its table: `{}` stands for "
-        "what its row says, as in `images/{}.jpg`, `{label}` and `{split}` for its label and "
-        "split; `**/{}`: anywhere below; of a list, exactly one must be there",
+        description="in csv, path of an image relative to the folder of its table: `{}` stands for "
+        "the cell of the image column, as in `images/{}.jpg`, `{label}` and `{split}` for the "
+        "label and split of the row; `**/{}`: anywhere below; of several patterns, exactly one "
+        "must match a file",
     )
     range: Annotated[tuple[float, float] | None, Neutral(None)] = Field(
         None,
@@ -126,7 +128,10 @@ class Source(Frozen):
     @model_validator(mode="after")
     def _check_more(self) -> Source:
         if self.more and self.format != "folder":
-            raise ValueError(f"more is of format folder, and this is {self.format}; leave it out")
+            raise ValueError(
+                f"source.more works only with format folder, and the format is {self.format}; "
+                "leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -147,7 +152,7 @@ class Source(Frozen):
         """Return the columns with the split; () without such a column."""
         return tuple(self.split.split(LIST_MARK)) if self.split else ()
 
-    def list_parts(self, split: Part) -> tuple[str, ...]:
+    def list_parts(self, split: SplitKey) -> tuple[str, ...]:
         """Return the folders, files, globs or values of a split, in the order of the card.
 
         They are () if `splits` lacks the split.
@@ -173,9 +178,9 @@ def check_shard_patterns(patterns: str) -> None:
             )
         if COMPRESSED.search(pattern.strip()):
             raise ValueError(
-                f"{pattern.strip()!r:.200} is compressed, and images of shards in place are read "
-                "by their offsets; unpack it to .tar (images hardly shrink), or copy the images "
-                "into shards with another format"
+                f"{pattern.strip()!r:.200} is compressed; webdataset shards are used in place, so "
+                "their images are read by offset, which compression prevents; unpack it (the .tar "
+                "is hardly larger), or set format: tar to copy the images"
             )
 
 
@@ -225,7 +230,11 @@ class Card(Frozen):
         "exact share, so that new images move old ones from one side to the other; `threshold`: "
         "each image decides by its own digest and stays on its side, so that shares are not exact",
     )
-    counts: Counts | None = Field(None, description="images that must be found, after rejections")
+    counts: Counts | None = Field(
+        None,
+        description="expected number of images, without those that ingest rejects (corrupt, "
+        "unlabelled, dropped duplicates)",
+    )
     content: str | None = Field(None, description="expected sha256 of the ingested index")
     duplicates: Literal["keep", "drop"] = Field(
         "keep", description="exact copies inside a split are listed; `drop` leaves them out"
@@ -247,8 +256,8 @@ class Card(Frozen):
     max_pixels_per_byte: Annotated[int, Neutral(2000)] = Field(
         MAX_PIXELS_PER_BYTE,
         gt=0,
-        description="an image of more than a million pixels with more per "
-        "byte is refused as corrupt: a few bytes that take much memory and time",
+        description="an image of over a million pixels with more pixels per byte than this is "
+        "refused as corrupt: such a small file would take much memory and time",
     )
     shard_images: int = Field(1000, gt=0, description="images per shard")
     without_classes: Annotated[tuple[str, ...], Neutral(())] = Field(
@@ -302,7 +311,8 @@ class Card(Frozen):
         for folder in source.get("more", ()):
             folder.pop("path")
         if self.source.split is not None:
-            # Earlier versions left out the rows that a card now names under `ignore`.
+            # Earlier versions left out the rows that a card now names under `ignore`. So `ignore`
+            # does not change the result and is not part of the hash.
             source["splits"].pop(IGNORE, None)
         body |= {"source": source}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

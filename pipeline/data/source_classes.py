@@ -1,4 +1,8 @@
-"""Find the classes of a source, for detection and for cards with `classes: from_source`."""
+"""Find the classes of a source.
+
+This is needed for cards with `classes: from_source`, and for the detection of the layout of data
+that has no card yet.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +39,14 @@ class Memory(Protocol):
     def remembered(self, identity: str) -> Any: ...
 
 
-class Labels(NamedTuple):
+class SourceClasses(NamedTuple):
     """The classes of a source in order, and the meaning of numeric labels (`Source.numbers`)."""
 
     classes: tuple[str, ...]
     numbers: Numbers | None
 
 
-def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
+def find_source_classes(card: Card, where: str, memory: Memory | None) -> SourceClasses:
     """Return the classes of the train split of a source, or of test if the card has no train.
 
     Args:
@@ -60,9 +64,10 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
             "images belong to, such as `classes: [image]`"
         )
     if card.source.format == "folder":
-        return Labels(_classes_of_folders(card, where, memory), card.source.numbers)
+        return SourceClasses(_classes_of_folders(card, where, memory), card.source.numbers)
     source = card.source.model_dump(mode="json", exclude={"path", "range"})
-    # the same digest as in earlier versions
+    # Earlier versions had the default `places`. Keep their digest, so that the classes that they
+    # remembered are found.
     body = [card.name, source | {"numbers": card.source.numbers or "places"}]
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
@@ -89,20 +94,20 @@ def find_source_labels(card: Card, where: str, memory: Memory | None) -> Labels:
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )
-    labels = find_counted_labels(
+    found = find_counted_labels(
         by_name, entries, count_labels(by_name, entries), _choose_class_split(card)
     )
-    if labels.numbers is None:
+    if found.numbers is None:
         numbers = "names" if card.source.format == "parquet" else card.source.numbers
-        labels = labels._replace(numbers=numbers)
+        found = found._replace(numbers=numbers)
     if memory is not None:
-        value = {"state": list(current), "classes": list(labels.classes), "numbers": labels.numbers}
+        value = {"state": list(current), "classes": list(found.classes), "numbers": found.numbers}
         memory.remember(identity, value)
-    return labels
+    return found
 
 
-def _parse_remembered(stored: Any) -> tuple[list[str], Labels | None]:
-    """Parse a remembered value: the `SourceState` as a list, and the labels; else [] and None."""
+def _parse_remembered(stored: Any) -> tuple[list[str], SourceClasses | None]:
+    """Parse a remembered value: the `SourceState` as a list, and the classes; else [] and None."""
     if not isinstance(stored, dict):
         return [], None
     state = stored.get("state")
@@ -112,7 +117,7 @@ def _parse_remembered(stored: Any) -> tuple[list[str], Labels | None]:
         return [], None
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         return [], None
-    return state, Labels(tuple(classes), numbers)
+    return state, SourceClasses(tuple(classes), numbers)
 
 
 def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[str, ...]:
@@ -159,8 +164,8 @@ def find_counted_labels(
     counts: LabelCounts,
     split: Split,
     min_classes: int = MIN_CLASSES,
-) -> Labels:
-    """Return the classes that the labels of a split name.
+) -> SourceClasses:
+    """Return the classes named by the labels of a split.
 
     Args:
         card: Card whose `source.numbers` is `names`.
@@ -180,19 +185,22 @@ def find_counted_labels(
         missing = [name for name in classes if nfc(name) not in labels]
         if missing and labels and card.source.format not in LIBRARIES:
             raise UserError(
-                f"{where}: class {quoted(missing[0])} of column {card.source.label!r} has no train "
-                "images; add some, or give files in which the label is the name of the class"
+                f"{where}: class {quoted(missing[0])} of column {card.source.label!r} has no "
+                f"{split} images; add some, or give files in which the label is the name of the "
+                "class"
             )
-        return Labels(check_classes(where, classes, min_classes), numbers)
+        return SourceClasses(check_classes(where, classes, min_classes), numbers)
     names = sort_labels({str(label) for label in labels})
-    is_many = len(names) > FEW_CLASSES and MIN_IMAGES * len(names) > sum(labels.values())
+    num_images = sum(labels.values())
+    is_many = len(names) > FEW_CLASSES and MIN_IMAGES * len(names) > num_images
     if len(names) > MAX_CLASSES or is_many:
         raise TooManyLabels(
-            f"{where}: the values of column {quoted(card.source.label or '')} are not classes (too "
-            "many, or neither names nor whole numbers); give a table with a class for each image"
+            f"{where}: the values of column {quoted(card.source.label or '')} are not classes "
+            f"({len(names)} different values for {num_images} images); give a table with a class "
+            "for each image"
         )
     check_spelling(where, names)
-    return Labels(check_classes(where, names, min_classes), _describe_numbers(labels, names))
+    return SourceClasses(check_classes(where, names, min_classes), _describe_numbers(labels, names))
 
 
 class TooManyLabels(UserError):
@@ -211,7 +219,7 @@ def _describe_numbers(labels: Iterable[Label], names: Sequence[str]) -> Numbers 
     return None
 
 
-def find_declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
+def find_declared_classes(card: Card, entries: list[Entry]) -> SourceClasses | None:
     """Return the classes that the files or the library declare, or None without such classes.
 
     The meaning of numbers is `places` if all files list the classes in the same order, `names` if
@@ -219,15 +227,15 @@ def find_declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     """
     source = card.source
     if source.format == "sklearn":
-        return Labels(tuple(map(str, range(10))), None)
+        return SourceClasses(tuple(map(str, range(10))), None)
     if source.format == "torchvision":
         split = _choose_class_split(card)
         data = load_data_set(
-            source_uri(card), source.name, "+".join(source.list_parts(split)), True
+            source_uri(card), source.name, "+".join(source.list_parts(split)), download=True
         )
         names = getattr(data, "classes", None)
         if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
-            return Labels(tuple(names), None)
+            return SourceClasses(tuple(names), None)
         return None
     if source.format != "parquet":
         return None
@@ -239,7 +247,7 @@ def find_declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     if not lists or not all(lists):
         return None
     classes = tuple(dict.fromkeys(name for names in lists for name in names))
-    return Labels(classes, "places" if len(set(lists)) == 1 else "names")
+    return SourceClasses(classes, "places" if len(set(lists)) == 1 else "names")
 
 
 def check_classes(
@@ -248,7 +256,7 @@ def check_classes(
     """Return the classes of a source; raise `UserError` if they are not valid on a card."""
     if len(names) > MAX_CLASSES:
         raise UserError(
-            f"{where} has {len(names)} classes, and more than {MAX_CLASSES} are not proposed; "
+            f"{where} has {len(names)} classes, and a card is proposed for at most {MAX_CLASSES}; "
             "write the card by hand, see datasets/README.md"
         )
     for name in names:

@@ -17,9 +17,9 @@ from workers.errors import UserError
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-Part = Literal["train", "val", "test", "ignore"]  # a key of `source.splits`
-IGNORE: Part = "ignore"  # files and values under this key are not read
-PARTS: tuple[Part, ...] = ("train", "val", "test", IGNORE)
+SplitKey = Literal["train", "val", "test", "ignore"]  # a key of `source.splits`
+IGNORE: SplitKey = "ignore"  # files and values under this key are not read
+SPLIT_KEYS: tuple[SplitKey, ...] = ("train", "val", "test", IGNORE)
 Role = Literal["train", "val", "test", "held out"]  # held out: validation or test
 
 ROLES: dict[Role, frozenset[str]] = {

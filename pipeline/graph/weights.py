@@ -22,7 +22,9 @@ from workers.storage.regular_file import open_regular, read_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # files of a timm model on the hub
 MAX_CONFIG_BYTES = 1 << 20  # maximum size of config.json
-MAX_HUB_BYTES = 1 << 37  # maximum size of a weights file whose model is not known yet
+# Maximum size of the weights file of a hub model. The exact limit depends on the architecture in
+# config.json, which is read later.
+MAX_HUB_BYTES = 1 << 37
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class HubModel:
 def weights_path(config: Config) -> str:
     """Return `none`, `hub`, `hf-hub:...`, or the absolute path of the weights file.
 
-    A relative path is relative to the checkout of Accrete, as on cards.
+    A relative path starts at the folder above `datasets` (in a wheel: at the package `pipeline`).
     """
     weights = config.backbone.weights
     if weights in ("none", "hub") or hub.is_hub_model(weights):
@@ -54,7 +56,8 @@ def weights_path(config: Config) -> str:
 def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | None:
     """Return the hub model that the config names, or None if the config does not name one.
 
-    If the model cannot be found now, the model of the last look-up is returned.
+    If the model cannot be found now or its config.json is invalid, the model of the last look-up
+    is returned.
 
     Args:
         config: The config.
@@ -63,13 +66,15 @@ def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | Non
             used.
 
     Raises:
-        UserError: If the model cannot be found and there was no earlier look-up.
+        UserError: If the model cannot be found or its config.json is invalid, and no earlier
+            look-up succeeded.
     """
     weights = config.backbone.weights
     if not hub.is_hub_model(weights):
         return None
     try:
         path = hub.model_file(weights, CONFIG_FILE, may_connect)
+        # the path in the cache of the hub's client ends with snapshots/COMMIT/config.json
         commit = os.path.basename(os.path.dirname(path))
         pinned = hub.pinned(weights, commit)  # both files must come from the same commit
         digest = _file_digest(hub.model_file(pinned, WEIGHTS_FILE, may_connect), store)
@@ -95,7 +100,8 @@ def _read_config(weights: str, path: str) -> dict[str, Any]:
     if not isinstance(body, dict) or not isinstance(body.get("architecture"), str):
         raise UserError(
             f"backbone.weights is {weights!r}, and its {CONFIG_FILE} names no `architecture`; "
-            "choose a model that timm has stored there, or give `hub` and its name in timm"
+            "choose a model that timm has stored there, or set backbone.weights to `hub` and "
+            "backbone.name to its name in timm"
         )
     return body
 
@@ -162,11 +168,14 @@ def find_weights_digest(config: Config, store: Store, max_bytes: int) -> str:
 
 
 def find_weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
-    """Return a value that changes if the weights file changes, without reading the file.
+    """Return a value that changes if the weights file changes.
 
     For a local file, the value contains the inode, the size, and the times of the last modification
-    and status change. (Programs cannot set the time of the status change.) For a hub model, the
-    value contains its commit, its config and the digest of its file.
+    and status change. (Programs cannot set the time of the status change.) The file is not read. If
+    it is missing, the value contains the digest of the last look-up.
+
+    For a hub model, the value contains its commit, its config and the digest of its file. The model
+    may be downloaded, and its file is hashed once.
 
     Args:
         config: The config.
@@ -186,6 +195,11 @@ def find_weights_state(config: Config, store: Store, may_connect: bool) -> list[
     return [path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _identity(path: str) -> str:
-    """Return the name under which the store keeps the digest of a weights file."""
-    return "weights-" + hashlib.sha256(path.encode()).hexdigest()[:24]
+def _identity(subject: str) -> str:
+    """Return the name under which the store remembers a look-up.
+
+    Args:
+        subject: The path of a local weights file, `file PATH` for a file in the cache of the hub's
+            client, or `hf-hub:OWNER/NAME`.
+    """
+    return "weights-" + hashlib.sha256(subject.encode()).hexdigest()[:24]

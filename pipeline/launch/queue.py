@@ -3,6 +3,9 @@
 `ReadyQueue` decides which stage a group gets next. `Queue` passes stages and events between the
 driver and its groups; as a Ray actor it is `queue_actor.QueueActor`. This module does not use Ray,
 so that tests can step through it.
+
+A pool is a set of worker groups with equal resources per rank (module `pools`). Each stage runs in
+one pool.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 
 STOP = "stop"  # returned instead of a stage if the group must end
-STRIDE = 1_000_000  # group number g belongs to pool g // STRIDE
+# Group number g belongs to pool g // STRIDE.
+STRIDE = 1_000_000
 
 
 class ReadyStage(NamedTuple):
@@ -52,9 +56,10 @@ class ReadyQueue:
     The cost of adding or removing a stage does not depend on the number of stages.
 
     A chain of stages stays on one group: while a group is idle, the first child of its last stage
-    is reserved for it. A reservation expires after two requests per idle group, because an idle
-    group that has not asked by then has probably lost its workers. Other groups can then take the
-    stage.
+    is reserved for it. An idle group calls `take` again and again (every 20 ms, see `QUEUE_POLL_S`
+    in `launch.train`). Therefore a reservation expires after two requests per idle group: a group
+    that has not asked by then has probably lost its workers. Other groups can then take the stage.
+    Only the oldest reservation is checked; a later one is checked once it has become the oldest.
     """
 
     def __init__(self) -> None:
@@ -198,7 +203,10 @@ class Queue:
 
     # ---- called by the driver --------------------------------------------------------------------
     def offer(self, stages: list[ReadyStage]) -> QueueNews:
-        """Add stages. Return the events since the last call."""
+        """Add stages. Return a `QueueNews` with the events since the last call.
+
+        The answer also contains the nodes of all groups with running workers.
+        """
         for ready in stages:
             self._get_ready(ready.pool).append(ready)
         events = self.events
@@ -225,7 +233,8 @@ class Queue:
         Args:
             group: Number of the group.
             message: Reason of the loss.
-            moved: Whether the loss was not caused by the stage that the group ran.
+            moved: Whether the loss was not caused by the stage that the group ran. The stage then
+                counts as MOVED and not as a failed try.
         """
         self._lose(group, message, moved)
         if group in self.last:
@@ -314,13 +323,14 @@ class Queue:
     def post(self, group: int, event: Event) -> bool:
         """Receive an event from a rank.
 
-        Progress, checkpoints and samples are always passed to the driver. An event that ends a
+        Progress, checkpoints and samples of the use of the machine are always passed to the driver.
+        An event that ends a
         stage is ignored if the group does not run this stage any longer: several ranks failed and
         the first one counts, or the group was abandoned and has not ended yet.
 
         Args:
             group: Number of the group.
-            event: Event of the group's stage.
+            event: Event of the group's stage, or of kind SAMPLE.
 
         Returns:
             Whether the group must save its state and end immediately.

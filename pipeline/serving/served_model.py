@@ -7,9 +7,10 @@ Example:
     >>> model = mlflow.pyfunc.load_model(uri)  # doctest: +SKIP
     >>> model.predict(frame, params={"rule": "confident", "top": 3})  # doctest: +SKIP
 
-The data frame has a column `image` and optionally a column `task`. An image is base64 text, bytes,
-nested lists, or an array (height, width, 3) with values from 0 to 255. With ACCRETE_ALLOW_PATHS=1
-it can also be the path of a file. `rule` and `top` are the parameters of `Predictor.predict`.
+The data frame has a column `image` and optionally a column `task`. An image is the bytes of a JPEG,
+PNG or WebP file, the base64 text of these bytes, nested lists, or an array (height, width, 3) with
+values from 0 to 255. With ACCRETE_ALLOW_PATHS=1 it can also be the path of a file. `rule` and `top`
+are the parameters of `Predictor.predict`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class ServedModel(PythonModel):
         Args:
             context: Unused. MLflow passes it.
             model_input: A data frame or records; see the docstring of this module.
-            params: `rule` and `top`, or None.
+            params: `rule` (default: `refuse`) and `top` (default: 0, all probabilities), or None.
+                See `Predictor.predict`.
 
         Raises:
             InvalidInput: If the input is invalid.

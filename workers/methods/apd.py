@@ -1,6 +1,8 @@
 """APD: each weight is a shared part, scaled per task and output feature, plus a sparse task part.
 
-Later tasks continue to train the shared part, and adjust the sparse parts of earlier tasks to it.
+The weight of task t is sigma .* M_t + tau_t: the shared part sigma, a scale M_t = sigmoid(v_t) for
+each output feature, and the sparse part tau_t. Later tasks continue to train sigma, and adjust the
+tau of earlier tasks to it.
 
 Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter
 Decomposition, ICLR 2020.
@@ -55,14 +57,14 @@ class ApdSettings(MethodSettings):
     )
     retro: Literal["train", "frozen_tau"] = Field(
         "train",
-        description="tau of earlier tasks while sigma changes: `train`: set to its optimum "
-        "for the current sigma; `frozen_tau`: fixed",
+        description="tau of earlier tasks while sigma changes: `train`: follows sigma at its "
+        "optimum, which is computed (the paper trains it); `frozen_tau`: fixed",
     )
     zeros: Literal["threshold", "proximal"] = Field(
         "threshold",
-        description="how tau becomes sparse: `threshold`: entries up to lambda1 are set to "
-        "zero at the end of a task; `proximal`: a proximal step after every optimizer step "
-        "holds entries at zero",
+        description="how tau becomes sparse: `threshold`: entries of magnitude up to lambda1 are "
+        "set to zero at the end of a task; `proximal`: entries stay at zero until the magnitude of "
+        "their gradient exceeds lambda1, and stop at zero instead of changing sign",
     )
     tau_start: Literal["zero", "sigma"] = Field(
         "zero",
@@ -85,9 +87,9 @@ class ApdSettings(MethodSettings):
     )
     gap: Annotated[NonNegativeFloat, ActiveIf("consolidate_every", but=(0,))] = Field(
         0.1,
-        description="consolidation replaces an entry of tau by one value for a whole cluster "
-        "when its range over the tasks of the cluster is at most this many times the mean "
-        "magnitude of the cluster's entries",
+        description="entries of tau that differ little in a cluster become one value: if their "
+        "maximum minus their minimum over its tasks is at most `gap` times the mean magnitude of "
+        "the cluster's nonzero entries",
     )
 
 
@@ -142,7 +144,12 @@ class Sparse:
 
 
 def iterate_sparse(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
-    """Yield (owner, site, tensor) of each `KIND/OWNER/SITE` among tensors of a carried state."""
+    """Yield (owner, site, tensor) of each `KIND/OWNER/SITE` among tensors of a carried state.
+
+    Args:
+        tensors: Tensors of a carried state, by name.
+        kind: `tau`, whose owners are tasks, or `shared`, whose owners are numbers of clusters.
+    """
     for name, values in tensors.items():
         if name.startswith(f"{kind}/") and name.endswith("/values"):
             prefix = name.removesuffix("/values")
@@ -170,16 +177,18 @@ class Apd(Method[ApdSettings]):
       given sigma is known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). It is computed
       (`retro: train`) instead of trained. The penalties become Huber's function of theta_i* - sigma
       .* M_i, with the same minimum. This takes one tensor per earlier task in memory instead of
-      five, its zeros are exact, and the gradient never exceeds lambda1. In one task theta_i moves
-      by at most lambda1 / lambda2, and by lambda1 more if `zeros: threshold` cuts an entry.
-    - v of earlier tasks is fixed, as the reference code intends but does not do. Weight decay is
-      the optimizer's: on v_t, tau_t and the head, and on sigma at the first task.
+      five (tau_i, its start, its gradient and two moments of Adam), its zeros are exact, and the
+      gradient of each earlier task's penalty never exceeds lambda1. In one task theta_i moves by at
+      most lambda1 / lambda2, and by lambda1 more if `zeros: threshold` cuts an entry.
+    - v of earlier tasks is fixed, as the reference code intends but does not do.
+    - Weight decay is the optimizer's, instead of an L2 term in the loss. It applies to v_t, tau_t
+      and the head's weight, and at the first task also to sigma.
     - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone.
     - `zeros: proximal` keeps an entry of tau_t at zero until its gradient exceeds lambda1. An entry
       that would change its sign stops at zero. Therefore the trained tau equals the stored tau.
     - Consolidation shares an entry only if at least two tasks of the cluster have it; sharing an
-      entry of one task would save nothing. Shared values are constants afterwards. Later tasks
-      train sigma, and the rest of each tau follows it.
+      entry of one task would save nothing. Shared values are constant until the next
+      consolidation. Until then, tasks train sigma, and the rest of each tau follows it.
     - `gap` is relative to the entries of tau. The absolute gap of the reference code (1e-2 for a
       LeNet) is several times the size of most entries that a ViT trains. It would replace all
       entries, even of unrelated tasks.
@@ -187,7 +196,7 @@ class Apd(Method[ApdSettings]):
 
     name = "apd"
     family = "parameter isolation"
-    keeps = "row masks, sparse weights, norms, head"
+    keeps = "scales, sparse weights, norms, biases, head"
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,
@@ -261,7 +270,7 @@ class Apd(Method[ApdSettings]):
         self.tau: dict[str, dict[str, Sparse]] = {}
         # site -> tasks of a cluster -> their shared values
         self.shared: dict[str, dict[tuple[str, ...], Sparse]] = {}
-        # task -> v by site, copies by parameter name
+        # task -> tensors of its state: v as `SITE.v`, copies by parameter name
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.step = ""  # the step that trains; empty while consolidating and serving
         # task -> (nonzero entries of tau, entries that the consolidation replaced)
@@ -276,6 +285,8 @@ class Apd(Method[ApdSettings]):
             return []
         groups = super().begin(context)
         self.step = context.step
+        # else the stored v and copies of this task would be used instead of the trained ones, and
+        # the task would also be treated as an earlier task
         self.loaded.pop(context.task.name, None)
         self.tau.pop(context.task.name, None)
         is_first_task = not self.sigma
@@ -443,7 +454,7 @@ class Apd(Method[ApdSettings]):
         return self.with_zeros(F.softshrink(needed, self.settings.lambda1 / self.settings.lambda2))
 
     def with_zeros(self, tau: Tensor) -> Tensor:
-        """Return tau with the entries set to zero that `zeros: threshold` cuts."""
+        """Return tau. With `zeros: threshold`, entries up to lambda1 in magnitude are set to 0."""
         if self.settings.zeros != "threshold":
             return tau
         return tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0)
@@ -455,11 +466,13 @@ class Apd(Method[ApdSettings]):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return `tau_zeros`, the share of zeros in this task's tau, and one number on all tasks.
+        """Return the metrics of the current step.
 
-        In training this number is `drift`: how far the weights of earlier tasks moved in this task,
-        relative to their norm. The first task has no drift. After a consolidation it is `replaced`:
-        the share of the nonzero entries of tau, over all tasks, that shared values replaced.
+        - `tau_zeros`, in both steps: the share of zeros in this task's tau.
+        - `drift`, in `train` if there are earlier tasks: how far their weights moved in this task,
+          relative to their norm.
+        - `replaced`, in `consolidate`: the share of the nonzero entries of tau, over all tasks,
+          that shared values replaced.
         """
         num_nonzero = 0
         num_entries = 0
@@ -661,10 +674,10 @@ class Apd(Method[ApdSettings]):
 class Decomposed(torch.autograd.Function):
     """Autograd function: sigma (o, i), v (o,), tau (o, i) -> (theta, |tau|_1, value).
 
-    theta is sigma .* sigmoid(v) + tau. `value` is a scalar function of sigma: the caller computes
-    it together with its gradient in sigma (None: zero), and it is returned so that autograd uses
-    this gradient. One function does everything, because every pass over (o, i) costs about as much
-    as the optimizer's step.
+    theta is sigma .* sigmoid(v) + tau. `value` is a penalty on sigma, and `gradient` its gradient
+    in sigma (None: zero). The caller computes both. `value` is returned, and `backward` adds
+    `gradient` times the incoming gradient of `value` to the gradient of sigma. One function does
+    everything, because every pass over (o, i) costs about as much as the optimizer's step.
     """
 
     @staticmethod
@@ -677,17 +690,17 @@ class Decomposed(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, into_theta: Tensor, into_size: Tensor, into_value: Tensor
+        ctx: Any, grad_theta: Tensor, grad_size: Tensor, grad_value: Tensor
     ) -> tuple[Tensor | None, ...]:
         sigma, m, tau, gradient = ctx.saved_tensors
         if gradient is None:
-            into_sigma = into_theta * m
+            grad_sigma = grad_theta * m
         else:
-            into_sigma = torch.addcmul(gradient * into_value, into_theta, m)
-        into_m = torch.linalg.vecdot(into_theta, sigma)
-        into_v = into_m * (m * (1 - m)).squeeze(1)
-        into_tau = tau.sign().mul_(into_size).add_(into_theta)
-        return into_sigma, into_v, into_tau, None, None
+            grad_sigma = torch.addcmul(gradient * grad_value, grad_theta, m)
+        grad_m = torch.linalg.vecdot(grad_theta, sigma)
+        grad_v = grad_m * (m * (1 - m)).squeeze(1)
+        grad_tau = tau.sign().mul_(grad_size).add_(grad_theta)
+        return grad_sigma, grad_v, grad_tau, None, None
 
 
 def compute_mean_magnitude(values: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class DyToxSettings(RehearsalSettings):
     )
     divergence: NonNegativeFloat = Field(
         0.1,
-        description="weight of the divergence loss, the auxiliary classifier on the new "
-        "task's token",
+        description="weight of the divergence loss, which is that of an auxiliary classifier on "
+        "the new task's embedding",
     )
     tau: PositiveFloat = Field(
         1.0,
@@ -56,19 +56,20 @@ class DyToxSettings(RehearsalSettings):
         0.1,
         ge=0,
         lt=1,
-        description="stochastic depth: drop rate of the decoder block, drawn for each task token",
+        description="stochastic depth: drop rate of the decoder block's branches, drawn "
+        "independently for each task token",
     )
     rho: NonNegativeFloat = Field(
         0.0,
-        description="radius of adaptive sharpness-aware steps (ASAM) from the second task on, "
-        "which DyTox++ adds; 0: off; 3 in the paper",
+        description="radius of adaptive sharpness-aware steps (ASAM), which DyTox++ adds in step "
+        "`train` from the second task on; 0: off; 3 in the paper",
     )
 
 
 class DyTox(Rehearsal[DyToxSettings]):
-    """L = (1 - a) BCE + a KL + divergence * BCE_div, a the share of old classes among all so far.
+    """L = (1 - a) BCE + a KL + divergence * BCE_div.
 
-    The steps of a task:
+    Here a is the number of old classes divided by that of all classes so far. The steps of a task:
 
     - `train` minimises L over the task's data and the exemplars. It trains the encoder, the
       decoder, and the task's token and head; older tokens and heads are frozen. BCE is over all
@@ -145,6 +146,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         super().__init__(backbone, settings, seed)
         if not isinstance(backbone, ConViT):
             del backbone.blocks[-1]
+            # No final norm, as in `ConViT`: the decoder normalises the patches.
             backbone.norm = nn.Identity()
         block = backbone.blocks[0]
         with torch.random.fork_rng(devices=[]):
@@ -161,12 +163,13 @@ class DyTox(Rehearsal[DyToxSettings]):
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
-        # In `train`: (the network before the task,), a tuple so that it is not a submodule.
+        # In step `train`, from the second task on: (the network before the task,), a tuple so that
+        # it is not a submodule.
         self.before: Any = None
         self.auxiliary: TokenHead | None = None
 
     def sam_radius(self) -> float:
-        """Return the radius of sharpness-aware steps: `rho` once there are earlier tasks."""
+        """Return the radius of sharpness-aware steps: `rho` in `train` from the second task on."""
         return self.settings.rho if self.before else 0.0
 
     def network(self) -> TokenNetwork:
@@ -184,7 +187,9 @@ class DyTox(Rehearsal[DyToxSettings]):
         old = [name for name in self.class_slices() if name != context.task.name]
         if context.step == "train" and old:
             self.before = (copy.deepcopy(self.network()).eval().requires_grad_(False),)
-        super().begin(context)
+        super().begin(
+            context
+        )  # its parameter groups are replaced by those of `list_trained_modules`
         self.decoder.expect(len(self.class_slices()))
         self.encoder_rests = context.step == "finetune"
         groups: list[ParamGroup] = []
@@ -205,7 +210,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         return [self.decoder, self.heads[task.name], self.backbone]
 
     def create_auxiliary(self, task: Task) -> TokenHead:
-        """Return a head with the task's classes and one class for all old classes."""
+        """Return a head with one class for all old classes, and then the task's classes."""
         seed = derive_seed(self.seed, task.name)
         auxiliary: Any = TokenHeads(self.heads.width).add("auxiliary", 1 + task.num_classes, seed)
         assert isinstance(auxiliary, TokenHead)

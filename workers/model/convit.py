@@ -44,8 +44,9 @@ class GatedAttention(nn.Module):
         """Initialise the layer like a convolution.
 
         The layer for values becomes the identity. The position attention of each of the first
-        floor(sqrt(H))^2 heads is centred on one position t of a square kernel around the patch: its
-        score is 2 t . r - |r|^2 for the offset r, which equals -|r - t|^2 up to a constant.
+        floor(sqrt(H))^2 heads is centred on one position t of a square kernel around the patch. Its
+        score is 2 t . r - |r|^2 for the offset r = (dx, dy), the first two entries of r_ij. This
+        equals -|r - t|^2 up to a constant.
         """
         side = math.isqrt(self.num_heads)
         with torch.no_grad():
@@ -126,7 +127,8 @@ class ConViT(VisionTransformer):
         height, width = self.patch_embed.grid_size
         if height != width:
             raise ValueError(
-                "positions are those of a square grid of patches; give a square img_size"
+                "this model needs a square grid of patches, and img_size gives "
+                f"{height} x {width} patches; give a square img_size"
             )
         for module in self.modules():
             if isinstance(module, GatedAttention):
@@ -144,7 +146,8 @@ def convit_local(
 ) -> ConViT:
     """Build DyTox's encoder: width 384, 5 blocks with 12 heads, 8.9M parameters in its blocks.
 
-    timm passes the first four arguments to every model.
+    The name says `local` because the model lacks ConViT's two global blocks. timm passes the first
+    four arguments to every model.
     """
     if pretrained:
         raise ValueError("DyTox's encoder is trained from scratch; its authors publish no weights")

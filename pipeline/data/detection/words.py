@@ -10,14 +10,14 @@ WRAPPERS = words(
     """image images img imgs photo photos picture pictures jpg jpeg jpegs png pngs data dataset
     raw all dcim camera"""
 )
-# folders next to the classes that contain no training photos
+# whole names of folders that lie beside the class folders and contain no training photos
 NO_CLASSES = words(
     """annotation annotations annots segmentation segmentations segmaps labelmaps groundtruth
     groundtruths thumbs thumbnail thumbnails unlabeled unlabelled unsorted
     unclassified unannotated uncategorized tosort depthmaps heatmaps"""
 )
-# names of the only subfolder of a test folder without labels; it exists because loaders such as
-# torchvision's ImageFolder require class folders
+# A test folder without labels often has one dummy subfolder, because loaders such as torchvision's
+# ImageFolder require class folders. These are its usual names.
 WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testing", "unknown"])
 # folders that may or may not be classes: an error asks the user
 PERHAPS_NO_CLASSES = words(
@@ -34,7 +34,7 @@ NO_CLASS_TOKENS = words(
 )
 # words that mark a mask, a thumbnail or another file that belongs to an image: as the first or last
 # word in the name of a file (`1_mask.png`), or anywhere in the name of a column
-NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap mask""")
+NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap""")
 # words in the names of files that list splits
 SPLIT_LISTS = words("""split splits fold folds partition partitions setid""")
 # words in the names of tables that do not have the labels of images
@@ -45,7 +45,8 @@ NO_LABEL_TABLES = words(
 )
 # words in the names of tables with labels
 LABEL_TABLES = words("label labels annotation annotations metadata meta truth groundtruth target")
-# names of image columns after `normalize_word`, by decreasing priority
+# names of image columns after `normalize_word`; only the first, `image`, takes precedence: it is
+# chosen among several columns of image bytes
 IMAGE_COLUMNS = (
     "image",
     "img",
@@ -97,7 +98,7 @@ def is_part(name: str) -> bool:
 
 
 def says_no_labels(table: str) -> bool:
-    """Return whether the name of a table suggests other content, for example `predictions.csv`."""
+    """Return whether a table's name suggests that it has no labels, such as `predictions.csv`."""
     stem = table.rpartition("/")[2].rpartition(".")[0]
     return any(word.lower() in NO_LABEL_TABLES for word in tokenize_name(stem))
 

@@ -26,7 +26,7 @@ from pipeline.data.listing import (
     remedy,
 )
 from pipeline.data.names import get_suffix, listed, printable
-from pipeline.data.splits import IGNORE, PARTS, Split, SplitUnclear, is_yes
+from pipeline.data.splits import IGNORE, SPLIT_KEYS, Split, SplitUnclear, is_yes
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
 
@@ -240,7 +240,7 @@ class SplitValues:
         self.columns = card.source.split_columns()
         self.where = where
         self.splits: dict[str, str] = {}
-        for split in PARTS:
+        for split in SPLIT_KEYS:
             for value in card.source.list_parts(split):
                 self.splits[value] = split
 

@@ -28,7 +28,7 @@ from pipeline.data.formats.base import (
 )
 from pipeline.data.listing import Entry, list_entries, list_folders
 from pipeline.data.names import check_unicode_forms, get_suffix, nfc, printable
-from pipeline.data.splits import IGNORE, PARTS, SPLITS, Split
+from pipeline.data.splits import IGNORE, SPLIT_KEYS, SPLITS, Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
 
@@ -180,7 +180,7 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
     Raises:
         UserError: If a folder is not below the source.
     """
-    pairs = [(split, text) for split in PARTS for text in card.source.list_parts(split) if text]
+    pairs = [(key, text) for key in SPLIT_KEYS for text in card.source.list_parts(key) if text]
     for split, text in pairs:
         if ".." in text.split("/"):
             raise UserError(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pipeline.results.model import Model
     from pipeline.results.tables import RunTables
 
-# replaces the command line in messages if the config or a method exists only in Python
+# Replaces the command line in messages if the config or a method exists only in Python. Also for
+# `analyse`: its runs can have different overrides and folders, so no single command line fits.
 REPEAT_IN_PYTHON = "the same `pipeline.load(...).{}()`"
 Names = str | Sequence[str]  # one name or several
 
@@ -36,10 +37,10 @@ class Experiment:
         source: Path of the config, or its values.
         overrides: Overrides in the form of `--set`.
         config: All settings at the time of loading, used for the name of the run and its storage.
-            Methods that need the stages read `source` again.
+            The functions of this class that need the stages read `source` again.
         folder: Folder that relative paths refer to: the working directory at the time of loading.
-            Methods change the working directory of the process to it while they run, so they are
-            not thread-safe.
+            The functions of this class that need it change the working directory of the process to
+            it while they run, so they are not thread-safe.
     """
 
     source: ConfigSource
@@ -64,9 +65,10 @@ class Experiment:
 
         `status` is `miss` if the stage would run, else `hit`. `reason` says why the stage has no
         valid result; with a valid result it is `stands`. An ingest stage whose result was deleted
-        is a `hit` with another reason if no stage that would run needs it. `label` is the label of
-        the method, and missing for stages that all methods share. `replica` is the first replica
-        (seed or class order) with the stage, or empty if all replicas share it. No stage runs.
+        is a `hit` too if no stage that would run needs it, because it will not run; its `reason`
+        tells what is missing. `label` is the name of the method's entry in the config, and missing
+        for stages that all methods share. `replica` is the first replica (seed or class order) with
+        the stage, or empty if all replicas share it. No stage runs.
 
         Raises:
             UserError: If the config or its storage cannot be used.
@@ -125,10 +127,11 @@ class Experiment:
 
         Returns:
             A row for each method and each kind of shared stage, for example `features` (column
-            `label`), and a row `together` for all. Columns: `stages`; `images`, the
-            sum of images times epochs; `device_hours` and `wall_hours`, each also with `_low` and
-            `_high`, the ends of the likely range; and for each basis of an estimate (for example
-            `calibration`) the number of stages. Hours are NaN if no number of images is known.
+            `label`), and a row `together` for all. Columns: `stages`; `images`, the sum of images
+            times epochs; `device_hours` and `wall_hours`, each also with `_low` and `_high`, the
+            ends of the likely range; and a column for each origin of an estimate (`same method`,
+            `other method`, `calibration`, `formula`, `unknown`) with its number of stages. Hours
+            are NaN if no number of images is known.
         """
         from pipeline.app import runs as app
         from pipeline.launch import cost  # keeps the start-up fast: imports torch
@@ -161,7 +164,7 @@ class Experiment:
         """Ingest the raw data without training.
 
         Args:
-            quiet: Print nothing.
+            quiet: Print nothing on standard output.
 
         Returns:
             A row for each data set: the number of images in each split, the number of `rejected`
@@ -198,8 +201,8 @@ class Experiment:
         The stages run according to `cluster`: with `workers: 0` in this process, otherwise on Ray.
 
         Args:
-            quiet: Do not print progress, warnings, or the locations of the report and the MLflow
-                record.
+            quiet: Print nothing on standard output: no progress, no warnings, and no locations of
+                the report and the MLflow record.
             only: Run only these stages, if they have no result, as with `accrete run --only`.
             start: Run only these stages and their descendants, if they have no result, as with
                 `--from`. (`from` is a Python keyword.)
@@ -321,7 +324,7 @@ class Experiment:
             maps: Maximum number of test images per task for attention maps. 0: no maps.
             robustness: Also measure accuracy on occluded and adversarial images.
             on: Cards with further test images of the same classes.
-            quiet: Print nothing.
+            quiet: Print nothing on standard output.
 
         Returns:
             Tables of the measurements, the paths of the pictures, and the report.
@@ -332,17 +335,19 @@ class Experiment:
         from pipeline.app import analysis
         from pipeline.app import runs as app
 
-        def prepared() -> Iterator[PreparedRun]:
+        def prepared() -> Generator[PreparedRun, None, None]:
             for experiment in (self, *others):
-                # `analyse` also works on the run in this folder: the generator resumes only when
-                # the next run is requested
+                # While `analysis.analyse` works on this run, the working directory stays this
+                # folder: the `with` block ends only when the next run is requested.
                 with experiment._in_folder():
                     yield app.prepare(experiment.source, experiment.overrides)
 
         screen = make_console(choose_stream(quiet))
         command = REPEAT_IN_PYTHON.format("analyse")
         cards = to_name_list(on)
-        return analysis.analyse(prepared(), screen, command, images, maps, robustness, cards)
+        # If `analyse` raises, `closing` ends the `with` block in the suspended generator.
+        with contextlib.closing(prepared()) as runs:
+            return analysis.analyse(runs, screen, command, images, maps, robustness, cards)
 
     # ---- preparation -----------------------------------------------------------------------------
     def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:
@@ -415,11 +420,15 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
         working directory.
 
     Raises:
-        UserError: If the folder no longer exists.
+        UserError: If the folder or the working directory no longer exists.
     """
     from workers.errors import UserError
 
-    if os.getcwd() == folder:
+    try:
+        working_directory = os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        working_directory = ""
+    if working_directory == folder:
         yield ""
         return
     words = shlex.quote(folder)
@@ -427,6 +436,11 @@ def in_folder(folder: str, loaded: object) -> Iterator[str]:
         raise UserError(
             f"folder {words} no longer exists; {loaded!r} was loaded in it; "
             "call `pipeline.load` again"
+        )
+    if not working_directory:
+        raise UserError(
+            "the working directory of this process no longer exists; change to another folder with "
+            "`os.chdir`"
         )
     with contextlib.chdir(folder):
         yield f"cd {words} && "

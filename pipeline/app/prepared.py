@@ -93,7 +93,10 @@ class RunPlan:
         return status
 
     def training(self) -> list[StepTraining]:
-        """Return the optimizer and the length of each training stage that would run."""
+        """Return the optimizer and the length of each training step of each method.
+
+        Stages that would not run are included.
+        """
         from pipeline.launch.training_plan import plan_training  # keeps the start-up fast
 
         run = self.run

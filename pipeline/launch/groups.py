@@ -394,7 +394,7 @@ class RayExecutor(Executor):
             moved = True
         except Exception as error:
             message = "its workers cannot be reached, their node may be lost"
-            moved = moved or ray_internals.are_unreachable(error)
+            moved = moved or ray_internals.has_only_unreachable_workers(error)
             if not moved:
                 message = self._explain_end(index, error)
         if group.starts > RetryPolicy.of(self.cluster).group and not moved:

@@ -16,9 +16,11 @@ from typing import Any
 HEAD_NODE_RESOURCE = "node:__internal_head__"
 # Environment variable with the job's configuration as JSON. `ray job submit` sets it.
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# Environment variable; "0": processes of Ray listen only on 127.0.0.1.
-OTHER_NODES_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-# gRPC methods without side effects, of the server for Ray Client and of the head node.
+# Environment variable; "0": processes of Ray listen only on 127.0.0.1. Despite its name, Ray reads
+# it on every system.
+ALLOW_OTHER_NODES_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# gRPC methods without side effects, called to check that a cluster accepts our token: of a Ray
+# Client server, and of the head node.
 CLIENT_SERVER_REQUEST = "/ray.rpc.RayletDriver/ClusterInfo"
 HEAD_REQUEST = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
@@ -27,21 +29,23 @@ HEAD_REQUEST = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 def listen_on_loopback() -> Iterator[None]:
     """Context manager in which Ray starts processes that listen only on 127.0.0.1.
 
-    A private cluster has no other nodes, and its metrics endpoints require no token. By default,
-    Ray also binds the rendezvous of torch.distributed to all addresses.
+    For a private cluster, which a run starts for itself on this machine: no other node needs its
+    ports, and its metrics endpoints require no token. By default, Ray also binds the rendezvous of
+    torch.distributed to all addresses.
     """
-    variable_before = os.environ.get(OTHER_NODES_VARIABLE)
+    variable_before = os.environ.get(ALLOW_OTHER_NODES_VARIABLE)
     constants: Any = sys.modules.get("ray._private.ray_constants")
     constant_before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
-    os.environ[OTHER_NODES_VARIABLE] = "0"
-    if constants is not None:  # this module has read the variable at import
+    os.environ[ALLOW_OTHER_NODES_VARIABLE] = "0"
+    # `ray_constants` read the variable when it was imported, so the constant is set too.
+    if constants is not None:
         constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        os.environ.pop(OTHER_NODES_VARIABLE)
+        os.environ.pop(ALLOW_OTHER_NODES_VARIABLE)
         if variable_before is not None:
-            os.environ[OTHER_NODES_VARIABLE] = variable_before
+            os.environ[ALLOW_OTHER_NODES_VARIABLE] = variable_before
         if constants is not None:
             constants.ENABLE_RAY_CLUSTER = constant_before
 
@@ -194,8 +198,8 @@ def find_died_workers(error: Exception) -> dict[int, str]:
     return reports
 
 
-def are_unreachable(error: Exception) -> bool:
-    """Return whether a group ended because some workers could not be reached.
+def has_only_unreachable_workers(error: Exception) -> bool:
+    """Return whether workers could not be reached, and no worker died on a living node.
 
     In this case, their node is assumed to be lost, even if Ray has not declared it dead yet.
     """

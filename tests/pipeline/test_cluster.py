@@ -446,18 +446,18 @@ def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
         def init(self, **how: Any) -> None:
             seen.append(
                 (
-                    os.environ.get(ray_internals.OTHER_NODES_VARIABLE),
+                    os.environ.get(ray_internals.ALLOW_OTHER_NODES_VARIABLE),
                     ray_constants.ENABLE_RAY_CLUSTER,
                 )
             )
             super().init(**how)
 
-    monkeypatch.delenv(ray_internals.OTHER_NODES_VARIABLE, raising=False)
+    monkeypatch.delenv(ray_internals.ALLOW_OTHER_NODES_VARIABLE, raising=False)
     connected(monkeypatch, Watched())
     connected(monkeypatch, Watched(), address=listening)
     assert seen == [("0", False), (None, True)]
-    assert ray_internals.OTHER_NODES_VARIABLE not in os.environ
-    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.OTHER_NODES_VARIABLE
+    assert ray_internals.ALLOW_OTHER_NODES_VARIABLE not in os.environ
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.ALLOW_OTHER_NODES_VARIABLE
 
 
 def test_a_ray_that_is_up_is_used_as_it_is(

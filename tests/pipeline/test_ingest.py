@@ -642,7 +642,7 @@ def test_the_fingerprint_follows_nothing_beside_the_images(
         ({"content": "0" * 64}, "promises content 0000"),
         ({"classes": ["cat", "dog", "fox"]}, "class 'fox' has no train images"),
         ({"source": {"splits": {"train": "train", "test": "exam"}}}, "no test images"),
-        ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "holds no images"),
+        ({"source": {"splits": {"train": "lesson", "test": "exam"}}}, "has no files for its"),
     ],
 )
 def test_what_the_card_promises_must_be_found(

@@ -280,6 +280,42 @@ def test_an_experiment_stays_where_it_was_loaded(
         gone.plan()
 
 
+def test_a_deleted_working_directory_is_a_user_error(
+    config_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    loaded_in_deleted = pipeline.load(config_path)
+    loaded_elsewhere = replace(loaded_in_deleted, folder=str(tmp_path))
+    folder.rmdir()
+    with pytest.raises(UserError, match=r"folder no longer exists; <Experiment small: .* was"):
+        loaded_in_deleted.plan()
+    with pytest.raises(UserError, match=r"^the working directory of this process no longer exists"):
+        loaded_elsewhere.plan()
+
+
+def test_a_failed_analysis_restores_the_working_directory(
+    config_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+
+    def analyse(runs: Any, *arguments: Any) -> None:
+        kept.append(runs)  # a reference as in a traceback: the generator is not collected
+        next(runs)
+        assert Path.cwd() == tmp_path
+        raise UserError("the run is not finished")
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    experiment = replace(pipeline.load(config_path), folder=str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(UserError, match="the run is not finished"):
+        experiment.analyse(quiet=True)
+    assert Path.cwd() == elsewhere
+
+
 def test_the_command_that_resumes_a_run_works_from_the_current_folder(
     config_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

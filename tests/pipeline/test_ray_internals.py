@@ -30,7 +30,7 @@ def test_ray_reads_where_it_listens_from_this_variable_and_constant(
 ) -> None:
     from ray._private import ray_constants, services
 
-    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.OTHER_NODES_VARIABLE
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.ALLOW_OTHER_NODES_VARIABLE
     monkeypatch.setattr(services, "node_ip_address_from_perspective", lambda _: "192.0.2.1")
     address: Any = services.get_node_ip_address
     with ray_internals.listen_on_loopback():
@@ -202,16 +202,18 @@ def test_ray_train_names_dead_worker_process_and_node() -> None:
         [worker] = dead_workers.list_dead_workers(raised)
         assert worker[:3] == (1, "10.0.0.2", 41)
         assert "killed" in worker.report
-        assert not ray_internals.are_unreachable(raised)
+        assert not ray_internals.has_only_unreachable_workers(raised)
     assert dead_workers.list_dead_workers(ValueError("x")) == []
-    assert not ray_internals.are_unreachable(WorkerGroupError("text", {0: ValueError("x")}))
+    assert not ray_internals.has_only_unreachable_workers(
+        WorkerGroupError("text", {0: ValueError("x")})
+    )
     lost = messages.ActorDiedErrorContext(
         error_message="The actor died because its node has died. Node Id: 5", actor_id=b"0" * 16
     )
     for failure in (ActorDiedError(lost), ActorUnavailableError("connection reset", b"0" * 16)):
         gone = WorkerGroupError("text", {0: WorkerHealthCheckFailedError("x", failure)})
         assert dead_workers.list_dead_workers(gone) == []
-        assert ray_internals.are_unreachable(gone)
+        assert ray_internals.has_only_unreachable_workers(gone)
 
 
 def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:

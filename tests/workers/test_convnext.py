@@ -21,7 +21,7 @@ from workers.methods import METHODS
 from workers.methods.toast import Toast
 from workers.model import vit
 from workers.model.noise import DrawnDropPath, draw_paths
-from workers.model.norms import norm_names
+from workers.model.norms import norm_parameter_names
 from workers.rng import StepRng
 
 SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
@@ -214,7 +214,7 @@ def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm() -> 
         "stages.1.downsample.0.bias",
         "stages.3.blocks.0.norm.weight",
         "head.norm.weight",
-    } <= {*norm_names(one)}
+    } <= {*norm_parameter_names(one)}
 
 
 @pytest.mark.slow

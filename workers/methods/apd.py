@@ -34,7 +34,7 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.norms import norm_names
+from workers.model.norms import norm_parameter_names
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack_mask, select_with_prefix, unpack_mask
 
@@ -741,4 +741,4 @@ def find_copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
     """Return the names of the parameters that each task copies: norms, and biases of `sites`."""
     parameters = dict(backbone.named_parameters())
     biases = [f"{site}.bias" for site in sites]
-    return [*norm_names(backbone), *(name for name in biases if name in parameters)]
+    return [*norm_parameter_names(backbone), *(name for name in biases if name in parameters)]

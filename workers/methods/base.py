@@ -575,7 +575,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         if rows != len(state.classes):
             raise UserError(
                 f"task {state.task!r}: its head has {rows} outputs for {len(state.classes)} "
-                "classes; export it again, or make the folder again"
+                "classes; export it again, or write a new model folder with `accrete bundle`"
             )
         self.heads.restore(state.task, state.head)
         self.active_task = None

@@ -55,8 +55,8 @@ class Coda(PromptBank[CodaSettings]):
     alpha_m = cos(q .* a_m, K_m) without softmax or top-k, for each of the first blocks. A task
     trains its own components and its head; the components of earlier tasks are also in the sum, but
     frozen. New rows of P, K and a start orthonormal, and orthogonal to all earlier rows. The loss
-    is the cross-entropy over the classes of the task + mu * sum over P, K, a of mean((Z Z^T -
-    I)^2).
+    is the cross-entropy over the classes of the task + mu * sum over Z in {P, K, a} and over blocks
+    of mean((Z Z^T - I)^2), with the components as rows of Z.
 
     If the task is given, its own and earlier components serve it, as at the end of the task's
     training, so its logits never change. Otherwise all components serve all tasks, and later
@@ -111,9 +111,10 @@ class Coda(PromptBank[CodaSettings]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.bank.pop(context.task.name, None)
+        # No weight decay on K and a: the cosine does not depend on their norms.
         decay = {PROMPT: context.optim.weight_decay, KEY: 0.0, ATTENTION: 0.0}
         self.own = nn.ParameterDict()
-        for kind, weight_decay in decay.items():  # the norm of K and a has no effect
+        for kind, weight_decay in decay.items():
             self.own[kind] = nn.Parameter(self.draw(kind).to(self.device))
             groups.append({"name": kind, "params": [self.own[kind]], "weight_decay": weight_decay})
         return groups
@@ -146,7 +147,11 @@ class Coda(PromptBank[CodaSettings]):
         }
 
     def match(self, query: Tensor) -> Tensor | None:
-        """Return mu * sum over kinds and blocks of mean((Z Z^T - I)^2)."""
+        """Return the penalty on components that are not orthonormal, a term of the loss.
+
+        It is mu * sum over Z in {P, K, a} and over blocks of mean((Z Z^T - I)^2), with the
+        components as rows of Z. The query is not used.
+        """
         if not self.settings.mu:
             return None
         penalties = [orthogonality(rows.flatten(2)) for rows in self.weight_overrides.values()]
@@ -180,12 +185,14 @@ class Coda(PromptBank[CodaSettings]):
                 return self.join(parts)
         if self.task is None or self.task.name != task:
             raise UserError(
-                f"task {task!r}: the carried state lacks its components; make the folder again"
+                f"task {task!r}: the carried state lacks its components; write a new model folder "
+                "with `accrete bundle`"
             )
         return self.join([*parts, dict(self.own.items())])
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        if task is None:  # the components of all tasks: those up to the newest task
+        if task is None:
+            # The newest task is served with its own and all earlier components: these are all.
             self.activate_task(self.task.name if self.task else [*self.bank][-1])
         return super().logits(images, task)
 
@@ -198,7 +205,7 @@ class Coda(PromptBank[CodaSettings]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def flops_share(self, state: TaskState) -> float:
-        """Return the relative FLOPs of two forward passes, one with prefixes."""
+        """Return the FLOPs of two forward passes, one with prefixes, divided by the backbone's."""
         return 2 + self.prefix_share([self.settings.length] * len(self.sites))
 
 

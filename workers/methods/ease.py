@@ -163,7 +163,7 @@ class Ease(TaskAdapters[EaseSettings]):
             raise UserError(
                 f"task {state.task!r}: its state has prototypes of shape {shape} and names "
                 f"{len(names)} subspaces on a backbone of width {self.heads.width}; export it "
-                "again, or make the folder again"
+                "again, or write a new model folder with `accrete bundle`"
             )
         super().load_task(state)
         self.subspaces[state.task] = tuple(names)

@@ -168,10 +168,10 @@ class Ewc(WeightImportance[EwcSettings]):
 
     def choose_fisher_keys(self) -> set[str]:
         """Choose the images for `estimate_fisher`. Return their keys."""
-        return self.choose_keys(self.settings.samples, "fisher")
+        return self.choose_image_keys(self.settings.samples, "fisher")
 
     def add_squares(
-        self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, key: str
+        self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, image_key: str
     ) -> None:
         """Add the squared gradients of one image's log-probabilities (K,) to `sums`."""
         assert self.task is not None
@@ -182,7 +182,7 @@ class Ewc(WeightImportance[EwcSettings]):
         if self.settings.fisher == "exact":
             weights = dict(enumerate(p.tolist()))
         elif self.settings.fisher == "sampled":
-            seed = derive_seed(self.seed, "fisher label", key)
+            seed = derive_seed(self.seed, "fisher label", image_key)
             drawn = p.multinomial(1, generator=torch.Generator().manual_seed(seed))
             weights = {int(drawn): 1.0}
         elif self.scenario != "task":

@@ -103,7 +103,8 @@ class Fecam(ClassStatistics[FecamSettings]):
             raise UserError(
                 f"task {state.task!r}: its state has means of shape {tuple(means.shape)} and "
                 f"covariances of shape {tuple(precisions.shape)} for {shape[0]} classes of "
-                f"{shape[1]} features; export it again, or make the folder again"
+                f"{shape[1]} features; export it again, or write a new model folder with "
+                "`accrete bundle`"
             )
         self.means[state.task] = means.to(self.device)
         self.precisions[state.task] = precisions.to(self.device)

@@ -39,7 +39,7 @@ from workers.model.masks import (
     compute_annealed_scale,
     draw_initial_embedding,
 )
-from workers.model.norms import norm_names
+from workers.model.norms import norm_parameter_names
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.model.tokens import count_block_tokens
@@ -458,7 +458,7 @@ def find_affine_names(backbone: Any) -> list[str]:
 
     These are the class token, norms, biases of proj and fc2, and scales of Context Broadcasting.
     """
-    names = ["cls_token", *norm_names(backbone)]
+    names = ["cls_token", *norm_parameter_names(backbone)]
     for index in range(len(backbone.blocks)):
         ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
         names += [f"blocks.{index}.{end}" for end in ends]

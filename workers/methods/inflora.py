@@ -241,7 +241,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
             if basis is None or basis.dim() != 2 or len(basis) != width or basis.shape[1] > width:
                 raise UserError(
                     "the carried state lacks the subspace of a block, or has one of another width; "
-                    "use the backbone of its run, or make the folder again"
+                    "use the backbone of its run, or write a new model folder with `accrete bundle`"
                 )
             self.subspaces.append(Subspace(basis.cpu().double(), bool(is_free)))
         if len(free) not in (0, len(self.sites)):

@@ -20,7 +20,7 @@ from workers.job import ActiveIf, Task
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import SoftBinary
-from workers.model.norms import norm_names
+from workers.model.norms import norm_parameter_names
 from workers.model.weights import weight_sites
 from workers.storage.taskstate import TaskState
 
@@ -133,7 +133,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
         return SoftBinary(start, s.theta, s.beta, s.temperature, s.soft)
 
     def copied(self) -> list[str]:
-        return norm_names(self.backbone) if self.settings.norms else []
+        return norm_parameter_names(self.backbone) if self.settings.norms else []
 
     def in_use(self, mask: Tensor) -> Tensor:
         return mask == 1

@@ -38,8 +38,9 @@ class Mas(OneAnchor[MasSettings]):
     of the task, in scenario `class` those of all classes so far. The mean is computed image by
     image, with the evaluation transform, in fp32. A base task has this step, too.
 
-    Differences from the paper: Omega uses at most `samples` images of a task. The released code
-    takes the absolute value of a batch's gradient, in which images cancel each other.
+    Differences from the paper: Omega uses at most `samples` images of a task. Unlike the
+    released code, which takes the absolute value of a batch's gradient, it is taken per image: in
+    the gradient of a batch, images cancel each other.
     """
 
     name = "mas"
@@ -69,14 +70,15 @@ class Mas(OneAnchor[MasSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         if context.step == "importance":
-            keys = self.choose_keys(self.settings.samples, "mas")
-            for name, values in self.average_over_images(keys, self.add_sensitivity).items():
+            image_keys = self.choose_image_keys(self.settings.samples, "mas")
+            sensitivity = self.average_over_images(image_keys, self.add_sensitivity)
+            for name, values in sensitivity.items():
                 old = self.importance.get(name, torch.zeros_like(values))
                 self.importance[name] = old + values
         return groups
 
     def add_sensitivity(
-        self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, key: str
+        self, sums: list[Tensor], parameters: list[nn.Parameter], image: Batch, image_key: str
     ) -> None:
         """Add |d ||z||^2 / d theta| of one image to `sums`."""
         norm = self.task_logits(image.images).square().sum()

@@ -201,7 +201,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
             raise UserError(
                 f"task {state.task!r}: its state has class means of shape {shape} for "
                 f"{len(state.classes)} classes and features of width {self.heads.width}; export it "
-                "again, or make the folder again"
+                "again, or write a new model folder with `accrete bundle`"
             )
         self.prototypes[state.task] = prototypes
         self.firsts[state.task] = first

@@ -173,7 +173,8 @@ class Ranpac(FirstSession[RanpacSettings]):
         for name in self.heads.names:
             if name not in loaded:
                 raise UserError(
-                    f"task {name!r}: the carried state lacks its weights; make the folder again"
+                    f"task {name!r}: the carried state lacks its weights; write a new model folder "
+                    "with `accrete bundle`"
                 )
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:

@@ -108,7 +108,8 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
             shape = None if centres is None else tuple(centres.shape)
             raise UserError(
                 f"task {state.task!r}: its state has centres of shape {shape} for features of "
-                f"width {self.heads.width}; export it again, or make the folder again"
+                f"width {self.heads.width}; export it again, or write a new model folder with "
+                "`accrete bundle`"
             )
         self.centres[state.task] = centres.to(self.device)
 

@@ -30,7 +30,7 @@ from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
-from workers.model.norms import find_norms_with_statistics, norm_names
+from workers.model.norms import find_norms_with_statistics, norm_parameter_names
 from workers.model.superposition import (
     Objective,
     Rule,
@@ -249,7 +249,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
         """Replace the weights of all sites by signed constants, biases by 0, norm weights by 1."""
         for site, weight in self.sites.items():
             self.sites[site] = self.signed_constant(site, weight.shape)
-        norms = norm_names(self.backbone)
+        norms = norm_parameter_names(self.backbone)
         for name, parameter in self.backbone.named_parameters():
             is_norm_weight = name in norms and name.endswith("weight")
             if name in norms or name.removesuffix(".bias") in self.sites:

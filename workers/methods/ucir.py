@@ -40,19 +40,19 @@ class UcirSettings(CosineSettings):
     )
     top_k: PositiveInt = Field(
         2,
-        description="K, number of new classes, the most similar ones, that the margin loss "
-        "compares an old sample with",
+        description="K: the margin loss compares each old sample with its K most similar new "
+        "classes",
     )
 
 
 class Ucir(CosineRehearsal[UcirSettings]):
-    """L = CE(eta s) + lambda sqrt(O_t / K_t) (1 - cos(h, h_teacher)) + rank.
+    """L = CE(eta s) + lambda sqrt(O_t / N_t) (1 - cos(h, h_teacher)) + margin_loss.
 
     s_c is the cosine of the features h and the vector of class c, and eta a learnt scale. O_t and
-    K_t are the numbers of old and new classes, and h_teacher the features of the network before the
-    task. rank is the mean of relu(margin - s_y + s_k) over the samples of old classes y in the
-    global batch, and over their K most similar new classes k. With `finetune` the classifier is
-    then trained with CE only.
+    N_t are the numbers of old and new classes, and h_teacher the features of the network before the
+    task. margin_loss is the mean of relu(margin - s_y + s_k) over the samples of old classes y in
+    the global batch, and over their K most similar new classes k. Records store it under the name
+    `rank`. With `finetune` the classifier is then trained with CE only.
 
     Differences from the paper: no activation is removed from the backbone, because a ViT's features
     have both signs; eta starts at 10.
@@ -89,9 +89,9 @@ class Ucir(CosineRehearsal[UcirSettings]):
         small = next((task for task in tasks[1:] if task.num_classes < settings.top_k), None)
         if small is not None:
             raise UserError(
-                f"top_k is {settings.top_k}, and task {small.name!r} has {small.num_classes} "
-                "new classes to hold old ones apart from; set top_k "
-                f"to {small.num_classes} or give the task more classes"
+                f"top_k is {settings.top_k}, but task {small.name!r} has fewer new classes "
+                f"({small.num_classes}); set top_k to {small.num_classes} or less, or give the "
+                "task more classes"
             )
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,21 +104,24 @@ class Ucir(CosineRehearsal[UcirSettings]):
             taught = self.teacher.backbone(batch.images)
         ce = self.classification_loss(features, batch)
         distance = cosine_distance(features, taught)
-        each = margin_rank(
+        margin_losses = margin_rank(
             self.similarity(features),
             self.global_labels(batch),
             new_classes.start,
             self.settings.top_k,
             self.settings.margin,
         )
-        # A mean over the old samples of the global batch: others have 0 in `each`.
-        rank = each.mean() * batch.draw.size / max(self.count_old_samples(batch), 1)
+        # `margin_losses` is 0 for samples of new classes. The loop scales the loss by b / global
+        # batch size and sums over ranks, so this becomes a mean over all old samples of the global
+        # batch.
+        num_old = max(self.count_old_samples(batch), 1)
+        margin_loss = margin_losses.mean() * batch.draw.size / num_old
         growth = math.sqrt(new_classes.start / (new_classes.stop - new_classes.start))
         weight = self.settings.lambda_ * growth
-        return ce + weight * distance + rank, {
+        return ce + weight * distance + margin_loss, {
             "ce": ce.detach(),
             "distance": distance.detach(),
-            "rank": rank.detach(),
+            "rank": margin_loss.detach(),
         }
 
     def count_old_samples(self, batch: Batch) -> int:

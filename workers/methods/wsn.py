@@ -40,8 +40,9 @@ class WsnSettings(WeightMaskSettings):
 
 
 class Wsn(WeightMasks[WsnSettings]):
-    """m_t = 1 for the share c of highest |score| of each layer, W_eff = m_t .* W.
+    """A mask m_t per task chooses a share of each layer's weights: W_eff = m_t .* W.
 
+    m_t is 1 for the weights with the highest |score|, a share c (`density`) of each layer, else 0.
     The gradient of m_t is passed unchanged to |score|. Weights that any earlier task uses are
     locked (M = m_1 or ... or m_{t-1}, Eq. 4): task t can use them, but changes only the rest.
 
@@ -116,10 +117,10 @@ class Wsn(WeightMasks[WsnSettings]):
         # Counts stay on the device until the end: one copy to the host instead of three per layer.
         counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         for site, mask in self.hard().items():
-            used = self.union[site].to(mask.device)
-            counts += torch.stack([mask.sum(), (mask & used).sum(), (mask | used).sum()])
-        density, reused, union = counts.tolist()
-        return {"density": density / total, "reused": reused / total, "used": union / total}
+            earlier = self.union[site].to(mask.device)
+            counts += torch.stack([mask.sum(), (mask & earlier).sum(), (mask | earlier).sum()])
+        density, reused, used = counts.tolist()
+        return {"density": density / total, "reused": reused / total, "used": used / total}
 
     def warnings(self) -> list[str]:
         if self.task is None:
@@ -129,7 +130,7 @@ class Wsn(WeightMasks[WsnSettings]):
             return []
         return [
             f"task {self.task.name!r}: all weights that it uses belong to earlier tasks, so "
-            "that only its choice and its head were trained; raise "
+            "only its mask and its head were trained; raise "
             "mask_lr or density, or train for more steps"
         ]
 

@@ -3,7 +3,8 @@
 Forward hooks insert them into any timm ViT with plain blocks; its modules do not change. Axes:
 S sites (positions of an adapter, in the order of blocks), B images, N tokens, d width of the
 backbone, m width of the bottleneck. All adapters of a task are stacked: each kind of weight is one
-tensor with the sites as its first axis.
+tensor with the sites as its first axis. A *form* is the function of an adapter, for example
+`houlsby` or `parallel`; its keyword arguments are the adapter's tensors.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class Bottlenecks(nn.Module):
 class SwitchedForm:
     """A function x -> form(x, **tensors) in a backbone. While `tensors` is None, it returns x.
 
-    The object stays in the backbone for the backbone's lifetime, and only `tensors` changes,
-    because the guards of `torch.compile` check the attributes of hooks, but not the list of hooks.
-    A copy of the backbone gets forms without tensors, so the copy is the plain backbone.
+    The object stays in the backbone for the backbone's lifetime, and only `tensors` changes. The
+    guards of `torch.compile` check `tensors`, so compiled code depends on it, too. A copy of the
+    backbone gets forms without tensors, so the copy is the plain backbone.
     """
 
     def __init__(self, form: Callable[..., Tensor]):
@@ -218,8 +219,8 @@ class AdapterSites:
             missing = [name for name in needed if name not in modules]
             if missing:
                 raise UserError(
-                    f"block {index} of the backbone has no {missing[0]!r} to put an adapter "
-                    "behind; choose a ViT with plain blocks such as "
+                    f"block {index} of the backbone has no module {missing[0]!r}, which the "
+                    "adapters need; choose a ViT with plain blocks such as "
                     "vit_tiny_patch16_224 or deit_small_patch16_224"
                 )
             for position in positions:

@@ -35,7 +35,7 @@ def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Te
 
     Args:
         logits: Logits z, (n, classes).
-        labels: Labels, (n,).
+        labels: Column of each row's class, (n,).
         columns: Columns of the classes with alpha z + beta.
         decay: Weight decay of beta.
     """

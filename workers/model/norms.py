@@ -10,7 +10,8 @@ from torch import nn
 from workers.data.torch_internals import BatchNormBase
 from workers.errors import UserError
 
-# classes of norm layers; subclasses in timm include LayerNorm2d, GroupNormAct and BatchNormAct2d
+# Classes of the norm layers that `norm_parameter_names` finds. Subclasses in timm include
+# LayerNorm2d, GroupNormAct and BatchNormAct2d.
 KINDS = (
     nn.LayerNorm,
     nn.GroupNorm,
@@ -35,8 +36,8 @@ class FrozenNorm(nn.Module):
 _frozen_classes: dict[Any, Any] = {}  # class of a norm -> its subclass with `FrozenNorm`
 
 
-def _find_frozen_class(kind: Any) -> Any:
-    """Return the subclass of a class of norms that is always in evaluation mode."""
+def _get_frozen_class(kind: Any) -> Any:
+    """Return a subclass of `kind` with `FrozenNorm`, created at the first call."""
     if kind not in _frozen_classes:
         _frozen_classes[kind] = type(f"Frozen{kind.__name__}", (FrozenNorm, kind), {})
     return _frozen_classes[kind]
@@ -68,12 +69,12 @@ def freeze_statistics(model: nn.Module) -> None:
             )
     for module in find_norms_with_statistics(model).values():
         if not isinstance(module, FrozenNorm):
-            module.__class__ = _find_frozen_class(type(module))
+            module.__class__ = _get_frozen_class(type(module))
         module.eval()
 
 
-def norm_names(backbone: Any) -> list[str]:
-    """Return the names of the affine parameters of all norm layers."""
+def norm_parameter_names(backbone: Any) -> list[str]:
+    """Return the names of the affine parameters of the norm layers in `KINDS`."""
     names = []
     for module_name, module in backbone.named_modules():
         if isinstance(module, KINDS):

@@ -30,15 +30,16 @@ def get_format(card: Card) -> Format:
 def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
     """List all files below a card's source, sorted.
 
-    For shards used in place, only the shards that the card names are listed.
+    For WebDataset shards that are read where they are, without ingest, only the shards that the
+    card names are listed.
 
     Args:
         card: Card of the source.
         most: Stop after this number of files; only for local folders.
 
     Returns:
-        The files, or None if the source does not exist. The list is empty if a library downloads
-        the data.
+        The files, or None if the source does not exist. The list is empty if the data comes from a
+        Python package.
 
     Raises:
         UserError: If the source cannot be listed.
@@ -57,11 +58,12 @@ def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
 def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list[Unit]:
     """Divide the whole source into units, in an order that depends only on the source.
 
-    A unit is a part of the source that one task reads, see `base.Unit`.
+    A unit is a part of the source that is read in one call, and in parallel with other units, see
+    `base.Unit`.
 
     Args:
         card: The card.
-        map_fn: Maps a function over items in parallel.
+        map_fn: `map_fn(function, items)` returns the results in order. It may run in parallel.
         entries: Result of `require_entries`, if known.
 
     Raises:
@@ -73,10 +75,10 @@ def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list
 
 
 def require_entries(card: Card) -> list[Entry]:
-    """Return the files of a card's source. The list is empty if a library downloads the data.
+    """Return the files of a card's source; empty if the data comes from a Python package.
 
     Raises:
-        UserError: If the source is missing, empty or unreadable.
+        UserError: If the source is missing or unreadable, or has no files for its splits.
     """
     if not get_format(card).suffixes:
         return []
@@ -85,7 +87,7 @@ def require_entries(card: Card) -> list[Entry]:
         return entries
     state = "does not exist"
     if entries is not None:
-        state = f"holds no images in its splits ({dict(card.source.splits)})"
+        state = f"has no files for its splits ({dict(card.source.splits)})"
     source = source_uri(card)
     if get_format(card).list_shards:
         source = f"{card.source.path} with the shards {'; '.join(card.source.splits.values()):.200}"
@@ -108,10 +110,10 @@ class SourceState(NamedTuple):
     """State of a source, determined without reading its files.
 
     Attributes:
-        fingerprint: Changes if the paths or sizes of the files change. For data from a library, its
-            name.
+        fingerprint: Changes if the paths or sizes of the files change. For data from a Python
+            package: `FORMAT:NAME`, for example `sklearn:digits`.
         modified: Digest of the modification times. It also changes if a file is edited in place.
-            `-` for a library.
+            `-` for data from a Python package.
     """
 
     fingerprint: str
@@ -130,14 +132,14 @@ def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState 
         return SourceState(f"{card.source.format}:{card.source.name}", "-")
     if entries is None:
         entries = list_source(card) or []
-    image_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
+    used_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
     for split in SPLITS:
         for entry in source_format.entries_of_split(card, split, entries):
             if not entry.problem and get_suffix(entry.name) in source_format.suffixes:
-                image_files.add((nfc(entry.name), entry.size, entry.modified))
-    if not image_files:
+                used_files.add((nfc(entry.name), entry.size, entry.modified))
+    if not used_files:
         return None
-    rows = sorted(image_files)
+    rows = sorted(used_files)
     sizes = "\n".join(f"{name}\t{size}" for name, size, _ in rows)
     times = "\n".join(str(modified) for *_, modified in rows)
     return SourceState(
@@ -163,6 +165,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     Images with a known problem are not counted.
 
     Raises:
-        UserError: If labels or splits cannot be read, or a row names several files.
+        UserError: If labels or splits cannot be read, or a row of a table matches several
+            image files.
     """
     return get_format(card).count_labels(card, entries)

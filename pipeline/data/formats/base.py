@@ -85,7 +85,7 @@ LabelCounts = Counter[tuple[str, Label]]  # number of images by split and label
 
 
 class Unit(NamedTuple):
-    """A part of a source that one task reads.
+    """A part of a source that is read in one call, and in parallel with other units.
 
     Attributes:
         read: `read(*args)` yields items with their bytes.
@@ -116,9 +116,11 @@ class Format:
     Attributes:
         units: Divides a source into units, from its card, its entries and a map function.
         count_labels: Counts images by split and label, without decoding images.
-        suffixes: Suffixes of the files with images. Empty if a library downloads the data.
+        suffixes: Suffixes of the files with images or labels. Empty if the data comes from a Python
+            package.
         first_folders: Returns the folders of a source to list before the others.
-        list_shards: Lists the shards that the card names. Only for shards used in place.
+        list_shards: Lists the shards that the card names. Only for WebDataset shards, which are
+            read where they are, without ingest.
         list_files: Lists the files of a source, if they are not only in the folder at its path.
         entries_of_split: Returns the files that a split uses.
         list_items: Lists all images with their labels. Only for formats that can do this without

@@ -263,6 +263,6 @@ class AlignsHeads(SeparateHeads[S]):
                 self.heads.restore(name, aligned)
             elif name in self.heads.names:
                 raise UserError(
-                    f"task {name!r}: the carried state lacks its aligned head; make the folder "
-                    "again"
+                    f"task {name!r}: the carried state lacks its aligned head; write a new model "
+                    "folder with `accrete bundle`"
                 )

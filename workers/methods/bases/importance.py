@@ -61,7 +61,7 @@ class WeightImportance(ClassIncremental[S]):
                     parameters[f"heads/{task}/{name}"] = parameter
         return parameters
 
-    def choose_keys(self, count: int, tag: str) -> set[str]:
+    def choose_image_keys(self, count: int, tag: str) -> set[str]:
         """Return the keys of `count` random images of the task, the same on all ranks."""
         assert self.task is not None
         keys = chain(*self.context.data.keys(self.task).values())

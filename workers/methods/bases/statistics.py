@@ -77,8 +77,8 @@ class ClassStatistics(ClassIncremental[S]):
             self.heads.add(state.task, len(state.classes), self.seed)
         elif state.task not in self.heads.names:
             raise UserError(
-                f"task {state.task!r}: its state has no class means; export it again, or make the "
-                "folder again"
+                f"task {state.task!r}: its state has no class means; export it again, or write a "
+                "new model folder with `accrete bundle`"
             )
         self.load_statistics(state)
 

@@ -102,5 +102,5 @@ def test_a_state_without_centres_is_refused(lab: Lab) -> None:
 
 def test_a_base_task_is_refused() -> None:
     base = Task("base", "card", "", ("a", "b"), "base")
-    with pytest.raises(UserError, match="base task 'base'.*no prompts"):
+    with pytest.raises(UserError, match=r"base task 'base'.*no prompts"):
         METHODS["s_prompts"].check_backbone(SPromptsSettings(), build(SMALL), (base,))

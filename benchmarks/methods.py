@@ -171,17 +171,17 @@ class Training:
         )
         self.states: dict[str, TaskState] = {}
         self.carried: Carried | None = None
-        steps = [step.name for step in cls.steps_for(settings, 0)]
-        timed = (0, steps[0])  # position in the stream, step
-        stages = [timed]
-        if cls.carries:
-            for position in range(conditions.position):
-                for later in cls.steps_for(settings, position)[1:]:
-                    is_needed = later.name == "herd" or (cls.needs_states and not later.trains)
-                    if is_needed and not (later.later and position == 0):
-                        stages.append((position, later.name))
-                stages.append((position + 1, steps[0]))
-            timed = stages[-1]
+        stages = [(0, cls.steps_for(settings, 0)[0].name)]  # position in the stream, step
+        for position in range(conditions.position if cls.carries else 0):
+            first, *_ = cls.steps_for(settings, position + 1)
+            if not first.trains:  # only the first task trains
+                break
+            for later in cls.steps_for(settings, position)[1:]:
+                is_needed = later.name == "herd" or (cls.needs_states and not later.trains)
+                if is_needed and not (later.later and position == 0):
+                    stages.append((position, later.name))
+            stages.append((position + 1, first.name))
+        timed = stages[-1]
         for position, step in stages:
             groups, tasks, memory = self._begin(position, step)
             if (position, step) != timed:
@@ -291,7 +291,11 @@ class Training:
                 self._finish()
         method = self.cls(copy.deepcopy(BACKBONE), self.settings, seed=0)
         method.stream = self.method.stream
-        method.load_task(self.states[TASKS[self.position].name])
+        loaded = TASKS[: self.position + 1]
+        if not self.cls.loads_states(self.scenario):
+            loaded = loaded[-1:]
+        for task in loaded:
+            method.load_task(self.states[task.name])
         if method.carries or method.trains_on == "seen":
             assert self.carried is not None
             method.load_carried(self.carried)
@@ -331,9 +335,7 @@ def serve(name: str, training: Training, report: Report) -> None:
     plain = copy.deepcopy(BACKBONE).eval()
     images = training.images
     method.logits(images, task.name)  # folds masks into the weights, once
-    head: torch.nn.Module = torch.nn.Linear(192, CLASSES)
-    if task.name in method.heads.names:
-        head = method.heads[task.name]
+    head = torch.nn.Linear(192, CLASSES)
     timing = interleave(
         {"plain": lambda: head(plain(images)), name: lambda: method.logits(images, task.name)},
         3 * ROUNDS,

@@ -372,10 +372,10 @@ def remove_task(folder: AnyPath, task: str) -> str:
         task: Name of the task.
 
     Returns:
-        A note about kept files, or "".
+        A note about remaining traces of the task and about deleted versions, or "".
 
     Raises:
-        UserError: If other tasks need the task.
+        UserError: If the task is missing or the only one, or other tasks need its state.
     """
     from pipeline.results import bundles  # start-up time: imports torch
 

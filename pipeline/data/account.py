@@ -35,7 +35,7 @@ class Account:
     """The outcome for every file below a source.
 
     Attributes:
-        files: Number of files; 0 if a library downloads the data.
+        files: Number of files; 0 if the data comes from a Python package.
         used: Kind (`image`, `table` or `archive`) -> number of files.
         rejected: Reason -> number of files.
         not_read: Reason -> number of files.
@@ -137,7 +137,8 @@ def build_account(
 
     Args:
         card: Card of the source.
-        entries: All files below the source; empty if a library downloads the data.
+        entries: All files below the source; empty if the data comes from a
+            Python package.
         images: Image file -> None if it is used, otherwise the reason. A row of a csv table without
             a file has an entry, too (`row N: ...`). Other files of the source have none, and the
             dict is empty if the images are inside tables, archives or a library.

@@ -454,7 +454,8 @@ def read_source(
         packs: Folder of packs.
         map_fn: See `ingest`.
         report: Called with the progress.
-        file_bytes: Size of all files of the source, 0 if a library downloads the data.
+        file_bytes: Size of all files of the source, 0 if the data comes from a Python
+            package.
         known: Images of an earlier ingest.
 
     Raises:

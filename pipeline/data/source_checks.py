@@ -30,7 +30,7 @@ def check_source(card: Card, entries: list[Entry]) -> None:
 
     Args:
         card: The card.
-        entries: Files of the source; empty if a library downloads the data.
+        entries: Files of the source; empty if the data comes from a Python package.
     """
     source_format = get_format(card)
     if source_format.check is not None:

@@ -92,9 +92,9 @@ class UniformHead(nn.Module):
         return projected
 
 
-# Forward hooks. All blocks get the same hooks, and an attribute of the module enables a hook.
-# torch.compile guards on attributes of modules, but not on the list of hooks. So the compiled code
-# of one block also serves the other blocks with equal attributes.
+# Forward hooks. All blocks get the same hooks, and an attribute of the module enables a hook:
+# torch.compile compiles a block again if its hooks differ. So the compiled code of one block also
+# serves the other blocks with equal attributes.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     mixed: Tensor = module.context(output)
     return mixed

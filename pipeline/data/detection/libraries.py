@@ -1,4 +1,4 @@
-"""Detect data sets that a library downloads: `hf://datasets/NAME` and `torchvision:NAME`."""
+"""Detect data sets of the Hugging Face Hub (`hf://datasets/NAME`) and of torchvision."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pipeline.config.settings import Config, build_settings_path
 from pipeline.graph.backbone import resolve_backbone
 from pipeline.graph.builder import Builder
+from pipeline.graph.collector import without_collections
 from pipeline.graph.raw_data import KnownSource
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -37,6 +38,7 @@ NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that do not change a result
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
 
 
+@without_collections
 def build_graph(
     config: Config,
     store: Store,

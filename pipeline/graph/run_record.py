@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from pipeline.config.settings import Config, dump
+from pipeline.graph.collector import without_collections
 from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task
@@ -94,6 +95,7 @@ class RunRecord(TypedDict):
     replicas: NotRequired[dict[str, str]]
 
 
+@without_collections
 def make_record(
     graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
 ) -> RunRecord:

@@ -22,6 +22,7 @@ from pyarrow import fs
 
 from pipeline.config.settings import NAME, flatten
 from pipeline.graph import failures, run_record
+from pipeline.graph.collector import without_collections
 from pipeline.graph.live_status import check_readable
 from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
 from pipeline.graph.stage import UNKNOWN, Graph, Stage
@@ -323,6 +324,7 @@ class Store:
         )
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
+    @without_collections
     def save_record(self, record: RunRecord) -> None:
         """Write the record of a run at its start, before the run looks up results.
 

@@ -17,6 +17,7 @@ from workers.dist import Group
 from workers.job import Task
 from workers.methods.base import OptimPlan, StepContext, StepData
 from workers.methods.ewc import Ewc, EwcSettings
+from workers.model.anchors import AnchoredWeights
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried
 
@@ -148,7 +149,7 @@ def after(theta: list[float], task: Task, carried: Carried | None = None, **sett
 def penalty_at(method: Ewc, theta: list[float]) -> tuple[float, Tensor]:
     """Its value and its gradient, at other weights."""
     set_theta(method, theta)
-    value = method.penalty()
+    value = method.penalty(AnchoredWeights(method.protected(), method.anchors, method.importance))
     parameters = method.protected()
     gradients = torch.autograd.grad(value, list(parameters.values()))
     return value.item(), flat(dict(zip(parameters, gradients, strict=True)))

@@ -23,6 +23,7 @@ from workers.methods.bases.importance import (
 )
 from workers.methods.finetune import weight_groups
 from workers.methods.train_defaults import TrainDefaults
+from workers.model.anchors import AnchoredWeights
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState, select_with_prefix
 
@@ -103,6 +104,7 @@ class Ewc(WeightImportance[EwcSettings]):
     def __init__(self, backbone: nn.Module, settings: EwcSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.anchors: dict[str, Tensor] = {}
+        self.anchored: AnchoredWeights | None = None  # with the penalty, while a task trains
         self.offset = torch.zeros(())
 
     @classmethod
@@ -128,6 +130,8 @@ class Ewc(WeightImportance[EwcSettings]):
         groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         if context.step == "importance":
             self.consolidate(self.estimate_fisher())
+        elif self.importance and self.settings.lambda_:
+            self.anchored = AnchoredWeights(self.protected(), self.anchors, self.importance)
         return groups
 
     def load_penalty(self, carried: Carried) -> None:
@@ -138,19 +142,14 @@ class Ewc(WeightImportance[EwcSettings]):
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         loss, terms = super().loss(batch, progress)
-        if not self.importance or not self.settings.lambda_:
+        if self.anchored is None:
             return loss, terms
-        penalty = self.penalty()
+        penalty = self.penalty(self.anchored)
         return loss + penalty, {**terms, "penalty": penalty.detach()}
 
-    def penalty(self) -> Tensor:
+    def penalty(self, anchored: AnchoredWeights) -> Tensor:
         """Return lambda/2 * (offset + sum of A (theta - anchor)^2), a scalar."""
-        total = self.offset
-        parameters = self.protected()
-        for name, importance in self.importance.items():
-            distance = parameters[name] - self.anchors[name]
-            total = total + (importance * distance.square()).sum()
-        return 0.5 * self.settings.lambda_ * total
+        return anchored.penalty(0.5 * self.settings.lambda_, self.offset)
 
     # ---- importance ------------------------------------------------------------------------------
     def estimate_fisher(self) -> dict[str, Tensor]:

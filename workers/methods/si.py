@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import Tensor
 
 from workers.methods.base import MethodSettings, ParamGroup, Progress, StepContext
 from workers.methods.bases.importance import IMPORTANCE, OneAnchor, copy_with_prefix
 from workers.methods.train_defaults import TrainDefaults
+from workers.model.anchors import flatten, unflatten
 from workers.storage.taskstate import Carried, TaskState
 
 
@@ -59,27 +59,27 @@ class Si(OneAnchor[SiSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         # omega, as buffers, so that they are saved in checkpoints and with the best epoch.
+        weights = [*self.protected().values()]
+        self.total = torch.zeros_like(flatten(weights))
         self.path = torch.nn.Module()
-        for index, parameter in enumerate(self.protected().values()):
-            self.path.register_buffer(str(index), torch.zeros_like(parameter))
-        self.before: list[tuple[Tensor, Tensor]] = []  # gradients and weights before the step
+        for index, part in enumerate(unflatten(self.total, weights)):
+            self.path.register_buffer(str(index), part)
+        # used in every step: gradients and weights before it, and the distance that it moves
+        self.gradient, self.start, self.moved = self.total.new_empty(3, len(self.total))
         return groups
 
     def after_backward(self) -> None:
         # The gradients are copied before `super` adds the gradient of the penalty.
-        self.before = []
-        for parameter in self.protected().values():
-            assert parameter.grad is not None
-            self.before.append((parameter.grad.clone(), parameter.detach().clone()))
+        weights = self.protected().values()
+        gradients = (weight.grad for weight in weights if weight.grad is not None)
+        flatten(gradients, out=self.gradient)
+        flatten(weights, out=self.start)
         super().after_backward()
 
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
-        weights = self.protected().values()
-        for total, weight, step in zip(self.path.buffers(), weights, self.before, strict=True):
-            gradient, start = step
-            total.addcmul_(gradient, weight - start, value=-1)
-        self.before = []
+        moved = flatten(self.protected().values(), out=self.moved).sub_(self.start)
+        self.total.addcmul_(self.gradient, moved, value=-1)
 
     @torch.no_grad()
     def finish(self) -> tuple[TaskState, Carried]:

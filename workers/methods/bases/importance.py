@@ -15,6 +15,7 @@ from workers.data.batch import Batch
 from workers.methods.base import ParamGroup, Progress, S, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import restore_network, save_network, weight_groups
+from workers.model.anchors import AnchoredWeights, unflatten
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState, select_with_prefix
 
@@ -168,36 +169,35 @@ class OneAnchor(WeightImportance[S]):
             self.importance = select_with_prefix(context.carried.tensors, IMPORTANCE)
         groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         self.anchors = {name: p.detach().clone() for name, p in self.protected().items()}
+        self.anchored: AnchoredWeights | None = None
+        if self.importance and self.weight():
+            self.anchored = AnchoredWeights(self.protected(), self.anchors, self.importance)
         return groups
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         loss, terms = super().loss(batch, progress)
-        if not self.importance or not self.weight():
+        if self.anchored is None:
             return loss, terms
         penalty = self.penalty()
         return loss + penalty, {**terms, "penalty": penalty}
 
     @torch.no_grad()
     def penalty(self) -> Tensor:
-        """Return the penalty, a scalar without a gradient."""
-        parameters = self.protected()
-        parts = [
-            (importance * (parameters[name] - self.anchors[name]).square()).sum()
-            for name, importance in self.importance.items()
-        ]
-        return self.weight() * torch.stack(parts).sum()
+        """Return the penalty, a scalar without a gradient. There must be earlier tasks."""
+        assert self.anchored is not None
+        return self.weight() * self.anchored.weighted_square()
 
     @torch.no_grad()
     def after_backward(self) -> None:
         """Add the gradient of the penalty."""
-        if not self.weight():
+        if self.anchored is None:
             return
-        parameters = self.protected()
-        for name, importance in self.importance.items():
-            parameter = parameters[name]
-            assert parameter.grad is not None
-            distance = parameter - self.anchors[name]
-            parameter.grad.addcmul_(importance, distance, value=2 * self.weight())
+        weights = self.anchored.weights
+        importance = unflatten(self.anchored.importance, weights)
+        distance = unflatten(self.anchored.distance(), weights)
+        for weight, factor, difference in zip(weights, importance, distance, strict=True):
+            assert weight.grad is not None
+            weight.grad.addcmul_(factor, difference, value=2 * self.weight())
 
 
 def copy_with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -188,6 +189,8 @@ class Training:
                 self._finish()
         self.position = position
         self.optimizer = optim.build_optimizer(groups, train)
+        self.casts = ExitStack()  # as long as the object lives
+        self.casts.enter_context(loop.cast_frozen_layers(self.job, self.method))
         self.method.train()
         generator = torch.Generator().manual_seed(1)
         self.size = conditions.batch

@@ -45,7 +45,7 @@ from workers.methods.symptoms import (
     find_mask_symptoms,
     find_training_symptoms,
 )
-from workers.model import noise, vit
+from workers.model import frozen, noise, vit
 from workers.restore import load_carried, load_settings, load_states, new_method
 from workers.rng import derive_seed
 from workers.storage import checkpoint
@@ -303,7 +303,8 @@ def fit(
             method.precompute(feed)
         if val is not None:  # validation is computed in fp32
             method.precompute(val)
-    history = train_epochs(job, method, optimizer, feed, val, group, report)
+    with cast_frozen_layers(job, method):
+        history = train_epochs(job, method, optimizer, feed, val, group, report)
     length = optim.describe_length(job.train, feed.num_samples)
     if feed.replay is not None:
         length["replayed"] = length["steps"] * feed.replay.images_per_step
@@ -647,6 +648,16 @@ def autocast_context(job: StageJob, group: dist.Group) -> contextlib.AbstractCon
     """Return the context manager of the forward pass and the loss: autocast for bf16."""
     if job.train.precision == "bf16":
         return torch.autocast(group.device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def cast_frozen_layers(job: StageJob, method: Method) -> contextlib.AbstractContextManager[Any]:
+    """Return the context manager of the training: for bf16, frozen layers cast weights once.
+
+    Compiled blocks cast weights in the kernels that use them.
+    """
+    if job.train.precision == "bf16" and not job.train.compile:
+        return frozen.cast_once(method)
     return contextlib.nullcontext()
 
 

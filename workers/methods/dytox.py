@@ -8,7 +8,6 @@ eXpansion, CVPR 2022.
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from workers.methods.finetune import collect_tensors, weight_groups
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
+from workers.model.frozen import copy_frozen
 from workers.model.heads import sum_old_targets
 from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, TokenNetwork
 from workers.rng import derive_seed
@@ -186,7 +186,7 @@ class DyTox(Rehearsal[DyToxSettings]):
             self.load_carried(context.carried)
         old = [name for name in self.class_slices() if name != context.task.name]
         if context.step == "train" and old:
-            self.before = (copy.deepcopy(self.network()).eval().requires_grad_(False),)
+            self.before = (copy_frozen(self.network()),)
         super().begin(
             context
         )  # its parameter groups are replaced by those of `list_trained_modules`

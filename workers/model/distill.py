@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from workers.model.frozen import copy_frozen
 
 
 class Teacher:
@@ -22,8 +22,8 @@ class Teacher:
     """
 
     def __init__(self, backbone: nn.Module, heads: dict[str, nn.Linear]):
-        self.backbone = _copy_frozen(backbone)
-        self.heads = {task: _copy_frozen(head) for task, head in heads.items()}
+        self.backbone = copy_frozen(backbone)
+        self.heads = {task: copy_frozen(head) for task, head in heads.items()}
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> dict[str, Tensor]:
@@ -34,10 +34,6 @@ class Teacher:
     def joined(self, images: Tensor) -> Tensor:
         """Return the logits of all heads as one tensor (b, old classes), in `heads` order."""
         return torch.cat([*self.logits(images).values()], 1)
-
-
-def _copy_frozen(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).eval().requires_grad_(False)
 
 
 def kd_ce(

@@ -1,0 +1,136 @@
+"""Frozen layers cast their weights once under bf16 autocast: the same bits, fewer operators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.testing.lab import OPTIMIZERS, Lab
+from workers import loop
+from workers.model import frozen
+from workers.model.frozen import cast_once, copy_frozen
+from workers.model.masked import GatedLinear
+
+FILES = ("task.safetensors", "carried.safetensors")
+
+
+class CastCounter(TorchDispatchMode):
+    """Count the casts of tensors of a given shape."""
+
+    def __init__(self, shape: torch.Size):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ == "_to_copy" and args[0].shape == self.shape:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_layer(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    arguments: tuple[int, ...] = (3, 5, 2) if issubclass(kind, nn.Conv2d) else (3, 5)
+    return kind(*arguments).requires_grad_(False)
+
+
+def run_bf16(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the output under autocast, and the gradient of its sum with respect to x."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+    output.float().square().sum().backward()
+    return output.detach(), x.grad
+
+
+@pytest.mark.parametrize("kind", frozen.LAYERS)
+def test_frozen_layer_gives_the_bits_of_autocast_with_one_cast(kind: type[nn.Module]) -> None:
+    layer = make_layer(kind)
+    x = torch.randn(4, 3, 6, 6) if isinstance(layer, nn.Conv2d) else torch.randn(4, 3)
+    expected = run_bf16(layer, x)
+    with cast_once(nn.Sequential(layer)):
+        with CastCounter(layer.weight.shape) as counter:  # type: ignore[arg-type]
+            outputs = [run_bf16(layer, x) for _ in range(3)]
+        in_fp32 = layer(x)
+    assert counter.count == 0
+    for output, gradient in outputs:
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, expected[0])
+        assert torch.equal(gradient, expected[1])  # type: ignore[arg-type]
+    assert torch.equal(in_fp32, layer(x))
+    assert "forward" not in vars(layer)
+
+
+def test_gate_of_a_frozen_layer_acts() -> None:
+    layer = make_layer(GatedLinear)
+    assert isinstance(layer, GatedLinear)
+    layer.gate = torch.tensor([1.0, 0.0, 1.0])
+    x = torch.randn(4, 3)
+    expected, _ = run_bf16(layer, x)
+    with cast_once(layer):
+        assert torch.equal(run_bf16(layer, x)[0], expected)
+
+
+def test_layers_with_trained_parameters_are_left_alone() -> None:
+    layer = nn.Linear(3, 5)
+    layer.weight.requires_grad_(False)
+    with cast_once(layer):
+        assert "forward" not in vars(layer)
+
+
+def test_other_parameters_and_changed_parameters_are_used() -> None:
+    layer = make_layer(nn.Linear)
+    x = torch.randn(4, 3)
+    other = {"weight": torch.randn(5, 3)}
+    with cast_once(layer), torch.autocast("cpu", torch.bfloat16):
+        before = layer(x)
+        replaced = torch.func.functional_call(layer, other, (x,))
+        assert not torch.equal(replaced, before)
+        with torch.no_grad():
+            layer.weight.mul_(2)  # type: ignore[operator]
+        assert not torch.equal(layer(x), before)
+
+
+def test_a_copy_of_a_layer_is_independent() -> None:
+    layer = make_layer(nn.Linear)
+    x = torch.randn(4, 3)
+    with cast_once(layer):
+        twin = copy.deepcopy(layer)
+        with torch.no_grad():
+            layer.weight.zero_()  # type: ignore[operator]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert twin(x).abs().sum() > 0
+
+
+def test_frozen_copy_casts_once() -> None:
+    layer = nn.Linear(3, 5)
+    twin = copy_frozen(layer)
+    assert not twin.training
+    with CastCounter(layer.weight.shape) as counter:
+        run_bf16(twin, torch.randn(4, 3))
+    assert counter.count == 0
+    assert layer.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "method", ["linear", "lora", "meat", "piggyback", "lwf", "der", "dytox", "toast", "l2p"]
+)
+def test_training_gives_the_same_bits(
+    lab: Lab, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = {**OPTIMIZERS["adamw"], "lr": 3e-3, "epochs": 1, "precision": "bf16"}
+    run = lab.run_of(method, train)
+    cast = [run.trained(1).read(name) for name in FILES]
+    monkeypatch.setattr(loop, "cast_frozen_layers", lambda job, method: nullcontext())
+    monkeypatch.setattr(frozen, "_replace_forward", lambda network: [])
+    plain = Lab(tmp_path).run_of(method, train)
+    assert [plain.trained(1).read(name) for name in FILES] == cast

@@ -61,7 +61,7 @@ class Experiment:
 
     # ---- before a run ----------------------------------------------------------------------------
     def plan(self) -> pd.DataFrame:
-        """Return a row for each stage: whether it would run, and the outcome of its look-up.
+        """Return a row for each stage: whether it would run, and the outcome of the look-up.
 
         `status` is `miss` if the stage would run, else `hit`. `reason` says why the stage has no
         valid result; with a valid result it is `stands`. An ingest stage whose result was deleted

@@ -124,7 +124,7 @@ def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, 
 
 
 def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    """Build and commit the report. `made_of` of its manifest: key -> content digest of inputs."""
+    """Build and commit the report. `made_of` in the manifest: key -> content digest of inputs."""
     started = time.monotonic()
     store = run.store
     attempt = Attempt(store.root, stage.key)

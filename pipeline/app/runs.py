@@ -700,7 +700,7 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
 
 
 def _read_account(store: Store, key: str) -> tuple[list[str], str]:
-    """Return the lines of an ingest stage's account, and the location of its preview page.
+    """Return the lines of an ingest stage's account, and the location of the preview page.
 
     Both are empty if the result lacks them, as results of older versions do.
     """

@@ -331,7 +331,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _describe_status(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
-    """Return the text of `plan` for a stage: the reason of its status, and the stage's note.
+    """Return the text of `plan` for a stage: the reason for the status, and the note.
 
     A hit has a reason only if its result was deleted and is not needed.
     """

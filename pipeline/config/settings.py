@@ -160,7 +160,7 @@ class TaskEntry(Frozen):
     )
 
     def list_task_names(self, card: str) -> list[str]:
-        """Return the names of the tasks that the entry defines. `card` is the name of its card."""
+        """Return the names of the tasks that the entry defines. `card` is the name of the card."""
         name = self.name or card
         count = self.slices.tasks if self.slices else self.split
         if not count:
@@ -768,7 +768,7 @@ def load(
         with_methods: Also check the methods' own settings, which imports torch.
 
     Returns:
-        The config. If the overrides change the results, it has a name of its own (see
+        The config. If the overrides change the results, it has another name (see
         `derive_run_name`).
 
     Raises:
@@ -840,7 +840,7 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
 
 
 def get_source_name(source: ConfigSource) -> str:
-    """Return the name of a config in errors: the path of its file, if it has a file."""
+    """Return the name of a config in errors: the path of the file, if it has one."""
     return source if isinstance(source, str) else MAPPING
 
 

@@ -27,7 +27,7 @@ def write_inline_cards(body: dict[str, Any]) -> None:
 
     Args:
         body: Plain values of a config; changed in place: each inline card, a mapping, is replaced
-            by the path of its file.
+            by the path of the file.
 
     Raises:
         UserError: If a card is invalid, or a file with this name exists that this function did not

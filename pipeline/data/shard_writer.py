@@ -155,7 +155,7 @@ def _build_index(shard: Shard, offsets: list[int]) -> pa.Table:
 
 
 def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a member and return the offset of its data in the tar.
+    """Add a member and return the offset of the data in the tar.
 
     The member has no time and no owner, so that equal images give equal bytes.
     """

@@ -97,7 +97,7 @@ def check_columns(uri: str, names: Sequence[str], columns: Sequence[str]) -> Non
 
 # ---- CSV -----------------------------------------------------------------------------------------
 class Cells(NamedTuple):
-    """A row of a CSV. `line` is the number of its first line, from 1."""
+    """A row of a CSV. `line` is the number of the first line, from 1."""
 
     line: int
     texts: list[str]

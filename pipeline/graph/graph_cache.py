@@ -53,7 +53,7 @@ class BuildInputs:
 
     Attributes:
         digest: Digest of all inputs.
-        sources: Name of a card -> state of its raw data, so that the build need not look it up
+        sources: Name of a card -> state of the raw data, so that the build need not look it up
             again.
     """
 

@@ -76,7 +76,7 @@ class LocalExecutor(Executor):
         self.waiting.append(ReadyStage(depth, stage))
 
     def poll(self) -> list[Event]:
-        """Run one stage and return the event of its end; [] if no stage waits.
+        """Run one stage and return the event of the end; [] if no stage waits.
 
         Raises:
             Preempted: If this process was preempted before the stage.

@@ -79,7 +79,7 @@ class AnalysisPart:
 
 
 def identify_results(record: RunRecord) -> AnalysedRun:
-    """Return the name of a run and the keys of its evaluations."""
+    """Return the name of a run and the keys of the evaluations."""
     keys: dict[str, str] = {}
     for stage in record["stages"]:
         if stage["step"] == "evaluate":

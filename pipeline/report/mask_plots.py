@@ -339,7 +339,7 @@ def draw_prompts(views: Sequence[MaskView]) -> Figure | None:
 
 
 def _separate_tasks(axes: Axes, row_tasks: Sequence[str]) -> None:
-    """Draw lines between tasks, and label each task at the middle of its rows."""
+    """Draw lines between tasks, and label each task at the middle of the rows."""
     starts = []
     for row, task in enumerate(row_tasks):
         if row == 0 or row_tasks[row - 1] != task:

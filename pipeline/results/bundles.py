@@ -98,7 +98,7 @@ def open_folder(folder: str) -> Bundle:
 
 
 def write_folder(bundle: Bundle, folder: str) -> Bundle:
-    """Write a bundle, with measurements on the images of its run.
+    """Write a bundle, with measurements on the images of the run.
 
     The measurements are class means and distances of test images for each task, and the accuracy of
     the rules that choose the task of an image (see `with_measurements`). A bundle that was opened

@@ -403,7 +403,7 @@ def resolve_run(run: str, storage: str) -> tuple[str, str]:
     """Return name and storage of a run.
 
     Args:
-        run: Name of the run, or path of its config.
+        run: Name of the run, or path of the config.
         storage: Storage of the run. For a config, the storage in the config is used instead.
     """
     if run.endswith((".yaml", ".yml")) or os.path.isfile(run):

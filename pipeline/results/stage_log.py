@@ -32,7 +32,7 @@ class RunEvent(NamedTuple):
 
 
 class FailedTry(NamedTuple):
-    """A failed try of a stage: the URI of its file, and the text of the file or a read error."""
+    """A failed try of a stage: the URI of the file, and the text in it or a read error."""
 
     uri: str
     text: str

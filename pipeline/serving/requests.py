@@ -62,7 +62,7 @@ class ParsedRequest:
 
 
 def parse_request(request: RawRequest) -> ParsedRequest:
-    """Parse a request in the format of its content type: form, array, or otherwise JSON.
+    """Parse a request in the format of the content type: form, array, or otherwise JSON.
 
     Raises:
         UserError: If the body cannot be parsed.

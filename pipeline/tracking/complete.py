@@ -1,6 +1,6 @@
 """Check whether the record of a run in MLflow is complete and need not be written again.
 
-After a record was written completely, `mark_complete` stores a digest of its content in
+After a record was written completely, `mark_complete` stores a digest of the content in
 `runs/NAME/recorded.json`, next to `run.json`. A run without missing stages compares this digest
 (`find_links`) and does not import MLflow, which takes seconds.
 """
@@ -46,7 +46,7 @@ def compute_state(
         settings: Settings of tracking.
         storage: Folder or URI of the storage.
         record: Record of the run.
-        manifests: Id of a stage -> manifest of its result; None without a result.
+        manifests: Id of a stage -> manifest of the result; None without a result.
         files: Name -> content of the files of the report.
     """
     content = {

@@ -229,7 +229,7 @@ class Shards:
 
         Args:
             record: Key of the image.
-            shard: Name of its shard.
+            shard: Name of the shard.
         """
         if self.is_in_place:
             # Size and time of the shard can be unchanged, so that only another ingest finds the

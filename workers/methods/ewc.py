@@ -177,7 +177,7 @@ class Ewc(WeightImportance[EwcSettings]):
         log_p = self.task_logits(image.images)[0].log_softmax(0)
         label = int(image.labels)
         p = log_p.detach().exp().cpu()
-        weights = {}  # class -> weight of its squared gradient
+        weights = {}  # class -> weight of the squared gradient
         if self.settings.fisher == "exact":
             weights = dict(enumerate(p.tolist()))
         elif self.settings.fisher == "sampled":

@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class CastOnce:
-    """The forward pass of a frozen layer, with bf16 copies of its weight and bias under autocast.
+    """The forward pass of a frozen layer, with bf16 copies of weight and bias under autocast.
 
     The bits are those of autocast. The plain forward pass runs outside autocast, with parameters
     that `torch.func.functional_call` puts in place of the layer's, and after the layer's parameters

@@ -55,7 +55,7 @@ def find_model_class(name: str) -> type[nn.Module]:
 def list_arguments(name: str) -> Mapping[str, Argument]:
     """Return the arguments of timm's model `name`.
 
-    If a constructor has **kwargs, the arguments of its base class are included.
+    If a constructor has **kwargs, the arguments of the base class are included.
     """
     arguments: dict[str, Argument] = {}
     for owner in find_model_class(name).__mro__:

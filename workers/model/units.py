@@ -80,7 +80,7 @@ def _has_units(attn: Any, mlp: Any) -> bool:
     A gated FFN is accepted, because its gate acts on each neuron separately. Rotary embeddings mix
     two channels of queries and keys. They are accepted, because the keys are masked, too (see
     `list_unit_rows`). Gated attention is not accepted, because `list_unit_rows` does not include
-    the weights of its gate. The first layer of the FFN must be linear, and attention must have as
+    the gate's weights. The first layer of the FFN must be linear, and attention must have as
     many key as query heads.
     """
     if type(attn) not in ATTENTIONS or type(mlp) not in FFNS:

@@ -40,10 +40,10 @@ class NeedsBody(Frozen):
         method: Name of the method. This and the next four fields must be those of the bundle.
         carried: Step -> sha256 of the step's carried state, which must be that of the bundle.
         classes: Names of the task's classes.
-        card: Name of its card.
-        data: Key of its ingest stage.
+        card: Name of the card.
+        data: Key of the ingest stage.
         role: Its role, see `Task`.
-        state: sha256 of its state file.
+        state: sha256 of the state file.
     """
 
     method: str

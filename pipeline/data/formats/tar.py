@@ -409,7 +409,7 @@ def list_tar(job: TarJob) -> list[Item]:
     archive = posixpath.basename(open_source(job.uri)[1])
     endings = image_endings(job.card)
     samples: list[tuple[str, Members, dict[str, Any]]] = []
-    last: dict[str, int] = {}  # key -> index of its last sample
+    last: dict[str, int] = {}  # key -> index of the last sample
     wanted = [source] if source is not None else []
     split_columns = job.card.source.split_columns()
     for key, members, shard in read_samples(job.uri):

@@ -24,7 +24,7 @@ NEEDS = ((IMAGES,), (LABELS,), (SPLIT,), (CLASSES,), ("images",))
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images. A class has the name of its folder, e.g. `001.Black_footed_Albatross`."""
+    """Yield all images. A class has the name of the folder, e.g. `001.Black_footed_Albatross`."""
     names = files.table(CLASSES)
     return read_lists(files, map_class_folders(names.items(), files.where(CLASSES)))
 

@@ -16,7 +16,7 @@ LISTS: dict[Split, tuple[str, ...]] = {
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield all images. A class has the name of its folder, e.g. `n02085620-Chihuahua`."""
+    """Yield all images. A class has the name of the folder, e.g. `n02085620-Chihuahua`."""
     for split, names in LISTS.items():
         name = files.need(names)
         paths = files.matlab(name, ["file_list"])["file_list"]

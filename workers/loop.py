@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from workers import dist, optim, preemption
+from workers import dist, host_memory, optim, preemption
 from workers.data import accelerator
 from workers.data.batch import Batch
 from workers.data.feed import Feed, ReplayFeed
@@ -83,9 +83,11 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
         # Another run may have computed the result while this one waited for the lock.
         manifest = read_stored_manifest(job, group)
         if manifest is None:
+            host_memory.keep_freed_memory()
             try:
                 manifest = _run_stage(job, group, report)
             finally:
+                host_memory.return_freed_memory()
                 accelerator.release_memory(group.device)
         return manifest
 

@@ -212,7 +212,7 @@ def run_graph(
     started = time.monotonic()
     missing = stages_to_run(graph, lookups)
     todo = missing if selected is None else selected
-    left_out = frozenset(missing - todo)
+    left_out = frozenset(missing - todo - (failed or {}).keys())
     not_run = [stage.id for stage in graph if stage.id not in todo]
     manifests: Manifests = {stage.id: lookups[stage.id].manifest for stage in graph}
     contents = collect_content_digests({stage.id: lookups[stage.id] for stage in graph})

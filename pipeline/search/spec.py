@@ -787,9 +787,9 @@ def _load_earlier_state(search: Search) -> dict[str, Any]:
         problem = f"cannot be read ({error})"
     if problem:
         raise UserError(
-            f"{path} {problem}, so it is not known whether the trials of {search.name!r} belong to "
-            "this search; give this one another name with --set name=NAME, or remove "
-            f"{search_folder} (stages in the store are reused all the same)"
+            f"{path} {problem}, so it is not known whether this folder belongs to this search; "
+            "give the search another name with --set name=NAME, or remove the folder (stages in "
+            "the store are reused all the same)"
         )
     if not isinstance(state, dict) or state.get("digest") != search.digest:
         raise UserError(

@@ -257,7 +257,7 @@ def test_trials_of_an_unknown_search_are_not_used(
     folder = Path(trial.folder(search.storage, search.name))
     (folder / "trials").mkdir()
     damage(folder / "search.json")
-    with pytest.raises(UserError, match="not known whether the trials") as error:
+    with pytest.raises(UserError, match="not known whether this folder") as error:
         prepared(tmp_path)
     assert str(folder) in str(error.value)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,7 @@ def test_frozen_layer_gives_the_bits_of_autocast_with_one_cast(kind: type[nn.Mod
     x = torch.randn(4, 3, 6, 6) if isinstance(layer, nn.Conv2d) else torch.randn(4, 3)
     expected = run_bf16(layer, x)
     with cast_once(nn.Sequential(layer)):
+        run_bf16(layer, x)  # casts weight and bias
         with CastCounter(layer.weight.shape) as counter:  # type: ignore[arg-type]
             outputs = [run_bf16(layer, x) for _ in range(3)]
         in_fp32 = layer(x)
@@ -90,31 +94,102 @@ def test_layers_with_trained_parameters_are_left_alone() -> None:
 def test_other_parameters_and_changed_parameters_are_used() -> None:
     layer = make_layer(nn.Linear)
     x = torch.randn(4, 3)
-    other = {"weight": torch.randn(5, 3)}
     with cast_once(layer), torch.autocast("cpu", torch.bfloat16):
         before = layer(x)
-        replaced = torch.func.functional_call(layer, other, (x,))
-        assert not torch.equal(replaced, before)
+        for other in ({"weight": torch.randn(5, 3)}, {"bias": torch.randn(5)}):
+            assert not torch.equal(torch.func.functional_call(layer, other, (x,)), before)
+        assert torch.equal(layer(input=x), before)
         with torch.no_grad():
             layer.weight.mul_(2)  # type: ignore[operator]
-        assert not torch.equal(layer(x), before)
+        changed = layer(x)
+        assert not torch.equal(changed, before)
+        layer.bias = nn.Parameter(torch.randn(5), requires_grad=False)
+        assert not torch.equal(layer(x), changed)
 
 
-def test_a_copy_of_a_layer_is_independent() -> None:
+def test_parameters_that_need_a_gradient_get_one() -> None:
     layer = make_layer(nn.Linear)
     x = torch.randn(4, 3)
     with cast_once(layer):
-        twin = copy.deepcopy(layer)
+        run_bf16(layer, x)
+        layer.requires_grad_(True)
+        run_bf16(layer, x)
+    assert layer.weight.grad is not None
+
+
+def test_other_types_of_autocast_have_their_own_bits() -> None:
+    layer = make_layer(nn.Linear)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.float16):
+        expected = layer(x)
+    with cast_once(layer):
+        run_bf16(layer, x)
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(layer(x), expected)
+
+
+def test_a_copy_of_a_layer_is_independent() -> None:
+    layer = copy.deepcopy(make_layer(nn.Linear))
+    x = torch.randn(4, 3)
+    with cast_once(layer), torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+        early = copy.deepcopy(layer)
         with torch.no_grad():
             layer.weight.zero_()  # type: ignore[operator]
-        with torch.autocast("cpu", torch.bfloat16):
-            assert twin(x).abs().sum() > 0
+            layer.bias.zero_()  # type: ignore[operator]
+        late = copy.deepcopy(layer)
+        assert early(x).abs().sum() > 0
+        assert late(x).abs().sum() == 0
+
+
+def test_subclasses_and_layers_with_a_replaced_forward_are_left_alone() -> None:
+    class Sum(nn.Linear):
+        """A layer that could use its weight elsewhere."""
+
+    network = nn.Sequential(Sum(3, 5), nn.Linear(5, 2)).requires_grad_(False)
+    with cast_once(network):
+        assert "forward" not in vars(network[0])
+        outer = vars(network[1])["forward"]
+        with cast_once(network):
+            assert vars(network[1])["forward"] is outer
+        assert vars(network[1])["forward"] is outer
+
+
+def test_an_error_leaves_the_layer_as_it_was() -> None:
+    layer = make_layer(nn.Linear)
+
+    def fail() -> None:
+        with cast_once(layer), torch.autocast("cpu", torch.bfloat16):
+            layer(torch.randn(4, 3))
+            layer(torch.randn(4, 2))
+
+    with pytest.raises(RuntimeError, match="shape"):
+        fail()
+    assert "forward" not in vars(layer)
+    assert layer.weight.dtype == torch.float32
+
+
+def test_a_frozen_copy_ends_with_its_last_reference_and_copies_late() -> None:
+    layer = nn.Linear(3, 5)
+    twin = copy_frozen(layer)
+    twin(torch.randn(4, 3))
+    assert not vars(twin)["forward"]._copies  # not under autocast
+    run_bf16(twin, torch.randn(4, 3))
+    assert vars(twin)["forward"]._copies
+    reference = weakref.ref(twin)
+    gc.disable()
+    try:
+        del twin
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_frozen_copy_casts_once() -> None:
     layer = nn.Linear(3, 5)
     twin = copy_frozen(layer)
     assert not twin.training
+    run_bf16(twin, torch.randn(4, 3))
     with CastCounter(layer.weight.shape) as counter:
         run_bf16(twin, torch.randn(4, 3))
     assert counter.count == 0
@@ -134,3 +209,32 @@ def test_training_gives_the_same_bits(
     monkeypatch.setattr(frozen, "_replace_forward", lambda network: [])
     plain = Lab(tmp_path).run_of(method, train)
     assert [plain.trained(1).read(name) for name in FILES] == cast
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", ["linear"]), ("fp32", [])])
+def test_training_casts_frozen_layers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, expected: list[str]
+) -> None:
+    trained: list[str] = []
+    replace_forward = frozen._replace_forward
+
+    def record(network: Any) -> list[nn.Module]:
+        layers = replace_forward(network)
+        assert layers
+        trained.append(network.name)
+        return layers
+
+    monkeypatch.setattr(frozen, "_replace_forward", record)
+    train = {**OPTIMIZERS["adamw"], "epochs": 1, "precision": precision}
+    run = Lab(tmp_path).run_of("linear", train)
+    run.trained(0)
+    assert trained == expected
+    (job,) = run.stages(0)
+    compiled = replace(job, train=job.train.model_copy(update={"compile": True}))
+    with loop.cast_frozen_layers(compiled, run.fresh(0)):
+        assert trained == expected
+
+
+def test_teacher_casts_once(lab: Lab) -> None:
+    live = lab.run_of("lwf", {**OPTIMIZERS["adamw"], "lr": 3e-3, "epochs": 1}).live(1)
+    assert any("forward" in vars(layer) for layer in live.teacher.backbone.modules())

@@ -187,9 +187,8 @@ class DyTox(Rehearsal[DyToxSettings]):
         old = [name for name in self.class_slices() if name != context.task.name]
         if context.step == "train" and old:
             self.before = (copy_frozen(self.network()),)
-        super().begin(
-            context
-        )  # its parameter groups are replaced by those of `list_trained_modules`
+        # The parameter groups of `super` are replaced by those of `list_trained_modules`.
+        super().begin(context)
         self.decoder.expect(len(self.class_slices()))
         self.encoder_rests = context.step == "finetune"
         groups: list[ParamGroup] = []

@@ -132,6 +132,9 @@ class Ewc(WeightImportance[EwcSettings]):
             self.consolidate(self.estimate_fisher())
         elif self.importance and self.settings.lambda_:
             self.anchored = AnchoredWeights(self.protected(), self.anchors, self.importance)
+            # views of the vectors, so that the tensors exist once
+            self.anchors |= self.anchored.by_name(self.anchored.anchors)
+            self.importance = self.anchored.by_name(self.anchored.importance)
         return groups
 
     def load_penalty(self, carried: Carried) -> None:

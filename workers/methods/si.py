@@ -71,7 +71,8 @@ class Si(OneAnchor[SiSettings]):
     def after_backward(self) -> None:
         # The gradients are copied before `super` adds the gradient of the penalty.
         weights = self.protected().values()
-        gradients = (weight.grad for weight in weights if weight.grad is not None)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        assert len(gradients) == len(weights)
         flatten(gradients, out=self.gradient)
         flatten(weights, out=self.start)
         super().after_backward()

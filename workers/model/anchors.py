@@ -33,6 +33,7 @@ class AnchoredWeights:
     """Weights with an anchor and an importance for each entry.
 
     Attributes:
+        names: The names of the weights.
         weights: The weights theta.
         anchors: The anchors theta*, as one vector (n,).
         importance: The importance Omega of each entry, as one vector (n,).
@@ -49,12 +50,17 @@ class AnchoredWeights:
         anchors: Mapping[str, Tensor],
         importance: Mapping[str, Tensor],
     ):
+        self.names = [*importance]
         self.weights = [weights[name] for name in importance]
         self.anchors = flatten(anchors[name] for name in importance)
         self.importance = flatten(importance.values())
         # Used in every step, because a CPU clears the pages of a new large tensor.
         self._distance = torch.empty_like(self.anchors)
         self._product = torch.empty_like(self.anchors)
+
+    def by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return views of a vector (n,) in the shapes of the weights, by name."""
+        return dict(zip(self.names, unflatten(vector, self.weights), strict=True))
 
     def distance(self) -> Tensor:
         """Return theta - theta* as one vector (n,), without a gradient.
@@ -67,7 +73,8 @@ class AnchoredWeights:
     def weighted_square(self) -> Tensor:
         """Return the sum of Omega (theta - theta*)^2, a scalar without a gradient."""
         distance = self.distance()
-        return torch.dot(torch.mul(self.importance, distance, out=self._product), distance)
+        product = torch.mul(self.importance, distance, out=self._product)
+        return product.mul_(distance).sum()
 
     def penalty(self, factor: float, offset: Tensor) -> Tensor:
         """Return factor * (offset + sum of Omega (theta - theta*)^2), a scalar with a gradient.

@@ -7,6 +7,7 @@ In a frozen ViT these are a third of the operators of a training step.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -26,41 +27,58 @@ M = TypeVar("M", bound=nn.Module)
 class CastOnce:
     """The forward pass of a frozen layer, with bf16 copies of weight and bias under autocast.
 
-    The bits are those of autocast. The plain forward pass runs outside autocast, with parameters
-    that `torch.func.functional_call` puts in place of the layer's, and after the layer's parameters
-    have been changed.
+    The bits are those of autocast. The copies are made in the first pass under bf16 autocast, and
+    again if a parameter was replaced or changed in place (but not through `.data`). The plain
+    forward pass runs outside autocast, and with tensors in place of the layer's parameters
+    (`torch.func.functional_call`) or parameters that need a gradient.
 
     Args:
-        layer: A layer of a class in LAYERS.
+        layer: A layer of a class in LAYERS. This object does not keep it alive.
     """
 
     def __init__(self, layer: nn.Module):
-        self.layer = layer
-        self.parameters = dict(layer._parameters)  # the bias can be None
-        self.versions = [p._version for p in layer.parameters(recurse=False)]
-        self.copies = {
-            name: None if parameter is None else parameter.detach().to(torch.bfloat16)
-            for name, parameter in self.parameters.items()
-        }
+        self._layer = weakref.ref(layer)
+        self._sources: list[tuple[Tensor, int, int]] = []  # parameter, its version and address
+        self._copies: dict[str, Tensor | None] = {}
 
-    def __call__(self, x: Tensor) -> Any:
-        layer = self.layer
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastOnce:
+        """Return an object without copies for the copy of the layer."""
+        return CastOnce(memo[id(self._layer())])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer()
+        assert layer is not None
         plain = type(layer).forward
         parameters = layer._parameters
-        if not torch.is_autocast_enabled(x.device.type) or not self._is_current():
-            return plain(layer, x)
-        vars(layer)["_parameters"] = self.copies
+        if not self._update(parameters):
+            return plain(layer, *args, **kwargs)
+        vars(layer)["_parameters"] = self._copies
         try:
-            return plain(layer, x)
+            return plain(layer, *args, **kwargs)
         finally:
             vars(layer)["_parameters"] = parameters
 
-    def _is_current(self) -> bool:
-        """Return whether the layer has the parameters of which the copies were made."""
-        current = self.layer._parameters
-        if any(current[name] is not parameter for name, parameter in self.parameters.items()):
+    def _update(self, parameters: dict[str, Any]) -> bool:
+        """Make the copies if they are missing or outdated. Return whether to use them."""
+        tensors = [tensor for tensor in parameters.values() if tensor is not None]
+        device = tensors[0].device.type
+        if (
+            not torch.is_autocast_enabled(device)
+            or torch.get_autocast_dtype(device) != torch.bfloat16
+            or any(not isinstance(t, nn.Parameter) or t.requires_grad for t in tensors)
+        ):
             return False
-        return self.versions == [p._version for p in current.values() if p is not None]
+        is_current = len(tensors) == len(self._sources) and all(
+            tensor is source and tensor._version == version and tensor.data_ptr() == address
+            for tensor, (source, version, address) in zip(tensors, self._sources, strict=True)
+        )
+        if not is_current:
+            self._sources = [(tensor, tensor._version, tensor.data_ptr()) for tensor in tensors]
+            self._copies = {
+                name: None if tensor is None else tensor.detach().to(torch.bfloat16)
+                for name, tensor in parameters.items()
+            }
+        return True
 
 
 @contextmanager

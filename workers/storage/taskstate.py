@@ -220,9 +220,11 @@ def read_metadata(data: bytes) -> dict[str, str]:
     """
     length = int.from_bytes(data[:8], "little")
     try:
-        metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+        metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header cannot be read: {error}") from None
+    if not isinstance(metadata, dict):
+        raise ValueError("the metadata in its header are not a mapping")
     return metadata
 
 

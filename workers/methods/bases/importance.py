@@ -170,8 +170,11 @@ class OneAnchor(WeightImportance[S]):
         groups = super().begin(context) + weight_groups(self.backbone, context.optim)
         self.anchors = {name: p.detach().clone() for name, p in self.protected().items()}
         self.anchored: AnchoredWeights | None = None
-        if self.importance and self.weight():
+        if context.step == "train" and self.importance and self.weight():
             self.anchored = AnchoredWeights(self.protected(), self.anchors, self.importance)
+            # views of the vectors, so that the tensors exist once
+            self.anchors |= self.anchored.by_name(self.anchored.anchors)
+            self.importance = self.anchored.by_name(self.anchored.importance)
         return groups
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:

@@ -16,6 +16,7 @@ import yaml
 from pipeline import cli
 from pipeline.data.cards import Card
 from pipeline.data.formats import require_entries
+from pipeline.data.formats.tar import TarJob, list_tar
 from pipeline.data.in_place import index_shards
 from pipeline.data.ingest import ingest
 from pipeline.data.source_checks import check_source
@@ -291,3 +292,17 @@ def test_plan_run_and_ingest_refuse_alike_and_nothing_is_decoded(
     (sentence,) = sentences
     assert "there are no test images" in sentence
     assert not list((tmp_path / "storage").rglob("*.tar"))
+
+
+def test_the_row_in_an_error_counts_ignored_samples(tmp_path: Path) -> None:
+    words = {0: "no", 1: "yes", 2: "no"}
+
+    def texts(number: int) -> dict[str, bytes]:
+        return {"cls": b"ant", "json": json.dumps({"set": words.get(number, "other")}).encode()}
+
+    write_tar(tmp_path / "all.tar", 0, texts)
+    splits = {"train": ["yes"], "ignore": ["no"]}
+    source = {"label": "cls", "split": "json:set", "splits": splits}
+    card = card_of(tmp_path, "tar", source=source)
+    with pytest.raises(UserError, match="row 3 has 'other'"):
+        list_tar(TarJob(card, None, str(tmp_path / "all.tar")))

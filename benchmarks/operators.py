@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.methods import CLASSES, Conditions, Training
+from workers.data.torch_internals import DispatchMode
 from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.model import vit
@@ -36,7 +36,7 @@ VIEWS = re.compile(
 HOST_READ = "_local_scalar_dense"
 
 
-class OperatorCounter(TorchDispatchMode):
+class OperatorCounter(DispatchMode):
     """Count dispatched operators by name.
 
     Attributes:

@@ -172,5 +172,7 @@ def test_adapters_start_as_the_identity_and_both_projections_learn() -> None:
 
 
 def test_blocks_without_one_attention_and_one_ffn_are_refused() -> None:
-    with pytest.raises(UserError, match=r"block 0 .* no 'attn' .* choose a ViT with plain blocks"):
+    with pytest.raises(
+        UserError, match=r"block 0 .* no module 'attn', .* choose a ViT with plain blocks"
+    ):
         AdapterSites(vit(block_fn=ParallelThingsBlock), houlsby)

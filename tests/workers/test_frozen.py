@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.testing.lab import OPTIMIZERS, Lab
 from workers import loop
+from workers.data.torch_internals import DispatchMode
 from workers.model import frozen
 from workers.model.frozen import cast_once, copy_frozen
 from workers.model.masked import GatedLinear
@@ -25,7 +25,7 @@ from workers.model.masked import GatedLinear
 FILES = ("task.safetensors", "carried.safetensors")
 
 
-class CastCounter(TorchDispatchMode):
+class CastCounter(DispatchMode):
     """Count the casts of tensors of a given shape."""
 
     def __init__(self, shape: torch.Size):

@@ -166,7 +166,7 @@ def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
 def test_a_backbone_without_a_fused_projection_is_refused() -> None:
     with torch.device("meta"):
         convit = build(BackboneSettings(name="convit_local", img_size=32))
-    with pytest.raises(UserError, match=r"block 0 of the backbone has no 'attn.qkv'"):
+    with pytest.raises(UserError, match=r"block 0 of the backbone has no module 'attn.qkv'"):
         Lora.check_backbone(LoraSettings(), convit)
 
 

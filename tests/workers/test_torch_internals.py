@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,21 @@ def test_shape_inference_computes_nothing() -> None:
         images = torch.empty(1 << 40, 8)  # 32 TiB, if it were real
         assert linear(images).shape == (1 << 40, 3)
     assert linear(torch.zeros(2, 8)).shape == (2, 3), "afterwards operations are real again"
+
+
+def test_dispatch_mode_sees_each_operator() -> None:
+    names: list[str] = []
+
+    class Recorder(torch_internals.DispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():  # type: ignore[no-untyped-call]
+        torch.zeros(2) + torch.ones(2)
+    assert names == ["zeros", "ones", "add"]
 
 
 @pytest.mark.parametrize("size", [(5, 7), (40, 3)])

@@ -13,8 +13,10 @@ from torch import Tensor, distributed
 from torch._C._nn import _upsample_bilinear2d_aa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BatchNormBase = _BatchNorm  # base class of BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
+DispatchMode = TorchDispatchMode  # base class of contexts that see each dispatched operator
 
 
 def shapes_only() -> FakeTensorMode:

@@ -8,26 +8,30 @@ new pages, which the kernel has to clear: 244,000 page faults in a step of a ViT
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-# Parameters of glibc's `mallopt`, from malloc.h.
-M_TRIM_THRESHOLD = -1  # the heap is returned to the system if so many bytes at its end are free
-M_MMAP_MAX = -4  # largest number of blocks with a mapping of their own, returned as soon as freed
+# Parameters of glibc's `mallopt` and their defaults, from malloc.h.
+M_TRIM_THRESHOLD, TRIM_THRESHOLD = -1, 128 << 10  # free bytes at the end of the heap; -1: no limit
+M_MMAP_MAX, MMAP_MAX = -4, 65536  # blocks with a mapping of their own, returned as soon as freed
 
 
-def keep_freed_memory() -> None:
-    """Keep freed memory in this process from now on."""
+@contextmanager
+def keep_freed_memory() -> Iterator[None]:
+    """Keep freed memory in this process inside the context; return it to the system on exit."""
     library = _load_library()
-    if library is not None:
-        library.mallopt(M_MMAP_MAX, 0)
-        library.mallopt(M_TRIM_THRESHOLD, -1)  # never
-
-
-def return_freed_memory() -> None:
-    """Return all freed memory to the system, for other processes and later stages."""
-    library = _load_library()
-    if library is not None:
+    if library is None:
+        yield
+        return
+    library.mallopt(M_MMAP_MAX, 0)
+    library.mallopt(M_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        library.mallopt(M_MMAP_MAX, MMAP_MAX)
+        library.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
         library.malloc_trim(0)
 
 

@@ -83,11 +83,10 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
         # Another run may have computed the result while this one waited for the lock.
         manifest = read_stored_manifest(job, group)
         if manifest is None:
-            host_memory.keep_freed_memory()
             try:
-                manifest = _run_stage(job, group, report)
+                with host_memory.keep_freed_memory():
+                    manifest = _run_stage(job, group, report)
             finally:
-                host_memory.return_freed_memory()
                 accelerator.release_memory(group.device)
         return manifest
 

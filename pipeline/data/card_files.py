@@ -44,10 +44,10 @@ def load_card_file(name: str, memory: Memory | None = None) -> Card:
     card = _parse_card(path, body)
     card = _resolve_files(card, path)
     if classes_from_source:
-        found = find_source_classes(card, str(path), memory)
-        card = card.model_copy(update={"classes": found.classes})
+        source_classes = find_source_classes(card, str(path), memory)
+        card = card.model_copy(update={"classes": source_classes.classes})
         # whether a label that is a number is a place in `classes` or a name (`Source.numbers`)
-        card = _replace_source(card, numbers=found.numbers)
+        card = _replace_source(card, numbers=source_classes.numbers)
     _check_card_classes(path, card)
     return card
 

@@ -94,16 +94,20 @@ def find_source_classes(card: Card, where: str, memory: Memory | None) -> Source
     by_name = card.model_copy(
         update={"source": card.source.model_copy(update={"numbers": "names"})}
     )
-    found = find_counted_labels(
+    source_classes = find_counted_classes(
         by_name, entries, count_labels(by_name, entries), _choose_class_split(card)
     )
-    if found.numbers is None:
+    if source_classes.numbers is None:
         numbers = "names" if card.source.format == "parquet" else card.source.numbers
-        found = found._replace(numbers=numbers)
+        source_classes = source_classes._replace(numbers=numbers)
     if memory is not None:
-        value = {"state": list(current), "classes": list(found.classes), "numbers": found.numbers}
+        value = {
+            "state": list(current),
+            "classes": list(source_classes.classes),
+            "numbers": source_classes.numbers,
+        }
         memory.remember(identity, value)
-    return found
+    return source_classes
 
 
 def _parse_remembered(stored: Any) -> tuple[list[str], SourceClasses | None]:
@@ -158,7 +162,7 @@ def _choose_class_split(card: Card) -> Split:
 
 
 # ---- from labels to classes ----------------------------------------------------------------------
-def find_counted_labels(
+def find_counted_classes(
     card: Card,
     entries: list[Entry],
     counts: LabelCounts,

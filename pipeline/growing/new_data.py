@@ -21,7 +21,7 @@ from pipeline.data.formats import count_labels, list_source
 from pipeline.data.formats.folder import class_folders, labelled_entries
 from pipeline.data.listing import Entry
 from pipeline.data.names import listed, nfc, printable
-from pipeline.data.source_classes import find_counted_labels
+from pipeline.data.source_classes import find_counted_classes
 from pipeline.data.splits import IGNORE, SPLITS
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store
@@ -197,7 +197,7 @@ def _find_in_source(
         classes = tuple(sorted(map(nfc, class_folders(card, "train"))))
     else:
         counts = count_labels(by_name, entries)
-        classes = find_counted_labels(by_name, entries, counts, "train", min_classes=1).classes
+        classes = find_counted_classes(by_name, entries, counts, "train", min_classes=1).classes
     before = raw_data.read_last_files(store, card)
     on_card = () if card.classes == (FROM_SOURCE,) else card.classes
     left_out = {*map(nfc, card.without_classes)}

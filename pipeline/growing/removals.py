@@ -41,10 +41,10 @@ class Target:
     images: str = ""
 
     def __post_init__(self) -> None:
-        given = [name for name in (self.task, self.class_, self.images) if name]
-        if len(given) != 1:
+        count = sum(map(bool, (self.task, self.class_, self.images)))
+        if count != 1:
             raise UserError(
-                f"remove: {len(given)} of task, class and images are given; give exactly one"
+                f"remove: {count} of task, class and images are given; give exactly one"
             )
 
     def options(self) -> list[str]:

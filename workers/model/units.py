@@ -290,11 +290,11 @@ def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
         vit: The backbone.
         masks: Boolean masks, by site.
     """
-    kept = spread_unit_values(vit, masks)
+    kept_entries = spread_unit_values(vit, masks)
     tensors = {}
     for name, parameter in vit.named_parameters():
-        if name in kept:
-            tensors[name] = parameter.detach()[kept[name].expand_as(parameter)]
+        if name in kept_entries:
+            tensors[name] = parameter.detach()[kept_entries[name].expand_as(parameter)]
         else:
             tensors[name] = parameter.detach().clone()
     return tensors
@@ -324,19 +324,19 @@ def unpack(
             "backbone of its run"
         )
     unpacked: dict[str, Tensor] = {}
-    kept = spread_unit_values(vit, masks)
+    kept_entries = spread_unit_values(vit, masks)
     for name, tensor in tensors.items():
         parameter = parameters[name]
         size = tuple(parameter.shape)
-        if name in kept:
-            is_kept = kept[name].expand_as(parameter)
+        if name in kept_entries:
+            is_kept = kept_entries[name].expand_as(parameter)
             size = (int(is_kept.sum()),)
         if tuple(tensor.shape) != size:
             raise UserError(
                 f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and "
                 f"this backbone leave {size}; use the backbone of its run"
             )
-        if name not in kept:
+        if name not in kept_entries:
             unpacked[name] = tensor
             continue
         values = parameter.detach().to(tensor.device)

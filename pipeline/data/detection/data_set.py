@@ -30,7 +30,7 @@ from pipeline.data.listing import Entry
 from pipeline.data.names import listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import PreviewImage, PreviewSheet, limit_per_group
-from pipeline.data.source_classes import MIN_CLASSES, find_counted_labels
+from pipeline.data.source_classes import MIN_CLASSES, find_counted_classes
 from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
 from workers.errors import UserError
 
@@ -203,7 +203,7 @@ def build_data_set(
     if not classes and request.classes:
         classes = request.classes
     if not classes:
-        labels = find_counted_labels(card, entries, counts, "train", request.min_classes)
+        labels = find_counted_classes(card, entries, counts, "train", request.min_classes)
         classes = labels.classes
         numbers = numbers or labels.numbers
         if card.source.format != "folder":

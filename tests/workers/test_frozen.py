@@ -104,7 +104,11 @@ def test_other_parameters_and_changed_parameters_are_used() -> None:
         changed = layer(x)
         assert not torch.equal(changed, before)
         layer.bias = nn.Parameter(torch.randn(5), requires_grad=False)
-        assert not torch.equal(layer(x), changed)
+        other_bias = layer(x)
+        assert not torch.equal(other_bias, changed)
+        layer.bias.data.mul_(2)
+        layer.bias = nn.Parameter(layer.bias.data, requires_grad=False)  # in the same memory
+        assert not torch.equal(layer(x), other_bias)
 
 
 def test_parameters_that_need_a_gradient_get_one() -> None:

@@ -568,8 +568,10 @@ class TrainSettings(Frozen):
         description="`fp32`; `tf32`: products and convolutions of a GPU with 10 bits of mantissa; "
         "`bf16`: autocast of forward passes to bfloat16",
     )
-    compile: bool = Field(
-        False, description="whether the blocks of the backbone are compiled by torch.compile"
+    compile: bool | Literal["step"] = Field(
+        False,
+        description="`true`: torch.compile compiles the blocks of the backbone; `step`: on a GPU, "
+        "each optimizer step is captured as a CUDA graph; false: neither",
     )
     keep: Literal["last", "best"] = Field(
         "last",

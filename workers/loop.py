@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 
 from workers import dist, host_memory, optim, preemption
+from workers.capture import StepCapture, find_obstacle
 from workers.data import accelerator
 from workers.data.batch import Batch
 from workers.data.feed import Feed, ReplayFeed
@@ -171,7 +172,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     method = new_method(job).to(group.device)
     if method.loads_states(job.scenario):
         load_states(job, method)
-    history, length = fit(job, method, load_carried(job), group, report)
+    history, length, notes = fit(job, method, load_carried(job), group, report)
     symptoms = find_training_symptoms(job, method, history, length)
     state, carried = method.finish()
     # A step that does not train may have one row without a loss: see `fit`.
@@ -185,7 +186,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
         "trained_parameters": trained_parameters,
         "carried_bytes": sum(t.numel() * t.element_size() for t in carried.tensors.values()),
         "flops_share": method.flops_share(state),
-        "warnings": [*method.warnings(), *find_mask_symptoms(state), *symptoms],
+        "warnings": [*method.warnings(), *find_mask_symptoms(state), *symptoms, *notes],
         "backbone_digest": method.backbone_digest,
         "epochs": epochs,
         "length": length,
@@ -214,9 +215,9 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     length: dict[str, int] = {}
     if job.task is not None:
         method = METHODS["finetune"](backbone, load_settings(job), job.seed)
-        history, length = fit(job, method, None, group, report)
+        history, length, notes = fit(job, method, None, group, report)
         files["history.parquet"] = to_parquet(history)
-        warnings = [*warnings, *find_training_symptoms(job, method, history, length)]
+        warnings = [*warnings, *find_training_symptoms(job, method, history, length), *notes]
         digest = vit.compute_digest(backbone)
         head = method.heads.export(job.task.name)
         state = TaskState(
@@ -247,10 +248,12 @@ class Training(NamedTuple):
         length: Length of the training from `optim.describe_length`. With replay, it also has
             `replayed`, the number of images in all replay batches. Empty for a step without
             training.
+        warnings: Sentences for the user.
     """
 
     history: list[dict[str, Any]]
     length: dict[str, int]
+    warnings: tuple[str, ...] = ()
 
 
 def fit(
@@ -295,7 +298,7 @@ def fit(
         trained_ids.update(id(p) for p in param_group["params"])
     for p in method.parameters():
         p.requires_grad_(id(p) in trained_ids)
-    if job.train.compile:
+    if job.train.compile is True:
         vit.compile_blocks(method.backbone)
     optimizer = optim.build_optimizer(param_groups, job.train)
     method.train()
@@ -309,7 +312,12 @@ def fit(
     length = optim.describe_length(job.train, feed.num_samples)
     if feed.replay is not None:
         length["replayed"] = length["steps"] * feed.replay.images_per_step
-    return Training(history, length)
+    warnings = []
+    if job.train.compile == "step":
+        obstacle = find_obstacle(method, group)
+        if obstacle is not None:
+            warnings.append(f"train.compile is 'step', but {obstacle}; steps ran uncaptured")
+    return Training(history, length, tuple(warnings))
 
 
 class StepInputs(NamedTuple):
@@ -443,6 +451,9 @@ def train_epochs(
     best = BestEpoch(start.best, best_tensors)
     checkpoints = CheckpointSaver(job, method, optimizer, best, group, report)
     meter = ProgressMeter(job, method, epochs, report if group.rank == 0 else None)
+    capture = None
+    if job.train.compile == "step" and find_obstacle(method, group) is None:
+        capture = StepCapture(method, optimizer, group.device)
     history = list(start.history)
     steps = feed.steps_per_epoch
     for epoch in range(start.epoch, epochs):
@@ -455,7 +466,7 @@ def train_epochs(
             progress = Progress(epoch, step, epochs, steps)
             seed = derive_seed(job.seed, "step", epoch, step, group.rank)
             accelerator.seed_generators(seed, group.device)
-            terms = train_step(method, optimizer, batches, progress, job, group)
+            terms = train_step(method, optimizer, batches, progress, job, group, capture)
             num_images = batches[0].draw.size  # samples of the global batch
             losses.add(terms, num_images)
             meter.add_step(progress, num_images, losses)
@@ -463,7 +474,8 @@ def train_epochs(
                 checkpoints.save(epoch, step + 1, history, losses.total())
         row = {
             "epoch": epoch,
-            "lr": optimizer.param_groups[0]["lr"],  # rate of the first group in the last step
+            # rate of the first group in the last step
+            "lr": float(optimizer.param_groups[0]["lr"]),
             **losses.means(job, method),
             **method.metrics(),
             **count_validation(method, val, group),
@@ -496,6 +508,7 @@ def train_step(
     progress: Progress,
     job: StageJob,
     group: dist.Group,
+    capture: StepCapture | None = None,
 ) -> dict[str, torch.Tensor]:
     """Take one optimizer step over the global batch.
 
@@ -506,6 +519,7 @@ def train_step(
         progress: The position in the training.
         job: The stage.
         group: The rank.
+        capture: Captures the computation of the step, and repeats it. None: it runs normally.
 
     Returns:
         This rank's parts of the loss and of the loss terms, by name. The sum of a value over all
@@ -515,6 +529,27 @@ def train_step(
         progress.global_step, progress.total, progress.steps_per_epoch, job.train
     )
     optim.scale_rates(optimizer, lr_factor)
+
+    def update(batches: list[Batch], progress: Progress) -> dict[str, torch.Tensor]:
+        return update_weights(method, optimizer, batches, progress, job, group)
+
+    if capture is None:
+        terms = update(batches, progress)
+    else:
+        terms = capture.run(update, batches, progress)
+    method.after_step(progress)
+    return terms
+
+
+def update_weights(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    progress: Progress,
+    job: StageJob,
+    group: dist.Group,
+) -> dict[str, torch.Tensor]:
+    """Compute the gradients and update the weights, as the part of `train_step` on the device."""
     parameters = list_parameters(optimizer)
     terms = compute_gradients(method, optimizer, batches, progress, job, group)
     # Sharpness-aware minimisation: compute the gradients again at perturbed weights. Then the
@@ -529,7 +564,6 @@ def train_step(
     if job.train.clip:
         torch.nn.utils.clip_grad_norm_(parameters, job.train.clip)
     optimizer.step()
-    method.after_step(progress)
     return terms
 
 
@@ -657,7 +691,7 @@ def cast_frozen_layers(job: StageJob, method: Method) -> contextlib.AbstractCont
 
     Compiled blocks cast weights in the kernels that use them.
     """
-    if job.train.precision == "bf16" and not job.train.compile:
+    if job.train.precision == "bf16" and job.train.compile is not True:
         return frozen.cast_once(method)
     return contextlib.nullcontext()
 

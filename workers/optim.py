@@ -115,15 +115,21 @@ def build_optimizer(groups: list[dict[str, Any]], train: TrainSettings) -> torch
     full = [{**defaults, **group} for group in groups if group["params"]]
     for group in full:
         group["peak"] = group["lr"]
+    is_captured = train.compile == "step"
     if train.optimizer == "sgd":
-        return torch.optim.SGD(full, momentum=train.momentum)
-    return torch.optim.AdamW(full, fused=True)
+        # Only the fused form reads the learning rate from a tensor.
+        return torch.optim.SGD(full, momentum=train.momentum, fused=is_captured)
+    return torch.optim.AdamW(full, fused=True, capturable=is_captured)
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Set the learning rate of each group to `scale` times its peak."""
+    """Set the learning rate of each group to `scale` times its peak; a tensor in place."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak"] * scale
+        rate = group["peak"] * scale
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 @contextlib.contextmanager

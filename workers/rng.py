@@ -33,8 +33,8 @@ class StepRng:
             (b,).
         size: Number of samples in the global batch.
         device: Device of the rank.
-        batch_size: Size of a full global batch. None if this batch is full; the last batch of an
-            epoch can be smaller.
+        batch_size: Size of a full global batch. None: `size`. The last batch of an epoch can be
+            smaller.
     """
 
     seed: int
@@ -44,6 +44,11 @@ class StepRng:
     size: int
     device: torch.device
     batch_size: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the global batch is not a smaller last one."""
+        return self.batch_size in (None, self.size)
 
     @cached_property
     def positions_on_device(self) -> Tensor:

@@ -77,6 +77,7 @@ class Adapter(Method[AdapterSettings]):
     """
 
     name = "adapter"
+    has_constant_step = True
     family = "parameter-efficient"
     keeps = "adapters, head"
     paper = "Parameter-Efficient Transfer Learning for NLP, ICML 2019"

@@ -31,6 +31,7 @@ class Agem(Reservoir[ReservoirSettings]):
     """
 
     name = "agem"
+    has_constant_step = True
     paper = "Efficient Lifelong Learning with A-GEM, ICLR 2019"
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
 

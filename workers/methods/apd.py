@@ -195,6 +195,7 @@ class Apd(Method[ApdSettings]):
     """
 
     name = "apd"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "scales, sparse weights, norms, biases, head"
     train_defaults = TrainDefaults(

@@ -51,6 +51,7 @@ class Aper(FirstSession[AperSettings]):
     """
 
     name = "aper"
+    has_constant_step = True
     keeps = "class means"
     paper = (
         "Revisiting Class-Incremental Learning with Pre-Trained Models: Generalizability and "

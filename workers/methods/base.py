@@ -44,7 +44,7 @@ every retry. In training, random numbers must come from `Batch.draw` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal
 
@@ -141,6 +141,18 @@ class Progress:
     def global_step(self) -> int:
         """Optimizer steps before this one, over all epochs."""
         return self.epoch * self.steps_per_epoch + self.step
+
+    def number(self, name: str, compute: Callable[[Progress], float]) -> float | Tensor:
+        """Return a number that depends on the progress only, for use in operators.
+
+        In a captured step (`train.compile: step`) it is a tensor () that is written before each
+        step, because the code of the step does not run again.
+
+        Args:
+            name: A name that is unique within the method.
+            compute: Function of the progress that returns the number.
+        """
+        return compute(self)
 
 
 @dataclass(frozen=True)
@@ -330,6 +342,12 @@ class MethodPlan(Generic[S]):
     freezes_backbone: ClassVar[bool] = True
     # False promises that the logits of a finished task never change, bit for bit.
     may_forget: ClassVar[bool] = False
+    # Whether `loss`, `replay_loss` and `after_backward` run the same operators with the same
+    # numbers in all steps with equal `program`, and read no values on the host. Then
+    # `train.compile: step` can capture the step. Numbers that change come from `Progress.number`,
+    # random numbers from `Batch.draw`. A subclass does not inherit the value, because it can change
+    # the step.
+    has_constant_step: ClassVar[bool] = False
     # Whether a task has the features of the backbone before its first optimizer step.
     starts_as_backbone: ClassVar[bool] = True
     # Settings, by their names in a config, that a single task may override. The steps of other
@@ -516,6 +534,13 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
 
     def after_backward(self) -> None:
         """Change gradients before the optimizer's step, for example gate or project them."""
+
+    def program(self, progress: Progress) -> Hashable:
+        """Return a value that differs between steps that run different operators.
+
+        It is used only with `has_constant_step`.
+        """
+        return None
 
     def after_step(self, progress: Progress) -> None:
         """Change parameters after the optimizer's step, for example restore locked entries."""

@@ -79,6 +79,7 @@ class Bic(Rehearsal[BicSettings]):
     """
 
     name = "bic"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "two numbers"
     paper = "Large Scale Incremental Learning, CVPR 2019"

@@ -64,6 +64,7 @@ class Coda(PromptBank[CodaSettings]):
     """
 
     name = "coda"
+    has_constant_step = True
     keeps = "a head"
     paper = (
         "CODA-Prompt: COntinual Decomposed Attention-based Prompting for Rehearsal-Free Continual "

@@ -117,6 +117,7 @@ class CtrTsm(Method[S]):
     """
 
     name = "ctr_tsm"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "bits, head"
     paper = (
@@ -234,7 +235,11 @@ class CtrTsm(Method[S]):
                 "hardened from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        scale = compute_annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        s_max = self.settings.s_max
+        scale = progress.number(
+            "scale",
+            lambda progress: compute_annealed_scale(progress.step, progress.steps_per_epoch, s_max),
+        )
         self.soft = self.mask.sample(scale)
         return self.masked(*self.split(self.soft))
 

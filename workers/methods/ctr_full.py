@@ -260,6 +260,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
     """
 
     name = "ctr_full"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "bits, head"
     train_defaults = TrainDefaults(

@@ -55,6 +55,7 @@ class DarkReplay(Reservoir[DarkReplaySettings]):
     """
 
     name = "dark_replay"
+    has_constant_step = True
     paper = (
         "Dark Experience for General Continual Learning: a Strong, Simple Baseline, NeurIPS 2020"
     )

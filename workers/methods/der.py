@@ -91,6 +91,7 @@ class Der(Rehearsal[S]):
     """
 
     name = "der"
+    has_constant_step = True
     family = "expansion"
     keeps = "an extractor"
     paper = "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"

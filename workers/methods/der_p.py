@@ -163,6 +163,7 @@ class DerP(PrunedDer[DerPSettings]):
     """
 
     name = "der_p"
+    has_constant_step = True
     family = "expansion"
     keeps = "a pruned extractor"
     paper = (
@@ -222,7 +223,11 @@ class DerP(PrunedDer[DerPSettings]):
                 "hardens its masks from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        scale = compute_annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        s_max = self.settings.s_max
+        scale = progress.number(
+            "scale",
+            lambda progress: compute_annealed_scale(progress.step, progress.steps_per_epoch, s_max),
+        )
         self.soft = self.mask.sample(scale)
         return masked_weights(self.backbone, self.by_site(self.soft))
 

@@ -71,6 +71,7 @@ class DualPrompt(PromptBank[DualPromptSettings]):
     """
 
     name = "dualprompt"
+    has_constant_step = True
     keeps = "prefixes, a key, a head"
     paper = "DualPrompt: Complementary Prompting for Rehearsal-free Continual Learning, ECCV 2022"
     train_defaults = TrainDefaults(

@@ -104,6 +104,7 @@ class DyTox(Rehearsal[DyToxSettings]):
     """
 
     name = "dytox"
+    has_constant_step = True
     family = "expansion"
     keeps = "a token, a head"
     paper = "DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion, CVPR 2022"

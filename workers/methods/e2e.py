@@ -69,6 +69,7 @@ class E2e(Rehearsal[E2eSettings]):
     """
 
     name = "e2e"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "a head"
     paper = "End-to-End Incremental Learning, ECCV 2018"
@@ -103,6 +104,10 @@ class E2e(Rehearsal[E2eSettings]):
             heads = {name: self.heads[name] for name in self.class_slices()}
             self.teacher = Teacher(self.backbone, heads)
         return groups
+
+    def program(self, progress: Progress) -> int | None:
+        """Return the step if gradients get noise, whose size differs between steps."""
+        return progress.global_step if self.settings.noise else None
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         self.draw = batch.draw

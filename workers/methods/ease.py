@@ -87,6 +87,7 @@ class Ease(TaskAdapters[EaseSettings]):
     """
 
     name = "ease"
+    has_constant_step = True
     keeps = "adapters, class means"
     paper = (
         "Expandable Subspace Ensemble for Pre-Trained Model-Based Class-Incremental Learning, "

@@ -25,6 +25,7 @@ class Er(Reservoir[ReservoirSettings]):
     """
 
     name = "er"
+    has_constant_step = True
     paper = "On Tiny Episodic Memories in Continual Learning, 2019"
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
 

@@ -31,6 +31,7 @@ class ErAce(Reservoir[ReservoirSettings]):
     """
 
     name = "er_ace"
+    has_constant_step = True
     paper = (
         "New Insights on Reducing Abrupt Representation Change in Online Continual Learning, "
         "ICLR 2022"

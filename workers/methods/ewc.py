@@ -89,6 +89,7 @@ class Ewc(WeightImportance[EwcSettings]):
     """
 
     name = "ewc"
+    has_constant_step = True
     paper = "Overcoming catastrophic forgetting in neural networks, PNAS 2017"
     train_defaults = TrainDefaults(
         lr=1e-4,

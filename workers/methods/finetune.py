@@ -24,6 +24,7 @@ class FineTune(ClassIncremental[MethodSettings]):
     """
 
     name = "finetune"
+    has_constant_step = True
     family = "baseline"
     keeps = "a head"
     train_defaults = TrainDefaults(

@@ -101,6 +101,7 @@ class Foster(Rehearsal[FosterSettings]):
     """
 
     name = "foster"
+    has_constant_step = True
     family = "expansion"
     keeps = "a head"
     paper = "FOSTER: Feature Boosting and Compression for Class-Incremental Learning, ECCV 2022"

@@ -43,6 +43,7 @@ class Gdumb(Joint):
     """
 
     name = "gdumb"
+    has_constant_step = True
     family = "rehearsal"
     paper = "GDumb: A Simple Approach that Questions Our Progress in Continual Learning, ECCV 2020"
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of joint")

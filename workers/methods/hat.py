@@ -141,6 +141,7 @@ class Hat(Method[S]):
     """
 
     name = "hat"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "bits, head"
     paper = "Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
@@ -260,12 +261,15 @@ class Hat(Method[S]):
                 "changes the scale of its masks from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several steps"
             )
-        self.scale = compute_annealed_scale(
-            progress.step,
-            progress.steps_per_epoch,
-            settings.s_max,
-            settings.schedule,
-            settings.s_min,
+        self.scale = progress.number(
+            "scale",
+            lambda progress: compute_annealed_scale(
+                progress.step,
+                progress.steps_per_epoch,
+                settings.s_max,
+                settings.schedule,
+                settings.s_min,
+            ),
         )
         self.soft = self.mask.sample(self.scale)
         return self.copies.tensors() | masked_weights(self.backbone, self.by_site(self.soft))
@@ -421,6 +425,7 @@ class AdaHat(Hat[AdaHatSettings]):
     """
 
     name = "adahat"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "bits, head"
     paper = (

@@ -58,6 +58,7 @@ class Icarl(Rehearsal[IcarlSettings]):
     """
 
     name = "icarl"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "class means"
     paper = "iCaRL: Incremental Classifier and Representation Learning, CVPR 2017"

@@ -17,6 +17,7 @@ class Individual(Method[MethodSettings]):
     """Every task trains a copy of the common backbone, and its state has all weights."""
 
     name = "individual"
+    has_constant_step = True
     family = "baseline"
     keeps = "a network"
     train_defaults = TrainDefaults(

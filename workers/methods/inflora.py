@@ -104,6 +104,7 @@ class InfLora(SeparateHeads[InfLoraSettings]):
     """
 
     name = "inflora"
+    has_constant_step = True
     family = "parameter-efficient"
     keeps = "low-rank factors, head"
     paper = "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning, CVPR 2024"

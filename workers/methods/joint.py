@@ -22,6 +22,7 @@ class Joint(ClassIncremental[MethodSettings]):
     """
 
     name = "joint"
+    has_constant_step = True
     family: ClassVar[Family] = "baseline"
     keeps = "a head"
     train_defaults = TrainDefaults(

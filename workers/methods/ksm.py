@@ -82,6 +82,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
     """
 
     name = "ksm"
+    has_constant_step = True
     family = "masks"
     keeps = "bits, coefficients, norms, head"
     paper = "KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021"

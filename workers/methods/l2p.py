@@ -58,6 +58,7 @@ class L2p(PromptBank[L2pSettings]):
     """
 
     name = "l2p"
+    has_constant_step = True
     keeps = "a head"
     paper = "Learning to Prompt for Continual Learning, CVPR 2022"
     train_defaults = TrainDefaults(

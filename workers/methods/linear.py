@@ -21,6 +21,7 @@ class Linear(Method[MethodSettings]):
     """
 
     name = "linear"
+    has_constant_step = True
     family = "baseline"
     keeps = "a head"
     train_defaults = TrainDefaults(

@@ -71,6 +71,7 @@ class Lora(Method[LoraSettings]):
     """
 
     name = "lora"
+    has_constant_step = True
     family = "parameter-efficient"
     keeps = "low-rank factors, head"
     paper = "LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022"

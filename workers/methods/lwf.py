@@ -63,6 +63,7 @@ class Lwf(ClassIncremental[LwfSettings]):
     """
 
     name = "lwf"
+    has_constant_step = True
     family = "regularization"
     keeps = "a head"
     paper = "Learning without Forgetting, ECCV 2016"
@@ -96,9 +97,13 @@ class Lwf(ClassIncremental[LwfSettings]):
             self.backbone, context.optim
         )
 
+    def program(self, progress: Progress) -> bool:
+        """Return whether the step is one of `head_first`, which train the new head alone."""
+        return progress.global_step < self.settings.head_first * progress.total
+
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.task is not None
-        self.head_alone = progress.global_step < self.settings.head_first * progress.total
+        self.head_alone = self.program(progress)
         with torch.set_grad_enabled(not self.head_alone):
             features = self.features(batch.images)
         logits = self.heads[self.task.name](features).float()

@@ -44,6 +44,7 @@ class Mas(OneAnchor[MasSettings]):
     """
 
     name = "mas"
+    has_constant_step = True
     paper = "Memory Aware Synapses: Learning What (not) to Forget, ECCV 2018"
     train_defaults = TrainDefaults(
         lr=1e-4,

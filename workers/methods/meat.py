@@ -114,6 +114,7 @@ class Meat(Method[MeatSettings]):
     """
 
     name = "meat"
+    has_constant_step = True
     family = "masks"
     keeps = "bits, head"
     paper = "Meta-attention for ViT-backed Continual Learning, CVPR 2022"

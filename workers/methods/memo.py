@@ -51,6 +51,7 @@ class Memo(Der[MemoSettings]):
     """
 
     name = "memo"
+    has_constant_step = True
     family = "expansion"
     keeps = "its last blocks"
     paper = (

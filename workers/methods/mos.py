@@ -95,6 +95,7 @@ class Mos(TaskAdapters[MosSettings], AlignsHeads[MosSettings]):
     """
 
     name = "mos"
+    has_constant_step = True
     keeps = "adapters, class means, head"
     paper = "MOS: Model Surgery for Pre-Trained Model-Based Class-Incremental Learning, AAAI 2025"
     Settings = MosSettings

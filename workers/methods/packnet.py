@@ -134,6 +134,7 @@ class PackNet(Method[PackNetSettings]):
     """
 
     name = "packnet"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "a head; who owns a weight"
     paper = "PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR 2018"

@@ -59,6 +59,7 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
     """
 
     name = "piggyback"
+    has_constant_step = True
     family = "masks"
     keeps = "bits, head"
     paper = (

@@ -66,6 +66,7 @@ class PodNet(CosineRehearsal[PodNetSettings]):
     """
 
     name = "podnet"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "proxies"
     paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, ECCV 2020"

@@ -14,6 +14,7 @@ class Replay(Rehearsal[RehearsalSettings]):
     """L = CE over all classes so far. An epoch has each new image and each exemplar once."""
 
     name = "replay"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "a head"
     shares_head = True

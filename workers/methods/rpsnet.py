@@ -108,6 +108,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     """
 
     name = "rpsnet"
+    has_constant_step = True
     family = "expansion"
     keeps = "a path of modules"
     paper = "Random Path Selection for Continual Learning, NeurIPS 2019"

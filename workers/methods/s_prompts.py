@@ -54,6 +54,7 @@ class SPrompts(Vpt, ChoosesTask[SPromptsSettings]):
     """
 
     name = "s_prompts"
+    has_constant_step = True
     keeps = "tokens, centres, head"
     paper = (
         "S-Prompts Learning with Pre-trained Transformers: An Occam's Razor for Domain Incremental "

@@ -42,6 +42,7 @@ class Si(OneAnchor[SiSettings]):
     """
 
     name = "si"
+    has_constant_step = True
     paper = "Continual Learning Through Synaptic Intelligence, ICML 2017"
     train_defaults = TrainDefaults(
         lr=1e-4,

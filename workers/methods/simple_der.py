@@ -64,6 +64,7 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
     """
 
     name = "simple_der"
+    has_constant_step = True
     family = "expansion"
     keeps = "a pruned extractor"
     paper = (
@@ -107,6 +108,11 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
 
     def hard(self) -> Tensor:
         return self.kept
+
+    def program(self, progress: Progress) -> int:
+        """Return whether the step is before (-1), at (0) or after (1) the pruning."""
+        first = int(self.settings.prune_after * progress.total)
+        return min(max(progress.global_step - first, -1), 1)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         first = int(self.settings.prune_after * progress.total)

@@ -65,6 +65,7 @@ class Slca(AlignsHeads[SlcaSettings]):
     """
 
     name = "slca"
+    has_constant_step = True
     family = "class statistics"
     keeps = "a head"
     paper = (

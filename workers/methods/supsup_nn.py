@@ -94,6 +94,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     """
 
     name = "supsup_nn"
+    has_constant_step = True
     family = "masks"
     keeps = "bits"
     train_defaults = TrainDefaults(

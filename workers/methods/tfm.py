@@ -111,6 +111,7 @@ class Tfm(Method[TfmSettings]):
     """
 
     name = "tfm"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "2 bits a unit, norms, head"
     paper = (

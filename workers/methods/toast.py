@@ -112,6 +112,7 @@ class Toast(Method[S]):
     """
 
     name = "toast"
+    has_constant_step = True
     family = "parameter-efficient"
     keeps = "feedback layers, prior, head"
     paper = "TOAST: Transfer Learning via Attention Steering, 2023"
@@ -355,6 +356,7 @@ class ToastLite(Toast[ToastLiteSettings]):
     """
 
     name = "toast_lite"
+    has_constant_step = True
     family = "parameter-efficient"
     keeps = "low-rank feedback, prior, head"
     train_defaults = TrainDefaults(

@@ -57,6 +57,7 @@ class Vpt(Method[VptSettings]):
     """
 
     name = "vpt"
+    has_constant_step = True
     family = "parameter-efficient"
     keeps = "tokens, head"
     paper = "Visual Prompt Tuning, ECCV 2022"

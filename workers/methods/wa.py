@@ -46,6 +46,7 @@ class Wa(Rehearsal[WaSettings]):
     """
 
     name = "wa"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "a head"
     paper = "Maintaining Discrimination and Fairness in Class Incremental Learning, CVPR 2020"

@@ -275,8 +275,12 @@ class AnnealedSigmoid(nn.Module):
         self.embedding = nn.Parameter(start.detach().clone().float())
         self.s_max, self.official = s_max, compensation == "official"
 
-    def sample(self, scale: float) -> Tensor:
-        """Return the mask at scale s, in [1e-12, 1], with the compensated gradient."""
+    def sample(self, scale: float | Tensor) -> Tensor:
+        """Return the mask at scale s, in [1e-12, 1], with the compensated gradient.
+
+        Args:
+            scale: The scale, a number or a tensor ().
+        """
         mask: Tensor = AnnealedGate.apply(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
@@ -288,7 +292,7 @@ class AnnealedSigmoid(nn.Module):
         return self.embedding > 0
 
     @torch.no_grad()
-    def slope(self, scale: float) -> Tensor:
+    def slope(self, scale: float | Tensor) -> Tensor:
         """Return the compensated d mask / d embedding at a scale.
 
         The gradient of the embedding is the gradient of the mask, multiplied by this factor.
@@ -316,7 +320,12 @@ class AnnealedGate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, embedding: Tensor, scale: float, s_max: float, bound: float, official: bool
+        ctx: Any,
+        embedding: Tensor,
+        scale: float | Tensor,
+        s_max: float,
+        bound: float,
+        official: bool,
     ) -> Tensor:
         ctx.save_for_backward(embedding)
         ctx.how = scale, s_max, bound, official
@@ -329,7 +338,7 @@ class AnnealedGate(torch.autograd.Function):
 
 
 def compute_compensated_slope(
-    e: Tensor, scale: float, s_max: float, bound: float, official: bool
+    e: Tensor, scale: float | Tensor, s_max: float, bound: float, official: bool
 ) -> Tensor:
     """Return HAT's compensated derivative da / de: the derivative of sigmoid(e), times s_max.
 

@@ -97,7 +97,10 @@ class ClassIncremental(Method[S]):
         slices = self.class_slices()
         num_classes = max(task_slice.stop for task_slice in slices.values())
         if batch.targets is None:
-            return F.one_hot(self.global_labels(batch), num_classes).float()
+            # `F.one_hot` would read the largest label on the host of some devices.
+            labels = self.global_labels(batch)[:, None]
+            zeros = torch.zeros((len(labels), num_classes), device=labels.device)
+            return zeros.scatter_(1, labels, 1.0)
         if len(self.training_tasks) > 1:  # the feed created targets over all classes
             return batch.targets
         task_slice = slices[self.training_tasks[0].name]

@@ -34,6 +34,7 @@ from pipeline.config.text import table_text
 from pipeline.graph.run import look_up_all, run_graph
 from pipeline.launch.local import LocalExecutor
 from pipeline.results.bundles import build_run_bundle
+from workers import capture
 from workers.data import accelerator, loaders
 from workers.data.feed import Feed
 from workers.dist import Group
@@ -47,7 +48,7 @@ START_TIMEOUT_S = 60.0
 BLOCKS = 3
 PROFILED = ("finetune", "meat", "toast", "dytox")
 COMPILED = ("finetune", "meat")
-SMALL = ("finetune", "meat")  # methods whose step is measured where the host has most to do
+SMALL = ("finetune", "meat", "hat")  # methods whose step is measured where the host has most to do
 SMALL_SIDE, SMALL_BATCH = 128, 32
 NUM_KERNELS = 3
 Row = dict[str, Any]
@@ -182,6 +183,8 @@ def measure_all(bench: Bench, names: list[str]) -> None:
         )
     for name in (name for name in COMPILED if name in names):
         bench.measure("compiled step", name, partial(method_row, bench, name, backbone, 0, True))
+    for name in (name for name in SMALL if name in names):
+        bench.measure("captured step", name, partial(captured_row, bench, name, network, small))
     for tasks in (1, 10, 50):
         for precision in ("bf16", "fp32"):
             label = f"T={tasks}, {precision}"
@@ -265,6 +268,22 @@ def method_row(
     if finetune:
         row["of_finetune"] = row["ms"] / finetune[0]["ms"]
     return row
+
+
+def captured_row(bench: Bench, name: str, backbone: nn.Module, sizes: Sizes) -> Row:
+    """Time captured steps (`train.compile: step`), and compare their losses with other steps'.
+
+    On a CPU, which has no graphs, the steps run normally.
+    """
+    scenario = max(METHODS[name].scenarios - {"domain"})
+    plain = Conditions(sizes.side, sizes.batch, 0, "bf16", bench.device)
+    captured = replace(plain, is_captured=bench.device.type in capture.BACKENDS)
+    trainings = [Training(name, backbone, scenario, each) for each in (plain, captured)]
+    losses = [torch.stack([training.step() for _ in range(8)]) for training in trainings]
+    bench.wait()
+    row: Row = {"difference": float((losses[1] / losses[0] - 1).abs().max())}
+    row |= bench.time(trainings[1].step, sizes.batch)
+    return row | {"plain_ms": bench.time(trainings[0].step, sizes.batch)["ms"]}
 
 
 def count_synchronisations(bench: Bench, step: Callable[[], object]) -> int:

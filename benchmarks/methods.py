@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
+from workers.capture import StepCapture
 from workers.data.accelerator import CPU
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
@@ -79,6 +80,7 @@ class Conditions:
     """How a training step is measured.
 
     position: of the task in the stream, from 0; a method without a chain trains the first one.
+    is_captured: with `train.compile: step`.
     """
 
     side: int = SIDE
@@ -86,11 +88,17 @@ class Conditions:
     position: int = 1
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     device: torch.device = CPU
+    is_captured: bool = False
 
     @property
     def train(self) -> TrainSettings:
         """The training settings."""
-        return TrainSettings(epochs=10, batch_size=self.batch, precision=self.precision)
+        return TrainSettings(
+            epochs=10,
+            batch_size=self.batch,
+            precision=self.precision,
+            compile="step" if self.is_captured else False,
+        )
 
 
 class Pictures:
@@ -189,6 +197,9 @@ class Training:
                 self._finish()
         self.position = position
         self.optimizer = optim.build_optimizer(groups, train)
+        self.capture: StepCapture | None = None
+        if conditions.is_captured:
+            self.capture = StepCapture(self.method, self.optimizer, device)
         self.casts = ExitStack()  # as long as the object lives
         self.casts.enter_context(loop.cast_frozen_layers(self.job, self.method))
         self.method.train()
@@ -266,8 +277,10 @@ class Training:
             batch.replay = self.replay_batch()
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)
         self.steps += 1
-        sums = loop.train_step(self.method, self.optimizer, [batch], progress, self.job, self.group)
-        return sums["loss"]
+        sums = loop.train_step(
+            self.method, self.optimizer, [batch], progress, self.job, self.group, self.capture
+        )
+        return sums["loss"].clone()  # the next captured step overwrites it
 
     def replay_batch(self) -> Batch:
         """Return a replay batch, with the images of the step again and again."""

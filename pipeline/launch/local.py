@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,9 +35,10 @@ from workers.loop import run_stage
 
 
 class LocalExecutor(Executor):
-    """Runs one stage in each call of `poll`: the one with the longest path of descendants.
+    """Runs one stage in each call of `poll`, and returns when the stage has ended.
 
-    `poll` returns when the stage has ended.
+    Evaluations run first, so that an accuracy is known as soon as its task is trained. Of the other
+    stages, the one with the longest path of descendants runs first.
 
     Args:
         store: Store of the results.
@@ -73,7 +75,9 @@ class LocalExecutor(Executor):
 
     def submit(self, stage: Stage, depth: int) -> None:
         """Queue a stage."""
-        self.waiting.append(ReadyStage(depth, stage))
+        # One process runs all stages, so the order does not change the time of the run.
+        is_evaluation = stage.step == "evaluate"
+        self.waiting.append(ReadyStage(sys.maxsize if is_evaluation else depth, stage))
 
     def poll(self) -> list[Event]:
         """Run one stage and return the event of the end; [] if no stage waits.

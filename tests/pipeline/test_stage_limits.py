@@ -147,6 +147,16 @@ def test_local_stage_ends_at_time_limit_and_retries(
     assert not (tmp_path / "failures").exists(), "there is nothing to trace"
 
 
+def test_a_task_is_evaluated_before_the_next_one_is_trained(tmp_path: Path) -> None:
+    """The next training has the longer path of descendants, but an accuracy is shown early."""
+    executor = executor_of(limited(), tmp_path, Clock())
+    for step, depth in (("train", 3), ("evaluate", 1), ("herd", 5)):
+        executor.submit(get_stage(step, None), depth)
+    executor.close()
+    ended = [executor.poll()[0].stage for _ in range(3)]
+    assert ended == ["meat/a/evaluate", "meat/a/herd", "meat/a/train"]
+
+
 def test_each_try_has_its_own_time_and_the_last_one_fails_the_stage() -> None:
     stage = get_stage("train", None)
     walk = Walk.over(Graph.of("g", [stage]), [], retries=1)

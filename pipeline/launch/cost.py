@@ -55,7 +55,7 @@ from workers.data.augment import Augment
 from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task, TrainSettings, add_neutral_values
 from workers.methods import METHODS
-from workers.methods.protocols import PrecomputesFeatures
+from workers.methods.linear import Linear
 from workers.optim import fit_to_images
 from workers.storage.artifact import Artifact
 from workers.storage.parquet import read_table
@@ -597,7 +597,7 @@ class Speeds:
         if not work.epochs or stage.step == "evaluate":
             return Measured(STAGE_S, one.forward_s, one.source)
         method = METHODS.get(stage.job.method)
-        if method is None or not issubclass(method, PrecomputesFeatures):
+        if method is None or not issubclass(method, Linear):
             return Measured(STAGE_S, one.train_s, one.source)
         # The method trains only a head on the features of a frozen backbone. If augmentation is
         # deterministic, it computes the features once, else in each epoch.

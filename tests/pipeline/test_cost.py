@@ -189,7 +189,8 @@ def test_another_method_stands_in_and_a_step_without_measurement_follows_a_formu
 
 def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: Site) -> None:
     cluster = {"workers": 2, "groups": 1, "cpus_per_worker": 1}
-    prediction = costs(*site, ("finetune", "linear"), cluster=cluster, train={"epochs": 4})
+    methods = ("finetune", "linear", "toast")
+    prediction = costs(*site, methods, cluster=cluster, train={"epochs": 4})
     assert {stage.basis for stage in prediction.costs.values()} == {"formula"}
     graph = planned(*site)[1]
     job = graph["finetune/a/train"].job
@@ -198,6 +199,8 @@ def test_a_fresh_storage_is_forecast_from_the_operations_of_the_backbone(site: S
     seconds = {stage_id: stage.device_s for stage_id, stage in prediction.costs.items()}
     image_s = speed.READ_S + 3 * forward_s
     assert seconds["finetune/a/train"] == pytest.approx(cost.STAGE_S + 4 * TRAIN * image_s)
+    # the second pass runs in every epoch
+    assert seconds["toast/a/train"] == seconds["finetune/a/train"]
     image_s = speed.READ_S + forward_s
     assert seconds["finetune/a/evaluate"] == pytest.approx(cost.STAGE_S + 2 * TEST * image_s)
     # features of a frozen backbone are computed once

@@ -206,6 +206,27 @@ def test_a_feed_with_cached_features_decodes_no_image(
     look.assert_not_called()
 
 
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("world", [1, 3])
+def test_features_above_the_limit_are_not_cached(
+    root: Any,  # noqa: F811
+    world: int,
+    fits: bool,
+) -> None:
+    """On no rank, also if a rank has no batch, and so does not know the size of a row."""
+    feeds = [feed_of(root, "resident", rank, world, batch=16, data=PLAIN) for rank in range(world)]
+    max_bytes = 2 * 8 * feeds[0].num_samples - (not fits)
+    with mock.patch.object(Group, "gather", return_value=[[]]) as gather:
+        for feed in feeds:
+            feed.cache_features(made_of, max_bytes)
+    shares = [call.args[0] for call in gather.call_args_list]  # one of each rank
+    assert [bool(share) for share in shares] == [fits, fits, False][:world]
+    with mock.patch.object(Group, "gather", return_value=shares):
+        for feed in feeds:
+            feed.cache_features(made_of, max_bytes)
+    assert [feed.cached_features is not None for feed in feeds] == [fits] * world
+
+
 # ---- full fine-tuning of a network per task ------------------------------------------------------
 def test_individual_stores_a_network_and_a_head_and_nothing_else(lab: Lab) -> None:
     run = lab.run("individual")

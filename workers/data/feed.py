@@ -8,7 +8,7 @@ order of the samples (order.py), the source of their pixels (sources.py) and aug
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -184,22 +184,32 @@ class Feed:
         return -(-self.num_samples // self.batch_size)
 
     @torch.no_grad()
-    def cache_features(self, extract: Callable[[Tensor], Tensor]) -> None:
+    def cache_features(
+        self, extract: Callable[[Tensor], Tensor], max_bytes: int | None = None
+    ) -> None:
         """Replace images by `extract(images)` in all batches from now on.
 
         `extract` runs in this call, once per image, each rank on its share. The result is the same
-        to the last bit for any number of ranks. If augmentation is random, this method does
-        nothing.
+        to the last bit for any number of ranks. If augmentation is random, or the features of all
+        images have more than `max_bytes`, images are not replaced.
 
         Args:
             extract: Maps images (b, 3, H, W) to features (b, ...).
+            max_bytes: Maximum size of the features on each rank. This call takes twice as much.
+                None: no maximum.
         """
         if not self.augment.is_deterministic:
             return
-        batch_size = min(self.batch_size, EVAL_BATCH)
-        parts = [extract(batch.images).cpu() for batch in self.evaluate(batch_size)]
-        features = torch.cat(interleave(self.group.gather(parts)))
-        self.cached_features = features.to(self.group.device)
+        parts: list[Tensor] = []
+        with closing(self.evaluate(min(self.batch_size, EVAL_BATCH))) as batches:
+            for batch in batches:
+                part = extract(batch.images).cpu()
+                if max_bytes is not None and part[0].nbytes * self.num_samples > max_bytes:
+                    break  # in the first batch, on all ranks that have one
+                parts.append(part)
+        all_parts = interleave(self.group.gather(parts))
+        if all_parts:
+            self.cached_features = torch.cat(all_parts).to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[list[Batch]]:
         """Yield this rank's micro-batches of each optimizer step, from `start_step` on.
@@ -223,7 +233,7 @@ class Feed:
                     for batch, replay in zip(batches, replays, strict=True)
                 ]
 
-    def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
+    def evaluate(self, batch_size: int = EVAL_BATCH) -> Generator[Batch]:
         """Yield this rank's batches of all samples in table order, with their keys.
 
         Rank j % world computes the complete batch j. Therefore a sample is in the same batch, and

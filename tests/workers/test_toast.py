@@ -13,16 +13,25 @@ from unittest import mock
 
 import method_steps
 import pytest
+import safetensors.torch
 import torch
 from method_steps import BASE, ONE, OTHER_VITS, PROGRESS, TWO, begun, images, other_vit, vit
 from timm.models.vision_transformer import ParallelThingsBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.testing.lab import TASKS, Lab, compute_task_logits
+from pipeline.testing.lab import (
+    OPTIMIZERS,
+    TASKS,
+    TINY,
+    Lab,
+    again,
+    compute_task_logits,
+    history,
+)
 from workers.errors import UserError
-from workers.job import BackboneSettings
-from workers.methods import METHODS
+from workers.job import BackboneSettings, StageJob
+from workers.methods import METHODS, toast
 from workers.methods.base import Method
 from workers.methods.toast import Toast, ToastLite
 from workers.model.top_down import TopDown, select_tokens, selection, variational
@@ -358,6 +367,114 @@ def test_a_compiled_backbone_is_steered_too() -> None:
         assert torch.equal(method.backbone(images()), vit()(images()))
 
 
+# ---- the first pass is kept ----------------------------------------------------------------------
+@pytest.mark.parametrize(("to", "top"), RANGES)
+def test_kept_first_pass_gives_same_features(to: int, top: int) -> None:
+    method = in_double(feedback_to=to, feedback_from=top)
+    rows = method.top_down.pack(*method.top_down.first_pass(images().double()))
+    assert rows.shape == (8, 2 * 5 * 32)
+    with mock.patch.object(TopDown, "first_pass") as first_pass:
+        features = steered(method, rows)
+    first_pass.assert_not_called()
+    assert torch.equal(features, steered(method, images().double()))
+    assert torch.allclose(features, by_hand(method, images().double()), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
+def test_kept_first_pass_of_other_families(form: dict[str, Any]) -> None:
+    method = method_of(backbone=other_vit(**form))
+    begun(method)
+    moved(method)
+    rows = method.top_down.pack(*method.top_down.first_pass(images()))
+    assert torch.equal(steered(method, rows), steered(method, images()))
+
+
+@contextmanager
+def counted_first_passes() -> Iterator[list[int]]:
+    """The number of images in each first pass."""
+    sizes: list[int] = []
+    first_pass = TopDown.first_pass
+
+    def counted(self: TopDown, x: Tensor) -> Any:
+        sizes.append(len(x))
+        return first_pass(self, x)
+
+    with mock.patch.object(TopDown, "first_pass", counted):
+        yield sizes
+
+
+def train_job(lab: Lab, name: str, step: str = "train", **data: Any) -> StageJob:
+    """A stage of three epochs, in batches that do not divide the number of images."""
+    base, task = ({"card": str(lab.card), "classes": list(TASKS[t]), "name": t} for t in TASKS)
+    run = lab.run_of(
+        name,
+        {**OPTIMIZERS["sgd"], "lr": 0.01, "epochs": 3, "batch_size": 23},
+        ("two", "three"),
+        stream={"scenario": "task", "tasks": [{**base, "role": "base"}, task]},
+        methods={name: {}},
+        data={"val_fraction": 0.125, **data},
+        backbone={**TINY, "drop_path": 0.3},
+    )
+    job = run.stages(step == "train")[0]
+    assert job.step == step
+    run.prepare(job)
+    return job
+
+
+def plain_passes() -> Any:
+    return mock.patch.object(Toast, "precompute", return_value=None)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("step", ["pretune", "train"])
+@pytest.mark.parametrize("name", BOTH)
+def test_stage_passes_images_once_and_trains_the_same(lab: Lab, name: str, step: str) -> None:
+    """Up to rounding: an image has other neighbours in the kept pass."""
+    job = train_job(lab, name, step)
+    with counted_first_passes() as sizes:
+        kept = lab.stage(again(job, "kept"))
+    row = history(kept)[0]
+    noise = [1] if step == "pretune" else []  # for the first prior
+    assert sum(sizes) == sum([row["images"], row["val_total"], *noise])
+    with counted_first_passes() as sizes, plain_passes():
+        plain = lab.stage(again(job, "plain"))
+    assert sum(sizes) == sum([3 * (row["images"] + row["val_total"]), *noise])
+    for kept_row, plain_row in zip(history(kept), history(plain), strict=True):
+        assert kept_row == pytest.approx(plain_row, rel=1e-5)
+    file = "carried.safetensors" if step == "pretune" else "task.safetensors"
+    kept_tensors, plain_tensors = (safetensors.torch.load(a.read(file)) for a in (kept, plain))
+    assert kept_tensors.keys() == plain_tensors.keys()
+    for tensor_name, tensor in kept_tensors.items():
+        assert torch.allclose(tensor, plain_tensors[tensor_name], atol=1e-5), tensor_name
+
+
+@pytest.mark.parametrize("data", [{"flip": 0.5}, {"mixup": 0.2}], ids=repr)
+def test_first_pass_is_repeated_under_augmentation(lab: Lab, data: dict[str, Any]) -> None:
+    job = train_job(lab, "toast", **data)
+    with counted_first_passes() as sizes:
+        rows = history(lab.stage(again(job, "kept")))
+    assert sum(sizes) == 3 * rows[0]["images"] + rows[0]["val_total"]
+    with plain_passes():
+        assert rows == history(lab.stage(again(job, "plain"))), "bit for bit"
+
+
+def test_first_pass_is_repeated_if_it_does_not_fit(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = train_job(lab, "toast")
+    images = history(lab.stage(again(job, "fits")))[0]["images"]
+    num_bytes = 4 * 2 * 17 * 32 * images
+    passes: dict[int, int] = {}
+    for limit in (num_bytes - 1, num_bytes):
+        monkeypatch.setattr(toast, "MAX_FIRST_PASS_BYTES", limit)
+        with counted_first_passes() as sizes:
+            rows = history(lab.stage(again(job, f"limit-{limit}")))
+        passes[limit] = sum(sizes) - rows[0]["val_total"]
+    # the first batch shows that the pass does not fit
+    assert passes == {num_bytes - 1: 3 * images + 23, num_bytes: images}
+
+
 # ---- what is trained and stored ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "settings", "step", "names"),
@@ -461,7 +578,7 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", BOTH)
-def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tasks_share_the_first_pass(name: str) -> None:
     learner, method = method_of(name), method_of(name)
     for task in (ONE, TWO):
         with torch.enable_grad():
@@ -479,19 +596,12 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
     assert torch.equal(
         alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))
     ), "the backbone answers what it was trained on"
-    passes: list[int] = []
-    first_pass = TopDown.first_pass
-
-    def counted(self: TopDown, x: Tensor) -> Any:
-        passes.append(len(x))
-        return first_pass(self, x)
-
-    monkeypatch.setattr(TopDown, "first_pass", counted)
-    for order in (["one", "two", "base"], ["two", "one", "two"]):
-        logits = method.compute_logits(images(), order)
-        assert set(logits) == set(order)
-        assert all(torch.equal(logits[task], alone[task]) for task in order)
-    assert passes == [8, 8]
+    with counted_first_passes() as sizes:
+        for order in (["one", "two", "base"], ["two", "one", "two"]):
+            logits = method.grouped_logits(images(), dict.fromkeys(order, slice(None)))
+            assert set(logits) == set(order)
+            assert all(torch.equal(logits[task], alone[task]) for task in order)
+    assert sizes == [8, 8]
 
 
 def begun_anew(name: str) -> Any:

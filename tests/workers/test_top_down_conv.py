@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import method_steps
 import pytest
@@ -213,6 +214,27 @@ def test_feedback_maps_have_input_shape_of_stage(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize(("to", "top"), RANGES)
+def test_kept_first_pass_gives_same_features(to: int, top: int, options: dict[str, Any]) -> None:
+    """And its maps have channels last in memory, like those that were computed."""
+    method = method_of(backbone=convnext(**options), feedback_to=to, feedback_from=top)
+    begun(method)
+    moved(method)
+    computed = method.top_down.first_pass(images())
+    rows = method.top_down.pack(*computed)
+    assert rows.shape == (8, sum(t[0].numel() for t in computed))
+    for kept, expected in zip(method.first_pass(rows), computed, strict=True):
+        assert torch.equal(kept, expected)
+        for t in (kept[:1], expected[:1]):
+            assert t.is_contiguous(memory_format=torch.channels_last)
+    with mock.patch.object(StageTopDown, "first_pass") as first_pass:
+        features = steered(method, rows)
+    first_pass.assert_not_called()
+    assert torch.equal(features, steered(method, images()))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("to", "top"), RANGES)
 def test_without_feedback_it_is_the_backbone_to_the_last_bit(to: int, top: int) -> None:
     method, plain = method_of(feedback_to=to, feedback_from=top), convnext()(images())
@@ -392,7 +414,7 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
         return first_pass(self, x)
 
     monkeypatch.setattr(StageTopDown, "first_pass", counted)
-    logits = method.compute_logits(images(), ["one", "two", "base"])
+    logits = method.grouped_logits(images(), dict.fromkeys(["one", "two", "base"], slice(None)))
     assert passes == [8]
     assert all(
         torch.equal(logits[task], direct[task])

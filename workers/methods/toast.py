@@ -7,7 +7,7 @@ Shi, Gai, Darrell, Wang: TOAST: Transfer Learning via Attention Steering, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
+from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.job import ActiveIf, Task
 from workers.methods.base import (
@@ -34,6 +35,9 @@ from workers.model.top_down import TopDown
 from workers.model.top_down_conv import StageTopDown
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
+
+# Maximum size of the first pass over all images of a split that a training stage keeps.
+MAX_FIRST_PASS_BYTES = 1 << 30
 
 
 class ToastSettings(MethodSettings):
@@ -86,6 +90,10 @@ class Toast(Method[S]):
     sg(in_l)), with in_l and out_l before and after block l; sg stops the gradient. Every task
     starts from the resulting feedback layers and prior, which also serve the base task. A task of
     role `unlabelled` has the same step, with the second term only.
+
+    Without augmentation the first pass over an image is the same in every epoch. A stage computes
+    it once per image and keeps its input and output tokens, if those of all images fit into
+    MAX_FIRST_PASS_BYTES: 8 N D bytes for an image with N tokens of width D (`precompute`).
 
     Differences from the paper and its code:
     - The value bias is not added twice, so that P = 0 is the backbone to the last bit
@@ -226,6 +234,14 @@ class Toast(Method[S]):
         """Return the initial values of a task's trained tensors except P and the head, by name."""
         return dict(self.start)
 
+    def precompute(self, feed: Feed) -> None:
+        """Let the feed cache the first pass over its images; see `PrecomputesFeatures`."""
+
+        def extract(images: Tensor) -> Tensor:
+            return self.top_down.pack(*self.top_down.first_pass(images))
+
+        feed.cache_features(extract, MAX_FIRST_PASS_BYTES)
+
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         return self.in_effect(dict(self.own.items()))
 
@@ -240,7 +256,7 @@ class Toast(Method[S]):
         with torch.set_grad_enabled(
             is_labelled
         ):  # without labels only `inversion` has a gradient, and it detaches `stream`
-            entered, seen = self.top_down.first_pass(batch.images)
+            entered, seen = self.first_pass(batch.images)
             features = self.top_down.second_pass(entered, seen, self.weight_overrides, stream)
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
         if not is_labelled:
@@ -304,10 +320,17 @@ class Toast(Method[S]):
         return {name: tensors[name] for name in self.top_down.shapes()}
 
     def features(self, images: Tensor) -> Tensor:
+        """Return features (b, d) of images (b, 3, H, W), or of cached rows (b, F)."""
         if not self.weight_overrides:
             return self.backbone(images)  # type: ignore[no-any-return]
-        entered, seen = self.top_down.first_pass(images)
+        entered, seen = self.first_pass(images)
         return self.top_down.second_pass(entered, seen, self.weight_overrides)
+
+    def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both results of `TopDown.first_pass` for images, or from cached rows (b, F)."""
+        if images.ndim == 2:
+            return self.top_down.unpack(images)
+        return self.top_down.first_pass(images)
 
     def grouped_logits(
         self, images: Tensor, rows: Mapping[str, Tensor | slice]
@@ -324,10 +347,6 @@ class Toast(Method[S]):
                 features = self.backbone(images[index])
             logits[task] = self.heads[task](features)
         return logits
-
-    def compute_logits(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
-        """Return the logits of all images under each task, with one first pass for all tasks."""
-        return self.grouped_logits(images, dict.fromkeys(tasks, slice(None)))
 
     def flops_share(self, state: TaskState) -> float:
         return self.top_down.flops_share()

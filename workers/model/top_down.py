@@ -202,6 +202,15 @@ class TopDown:
                 x = vit.norm(x)
             return entered, x
 
+    def pack(self, entered: Tensor, seen: Tensor) -> Tensor:
+        """Return the two results of `first_pass` as one row per image, (B, 2 N D)."""
+        return torch.stack([entered, seen], 1).flatten(1)
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two results of `first_pass` from the rows of `pack`."""
+        entered, seen = rows.unflatten(1, (2, -1, self.width)).unbind(1)
+        return entered, seen
+
     def second_pass(
         self,
         entered: Tensor,

@@ -10,6 +10,7 @@ Stages are counted from 0, as in timm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,6 +148,23 @@ class StageTopDown:
                     first_input = x
                 x = stage(x)
             return first_input, x
+
+    def pack(self, first_input: Tensor, last_map: Tensor) -> Tensor:
+        """Return the two results of `first_pass` as one row per image, with channels last."""
+        return torch.cat([t.movedim(1, -1).flatten(1) for t in (first_input, last_map)], 1)
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two results of `first_pass` from the rows of `pack`.
+
+        The maps are square. Their channels are last in memory, as in the outputs of a ConvNeXt.
+        """
+        c_in = self.widths[0][0]
+        scale = math.prod(self.strides)  # side of the first map, divided by that of the last
+        side = math.isqrt(rows.shape[1] // (c_in * scale**2 + self.width))
+        first, last = rows.split([c_in * (scale * side) ** 2, self.width * side**2], 1)
+        first_input = first.unflatten(1, (scale * side, scale * side, c_in)).movedim(-1, 1)
+        last_map = last.unflatten(1, (side, side, self.width)).movedim(-1, 1)
+        return first_input, last_map
 
     def second_pass(
         self,

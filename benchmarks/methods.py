@@ -216,6 +216,7 @@ class Training:
             self.num_replayed = sum(self.method.replay_draws())
         self.counts = tuple(torch.bincount(tasks_of_images).tolist())
         self.tasks = tasks_of_images.to(device)
+        self.features: Tensor | None = None  # beside the images, as from `Feed.add_features`
         self.steps = 0
 
     def _begin(
@@ -272,7 +273,9 @@ class Training:
         """Run one training step and return its loss."""
         positions = torch.arange(self.size)
         rng = StepRng(0, 0, self.steps, positions, self.size, self.group.device)
-        batch = Batch(self.images, self.labels, self.tasks, rng, counts=self.counts)
+        batch = Batch(
+            self.images, self.labels, self.tasks, rng, counts=self.counts, features=self.features
+        )
         if self.num_replayed:
             batch.replay = self.replay_batch()
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)

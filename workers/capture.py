@@ -171,6 +171,7 @@ class FixedBatch:
             draw=draw,
             targets=None if batch.targets is None else batch.targets.clone(),
             slots=None if batch.slots is None else batch.slots.clone(),
+            features=None if batch.features is None else batch.features.clone(),
             keys=None,
             counts=None,
             replay=None if self.replay is None else self.replay.batch,
@@ -197,7 +198,8 @@ class FixedBatch:
 def describe_layout(batch: Batch) -> Hashable:
     """Return the properties of a batch that are the same in all steps of one program."""
     tensors = tuple((t.shape, t.stride(), t.dtype) for t in batch.device_tensors())
-    present = batch.targets is not None, batch.slots is not None
+    optional = batch.targets, batch.slots, batch.features
+    present = tuple(tensor is not None for tensor in optional)
     replay = None if batch.replay is None else describe_layout(batch.replay)
     return tensors, present, batch.weight, batch.draw.size, replay
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -546,3 +548,38 @@ def test_l2p_carries_as_many_bytes_as_published() -> None:
 def test_l2p_refuses_to_choose_more_prompts_than_there_are() -> None:
     with pytest.raises(UserError, match="top is 5, and the pool has 4 prompts"):
         L2p.validate(L2p.Settings(pool=4), TrainSettings(), DataSettings(), "class")
+
+
+# ---- queries that a stage keeps ------------------------------------------------------------------
+@pytest.mark.parametrize("data", [{}, {"flip": 0.5}], ids=repr)
+@pytest.mark.parametrize("name", BANKS)
+def test_a_stage_queries_each_image_once_without_augmentation(
+    lab: Lab, name: str, data: dict[str, float]
+) -> None:
+    """The result equals that of a query in each step, bit for bit."""
+    train = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 3}
+    run = lab.run_of(name, train, settings={}, data={"val_fraction": 0.0, **data})
+    job = run.stages(0)[0]
+    run.prepare(job)
+    files = []
+    sizes: dict[str, int] = {}
+    query = PromptBank.query
+    for label in ("kept", "each"):
+        passes: list[int] = []
+
+        def counted(method: Any, images: Tensor, passes: list[int] = passes) -> Tensor:
+            passes.append(len(images))
+            return query(method, images)
+
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(PromptBank, "query", counted))
+            if label == "each":
+                patches.enter_context(mock.patch.object(PromptBank, "precompute"))
+            stage = lab.stage(replace(job, key=label + job.key[4:]))
+        sizes[label] = sum(passes)
+        files.append([stage.read(f"{name}.safetensors") for name in ("task", "carried")])
+    assert files[0] == files[1]
+    images = stage.manifest["length"]["images"]
+    queries_outside_steps = sizes["each"] - 3 * images
+    assert queries_outside_steps >= 0
+    assert sizes["kept"] - queries_outside_steps == (3 * images if data else images)

@@ -34,6 +34,7 @@ class Batch:
         replay: Replayed samples for the same step, from a global batch of their own
             (`protocols.ReplaysSamples`). None without a replay memory.
         slots: In a replay batch: positions of the samples in the memory, (b,).
+        features: Features (b, ...) that the feed keeps beside the images (`Feed.add_features`).
     """
 
     images: Tensor
@@ -46,6 +47,7 @@ class Batch:
     counts: tuple[int, ...] | None = None
     replay: Batch | None = None
     slots: Tensor | None = None
+    features: Tensor | None = None
 
     def __len__(self) -> int:
         return self.images.shape[0]
@@ -74,10 +76,11 @@ class Batch:
             None if self.targets is None else self.targets[index],
             weight=weight,
             slots=None if self.slots is None else self.slots[index],
+            features=None if self.features is None else self.features[index],
         )
 
     def device_tensors(self) -> list[Tensor]:
         """Return the tensors of this batch that are on the device, without those of `replay`."""
         tensors = [self.images, self.labels, self.tasks, self.draw.positions_on_device]
-        tensors += [t for t in (self.targets, self.slots) if t is not None]
+        tensors += [t for t in (self.targets, self.slots, self.features) if t is not None]
         return tensors

@@ -115,8 +115,9 @@ class Feed:
         self.seed = derive_seed(job.seed, "feed", *names, *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
         self.memory_format = torch.contiguous_format  # memory format of images in batches
-        # features (n, ...) in table order, which replace images in batches
+        # features (n, ...) in table order: which replace images in batches, or are beside them
         self.cached_features: Tensor | None = None
+        self.features_beside: Tensor | None = None
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         self._label_globally(job)
@@ -198,8 +199,27 @@ class Feed:
             max_bytes: Maximum size of the features on each rank. This call takes twice as much.
                 None: no maximum.
         """
-        if not self.augment.is_deterministic:
-            return
+        if self.augment.is_deterministic:
+            self.cached_features = self._extract(extract, max_bytes)
+
+    @torch.no_grad()
+    def add_features(self, extract: Callable[[Tensor], Tensor]) -> None:
+        """Add `extract(images)` to all batches from now on, as `Batch.features`.
+
+        As in `cache_features`, `extract` runs in this call, and nothing is added if augmentation is
+        random.
+
+        Args:
+            extract: Maps images (b, 3, H, W) to features (b, ...).
+        """
+        if self.augment.is_deterministic:
+            self.features_beside = self._extract(extract, None)
+
+    def _extract(self, extract: Callable[[Tensor], Tensor], max_bytes: int | None) -> Tensor | None:
+        """Return the features of all samples in table order, (n, ...), on the device.
+
+        Return None if they have more than `max_bytes`.
+        """
         parts: list[Tensor] = []
         with closing(self.evaluate(min(self.batch_size, EVAL_BATCH))) as batches:
             for batch in batches:
@@ -208,8 +228,7 @@ class Feed:
                     break  # in the first batch, on all ranks that have one
                 parts.append(part)
         all_parts = interleave(self.group.gather(parts))
-        if all_parts:
-            self.cached_features = torch.cat(all_parts).to(self.group.device)
+        return torch.cat(all_parts).to(self.group.device) if all_parts else None
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[list[Batch]]:
         """Yield this rank's micro-batches of each optimizer step, from `start_step` on.
@@ -365,6 +384,7 @@ class Feed:
             pixels: Function that returns the pixels at positions in the global batch.
         """
         device = self.group.device
+        num_samples = len(rng.positions)
         plan = self.augment.plan(rng, self.num_classes)
         sample_ids = torch.from_numpy(rows)  # (k,)
         numbers = [
@@ -386,9 +406,11 @@ class Feed:
             images, targets = self.augment(step_pixels, global_labels, self.num_classes, rng, plan)
             images = images.contiguous(memory_format=self.memory_format)
         else:
-            num_samples = len(rng.positions)
             images = self.cached_features[ids[:num_samples]]
             targets = self.augment.targets(global_labels[:num_samples], self.num_classes)
+        features: Tensor | None = None
+        if self.features_beside is not None:
+            features = self.features_beside[ids[:num_samples]]
         batches = []
         start = 0
         for part in parts:
@@ -407,6 +429,7 @@ class Feed:
                     weight=part.weight,
                     counts=counts,
                     slots=extra[0][part_slice] if extra else None,
+                    features=None if features is None else features[part_slice],
                 )
             )
         return batches

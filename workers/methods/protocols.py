@@ -91,7 +91,7 @@ class PrecomputesFeatures(Protocol):
     """A part of the forward pass is the same in every epoch and can be cached."""
 
     def precompute(self, feed: Feed) -> None:
-        """Cache constant values in the feed (`Feed.cache_features`).
+        """Cache constant values in the feed (`Feed.cache_features`, `Feed.add_features`).
 
         The loop calls this method before the first optimizer step, also in a resumed stage: once
         with the training feed, and once with the validation feed, if there is one. By then

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
+from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import Progress, S, refuse_base_task
@@ -21,9 +22,8 @@ from workers.model.masked import BlockMasks
 class PromptBank(SeparateHeads[S]):
     """A frozen ViT with prompts that depend on a query q = f(x): the features without prompts.
 
-    The query costs a second forward pass. A training step computes the query once per image,
-    without gradients. Queries are not cached over epochs: a feed can only cache values that replace
-    the images, and the forward pass with prompts needs the images. In all scenarios the
+    The query costs a second forward pass, without gradients. Without random augmentation it is the
+    same in every epoch, and a stage computes it once per image (`precompute`). In all scenarios the
     cross-entropy is over the classes of the task in training, and the heads of finished tasks are
     frozen.
     """
@@ -59,10 +59,15 @@ class PromptBank(SeparateHeads[S]):
         return None
 
     # ---- training --------------------------------------------------------------------------------
+    def precompute(self, feed: Feed) -> None:
+        """Let the feed keep the queries of its images; see `PrecomputesFeatures`."""
+        if feed.augment.training:  # validation predicts from images alone
+            feed.add_features(self.query)
+
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         self.active_task = None
         self.weight_overrides = self.training_weights(batch, progress)
-        query = self.query(batch.images)
+        query = self.query(batch.images) if batch.features is None else batch.features
         ce = self.classification_loss(self.prompted(batch.images, query), batch)
         match = self.match(query)
         if match is None:

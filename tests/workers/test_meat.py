@@ -25,7 +25,8 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, Task
 from workers.methods.base import OptimPlan
 from workers.methods.meat import Meat, MeatSettings, drop_control
-from workers.model.masked import MaskedAttention, MaskedSoftmax
+from workers.model.key_masks import attend
+from workers.model.masked import MaskedAttention
 from workers.model.masks import GumbelHard
 from workers.model.sites import TokenSites
 from workers.model.vit import build, compile_blocks, compute_digest
@@ -94,14 +95,23 @@ def with_random_masks(method: Meat, keep: float = 0.6, task: str = "one") -> Tas
     )
 
 
+def masked_softmax(scores: Tensor, policy: Tensor) -> Tensor:
+    """Return Psi of scores (B, H, N, N), or of the same row (1, N) for every query."""
+    tokens = scores.shape[-1]
+    queries = scores.expand(1, 1, tokens, tokens) if scores.dim() == 2 else scores
+    identity = torch.eye(tokens, dtype=scores.dtype).expand_as(queries)
+    if policy.dim() == 2:
+        policy = policy[:, None, None, :]
+    psi = attend(policy, 1.0, None, queries, identity, identity)
+    return psi[0, 0, :1] if scores.dim() == 2 else psi
+
+
 # ---- the equations -------------------------------------------------------------------------------
 def test_the_worked_rows_of_masked_attention() -> None:
     policy = torch.tensor([[1.0, 0.0, 1.0]])
-    row = MaskedSoftmax.apply(torch.tensor([[1.0, 2.0, 3.0]]), policy)
+    row = masked_softmax(torch.tensor([[1.0, 2.0, 3.0]]), policy)
     assert torch.allclose(row, torch.tensor([[0.1192, 0.0, 0.8808]]), atol=5e-5)
-    assert torch.equal(
-        MaskedSoftmax.apply(torch.zeros(1, 3), policy), torch.tensor([[0.5, 0.0, 0.5]])
-    )
+    assert torch.equal(masked_softmax(torch.zeros(1, 3), policy), torch.tensor([[0.5, 0.0, 0.5]]))
 
 
 def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does() -> None:
@@ -109,7 +119,7 @@ def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does() ->
     assert isinstance(attention, MaskedAttention)
     for keys in (torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[True, False, True]])):
         attention.keys = keys
-        psi = MaskedSoftmax.apply(torch.zeros(1, 1, 3, 3), attention.policy().float())[0, 0]
+        psi = masked_softmax(torch.zeros(1, 1, 3, 3), attention.policy().float())[0, 0]
         assert torch.allclose(psi[1], torch.full((3,), 1 / 3))
         assert torch.allclose(psi[0], torch.tensor([0.5, 0.0, 0.5]))
 
@@ -122,14 +132,14 @@ def test_a_token_that_sees_itself_anyway_gives_its_own_mask_no_gradient() -> Non
     assert isinstance(attention, MaskedAttention)
     keys = torch.tensor([[1.0, 0.0, 1.0]], requires_grad=True)
     attention.keys = keys
-    psi = MaskedSoftmax.apply(torch.zeros(1, 1, 3, 3), attention.policy())
+    psi = masked_softmax(torch.zeros(1, 1, 3, 3), attention.policy())
     psi[..., 1].sum().backward()
     assert torch.allclose(gradient_of(keys), torch.tensor([[-1 / 9, 1.0, -1 / 9]]))
 
 
 def test_a_masked_key_far_above_the_kept_ones_leaks_nothing() -> None:
     for high in (16.0, 200.0, 1e4):
-        row = MaskedSoftmax.apply(torch.tensor([[0.0, high, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
+        row = masked_softmax(torch.tensor([[0.0, high, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
         assert row[0, 1] == 0
         assert torch.allclose(row, torch.tensor([[0.2689, 0.0, 0.7311]]), atol=5e-5)
 
@@ -142,7 +152,7 @@ def test_masked_softmax_has_the_gradients_of_the_composed_operations() -> None:
     policy.requires_grad_()
     weights = torch.randn(2, 3, 5, 5, dtype=torch.float64)
     gradients = torch.autograd.grad(
-        (MaskedSoftmax.apply(scores, policy) * weights).sum(), (scores, policy)
+        (masked_softmax(scores, policy) * weights).sum(), (scores, policy)
     )
     exps = scores.exp() * policy
     plain = torch.autograd.grad(
@@ -158,9 +168,23 @@ def test_masked_softmax_has_the_gradients_of_the_composed_operations() -> None:
 def test_rows_of_masked_attention_sum_to_one_and_give_masked_keys_exactly_zero() -> None:
     policy = (torch.rand(4, 1, 1, 17) < 0.5).float()
     policy[..., 0] = 1
-    psi = MaskedSoftmax.apply(torch.randn(4, 2, 17, 17) * 5, policy)
+    psi = masked_softmax(torch.randn(4, 2, 17, 17) * 5, policy)
     assert torch.allclose(psi.sum(-1), torch.ones(4, 2, 17))
     assert bool((psi[(policy == 0).expand_as(psi)] == 0).all())
+
+
+def test_normed_queries_and_keys_train_in_bf16() -> None:
+    """Autocast may compute norms in fp32, while the values are bf16."""
+    method = meat(vit(qk_norm=True))
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
+    expected = method.loss(batch(), PROGRESS)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = method.loss(batch(), PROGRESS)[0]
+    assert torch.allclose(loss, expected, rtol=0.02)
+    loss.backward()
+    for name, mask in method.masks.items():
+        assert gradient_of(mask.logits).isfinite().all(), name
+        assert gradient_of(mask.logits).any(), name
 
 
 def test_drop_control_example_of_the_paper() -> None:

@@ -63,6 +63,18 @@ def test_resizing_into_a_tensor_is_the_public_function(size: tuple[int, int]) ->
     assert out.any()
 
 
+def test_attention_on_the_cpu_is_the_public_function_with_its_logarithms() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 9, 4).unbind(0)
+    mask = torch.zeros(2, 3, 1, 9)
+    mask[0, :, :, 3:8] = -torch.inf
+    output, log_total = torch_internals.attend_on_cpu(q, k, v, mask, 0.5)
+    expected = F.scaled_dot_product_attention(q, k, v, mask, scale=0.5)
+    assert torch.equal(output, expected)
+    scores = 0.5 * q @ k.transpose(2, 3) + mask
+    assert torch.allclose(log_total, scores.logsumexp(-1, keepdim=True), atol=1e-6)
+
+
 def test_the_compiler_knows_the_options_that_are_set() -> None:
     from torch._dynamo import config
 

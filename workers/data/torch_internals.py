@@ -64,3 +64,27 @@ def limit_host_waits(seconds: float) -> None:
     group = distributed.group.WORLD
     assert group is not None, "there is no process group"
     group._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=seconds))
+
+
+def attend_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return `F.scaled_dot_product_attention` and the logarithms of its denominators.
+
+    The public function does not return the logarithms.
+
+    Args:
+        q: Queries on the CPU, (B, H, N, D).
+        k: Keys, (B, H, N, D).
+        v: Values, (B, H, N, D).
+        mask: Added to the scores, of the dtype of `q`, broadcastable to (B, H, N, N).
+        scale: Factor of the scores.
+
+    Returns:
+        The mixed values (B, H, N, D), and log sum_j exp(score_ij) in fp32 (fp64 for q of this
+        dtype), (B, H, N, 1).
+    """
+    output, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
+    return output, log_total[..., None]

@@ -22,39 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from workers.errors import UserError
-
-# upper bound of the difference score - (largest score of a kept key), which is positive for some
-# masked keys; exp(20) is far from overflow in fp32
-LARGEST_EXPONENT = 20.0
-
-
-class MaskedSoftmax(torch.autograd.Function):
-    """Psi = policy * exp(scores) / sum(policy * exp(scores)), MEAT Eq. 4 and 5.
-
-    Psi is computed in the dtype of `scores` (use fp32). `policy` is 0/1, broadcastable to `scores`,
-    with at least one kept key per row. In contrast to masked_fill(-inf), the gradient of the policy
-    is also nonzero for masked keys: d Psi_i / d policy_j = exp(scores_j) / sum * (delta_ij -
-    Psi_i).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, policy: Tensor) -> Tensor:
-        top = scores.masked_fill(policy == 0, -torch.inf).amax(-1, keepdim=True)
-        # exp(scores), up to a factor per row; divided by the sum over kept keys below
-        share = (scores - top).clamp_(max=LARGEST_EXPONENT).exp_()
-        psi = share * policy
-        total = psi.sum(-1, keepdim=True)
-        share.div_(total)
-        ctx.save_for_backward(share, policy)
-        return psi.div_(total)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        share, policy = ctx.saved_tensors
-        psi = share * policy
-        pull = gradient - (gradient * psi).sum(-1, keepdim=True)
-        into_policy = (share * pull).sum_to_size(policy.shape) if ctx.needs_input_grad[1] else None
-        return psi.mul_(pull), into_policy
+from workers.model.key_masks import attend
 
 
 class KeyMasks:
@@ -63,7 +31,7 @@ class KeyMasks:
     Attributes:
         keys: Mask of the tokens as keys. None: timm's forward pass. Bool (1 or B, N), True = kept,
             for evaluation: timm's forward pass with a boolean mask. Float 0/1 (B, N), for training:
-            `MaskedSoftmax` in fp32, with a gradient for the mask.
+            `attend`, with a gradient for the mask and without dropout.
         self_loop: Every token attends to itself even if it is masked, as in the released MEAT code.
             The paper has no such term.
     """
@@ -95,13 +63,13 @@ class MaskedAttention(KeyMasks, Attention):
             return super().forward(x, attn_mask=self.policy())
         batch, tokens, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, N, D)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, H, N, N)
-        psi = MaskedSoftmax.apply(scores.float(), self.policy()).to(v.dtype)
-        mixed = (self.attn_drop(psi) @ v).transpose(1, 2)  # (B, N, H, D)
+        split = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim)
+        qkv = split.permute(2, 0, 3, 1, 4)  # (3, B, H, N, D)
+        q, k, v = qkv.unbind(0)
+        normed_q, normed_k = self.q_norm(q), self.k_norm(k)
+        is_normed = normed_q is not q or normed_k is not k
+        parts = (normed_q, normed_k, v) if is_normed else (qkv,)
+        mixed = attend(self.policy(), self.scale, None, *parts).transpose(1, 2)  # (B, N, H, D)
         x = self.norm(mixed.reshape(batch, tokens, self.attn_dim))
         if gate is not None:
             x = x * gate
@@ -110,7 +78,7 @@ class MaskedAttention(KeyMasks, Attention):
 
 
 class Multiplicative(TorchFunctionMode):
-    """Context manager that computes scaled dot-product attention with `MaskedSoftmax`.
+    """Context manager that computes scaled dot-product attention with `attend`.
 
     All other operations stay those of the module, such as rotary embeddings and position biases.
 
@@ -129,11 +97,7 @@ class Multiplicative(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **options)
         q, k, v = args  # (B, H, N, D) each
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, H, N, N)
-        bias = options.get("attn_mask")
-        if bias is not None:
-            scores = scores + bias
-        return MaskedSoftmax.apply(scores.float(), self.policy).to(v.dtype) @ v
+        return attend(self.policy, q.shape[-1] ** -0.5, options.get("attn_mask"), q, k, v)
 
 
 class RotaryKeyMasks(KeyMasks):

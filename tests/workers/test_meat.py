@@ -26,7 +26,7 @@ from workers.job import BackboneSettings, Task
 from workers.methods.base import OptimPlan
 from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model.key_masks import attend
-from workers.model.masked import MaskedAttention
+from workers.model.masked import GatedLinear, MaskedAttention
 from workers.model.masks import GumbelHard
 from workers.model.sites import TokenSites
 from workers.model.vit import build, compile_blocks, compute_digest
@@ -185,6 +185,26 @@ def test_normed_queries_and_keys_train_in_bf16() -> None:
     for name, mask in method.masks.items():
         assert gradient_of(mask.logits).isfinite().all(), name
         assert gradient_of(mask.logits).any(), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_gated_layer_has_the_bits_of_gated_inputs(precision: str, is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    layer = GatedLinear(7, 5).requires_grad_(not is_frozen)
+    x = torch.randn(2, 3, 7, requires_grad=True)
+    gate = torch.tensor([1.0, 0, 1, 1, 0, 0, 1], requires_grad=True)
+    trained = (x, gate, *(() if is_frozen else layer.parameters()))
+    results: list[tuple[Tensor, ...]] = []
+    for is_gated in (True, False):
+        layer.gate = gate if is_gated else None
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            hidden = torch.linalg.vecdot(x, x)[..., None] * x  # fp32
+            hidden = hidden.to(torch.bfloat16) if precision == "bf16" else hidden
+            output = layer(hidden if is_gated else hidden * gate.to(hidden.dtype))
+        gradients = torch.autograd.grad(output.float().square().sum(), trained)
+        results.append((output, *gradients))
+    assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
 
 
 def test_drop_control_example_of_the_paper() -> None:

@@ -18,6 +18,7 @@ from timm.layers import Attention, AttentionRope
 from timm.models.beit import Attention as BeitAttention
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -191,9 +192,34 @@ class GatedLinear(nn.Linear):
     gate: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is not None:
-            x = x * self.gate.to(x.dtype)
-        return super().forward(x)
+        if self.gate is None:
+            return super().forward(x)
+        gate = self.gate.to(x.dtype)
+        if self.weight.requires_grad:
+            return super().forward(x * gate)
+        output: Tensor = GatedProduct.apply(x, gate, self.weight, self.bias)
+        return output
+
+
+class GatedProduct(torch.autograd.Function):
+    """`F.linear(x * gate, weight, bias)` with a 0/1 gate and a frozen layer.
+
+    The bits are those of the composed operations. But the forward pass masks the weight, which is
+    smaller than the inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        return F.linear(x, weight * gate, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, gate, weight = ctx.saved_tensors
+        into_gated = gradient @ weight.to(gradient.dtype)
+        into_gate = (x * into_gated).sum_to_size(gate.shape)
+        return into_gated.mul_(gate), into_gate, None, None
 
 
 class GatedConv2d(nn.Conv2d):

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.errors import UserError
-from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
+from workers.model.adapters import (
+    HOULSBY,
+    AdapterSites,
+    Bottlenecks,
+    cast_for_autocast,
+    houlsby,
+    parallel,
+)
 from workers.model.vit import compile_blocks, compute_digest
 
 
@@ -176,3 +183,26 @@ def test_blocks_without_one_attention_and_one_ffn_are_refused() -> None:
         UserError, match=r"block 0 .* no module 'attn', .* choose a ViT with plain blocks"
     ):
         AdapterSites(vit(block_fn=ParallelThingsBlock), houlsby)
+
+
+def test_casting_a_stack_for_autocast_has_the_bits_of_autocast() -> None:
+    def results(forms: Any) -> tuple[Tensor, ...]:
+        stack = stacked(3, sites=2)
+        leaves = [t.requires_grad_() for t in stack.values()]
+        x = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16):
+            for site in forms(dict(zip(stack, leaves, strict=True))):
+                x = houlsby(x, **site)
+        return x.detach(), *torch.autograd.grad(x.float().square().sum(), leaves)
+
+    def by_site(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        return [{name: t[site] for name, t in tensors.items()} for site in range(2)]
+
+    def cast_at_once(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        casts = {name: cast_for_autocast(t) for name, t in tensors.items()}
+        assert all(t.dtype == torch.bfloat16 for t in casts.values())
+        return by_site(casts)
+
+    for got, want in zip(results(cast_at_once), results(by_site), strict=True):
+        assert torch.equal(got, want)
+    assert cast_for_autocast(torch.zeros(2)).dtype == torch.float32

@@ -4,6 +4,8 @@ to earlier tasks."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,21 +25,30 @@ from workers.methods.ctr_full import (
     capsule_bottleneck,
     capsules,
     knowledge,
-    squash,
-    strongest,
 )
 from workers.model.protect import Protector
+from workers.model.routes import (
+    find_maxima,
+    find_maximum,
+    join_kernels,
+    mix_capsules,
+    plain_join,
+    plain_maxima,
+    plain_mix,
+    plain_squash,
+    squash,
+)
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
+
+Shapes = list[tuple[int, ...]]
 
 
 # ---- the knowledge-sharing module ----------------------------------------------------------------
 def module(tasks: int = 3, filters: int = 4) -> dict[str, Tensor]:
     torch.manual_seed(6)
-    return {
-        name: t[0].detach().clone()
-        for name, t in Capsules(1, 6, tasks, 3, filters).tensors(tasks).items()
-    }
+    tensors = Capsules(1, 6, tasks, 3, filters).tensors(tasks)
+    return {name: t[0].detach().clone() for name, t in Capsules.stack(tensors).items()}
 
 
 def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tensor:
@@ -46,8 +57,8 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
 
     def pooled(u: Tensor, kind: str, added: Tensor | float = 0.0) -> Tensor:  # u: (N, 9)
         maxima = []
-        for k in KERNELS:
-            signal = F.conv1d(u.T[None], m[f"{kind}{k}"].transpose(1, 2), m[f"{kind}{k}_bias"])[0]
+        for k, bias in zip(KERNELS, m[f"{kind}_bias"], strict=True):
+            signal = F.conv1d(u.T[None], m[f"{kind}{k}"].transpose(1, 2), bias)[0]
             maxima.append(
                 F.relu(signal + (added[:, None] if isinstance(added, Tensor) else added)).amax(1)
             )
@@ -79,7 +90,7 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
 def test_knowledge_is_shared_as_the_equations_say(noisy: bool) -> None:
     m, x = module(), torch.randn(6, 8, 6, generator=torch.Generator().manual_seed(1)) * 2
     noise = torch.rand(6, 3, generator=torch.Generator().manual_seed(2)) if noisy else None
-    output = knowledge(x, **m, noise=noise)
+    output = knowledge(x, **m, noise=None if noise is None else noise.logit())
     assert torch.allclose(output, by_equations(x, m, noise), atol=1e-5)
     assert not torch.allclose(output, by_equations(x, m, torch.full((6, 3), 1e-9)), atol=1e-3), (
         "some gate is open"
@@ -105,8 +116,9 @@ def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in() -> None:
 
 
 def test_squash_shrinks_a_capsule_and_keeps_its_direction() -> None:
-    z = torch.tensor([[3.0, 4.0], [0.0, 0.0]], requires_grad=True)
-    assert torch.allclose(squash(z), torch.tensor([[0.6, 0.8], [0.0, 0.0]]) * 25 / 26)
+    z = torch.tensor([[3.0, 4.0], [0.0, 0.0]])[None, :, None].requires_grad_()  # (B, N, T, P)
+    expected = torch.tensor([[0.6, 0.8], [0.0, 0.0]]) * 25 / 26
+    assert torch.allclose(squash(z), expected[None, None])
     squash(z).sum().backward()
     assert z.grad is not None
     assert z.grad.isfinite().all()
@@ -133,20 +145,58 @@ def test_a_capsule_sees_its_own_task_and_its_own_token() -> None:
 
 @pytest.mark.parametrize("size", KERNELS)
 def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: int) -> None:
-    u, weight, bias = (
-        torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6), (5,))
-    )
-    maximum, expected = (
-        strongest(u, weight, bias),
-        F.conv1d(u.transpose(1, 2), weight.transpose(1, 2), bias).amax(2),
-    )
+    u, weight = (torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6)))
+    maximum = find_maximum(u, weight, weight)
+    expected = F.conv1d(u.transpose(1, 2), weight.transpose(1, 2)).amax(2)
     assert torch.allclose(maximum, expected, atol=1e-5)
     worth = torch.randn(4, 5)
     for gradient, other in zip(
-        *(torch.autograd.grad((y * worth).sum(), (u, weight, bias)) for y in (maximum, expected)),
+        *(torch.autograd.grad((y * worth).sum(), (u, weight)) for y in (maximum, expected)),
         strict=True,
     ):
         assert torch.allclose(gradient, other, atol=1e-5)
+
+
+FILTERS: Shapes = [(100, k, 9) for k in KERNELS for _ in ("key", "query")]
+# name -> function, its plain expression, and the shapes of its inputs in the dtype of activations
+# and in fp32, as under autocast
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Shapes, Shapes]] = {
+    "squash": (squash, plain_squash, [(4, 17, 3, 3)], []),
+    "maxima": (find_maxima, plain_maxima, [(8, 3, 17, 9)], FILTERS),
+    "maxima of one task": (find_maxima, plain_maxima, [(8, 1, 17, 9)], FILTERS),
+    "routes": (join_kernels, plain_join, [(8, 100)], [(3, 24, 100), (3, 100)]),
+    "query": (join_kernels, plain_join, [], [(3, 8, 100), (3, 100)]),
+    "mix": (mix_capsules, plain_mix, [(8, 3, 9), (8, 3, 17, 9)], [(8, 3)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_few_operators_compute_the_bits_of_plain_expressions(name: str, dtype: torch.dtype) -> None:
+    function, plain, shapes, exact_shapes = FUNCTIONS[name]
+    torch.manual_seed(2)
+    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    exact = [torch.randn(shape).requires_grad_() for shape in exact_shapes]
+
+    def results(compute: Callable[..., Any]) -> list[Tensor]:
+        if name == "squash":
+            outputs = [compute(*inputs)]
+        elif name == "mix":
+            outputs = [compute(inputs[0], exact[0], inputs[1], dtype)]
+        elif name == "query":
+            outputs = [compute(*exact, dtype)[0]]
+        elif name == "routes":
+            outputs = [*compute(*exact, dtype, *inputs)]
+        else:
+            u, *maxima = compute(*inputs, exact, [f.detach().to(dtype) for f in exact])
+            outputs = [*maxima, u * 2]  # u is used further
+        generator = torch.Generator().manual_seed(5)
+        weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, [*inputs, *exact], weights)]
+
+    for got, want in zip(results(function), results(plain), strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
 
 
 # ---- the whole of CTR ----------------------------------------------------------------------------

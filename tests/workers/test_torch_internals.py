@@ -53,6 +53,15 @@ def test_dispatch_mode_sees_each_operator() -> None:
     assert names == ["zeros", "ones", "add"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_is_kept_above_the_threshold_in_place(dtype: torch.dtype) -> None:
+    values = torch.tensor([[-1.0, 0.0, 0.5], [1.0, 2.0, -0.0]], dtype=dtype).T
+    gradient = torch.arange(1.0, 7.0).view(3, 2)
+    kept = torch_internals.keep_gradient_above(gradient, values, 0.0)
+    assert kept is gradient
+    assert torch.equal(gradient, torch.tensor([[0.0, 2.0], [0.0, 4.0], [5.0, 0.0]]))
+
+
 @pytest.mark.parametrize("size", [(5, 7), (40, 3)])
 def test_resizing_into_a_tensor_is_the_public_function(size: tuple[int, int]) -> None:
     image = torch.arange(3 * 20 * 30, dtype=torch.uint8).view(1, 20, 30, 3).permute(0, 3, 1, 2)

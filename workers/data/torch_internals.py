@@ -28,6 +28,13 @@ def shapes_only() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def keep_gradient_above(gradient: Tensor, values: Tensor, threshold: float) -> Tensor:
+    """Set `gradient` to 0 where values <= threshold, in place: the gradient of relu. Return it."""
+    operator = torch.ops.aten.threshold_backward.grad_input
+    operator(gradient, values, threshold, grad_input=gradient)
+    return gradient
+
+
 def resize_into(image: Tensor, out: Tensor, size: list[int]) -> None:
     """Write `F.interpolate(image, size, mode="bilinear", antialias=True)` into `out`.
 

@@ -7,7 +7,7 @@ NeurIPS 2021. HAT: see `hat`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -94,8 +94,8 @@ def masked_bottleneck(
     The weights and biases are multiplied by the masks already. This equals masking the outputs,
     because m relu(v) = relu(m v) for m >= 0.
     """
-    z1 = F.linear(x, down, down_bias).relu_()
-    z2 = F.linear(z1, up, up_bias).relu_()
+    z1 = F.linear(x, down, down_bias).relu()
+    z2 = F.linear(z1, up, up_bias).relu()
     return x + z2
 
 
@@ -244,9 +244,13 @@ class CtrTsm(Method[S]):
         return self.masked(*self.split(self.soft))
 
     def features(self, images: Tensor) -> Tensor:
-        with self.sites.using(self.weight_overrides):
+        with self.sites.using(self.stack(self.weight_overrides)):
             features: Tensor = self.backbone(images)
         return features
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arguments of `form` for all sites (S, ...), from `weight_overrides`."""
+        return dict(tensors)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """Return CE + c R, with R over the soft masks of this step."""

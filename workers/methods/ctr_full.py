@@ -14,7 +14,7 @@ size K.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,9 @@ from workers.methods.adapter import compute_added_share
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.methods.train_defaults import TrainDefaults
+from workers.model.adapters import cast_for_autocast
 from workers.model.masks import HardSample
+from workers.model.routes import find_maxima, join_kernels, mix_capsules, squash
 from workers.model.tokens import count_block_tokens
 from workers.storage.taskstate import TaskState
 
@@ -36,6 +38,8 @@ from workers.storage.taskstate import TaskState
 KERNELS = (3, 4, 5)
 # J, transfer capsules per task.
 TRANSFER = 3
+# Names of the layers in `Capsules` that are linear; the others are filters over tokens.
+LINEAR = ("p", "mix", "similar", "gate", "spread")
 # Names of the tensors in `Capsules` with an axis of tasks.
 PER_TASK = ("p", "p_bias", "transfer")
 
@@ -54,39 +58,6 @@ class CtrFullSettings(CtrSettings):
     )
 
 
-def squash(z: Tensor) -> Tensor:
-    """Return (|z|^2 / (1 + |z|^2)) z / |z| over the last axis; at 0 the gradient is finite."""
-    square = z.square().sum(-1, keepdim=True)
-    return z * (square.clamp(min=1e-16).sqrt() / (1 + square))
-
-
-def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the maximum over positions of a convolution over tokens, (b, R).
-
-    Only the window of the maximum has a gradient. Therefore the maximum is found without a
-    gradient, and its window is computed again with one.
-
-    Args:
-        u: Tokens (b, N, channels); b is B, or B T if the tasks are flattened into the batch.
-        weight: Filters (R, K, channels), each over K tokens.
-        bias: Biases (R,).
-    """
-    batch, tokens, _ = u.shape
-    count, size, channels = weight.shape
-    filters = weight.flatten(1)  # (R, K channels)
-    with torch.no_grad():
-        windows = u.unfold(1, size, 1).transpose(2, 3).flatten(2)  # (b, N - K + 1, K channels)
-        scores = torch.bmm(filters.expand(batch, -1, -1), windows.transpose(1, 2))
-        window_starts = scores.max(2).indices  # (b, R), a token of the image
-        window_tokens = torch.arange(size, device=u.device)
-        image_starts = tokens * torch.arange(batch, device=u.device)
-        # (b, R, K), positions in u flattened over images and tokens
-        positions = window_starts[:, :, None] + window_tokens + image_starts[:, None, None]
-    flat_u = u.flatten(0, 1)
-    winners = flat_u.index_select(0, positions.flatten()).view(batch, count, size * channels)
-    return (winners * filters).sum(2) + bias
-
-
 def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
     """Return the transfer capsules u_c = W_c squash(F_c x) of each task c, (B, T, N, J P).
 
@@ -99,8 +70,8 @@ def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
     tasks, size, width = p.shape
     votes = F.linear(x, p.reshape(tasks * size, width), p_bias.reshape(-1))
     # squash over the P channels of a capsule; the released code squashes over tasks
-    votes = squash(votes.unflatten(2, (tasks, size)))
-    return votes.transpose(1, 2) @ transfer.transpose(1, 2)
+    votes = squash(votes.unflatten(2, (tasks, size)))  # (B, T, N, P)
+    return votes @ transfer.transpose(1, 2)
 
 
 def knowledge(
@@ -116,6 +87,8 @@ def knowledge(
     mix_bias: Tensor,
     spread: Tensor,
     spread_bias: Tensor,
+    query_bias: Tensor,
+    key_bias: Tensor,
     noise: Tensor | None = None,
     **filters: Tensor,
 ) -> Tensor:
@@ -139,33 +112,32 @@ def knowledge(
         mix_bias: Biases (R,) of the query.
         spread: Weights (d, J P) of `spread`.
         spread_bias: Biases (d,) of `spread`.
-        noise: Uniform random numbers (B, T), in training: delta is sampled, with the gradient of a
+        query_bias: Biases (3, R) of the query filters, in the order of KERNELS.
+        key_bias: Biases (3, R) of the key filters.
+        noise: Logistic random numbers (B, T), in training: delta is sampled, with the gradient of a
             Gumbel softmax. None: delta is 1 if its score is positive.
-        filters: `query{K}` and `key{K}` (R, K, J P) and their biases `query{K}_bias` and
-            `key{K}_bias` (R,), for each kernel size K.
+        filters: `query{K}` and `key{K}` (R, K, J P) for each kernel size K; and, if autocast casts
+            them for matrix products, the casts `query{K}_cast` and `key{K}_cast`.
     """
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
-    queries = [
-        strongest(u[:, -1], filters[f"query{k}"], filters[f"query{k}_bias"]) for k in KERNELS
-    ]
-    query = F.linear(torch.cat(queries, 1).relu(), mix, mix_bias)  # (B, R)
-    query = query.repeat_interleave(tasks, 0)  # (B T, R)
+    names = [f"{kind}{k}" for k in KERNELS for kind in ("key", "query")]
+    exact = [filters[name] for name in names]
+    scoring = [filters.get(f"{name}_cast", filters[name]) for name in names]
+    u, keys, queries = find_maxima(u, exact, scoring)
+    query, _ = join_kernels(queries, query_bias, mix.dtype)  # (B, 3 R)
     # The maximum over tokens of relu(conv + query) is relu(maximum of conv + query), because the
     # query is the same for all tokens.
-    keys = []
-    for k in KERNELS:
-        key = strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"])  # (B T, R)
-        keys.append((key + query).relu())
-    routes = torch.cat(keys, 1).unflatten(0, (-1, tasks))  # (B, T, 3 R)
+    query = F.linear(query, mix, mix_bias)
+    routes, same_routes = join_kernels(keys, key_bias, gate.dtype, query)  # (B T, 3 R)
     # (B, T), the difference of the two logits of a gate
-    score = F.linear(routes, gate, gate_bias).squeeze(2).float()
+    score = F.linear(routes.unflatten(0, (-1, tasks)), gate, gate_bias).squeeze(2)
     if noise is None:
-        delta = (score > 0).to(score.dtype)
+        delta = (score > 0).float()
     else:
         delta = HardSample.apply(score, noise, 1.0)
-    share = F.linear(routes, similar, similar_bias) * delta[:, :, None]  # delta a: (B, T, J P)
-    v = (share[:, :, None] * u).sum(1)  # (B, N, J P)
+    similarity = F.linear(same_routes.unflatten(0, (-1, tasks)), similar, similar_bias)
+    v = mix_capsules(similarity, delta, u, spread.dtype)  # (B, N, J P)
     return x + F.linear(v, spread, spread_bias)
 
 
@@ -177,8 +149,8 @@ def capsule_bottleneck(
     The weights are masked already.
     """
     h = knowledge(x, **shared)
-    z1 = F.linear(h, down, down_bias).relu_()
-    z2 = F.linear(z1, up, up_bias).relu_()
+    z1 = F.linear(h, down, down_bias).relu()
+    z2 = F.linear(z1, up, up_bias).relu()
     return x + z2
 
 
@@ -223,6 +195,31 @@ class Capsules(nn.Module):
         for name, parameter in self.named_parameters():
             tensors[name] = parameter[:, :tasks] if name in PER_TASK else parameter
         return tensors
+
+    @staticmethod
+    def stack(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arguments of `knowledge` for all sites (S, ...), from those of `tensors`.
+
+        Casts of autocast, and all that is the same at each site, take one operator for all sites.
+        """
+        stacked: dict[str, Tensor] = {}
+        for name in LINEAR:
+            for full_name in (name, f"{name}_bias"):
+                stacked[full_name] = cast_for_autocast(tensors[full_name])
+        stacked["transfer"] = cast_for_autocast(tensors["transfer"])
+        for kind in ("query", "key"):
+            stacked[f"{kind}_bias"] = torch.stack([tensors[f"{kind}{k}_bias"] for k in KERNELS], 1)
+            for k in KERNELS:
+                filters = tensors[f"{kind}{k}"]
+                stacked[f"{kind}{k}"] = filters
+                with torch.no_grad():
+                    cast = cast_for_autocast(filters)
+                if cast is not filters:
+                    stacked[f"{kind}{k}_cast"] = cast
+        if "noise" in tensors:
+            noise = tensors["noise"]
+            stacked["noise"] = torch.logit(noise, out=torch.empty(noise.shape, device=noise.device))
+        return stacked
 
     def locks(self, tasks: int) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Return locks of the capsules of later tasks, which weight decay must not change.
@@ -322,6 +319,10 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         return super().locks() | self.capsules.locks(self.position + 1)
+
+    def stack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stacked = super().stack(tensors)
+        return stacked | self.capsules.stack(tensors) if tensors else stacked
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         num_tasks = self.position + 1

@@ -23,6 +23,8 @@ from workers.errors import UserError
 # Modules of a block that an adapter follows: attention (with its projection) and the FFN. The
 # residual addition comes after the adapter.
 HOULSBY = ("attn", "mlp")
+# Names of tensors that a form uses only as weights and biases of linear layers.
+LINEAR = frozenset({"down", "down_bias", "up", "up_bias", "a", "b"})
 PARALLEL_SCALE = 0.1  # factor of AdaptFormer's parallel branch
 
 
@@ -112,6 +114,17 @@ class Bottlenecks(nn.Module):
                 "weight_decay": 0.0,
             },
         ]
+
+
+def cast_for_autocast(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype of matrix products under autocast; outside, the tensor itself.
+
+    Autocast casts each weight of a linear layer by itself. A stack of weights is cast at once.
+    """
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class SwitchedForm:
@@ -243,7 +256,11 @@ class AdapterSites:
         """
         by_site: dict[str, Sequence[Tensor]] = {}
         for name, tensor in stacked.items():
-            by_site[name] = tensor.unbind(0) if isinstance(tensor, Tensor) else tensor
+            if isinstance(tensor, Tensor):
+                tensor = cast_for_autocast(tensor) if name in LINEAR else tensor
+                by_site[name] = tensor.unbind(0)
+            else:
+                by_site[name] = tensor
         try:
             for site, hook in enumerate(self.hooks):
                 hook.tensors = None

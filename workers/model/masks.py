@@ -54,7 +54,7 @@ class GumbelHard(nn.Module):
         Args:
             uniform: [0, 1) numbers of shape (..., *shape), which is also the shape of the mask.
         """
-        mask: Tensor = HardSample.apply(self.logits, uniform, self.tau)
+        mask: Tensor = HardSample.apply(self.logits, torch.logit(uniform.float()), self.tau)
         return mask
 
     @torch.no_grad()
@@ -64,22 +64,31 @@ class GumbelHard(nn.Module):
 
 
 class HardSample(torch.autograd.Function):
-    """m = 1[u + logit(U) > 0], with the gradient of sigmoid((u + logit(U)) / tau)."""
+    """m = 1[u + logit(U) > 0], with the gradient of sigmoid((u + logit(U)) / tau).
+
+    The second argument is the logistic noise logit(U).
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, uniform: Tensor, tau: float) -> Tensor:
-        noisy = torch.logit(uniform.float()).add_(logits)
-        mask = (noisy > 0).to(logits.dtype)
-        soft = noisy.div_(tau).sigmoid_()
+    def forward(ctx: Any, logits: Tensor, noise: Tensor, tau: float) -> Tensor:
+        noisy = noise + logits
+        # The comparison writes floats, instead of booleans that are converted.
+        mask = torch.gt(noisy, 0, out=torch.empty_like(noisy))
+        soft = (noisy if tau == 1 else noisy.div_(tau)).sigmoid_()
         ctx.save_for_backward(soft)
-        ctx.tau, ctx.shape = tau, logits.shape
+        ctx.tau, ctx.shape, ctx.dtype = tau, logits.shape, logits.dtype
         return mask
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (soft,) = ctx.saved_tensors
         # s (1 - s) g / tau
-        slope = torch.addcmul(soft, soft, soft, value=-1).mul_(gradient).div_(ctx.tau)
+        slope = torch.addcmul(soft, soft, soft, value=-1)
+        is_same = slope.dtype == ctx.dtype
+        into = slope if is_same else slope.new_empty(slope.shape, dtype=ctx.dtype)
+        slope = torch.mul(slope, gradient, out=into)
+        if ctx.tau != 1:
+            slope.div_(ctx.tau)
         return slope.sum_to_size(ctx.shape), None, None
 
 

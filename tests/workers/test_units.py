@@ -20,7 +20,7 @@ from workers.job import BackboneSettings
 from workers.methods.hat import Hat, HatSettings
 from workers.model.masks import AnnealedSigmoid, compute_annealed_scale, draw_initial_embedding
 from workers.model.penalties import newly_used
-from workers.model.units import masked_weights, spread_unit_values, unit_sites
+from workers.model.units import masked_weights, spread_unit_values, sum_by_site, unit_sites
 from workers.model.vit import build
 
 
@@ -358,3 +358,10 @@ def test_sparsity_term_is_ratio_over_all_sites() -> None:
     assert torch.isclose(share, torch.cat([one, two]).mean())
     share.backward()
     assert torch.allclose(one.grad, torch.full((3,), 1 / 12))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [[192, 192, 768] * 3, [40, 40, 100, 40, 40, 60], [5, 7]])
+def test_sums_by_site_have_the_bits_of_a_sum_per_site(sizes: list[int]) -> None:
+    values = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(3))
+    expected = torch.stack([part.sum() for part in values.split(sizes)])
+    assert torch.equal(sum_by_site(values, sizes), expected)

@@ -43,7 +43,7 @@ from workers.model.norms import norm_parameter_names
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.model.tokens import count_block_tokens
-from workers.model.units import masked_weights, spread_unit_values, unit_sites
+from workers.model.units import masked_weights, spread_unit_values, sum_by_site, unit_sites
 from workers.model.weights import Copies
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
@@ -440,18 +440,27 @@ class AdaHat(Hat[AdaHatSettings]):
     Settings = AdaHatSettings
     per_task = Hat.per_task | {"intensity", "eps"}
 
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.protector = Protector({})
+        sizes = [*self.sites.values()]
+        site = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        self.site_of_unit = site.to(self.device)  # (units,), an index in `sites`
+        self.is_free = self.uses == 0
+        self.num_free = sum_by_site(self.is_free, sizes).clamp(min=1)  # (sites,)
+        return groups
+
+    @torch.no_grad()
     def after_backward(self) -> None:
         # R changes with the masks, so the locks are new in every step.
-        soft = self.by_site(self.soft.detach())
-        blocked = {}  # part of the optimizer step that is undone, in [0, 1), by site
-        for site, count in self.by_site(self.uses).items():
-            regularizer = newly_used([soft[site]], [count > 0])
-            rate = self.settings.intensity / (self.settings.eps + regularizer)
-            blocked[site] = count / (count + rate)
+        taken = sum_by_site(self.soft * self.is_free, [*self.sites.values()])
+        rate = self.settings.intensity / (self.settings.eps + taken / self.num_free)  # (sites,)
+        # part of the optimizer step that is undone, in [0, 1), by unit
+        blocked = self.uses / (self.uses + rate[self.site_of_unit])
         locks = {}
-        for name, lock in spread_unit_values(self.backbone, blocked).items():
+        for name, lock in spread_unit_values(self.backbone, self.by_site(blocked)).items():
             locks[name] = (self.shared[name], lock)
-        self.protector = Protector(locks)
+        self.protector.replace_locks(locks)
         super().after_backward()
 
     def warnings(self) -> list[str]:

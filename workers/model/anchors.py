@@ -20,7 +20,8 @@ def flatten(tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
         tensors: The tensors.
         out: Vector that gets the entries and is returned. None: a new vector.
     """
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=out)
+    with torch.no_grad():
+        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
 
 
 def unflatten(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from workers.model.anchors import flatten, unflatten
+
 
 class Protector:
     """Zeroes the gradients of locked entries, and restores their values after a step.
@@ -25,11 +27,16 @@ class Protector:
     """
 
     def __init__(self, locks: dict[str, tuple[nn.Parameter, Tensor]]):
-        self.locks = {name: (p, lock.to(p.device)) for name, (p, lock) in locks.items()}
         self.saved: dict[str, Tensor] = {}  # name -> values to restore
+        self._soft: Tensor | None = None  # all values under float locks, as one vector
+        self.replace_locks(locks)
         for name, (parameter, lock) in self.locks.items():
             if lock.dtype == torch.bool:
                 self.saved[name] = parameter.detach().clone()
+
+    def replace_locks(self, locks: dict[str, tuple[nn.Parameter, Tensor]]) -> None:
+        """Replace the locks. The parameters under float locks must stay the same."""
+        self.locks = {name: (p, lock.to(p.device)) for name, (p, lock) in locks.items()}
 
     @torch.no_grad()
     def gate(self) -> None:
@@ -37,10 +44,14 @@ class Protector:
 
         Call it before the optimizer step.
         """
+        soft = {name: p for name, (p, lock) in self.locks.items() if lock.dtype != torch.bool}
+        if soft and self._soft is None:
+            self._soft = flatten(soft.values())
+            self.saved |= zip(soft, unflatten(self._soft, [*soft.values()]), strict=True)
+        elif soft:
+            flatten(soft.values(), out=self._soft)
         for name, (p, lock) in self.locks.items():
-            if lock.dtype != torch.bool:
-                self.saved[name] = p.detach().clone()
-            elif p.grad is not None:
+            if name not in soft and p.grad is not None:
                 p.grad.masked_fill_(lock, 0.0)
 
     @torch.no_grad()
@@ -54,4 +65,4 @@ class Protector:
             if lock.dtype == torch.bool:
                 torch.where(lock, values, p, out=p.data)
             else:
-                p.lerp_(values, lock.expand_as(p))
+                p.lerp_(values, lock)

@@ -167,12 +167,17 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     factors: dict[tuple[str, ...], Tensor] = {}  # factors of weights, used again for biases
+    ones: dict[int, Tensor] = {}  # by their number
     for rows in list_unit_rows(vit):
         if not rows.num_masked:
             continue
         sites = _list_sites(rows)
         if sites not in factors:
-            factors[sites] = _with_ones([masks[site] for site in sites], rows.num_masked)
+            parts = [masks[site] for site in sites[: rows.num_masked]]
+            unmasked = sum(len(masks[site]) for site in sites[rows.num_masked :])
+            if unmasked not in ones:
+                ones[unmasked] = parts[0].new_ones(unmasked)
+            factors[sites] = _joined([*parts, ones[unmasked]] if unmasked else parts)
         factor = factors[sites]
         parameter = vit.get_parameter(rows.name)
         if parameter.ndim == 2 and not rows.are_columns:
@@ -187,17 +192,26 @@ def _list_sites(rows: UnitRows) -> tuple[str, ...]:
     return tuple(f"{block}.{kind}" for kind in rows.kinds)
 
 
-def _with_ones(masks: list[Tensor], num_masked: int) -> Tensor:
-    """Concatenate masks of units; all masks after the first `num_masked` are replaced by ones."""
-    unmasked = sum(map(len, masks[num_masked:]))
-    parts = masks[:num_masked]
-    if unmasked:
-        parts = [*parts, masks[0].new_ones(unmasked)]
-    return _joined(parts)
-
-
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def sum_by_site(values: Tensor, sizes: list[int]) -> Tensor:
+    """Sum a value per unit over the units of each site.
+
+    Args:
+        values: Values of all units (units,), in the order of `unit_sites`.
+        sizes: Number of units of each site.
+
+    Returns:
+        Sums (sites,), with the bits of a sum per site.
+    """
+    of_block = sizes[: len(KINDS)]
+    blocks = len(sizes) // len(KINDS)
+    if sizes != of_block * blocks:
+        return torch.stack([part.sum() for part in values.split(sizes)])
+    parts = values.view(blocks, -1).split(of_block, 1)
+    return torch.stack([part.sum(1) for part in parts], 1).flatten()
 
 
 def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,6 +91,22 @@ class Pair:
     sites: tuple[str | None, ...]
 
 
+@dataclass(frozen=True)
+class PairGroup:
+    """Pairs of the same sizes, whose units a task renormalises at once.
+
+    Attributes:
+        pairs: The pairs.
+        forward_only: True for forward-only units, (pairs * parts, n). Parts without a site have no
+            such units.
+        used: 1 for used units, otherwise 0; of the same shape.
+    """
+
+    pairs: list[Pair]
+    forward_only: Tensor
+    used: Tensor
+
+
 class Tfm(Method[TfmSettings]):
     """For each task, a unit is 0 unused, 1 forward-only, or 2 normal.
 
@@ -140,6 +156,7 @@ class Tfm(Method[TfmSettings]):
             str, nn.Parameter
         ] = {}  # trained parameters of the current task except its head
         self.masks: dict[str, Tensor] = {}  # masks of the task in training
+        self.groups: list[PairGroup] = []  # of the task in training
         self.loaded: dict[str, TaskState] = {}
 
     # ---- training --------------------------------------------------------------------------------
@@ -174,6 +191,7 @@ class Tfm(Method[TfmSettings]):
                     start[f"{site}.gamma"] = bias.new_ones(old)
                     start[f"{site}.beta"] = bias.new_zeros(old)
         self.new = {name: nn.Parameter(tensor) for name, tensor in start.items()}
+        self.groups = self.group_pairs(self.masks, self.new)
         # Registers the parameters for `state_dict` and `to`, which ignore the dict.
         self.trained = nn.ParameterList(self.new.values())
         kinds: dict[str, list[nn.Parameter]] = {"units": [], "units.exempt": [], "norm": []}
@@ -265,7 +283,33 @@ class Tfm(Method[TfmSettings]):
                 all_rows.append(tensors[f"{pair.name}.rows"])
                 all_biases.append(tensors[f"{pair.name}.bias"])
                 all_columns.append(tensors[f"{pair.name}.columns"])
+        if len(all_rows) == 1:
+            return all_rows[0], all_biases[0], all_columns[0]
         return torch.cat(all_rows, 1), torch.cat(all_biases, 1), torch.cat(all_columns, 1)
+
+    def group_pairs(
+        self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+    ) -> list[PairGroup]:
+        """Return the groups of pairs for a task's masks, gamma and beta, on the device."""
+        by_size: dict[tuple[int, ...], list[Pair]] = {}
+        for pair in self.pairs:
+            site = pair.sites[-1]
+            gamma = copies.get(f"{site}.gamma")
+            old = 0 if gamma is None else len(gamma)
+            size = (len(pair.sites), len(masks[f"{site}.used"]), old)
+            by_size.setdefault(size, []).append(pair)
+        groups = []
+        for (_, width, _), pairs in by_size.items():
+            all_used, all_forward_only = [], []
+            for site in [site for pair in pairs for site in pair.sites]:
+                used = masks.get(f"{site}.used", torch.ones(width, dtype=torch.bool))
+                own = masks.get(f"{site}.own", torch.ones(width, dtype=torch.bool))
+                is_normalised = f"{site}.gamma" in copies
+                all_used.append(used.to(self.device))
+                all_forward_only.append(all_used[-1] & ~own.to(self.device) & is_normalised)
+            used = torch.stack(all_used).float()
+            groups.append(PairGroup(pairs, torch.stack(all_forward_only), used))
+        return groups
 
     def in_effect(
         self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
@@ -279,25 +323,26 @@ class Tfm(Method[TfmSettings]):
             weight = self.weight(name)
             if weight is not None and weight is not original:
                 overrides[name] = weight
-        for pair in self.pairs:
-            rows, bias, columns = self.units(pair)
-            width = len(masks[f"{pair.sites[-1]}.used"])
-            if width > columns.shape[1]:
-                raise UserError(
-                    f"{pair.name}: a task's state has {width} units, the carried weights have "
-                    f"{columns.shape[1]}; use the carried state of this task or of a later one"
-                )
-            if width < columns.shape[1]:
-                # Contiguous, so that outputs equal those before the later tasks bit for bit.
-                rows = rows[:, :width].contiguous()
-                bias = bias[:, :width].contiguous()
-                columns = columns[:, :width].contiguous()
-            by_site = [_normalisation(site, masks, copies, bias[0]) for site in pair.sites]
-            scale = torch.stack([site_scale for site_scale, _ in by_site])  # (parts, n)
-            shift = torch.stack([site_shift for _, site_shift in by_site])  # (parts, n)
-            overrides[f"{pair.into}.weight"] = (rows * scale[..., None]).flatten(0, 1)
-            overrides[f"{pair.into}.bias"] = (bias * scale + shift).flatten()
-            overrides[f"{pair.out}.weight"] = columns
+        is_training_it = masks is self.masks
+        for group in self.groups if is_training_it else self.group_pairs(masks, copies):
+            scales, shifts = _normalise(group, copies)
+            width = group.used.shape[1]
+            for pair, scale, shift in zip(group.pairs, scales, shifts, strict=True):
+                rows, bias, columns = self.units(pair)
+                if width > columns.shape[1]:
+                    raise UserError(
+                        f"{pair.name}: a task's state has {width} units, the carried weights have "
+                        f"{columns.shape[1]}; use the carried state of this task or of a later one"
+                    )
+                if width < columns.shape[1]:
+                    # Contiguous, so that outputs equal those before the later tasks bit for bit.
+                    rows = rows[:, :width].contiguous()
+                    bias = bias[:, :width].contiguous()
+                    columns = columns[:, :width].contiguous()
+                overrides[f"{pair.into}.weight"] = (rows * scale[..., None]).flatten(0, 1)
+                overrides[f"{pair.into}.bias"] = (bias * scale + shift).flatten()
+                if columns is not self.original[f"{pair.out}.weight"]:
+                    overrides[f"{pair.out}.weight"] = columns
         return overrides
 
     def features(self, images: Tensor) -> Tensor:
@@ -327,6 +372,7 @@ class Tfm(Method[TfmSettings]):
         self.shared = dict(carried.tensors)
         self.new = {}
         self.masks = {}
+        self.groups = []
 
     def load_task(self, state: TaskState) -> None:
         """Load a finished task. A base task has no masks: the plain backbone serves it."""
@@ -376,30 +422,27 @@ class Tfm(Method[TfmSettings]):
         }
 
 
-def _normalisation(
-    site: str | None, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor], like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return scale and shift of the units of a site, (n,) each.
+def _normalise(group: PairGroup, copies: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of the units of a group, (pairs, parts, n) each.
 
     They are gamma and beta for forward-only units, which come first, and 1 and 0 for normal units.
     Unused units get 0 and 0, so that they are 0 after the activation, too.
     """
-    scale = torch.ones_like(like)
-    shift = torch.zeros_like(like)
-    if site is None:
-        return scale, shift
-    used = masks[f"{site}.used"].to(like.device)
-    trained_here = masks[f"{site}.own"].to(like.device)
-    scale = scale * used
-    if f"{site}.gamma" not in copies:
-        return scale, shift
-    gamma = copies[f"{site}.gamma"].to(like.device)
-    beta = copies[f"{site}.beta"].to(like.device)
-    missing = (0, len(like) - len(gamma))
-    forward_only = used & ~trained_here
-    scale = torch.where(forward_only, F.pad(gamma, missing), scale)
-    shift = torch.where(forward_only, F.pad(beta, missing), shift)
-    return scale, shift
+    sites = [site for pair in group.pairs for site in pair.sites]
+    scale, shift = group.used, torch.zeros_like(group.used)
+    if f"{sites[-1]}.gamma" in copies:
+        old = len(copies[f"{sites[-1]}.gamma"])
+        missing = (0, group.used.shape[1] - old)
+        without = group.used[0, :old]  # of parts without a site; not used
+        selected = []
+        for name, other in (("gamma", scale), ("beta", shift)):
+            tensors = [copies.get(f"{site}.{name}", without).to(scale.device) for site in sites]
+            selected.append(
+                torch.where(group.forward_only, F.pad(torch.stack(tensors), missing), other)
+            )
+        scale, shift = selected
+    shape = (len(group.pairs), -1, group.used.shape[1])
+    return scale.view(shape), shift.view(shape)
 
 
 def find_pairs(backbone: nn.Module) -> list[Pair]:

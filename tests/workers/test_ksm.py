@@ -29,7 +29,7 @@ from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods.bases.weight_masks import masked
 from workers.methods.ksm import Ksm, KsmSettings
 from workers.methods.piggyback import Piggyback, PiggybackSettings
-from workers.model.masks import SoftBinary, Threshold
+from workers.model.masks import SoftBinary, Threshold, sample_together
 from workers.model.vit import build, compute_digest
 from workers.storage.taskstate import TaskState
 
@@ -364,3 +364,19 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         UserError, match=r"soft values for the .* kernels of blocks\.0\.mlp\.fc1 that are off"
     ):
         ksm().load_task(state)
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_masks_computed_together_have_the_bits_of_each_mask(soft: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((64, 6), (64, 6), (96, 3), (64, 6))
+    starts = [torch.randn(shape, generator=generator) * 0.02 for shape in shapes]
+    starts[1].fill_(1.0)  # all entries are on
+    masks = [SoftBinary(start, 5e-3, soft=soft) for start in starts]
+    worth = [torch.randn(shape, generator=generator) for shape in shapes]
+    parameters = [mask.scores for mask in masks]
+    together, each = sample_together(masks), [mask.sample() for mask in masks]
+    for samples in (together, each):
+        assert all(torch.equal(a, b) for a, b in zip(samples, each, strict=True))
+    gradients = [torch.autograd.grad(s, parameters, worth) for s in (together, each)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -9,7 +9,7 @@ Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -19,7 +19,7 @@ from workers.errors import UserError
 from workers.job import ActiveIf, Task
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.masks import SoftBinary
+from workers.model.masks import SoftBinary, sample_together
 from workers.model.norms import norm_parameter_names
 from workers.model.weights import weight_sites
 from workers.storage.taskstate import TaskState
@@ -132,6 +132,16 @@ class Ksm(ThresholdMasks[KsmSettings]):
         s = self.settings
         start = torch.full(self.mask_shape(site), s.start, device=weight.device)
         return SoftBinary(start, s.theta, s.beta, s.temperature, s.soft)
+
+    def sample_masks(self) -> dict[str, Tensor]:
+        # `masked` multiplies a mask in the shape of its weight in place, which must not be a view
+        small = [site for site in self.masks if self.mask_shape(site) != self.sites[site].shape]
+        masks: list[Any] = [self.masks[site] for site in small]
+        samples = dict(zip(small, sample_together(masks), strict=True))
+        for site, mask in self.masks.items():
+            if site not in samples:
+                samples[site] = mask.sample()  # type: ignore[operator]
+        return samples
 
     def copied(self) -> list[str]:
         return norm_parameter_names(self.backbone) if self.settings.norms else []

@@ -179,27 +179,51 @@ class SoftBinary(nn.Module):
 
     def sample(self) -> Tensor:
         """Return the mask as floats, with a straight-through gradient."""
-        probabilities = torch.sigmoid((self.scores - self.theta) * self.steepness)
-        mask: Tensor = StraightThrough.apply(probabilities, self._floats())
+        return self.sample_scores(self.scores)
+
+    def sample_scores(self, scores: Tensor, is_stack: bool = False) -> Tensor:
+        """Return the mask of these scores, or the masks of a stack of scores (masks, ...)."""
+        probabilities = torch.sigmoid((scores - self.theta) * self.steepness)
+        mask: Tensor = StraightThrough.apply(probabilities, self._floats(scores, is_stack))
         return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:
         """Return the mask: floats (1, or a value in [0, 0.5]) if `soft`, otherwise booleans."""
-        return self._floats() if self.soft else self._floats().bool()
+        mask = self._floats(self.scores)
+        return mask if self.soft else mask.bool()
 
     @torch.no_grad()
-    def _floats(self) -> Tensor:
-        on = torch.ge(self.scores, self.theta, out=torch.empty_like(self.scores))
+    def _floats(self, scores: Tensor, is_stack: bool = False) -> Tensor:
+        on = torch.ge(scores, self.theta, out=torch.empty_like(scores))
         if not self.soft:
             return on
-        off = torch.addcmul(self.scores, self.scores, on, value=-1)  # 0 for entries that are on
-        low, high = off.aminmax()
+        off = torch.addcmul(scores, scores, on, value=-1)  # 0 for entries that are on
+        if is_stack:
+            low, high = off.flatten(1).aminmax(dim=1)
+            low, high = (t.view(-1, *[1] * (off.ndim - 1)) for t in (low, high))
+        else:
+            low, high = off.aminmax()
         # high - low is 0 if all entries are on, or if all are off and equal
         width = (high - low).clamp_(min=torch.finfo(off.dtype).tiny)
         scaled = torch.ne(off, 0, out=torch.empty_like(off))
         off.addcmul_(scaled, low, value=-1)
         return on.addcdiv_(off, width, value=0.5)
+
+
+def sample_together(masks: Sequence[SoftBinary]) -> list[Tensor]:
+    """Return `sample()` of each mask. Masks of the same shape are computed together.
+
+    All masks must have the same settings. The results are views of a common tensor.
+    """
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, mask in enumerate(masks):
+        by_shape.setdefault(mask.scores.shape, []).append(index)
+    samples: dict[int, Tensor] = {}
+    for indices in by_shape.values():
+        scores = torch.stack([masks[index].scores for index in indices])
+        samples |= zip(indices, masks[0].sample_scores(scores, is_stack=True).unbind(), strict=True)
+    return [samples[index] for index in range(len(masks))]
 
 
 class TopK(nn.Module):

@@ -113,10 +113,14 @@ class WeightMasks(Method[S]):
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         weights = {
-            f"{site}.weight": masked(self.sites[site], mask.sample())  # type: ignore[operator]
-            for site, mask in self.masks.items()
+            f"{site}.weight": masked(self.sites[site], mask)
+            for site, mask in self.sample_masks().items()
         }
         return weights | self.copies.tensors()
+
+    def sample_masks(self) -> dict[str, Tensor]:
+        """Return the masks of the task in training as floats with a gradient, by site."""
+        return {site: mask.sample() for site, mask in self.masks.items()}  # type: ignore[operator]
 
     def hard(self) -> dict[str, Tensor]:
         """Return the masks of the task in training, by site."""

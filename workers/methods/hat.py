@@ -457,11 +457,16 @@ class AdaHat(Hat[AdaHatSettings]):
         rate = self.settings.intensity / (self.settings.eps + taken / self.num_free)  # (sites,)
         # part of the optimizer step that is undone, in [0, 1), by unit
         blocked = self.uses / (self.uses + rate[self.site_of_unit])
-        locks = {}
+        self.locks = {}
         for name, lock in spread_unit_values(self.backbone, self.by_site(blocked)).items():
-            locks[name] = (self.shared[name], lock)
-        self.protector.replace_locks(locks)
+            self.locks[name] = (self.shared[name], lock)
+        self.protector.replace_locks(self.locks)
         super().after_backward()
+
+    def after_step(self, progress: Progress) -> None:
+        # Again, because `after_backward` does not run in a captured step.
+        self.protector.replace_locks(self.locks)
+        super().after_step(progress)
 
     def warnings(self) -> list[str]:
         return []  # it continues to learn without free units

@@ -114,6 +114,7 @@ class Meat(Method[MeatSettings]):
     """
 
     name = "meat"
+    revision = 2
     has_constant_step = True
     family = "masks"
     keeps = "bits, head"

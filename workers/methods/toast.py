@@ -130,7 +130,7 @@ class Toast(Method[S]):
         weight_decay=1e-4,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
-    revision = 2
+    revision = 3
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
     needs_vit = True  # or a ConvNeXt: see `check_backbone`

@@ -34,6 +34,8 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.train_defaults import TrainDefaults
+from workers.model.adapters import cast_for_autocast
+from workers.model.frozen import LAYERS
 from workers.model.norms import norm_parameter_names
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack_mask, select_with_prefix, unpack_mask
@@ -156,6 +158,33 @@ def iterate_sparse(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str,
             owner, site = prefix.split("/", 1)[1].rsplit("/", 1)
             form: Literal["at", "bits"] = "at" if f"{prefix}/at" in tensors else "bits"
             yield owner, site, Sparse(values, tensors[f"{prefix}/{form}"], form)
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """The weights of n sites of the same shape (o, i), as stacks that are computed at once.
+
+    The parameters are views of `sigma`, `v` and `tau`.
+
+    Attributes:
+        sites: The sites.
+        start: sigma* (n, o, i).
+        sigma: sigma (n, o, i).
+        v: v of the task in training (n, o).
+        tau: tau of the task in training (n, o, i).
+        before: Earlier task -> tau* (n, o, i).
+        rows: Earlier task -> M (n, o, 1).
+        is_cast: Whether the weights can be cast for autocast at once.
+    """
+
+    sites: list[str]
+    start: Tensor
+    sigma: Tensor
+    v: Tensor
+    tau: Tensor
+    before: dict[str, Tensor]
+    rows: dict[str, Tensor]
+    is_cast: bool
 
 
 class Apd(Method[ApdSettings]):
@@ -292,7 +321,7 @@ class Apd(Method[ApdSettings]):
         self.tau.pop(context.task.name, None)
         is_first_task = not self.sigma
         self.start = self.compute_initial_sigma()
-        self.fix_earlier_tasks()
+        self.create_groups()
         self.create_parameters()
         # from `after_backward` to `after_step`: the sign that each entry of tau may have
         self.orthant: dict[str, Tensor] = {}
@@ -327,34 +356,53 @@ class Apd(Method[ApdSettings]):
         scale = torch.tensor(self.settings.v_start).sigmoid()
         return {site: weight.detach().flatten(1) / scale for site, weight in self.sites.items()}
 
-    def fix_earlier_tasks(self) -> None:
-        """Set tau* and M of each earlier task, which are constants while this task is trained.
+    def create_groups(self) -> None:
+        """Create the groups of sites, with sigma, v and tau at the start of this task.
 
-        They are computed from the carried state and the tasks' states, so no checkpoint stores
-        them.
+        tau* and M of earlier tasks are constants while this task is trained. They are computed from
+        the carried state and the tasks' states, so no checkpoint stores them.
         """
-        self.before: dict[str, dict[str, Tensor]] = {}  # earlier task -> tau* by site
-        self.rows: dict[str, dict[str, Tensor]] = {}  # earlier task -> M (o, 1) by site
-        for task, taus in self.tau.items():
-            self.before[task] = {}
-            self.rows[task] = {}
-            for site in self.sites:
-                v = self.loaded[task][f"{site}.v"].to(self.device)
-                self.before[task][site] = taus[site].dense(self.start[site])
-                self.rows[task][site] = v.sigmoid()[:, None]
+        sites_by_shape: dict[tuple[bool, torch.Size], list[str]] = {}
+        for site, start in self.start.items():
+            is_cast = type(self.backbone.get_submodule(site)) in LAYERS
+            sites_by_shape.setdefault((is_cast, start.shape), []).append(site)
+        self.groups: list[SiteGroup] = []
+        self.before: dict[str, dict[str, Tensor]] = {task: {} for task in self.tau}
+        self.rows: dict[str, dict[str, Tensor]] = {task: {} for task in self.tau}
+        for (is_cast, _), sites in sites_by_shape.items():
+            start = torch.stack([self.start[site] for site in sites])
+            before: dict[str, Tensor] = {}
+            rows: dict[str, Tensor] = {}
+            for task, taus in self.tau.items():
+                state = self.loaded[task]
+                before[task] = torch.stack([taus[site].dense(self.start[site]) for site in sites])
+                v = torch.stack([state[f"{site}.v"].to(self.device) for site in sites])
+                rows[task] = v.sigmoid()[..., None]
+                self.before[task] |= zip(sites, before[task].unbind(), strict=True)
+                self.rows[task] |= zip(sites, rows[task].unbind(), strict=True)
+            is_copied = self.settings.tau_start == "sigma"
+            tau = start.clone() if is_copied else torch.zeros_like(start)
+            v = start.new_full(start.shape[:2], self.settings.v_start)
+            group = SiteGroup(sites, start, start.clone(), v, tau, before, rows, is_cast)
+            self.groups.append(group)
+            self.start |= zip(sites, start.unbind(), strict=True)
+        order = [site for group in self.groups for site in group.sites]
+        # positions of the sites, in the order of `sites`, in the order of the groups
+        self.site_order = torch.tensor([order.index(site) for site in self.sites]).to(self.device)
 
     def create_parameters(self) -> None:
         """Create the parameters of this task: sigma, v, tau, and copies of norms and biases."""
-        s = self.settings
-        sigma: dict[str, nn.Parameter] = {}
-        self.own_v: dict[str, nn.Parameter] = {}
-        self.own_tau: dict[str, nn.Parameter] = {}
-        for site, start in self.start.items():
-            tau_start = start.clone() if s.tau_start == "sigma" else torch.zeros_like(start)
-            sigma[site] = nn.Parameter(start.clone())
-            self.own_v[site] = nn.Parameter(start.new_full((len(start),), s.v_start))
-            self.own_tau[site] = nn.Parameter(tau_start)
-        names = find_copied_names(self.backbone, list(self.sites)) if s.copies else []
+        created: dict[str, dict[str, nn.Parameter]] = {"sigma": {}, "v": {}, "tau": {}}
+        for group in self.groups:
+            stacks = {"sigma": group.sigma, "v": group.v, "tau": group.tau}
+            for name, stack in stacks.items():
+                parameters = [nn.Parameter(values) for values in stack.unbind()]
+                created[name] |= zip(group.sites, parameters, strict=True)
+        by_site = {name: {s: own[s] for s in self.sites} for name, own in created.items()}
+        self.own_v, self.own_tau = by_site["v"], by_site["tau"]
+        sigma = by_site["sigma"]
+        has_copies = self.settings.copies
+        names = find_copied_names(self.backbone, list(self.sites)) if has_copies else []
         self.own_copies = Copies(self.backbone, names)
         # A ParameterList registers them; a dict would not.
         self.parts = nn.ParameterList(
@@ -366,16 +414,23 @@ class Apd(Method[ApdSettings]):
         weights: dict[str, Tensor] = {}
         sizes: list[Tensor] = []
         anchors: list[Tensor] = []
-        for site in self.sites:
+        for group in self.groups:
+            parameters: list[Tensor] = []
+            for own in (self.sigma, self.own_v, self.own_tau):
+                parameters += [own[site] for site in group.sites]
+            assert parameters[0].data_ptr() == group.sigma.data_ptr(), "parameters were moved"
             theta, size, anchor = Decomposed.apply(
-                self.sigma[site], self.own_v[site], self.own_tau[site], *self.anchor(site)
+                group.sigma, group.v, group.tau, *self.anchor(group), *parameters
             )
-            weights[f"{site}.weight"] = theta.view_as(self.sites[site])
+            if group.is_cast:
+                theta = cast_for_autocast(theta)
+            for site, weight in zip(group.sites, theta.unbind(), strict=True):
+                weights[f"{site}.weight"] = weight.view_as(self.sites[site])
             sizes.append(size)
             anchors.append(anchor)
         self.penalties = {
-            "sparsity": self.settings.lambda1 * torch.stack(sizes).sum(),
-            "anchor": torch.stack(anchors).sum(),
+            "sparsity": self.settings.lambda1 * torch.cat(sizes)[self.site_order].sum(),
+            "anchor": torch.cat(anchors)[self.site_order].sum(),
         }
         return weights | self.own_copies.tensors()
 
@@ -386,8 +441,8 @@ class Apd(Method[ApdSettings]):
         return ce + sum(self.penalties.values()), terms | penalty_terms
 
     @torch.no_grad()
-    def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
-        """Return the penalty on earlier tasks' weights at a site, and its gradient in sigma (o, i).
+    def anchor(self, group: SiteGroup) -> tuple[Tensor, Tensor | None]:
+        """Return the penalty on earlier tasks' weights at each site of a group, and its gradient.
 
         With d = sigma - sigma*, task i would need a = tau_i* - d .* M_i to keep theta_i*. Summed
         over entries and earlier tasks i, the penalty is:
@@ -397,27 +452,29 @@ class Apd(Method[ApdSettings]):
           lambda2;
         - `retro: frozen_tau`: lambda2 / 2 (d .* M_i)^2.
 
-        Without earlier tasks the penalty is 0, and the gradient is None.
+        Returns:
+            The penalties (n,), and their gradients in sigma (n, o, i). Without earlier tasks the
+            penalties are 0, and the gradient is None.
         """
-        if not self.rows:
-            return self.start[site].new_zeros(()), None
+        value = group.start.new_zeros(len(group.sites))
+        if not group.rows:
+            return value, None
         weight = self.settings.lambda2
         limit = self.settings.lambda1 / weight
-        drift = torch.sub(self.sigma[site], self.start[site])
+        drift = torch.sub(group.sigma, group.start)
         if self.settings.retro == "frozen_tau":
-            squares = torch.zeros_like(drift[:, :1])  # sum of M_i^2, (o, 1)
-            for m in self.rows.values():
-                squares = squares + m[site].square()
+            squares = torch.zeros_like(drift[..., :1])  # sum of M_i^2, (n, o, 1)
+            for m in group.rows.values():
+                squares = squares + m.square()
             gradient = drift * (weight * squares)
-            return torch.dot(gradient.flatten(), drift.flatten()) / 2, gradient
-        value = drift.new_zeros(())
+            return dot_each([(gradient, drift)])[0] / 2, gradient
         gradient = torch.zeros_like(drift)
-        for old, m in self.rows.items():
-            needed = torch.addcmul(self.before[old][site], drift, m[site], value=-1)
+        for old, m in group.rows.items():
+            needed = torch.addcmul(group.before[old], drift, m, value=-1)
             clipped = needed.clamp(-limit, limit)
-            flat = clipped.flatten()
-            value += torch.dot(flat, needed.flatten()) - torch.dot(flat, flat) / 2
-            gradient.addcmul_(clipped, m[site], value=-weight)
+            dots = dot_each([(clipped, needed), (clipped, clipped)])
+            value += dots[0] - dots[1] / 2
+            gradient.addcmul_(clipped, m, value=-weight)
         return value * weight, gradient
 
     def after_backward(self) -> None:
@@ -673,21 +730,29 @@ class Apd(Method[ApdSettings]):
 
 
 class Decomposed(torch.autograd.Function):
-    """Autograd function: sigma (o, i), v (o,), tau (o, i) -> (theta, |tau|_1, value).
+    """Autograd function: sigma (n, o, i), v (n, o), tau (n, o, i) -> (theta, |tau|_1, value).
 
-    theta is sigma .* sigmoid(v) + tau. `value` is a penalty on sigma, and `gradient` its gradient
-    in sigma (None: zero). The caller computes both. `value` is returned, and `backward` adds
-    `gradient` times the incoming gradient of `value` to the gradient of sigma. One function does
-    everything, because every pass over (o, i) costs about as much as the optimizer's step.
+    theta is sigma .* sigmoid(v) + tau. The L1 norms (n,) are those of each site. `value` (n,) is a
+    penalty on sigma, and `gradient` its gradient in sigma (None: zero). The caller computes both.
+    `value` is returned, and `backward` adds `gradient` times the incoming gradient of `value` to
+    the gradient of sigma. One function does everything, because every pass over (n, o, i) costs
+    about as much as the optimizer's step. The gradients go to the parameters, which are views of
+    the stacks: n of sigma, then n of v and n of tau.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, sigma: Tensor, v: Tensor, tau: Tensor, value: Tensor, gradient: Tensor | None
+        ctx: Any,
+        sigma: Tensor,
+        v: Tensor,
+        tau: Tensor,
+        value: Tensor,
+        gradient: Tensor | None,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        m = v.sigmoid()[:, None]
+        m = v.sigmoid()[..., None]
         ctx.save_for_backward(sigma, m, tau, gradient)
-        return torch.addcmul(tau, sigma, m), tau.abs().sum(), value.clone()
+        return torch.addcmul(tau, sigma, m), tau.abs().flatten(1).sum(1), value.clone()
 
     @staticmethod
     def backward(
@@ -697,11 +762,22 @@ class Decomposed(torch.autograd.Function):
         if gradient is None:
             grad_sigma = grad_theta * m
         else:
-            grad_sigma = torch.addcmul(gradient * grad_value, grad_theta, m)
+            grad_sigma = torch.addcmul(gradient * grad_value[:, None, None], grad_theta, m)
         grad_m = torch.linalg.vecdot(grad_theta, sigma)
-        grad_v = grad_m * (m * (1 - m)).squeeze(1)
-        grad_tau = tau.sign().mul_(grad_size).add_(grad_theta)
-        return grad_sigma, grad_v, grad_tau, None, None
+        grad_v = grad_m * (m * (1 - m)).squeeze(2)
+        grad_tau = tau.sign().mul_(grad_size[:, None, None]).add_(grad_theta)
+        return None, None, None, None, None, *grad_sigma, *grad_v, *grad_tau
+
+
+def dot_each(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the dot products of the parts (o, i) of pairs of stacks (n, o, i), as (pairs, n).
+
+    Each is a product of its own, because a joint one would round in another order.
+    """
+    dots: list[Tensor] = []
+    for a, b in pairs:
+        dots += map(torch.dot, a.flatten(1).unbind(), b.flatten(1).unbind())
+    return torch.stack(dots).view(len(pairs), -1)
 
 
 def compute_mean_magnitude(values: Tensor) -> Tensor:

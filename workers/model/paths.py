@@ -10,11 +10,12 @@ Axes: b images, d width of the backbone.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workers.model.adapters import AdapterSites, Bottlenecks
+from workers.model.adapters import AdapterSites, Bottlenecks, cast_for_autocast
 
 ModuleIndex = tuple[int, int]  # index of a block, and index of a module in the bank of this block
 
@@ -70,8 +71,7 @@ class PathNetwork(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features (b, d) of images (b, 3, H, W)."""
-        tensors = stack_paths(self.paths, len(self.sites))  # type: ignore[arg-type]
-        with self.sites.using(tensors):
+        with self.sites.using(stack_paths(self.paths, len(self.sites))):  # type: ignore[arg-type]
             features: Tensor = self.backbone(images)
         return features
 
@@ -79,25 +79,55 @@ class PathNetwork(nn.Module):
 def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
     """Join the modules of all paths at a block into one bottleneck with all their units.
 
+    Blocks with modules of the same paths are joined, and cast for autocast, together.
+
     Returns:
         A list with one tensor per block, by name of the tensor. Empty without paths.
     """
-    parts: dict[str, list[list[Tensor]]] = {}
-    for path in paths:
-        for name, stacked in path.tensors().items():
-            by_block = parts.setdefault(name, [[] for _ in range(blocks)])
-            for (block, _), tensor in zip(path.indices, stacked.unbind(0), strict=True):
-                by_block[block].append(tensor)
+    paths = list(paths)
+    if not paths:
+        return {}
+    # positions of a block's modules in their paths, None where a path has no module -> blocks
+    modules: list[list[int | None]] = [[None] * len(paths) for _ in range(blocks)]
+    for number, path in enumerate(paths):
+        for position, (block, _) in enumerate(path.indices):
+            modules[block][number] = position
+    groups: dict[tuple[int, ...], list[int]] = {}  # numbers of paths -> blocks with their modules
+    for block, positions in enumerate(modules):
+        own = tuple(number for number, position in enumerate(positions) if position is not None)
+        groups.setdefault(own, []).append(block)
     joined: dict[str, list[Tensor]] = {}
-    for name, by_block in parts.items():
-        joined[name] = [_join_bottlenecks(name, tensors) for tensors in by_block]
+    for name in paths[0].tensors():
+        by_block: dict[int, Tensor] = {}
+        for own, group in groups.items():
+            parts: list[Tensor] = []
+            for number in own:
+                positions = [modules[block][number] for block in group]
+                parts.append(_select(paths[number].tensors()[name], positions))
+            bottlenecks = cast_for_autocast(_join_bottlenecks(name, parts))
+            by_block |= zip(group, bottlenecks.unbind(), strict=True)
+        joined[name] = [by_block[block] for block in range(blocks)]
     return joined
 
 
-def _join_bottlenecks(name: str, tensors: list[Tensor]) -> Tensor:
-    """Return a tensor of the joint bottleneck: units are concatenated, output biases are summed."""
+def _select(stacked: Tensor, positions: list[Any]) -> Tensor:
+    """Return the modules of a path at some positions, stacked."""
+    if positions == [*range(len(stacked))]:
+        return stacked
+    modules = stacked.unbind()
+    return torch.stack([modules[position] for position in positions])
+
+
+def _join_bottlenecks(name: str, parts: list[Tensor]) -> Tensor:
+    """Join the modules (blocks, ...) of several paths: units are concatenated, biases are summed.
+
+    Args:
+        name: `down` (blocks, units, d), `down_bias` (blocks, units), `up` (blocks, d, units), or
+            `up_bias` (blocks, d), which is summed.
+        parts: The tensors of each path.
+    """
+    if len(parts) == 1:
+        return parts[0]
     if name == "up_bias":
-        return torch.stack(tensors).sum(0)  # (d,)
-    if name == "up":
-        return torch.cat(tensors, 1)  # (d, units)
-    return torch.cat(tensors)  # down: (units, d); down_bias: (units,)
+        return torch.stack(parts).sum(0)
+    return torch.cat(parts, 2 if name == "up" else 1)

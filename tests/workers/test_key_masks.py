@@ -221,3 +221,13 @@ def test_second_derivatives_raise(form: str) -> None:
     (first,) = torch.autograd.grad(output, policy, gradient, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.sum().backward()
+
+
+def test_attention_compiles_without_a_break() -> None:
+    torch.manual_seed(8)
+    policy, gradient, qkv = draw(2, 3, 9, 4)
+    rest = policy, gradient, 0.5, None, *qkv
+    expected = differentiate(compute_plain, *rest)
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert_equal(differentiate(compiled, *rest), expected)

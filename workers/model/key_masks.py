@@ -124,16 +124,18 @@ class Attend(torch.autograd.Function):
 
 def _is_fused_on_cpu(tensor: Tensor) -> bool:
     """Return whether to use the CPU's fused attention; `sdpa_kernel` can disable it."""
-    is_enabled = torch.backends.cuda.flash_sdp_enabled()  # of CPUs, too
-    return tensor.device.type == "cpu" and is_enabled and not torch.compiler.is_compiling()
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool(torch.backends.cuda.flash_sdp_enabled())  # of CPUs, too
 
 
 def _count_images(qkv: Tensor) -> int:
-    """Return the number of images of a tile, at least 1."""
+    """Return the number of images of a tile."""
     batch, heads, tokens, _ = qkv.shape[-4:]
     if not _is_fused_on_cpu(qkv):
         return batch
-    return max(1, TILE_SCORES * torch.get_num_threads() // (heads * tokens**2))
+    most = TILE_SCORES * torch.get_num_threads() // (heads * tokens**2)
+    return min(batch, max(1, most))
 
 
 def _unpack(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +148,10 @@ def _split_maps(tensor: Tensor, images: int) -> tuple[Tensor, ...]:
     """Split (B, H, ...) into tiles of b images, (b H, ...). They are views if b = 1."""
     if images == 1:
         return torch.unbind(tensor)
-    return torch.split(tensor.flatten(0, 1), images * tensor.shape[1])
+    maps = tensor.flatten(0, 1)
+    if images == len(tensor):
+        return (maps,)
+    return torch.split(maps, images * tensor.shape[1])
 
 
 def _multiply(

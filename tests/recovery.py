@@ -136,12 +136,12 @@ def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
     step = loop.train_step
 
     def recording_step(
-        method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any
+        method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, *rest: Any
     ) -> Any:
         if crash_at and len(made) + 1 == crash_at:
             raise Crash
         made.append(job.id)
-        return step(method, optimizer, batches, progress, job, group)
+        return step(method, optimizer, batches, progress, job, *rest)
 
     with patch.context() as inner:
         inner.setattr(loop, "train_step", recording_step)

@@ -54,22 +54,25 @@ class CudaGraphs:
     """Captures CUDA graphs. Steps that run normally use the stream on which one is captured."""
 
     def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+        self.stream = accelerator.functions().Stream()
 
     def warm_up(self, function: Callable[[], Terms]) -> Terms:
-        current = torch.cuda.current_stream()
+        cuda = accelerator.functions()
+        current = cuda.current_stream()
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        with cuda.stream(self.stream):
             terms = function()
         current.wait_stream(self.stream)
         return terms
 
     def capture(self, function: Callable[[], Terms]) -> tuple[Callable[[], None], Terms]:
-        graph = torch.cuda.CUDAGraph()
+        cuda = accelerator.functions()
+        graph = cuda.CUDAGraph()
         # "thread_local": threads of the feed may use the GPU during the capture.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             terms = function()
-        return graph.replay, terms
+        replay: Callable[[], None] = graph.replay
+        return replay, terms
 
 
 # Type of a device -> what captures steps on it.

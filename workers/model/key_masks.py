@@ -7,7 +7,7 @@ Axes: B images, H heads, N tokens, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ def attend(policy: Tensor, scale: float, bias: Tensor | None, *qkv: Tensor) -> T
     """
     batch, heads, tokens, _ = qkv[-1].shape[-4:]
     dtype = qkv[-1].dtype
-    policy = policy.expand(batch, -1, -1, -1)
+    if len(policy) != batch:
+        policy = policy.expand(batch, -1, -1, -1)
     if bias is not None:
         if bias.requires_grad:
             raise ValueError("the bias of attention with a mask of keys cannot be trained")
@@ -92,11 +93,9 @@ class Attend(torch.autograd.Function):
             start = -log_total if bias is None else bias - log_total
         by_image = policy, log_policy, mean, into_policy
         by_map = gradient, *_unpack(qkv), *_unpack(into_qkv), *([] if start is None else [start])
-        for (keep, log_keep, mean_t, dp), (g, q, k, v, dq, dk, dv, *start_t) in zip(
-            zip(*(part.split(ctx.images) for part in by_image), strict=True),
-            zip(*(_split_maps(part, ctx.images) for part in by_map), strict=True),
-            strict=True,
-        ):
+        for images, maps in _list_tiles(ctx.images, by_image, by_map):
+            keep, log_keep, mean_t, dp = images
+            g, q, k, v, dq, dk, dv, *start_t = maps
             scores = _multiply(q, k, ctx.scale, policy.dtype, *start_t)
             weights = scores.unflatten(0, (-1, heads))  # (b, H, N, N)
             if log_total is None:
@@ -144,14 +143,29 @@ def _unpack(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _split_maps(tensor: Tensor, images: int) -> tuple[Tensor, ...]:
-    """Split (B, H, ...) into tiles of b images, (b H, ...). They are views if b = 1."""
+def _list_tiles(
+    images: int, by_image: Sequence[Tensor], by_map: Sequence[Tensor]
+) -> Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Split tensors into tiles of b images.
+
+    Args:
+        images: The number b; the last tile can have fewer images.
+        by_image: Tensors (B, ...).
+        by_map: Tensors (B, H, ...), contiguous unless b = 1.
+
+    Returns:
+        For each tile, tensors (b, ...) and (b H, ...).
+    """
+    batch, heads = by_map[0].shape[:2]
     if images == 1:
-        return torch.unbind(tensor)
-    maps = tensor.flatten(0, 1)
-    if images == len(tensor):
-        return (maps,)
-    return torch.split(maps, images * tensor.shape[1])
+        maps = [part.unbind(0) for part in by_map]
+    else:
+        flat = [part.flatten(0, 1) for part in by_map]
+        if images == batch:
+            return [(by_image, flat)]
+        maps = [torch.split(part, images * heads) for part in flat]
+    split = [torch.split(part, images) for part in by_image]
+    return zip(zip(*split, strict=True), zip(*maps, strict=True), strict=True)
 
 
 def _multiply(

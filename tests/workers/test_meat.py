@@ -356,6 +356,63 @@ def test_token_masks_are_sampled_per_image_and_ffn_masks_once() -> None:
     assert method.masks["blocks.0.fc1"].sample(batch().draw.shared("x", 256, 64)).shape == (256, 64)
 
 
+@pytest.mark.parametrize("form", ["nested", "shared"])
+def test_masks_of_tokens_can_be_tied_over_the_blocks(form: str) -> None:
+    method = meat(token_masks=form, gamma=0.2, token_mask_blocks=[2, 0, 1])
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
+    own = method.masks["tokens"]
+    assert own.logits.shape == ((1, 16) if form == "shared" else (3, 16))
+    with torch.no_grad():
+        own.logits.copy_(torch.linspace(-0.6, 1.4, own.logits.numel()).view_as(own.logits))
+        own.logits.copy_(own.logits.flip(-2))
+    for tokens in (method.sample_gates(batch().draw)["tokens"], method.hard()["tokens"]):
+        assert tokens.shape[-2:] == method.mask_shapes()["tokens"] == (3, 16)
+        kept = tokens.sum(dim=-1).flatten()
+        assert kept.unique().numel() > 1 or form == "shared"
+        for block in (1, 2):
+            before, after = tokens[..., block - 1, :], tokens[..., block, :]
+            assert torch.equal(before, after) if form == "shared" else bool((after <= before).all())
+    assert 0 < method.hard()["tokens"].float().mean() < 1
+
+
+def test_a_nested_mask_is_the_product_of_the_masks_before() -> None:
+    method = meat(token_masks="nested")
+    one = torch.tensor([[1.0, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 0]], requires_grad=True)
+    tied = method.tie("tokens", one)
+    assert tied.tolist() == [[1, 1, 0, 1], [1, 0, 0, 1], [1, 0, 0, 0]]
+    (tied * torch.tensor([[1.0], [10.0], [100.0]])).sum().backward()
+    # Each factor gets the gradient of all masks in which it is the only one that drops, or none is.
+    expected = [[111.0, 1, 111, 11], [110, 110, 0, 10], [100, 0, 0, 100]]
+    assert gradient_of(one).tolist() == expected
+    assert method.tie("tokens", one > 0).tolist() == tied.bool().tolist()
+
+
+def test_masks_of_their_own_are_called_free_too() -> None:
+    assert MeatSettings(token_masks="free") == MeatSettings(token_masks=True) == MeatSettings()
+
+
+@pytest.mark.parametrize("form", ["nested", "shared"])
+def test_tied_masks_are_stored_served_and_save_more(form: str) -> None:
+    method = meat(token_masks=form, ffn_masks="off")
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
+    logits = method.masks["tokens"].logits
+    with torch.no_grad():
+        logits.copy_(torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) + 0.5)
+    state = method.finish()[0]
+    tokens = state.masks["tokens"]
+    assert tokens.shape == (3, 16)
+    assert 0 < tokens.float().mean() < 1
+    later = meat(token_masks=form, ffn_masks="off").eval()
+    later.load_task(state)
+    dense = later.logits(images(), "one")
+    assert torch.allclose(later.compact("one")(images()), dense, atol=1e-5, rtol=1e-5)
+    # what no later block reads is not computed: more is saved than by masks that are not tied
+    free = dict(state.masks, tokens=torch.stack([row.roll(b) for b, row in enumerate(tokens)]))
+    assert method.flops_share(state) < method.flops_share(
+        TaskState("one", (), "meat", "", masks=free)
+    )
+
+
 def test_meat_auto_rate_is_independent_of_steps() -> None:
     method = meat(mask_travel=3.0, gamma=4.0)
     for steps in (10.0, 1000.0):

@@ -8,10 +8,11 @@ numbers are the paper's.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Annotated, Literal
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
@@ -63,13 +64,18 @@ class MeatSettings(MethodSettings):
         4.0, description="initial mask logits: +gamma for keep, -gamma for drop"
     )
     tau: PositiveFloat = Field(1.0, description="temperature of the Gumbel-softmax")
-    token_masks: bool = Field(
+    token_masks: Annotated[
+        Literal[True, False, "nested", "shared"],
+        BeforeValidator(lambda value: True if value == "free" else value),
+    ] = Field(
         True,
         description="whether to mask image tokens as keys and values of attention; on a "
-        "ResNet: channels inside residual blocks",
+        "ResNet: channels inside residual blocks. `free`, as `true`: each block has its own "
+        "mask; `nested`: each block keeps a part of the tokens of the block before; `shared`: "
+        "one mask for all blocks. The last two save most of the time of inference",
     )
     token_mask_blocks: Annotated[
-        Literal["all"] | tuple[int, ...], ActiveIf("token_masks", (True,))
+        Literal["all"] | tuple[int, ...], ActiveIf("token_masks", but=(False,))
     ] = Field(
         "all",
         description="indices, from 0, of the blocks with token masks (on a ResNet: channel masks)",
@@ -79,7 +85,7 @@ class MeatSettings(MethodSettings):
         description="masks of fc1 and fc2: `weight`: one value per weight; `neuron`: per "
         "hidden neuron; `off`; on a ResNet `weight` masks the blocks' convolutions",
     )
-    self_loop: Annotated[bool, ActiveIf("token_masks", (True,))] = Field(
+    self_loop: Annotated[bool, ActiveIf("token_masks", but=(False,))] = Field(
         False,
         description="whether a query always attends to its own token, as in the released code "
         "but not in the paper",
@@ -164,6 +170,11 @@ class Meat(Method[MeatSettings]):
             name: GumbelHard(shape, self.settings.gamma, self.settings.tau, device)
             for name, shape in self.mask_shapes().items()
         }
+        if self.settings.token_masks == "shared":
+            for name, (_, tokens) in self.sites.gates.items():
+                self.masks[name] = GumbelHard(
+                    (1, tokens), self.settings.gamma, self.settings.tau, device
+                )
         # Registers the masks for `state_dict` and `to`, which ignore the dict.
         self.mask_modules = nn.ModuleList(self.masks.values())
         if self.masks:
@@ -226,14 +237,34 @@ class Meat(Method[MeatSettings]):
         Each rank knows the noise of all ranks, so the keep ratio over the global batch needs no
         communication and does not depend on ranks or accumulation.
         """
-        return {
-            name: self.masks[name].sample(draw.every_sample(f"meat.{name}", *shape))
-            for name, shape in self.sites.gates.items()
-        }
+        gates: dict[str, Tensor] = {}
+        for name in self.sites.gates:
+            mask = self.masks[name]
+            gates[name] = self.tie(
+                name, mask.sample(draw.every_sample(f"meat.{name}", *mask.logits.shape))
+            )
+        return gates
 
     def hard(self) -> dict[str, Tensor]:
         """Return the boolean masks of the task in training, without noise, by name (Eq. 7)."""
-        return {name: mask.hard() for name, mask in self.masks.items()}
+        return {name: self.tie(name, mask.hard()) for name, mask in self.masks.items()}
+
+    def tie(self, name: str, mask: Tensor) -> Tensor:
+        """Return the masks of all blocks from the trained one, as `token_masks` says.
+
+        Args:
+            name: Name of the mask; only gates are tied.
+            mask: (..., blocks, n), or (..., 1, n) of `shared`; 0/1 floats or booleans.
+
+        Returns:
+            (..., blocks, n). With `nested` a block's mask is the product of its own and all earlier
+            ones.
+        """
+        if name in self.sites.gates and self.settings.token_masks == "shared":
+            return mask.expand(*mask.shape[:-2], *self.sites.gates[name]).contiguous()
+        if name in self.sites.gates and self.settings.token_masks == "nested":
+            return torch.stack([*accumulate(mask.unbind(-2), torch.mul)], dim=-2)
+        return mask
 
     def metrics(self) -> dict[str, float]:
         """Return the share of kept entries for each kind of mask, and `flipped`.
@@ -319,12 +350,19 @@ class Meat(Method[MeatSettings]):
 
 
 def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
-    return find_sites(
+    sites = find_sites(
         backbone,
         settings.token_mask_blocks if settings.token_masks else (),
         settings.ffn_masks,
         settings.self_loop,
     )
+    if isinstance(settings.token_masks, str) and sites.kinds[0] != "token":
+        raise UserError(
+            f"token_masks is {settings.token_masks!r}, which relates the tokens of one block to "
+            f"those of the next, and the backbone's blocks mask {sites.kinds[0]}s, which are "
+            "others in each block; choose `free`, or a ViT"
+        )
+    return sites
 
 
 def drop_control(gates: list[Tensor], keep: float) -> Tensor:

@@ -620,9 +620,11 @@ def add_gradients(
     noise.draw_paths(method, samples.draw)
     with autocast_context(job, group):
         loss, parts = compute(batch, progress)
-    (loss * samples.weight).backward()
+    weight = samples.weight
+    (loss if weight == 1 else loss * weight).backward()
     for name, value in {"loss": loss.detach(), **parts}.items():
-        terms[name] = terms.get(name, 0.0) + value * samples.weight
+        weighted = value if weight == 1 else value * weight
+        terms[name] = terms[name] + weighted if name in terms else weighted
 
 
 def combine_gradients(

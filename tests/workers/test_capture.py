@@ -21,15 +21,13 @@ from workers.dist import Group
 from workers.methods import METHODS
 from workers.methods.base import Progress
 from workers.methods.finetune import FineTune
-from workers.model import key_masks
+from workers.model import key_masks, masks
 from workers.rng import StepRng
 
 # Why the steps of these methods are not captured.
 NOT_CONSTANT = {
     "gem": "solves a quadratic program on the host",
     "mir": "chooses samples on the host",
-    "supsup": "reads the number of scores above a threshold",
-    "wsn": "reads the number of scores above a threshold",
     "ucir": "divides by the number of old samples in the batch",
     "ranpac": "trains only in its first session, as `aper`",
 }
@@ -43,6 +41,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[StepRecorder]:
     monkeypatch.setitem(capture.BACKENDS, "cpu", StepRecorder)
     # The attention of MEAT has a form for CPUs, which reads a value on the host, and one for GPUs.
     monkeypatch.setattr(key_masks, "_is_fused_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(masks, "_reads_on_host", lambda tensor: False)  # those of TopK, too
     monkeypatch.setattr(StepRecorder, "replays", 0)
     return StepRecorder
 

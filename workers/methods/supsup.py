@@ -146,6 +146,7 @@ class SupSup(WeightMasks[S], ChoosesTask[S]):
     """
 
     name = "supsup"
+    has_constant_step = True
     family = "masks"
     keeps = "bits"
     paper = "Supermasks in Superposition, NeurIPS 2020"

@@ -56,6 +56,7 @@ class Wsn(WeightMasks[WsnSettings]):
     """
 
     name = "wsn"
+    has_constant_step = True
     family = "parameter isolation"
     keeps = "bits, head"
     paper = "Forget-free Continual Learning with Winning Subnetworks, ICML 2022"

@@ -241,28 +241,40 @@ class TopK(nn.Module):
 
     def sample(self) -> Tensor:
         """Return the mask as floats, with a straight-through gradient."""
-        hard = self.hard().to(self.scores.dtype)
-        mask: Tensor = StraightThrough.apply(self.scores.abs(), hard)
+        size = self.scores.abs()
+        mask: Tensor = StraightThrough.apply(size, self._floats(size))
         return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:
         """Return the boolean mask."""
-        size = self.scores.abs().flatten()
-        dropped = int((1 - self.density) * size.numel())
+        return self._floats(self.scores.abs()).bool()
+
+    @torch.no_grad()
+    def _floats(self, size: Tensor) -> Tensor:
+        """Return the mask of |scores| as floats."""
+        count = size.numel()
+        dropped = int((1 - self.density) * count)
         if dropped == 0:
-            return torch.ones_like(self.scores, dtype=torch.bool)
-        if dropped == size.numel():
-            return torch.zeros_like(self.scores, dtype=torch.bool)
-        if size.device.type != "cpu":
-            return keep_largest(size, dropped).view_as(self.scores)
-        # on the CPU, NumPy's partition is 20 times as fast as `kthvalue`
-        cut = torch.from_numpy(np.partition(size.numpy(), dropped - 1)[dropped - 1 : dropped])
-        mask = size > cut
-        missing = size.numel() - dropped - int(mask.sum())  # number of entries equal to cut to keep
+            return torch.ones_like(size)
+        if dropped == count:
+            return torch.zeros_like(size)
+        mask = torch.empty_like(size)
+        flat = size.detach().flatten()
+        if not _reads_on_host(flat):
+            return mask.copy_(keep_largest(flat, dropped).view_as(size))
+        parts = np.partition(flat.numpy(), dropped - 1)
+        cut = parts[dropped - 1]
+        torch.gt(size, float(cut), out=mask)
+        missing = np.count_nonzero(parts[dropped:] == cut)  # entries equal to cut to keep
         if missing:
-            mask[(size == cut).nonzero()[:missing, 0]] = True
-        return mask.view_as(self.scores)
+            mask.view(-1)[(flat == float(cut)).nonzero()[:missing, 0]] = 1.0
+        return mask
+
+
+def _reads_on_host(size: Tensor) -> bool:
+    """Return whether NumPy selects the largest: its partition is 20 times as fast as `kthvalue`."""
+    return size.device.type == "cpu"
 
 
 def keep_largest(size: Tensor, dropped: int) -> Tensor:

@@ -159,7 +159,7 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
 
     Args:
         settings: The settings.
-        exclude: Names of fields without an effect on the result.
+        exclude: Names, in a config, of settings without an effect on the result.
     """
     inputs = settings.model_dump(by_alias=True)
     for name, info in type(settings).model_fields.items():
@@ -167,7 +167,7 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
         key = info.alias or name
         neutral = next((mark for mark in info.metadata if isinstance(mark, Neutral)), None)
         is_neutral = neutral is not None and _same(value, neutral.value)
-        if name in exclude or is_neutral:
+        if key in exclude or is_neutral:
             del inputs[key]
         else:
             inputs[key] = _nested_inputs(value, inputs[key])

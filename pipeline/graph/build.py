@@ -388,6 +388,9 @@ class MethodStages:
         stages: Stages = {}
         for step in steps:
             step_start = {name: stages[name] for name in awaited[step.name]} or start
+            ignored = method.ignored_settings(step.name)
+            if step.name == "train" and seen == (task,):
+                ignored |= vars(method).get("later_settings", frozenset())
             data_stages = [f"data/{t.card}" for t in read_tasks]
             parents = ["backbone", *data_stages, *step_start.values(), *loaded_stages]
             features = None
@@ -404,11 +407,12 @@ class MethodStages:
                 previous=builder.get_keys(step_start),
                 states=builder.get_keys(state_stages),
                 features=features,
+                ignored=ignored,
             )
             builder.add(
                 stage_id,
                 step.name,
-                self._training_inputs(task, read_tasks, step),
+                self._training_inputs(task, read_tasks, step, ignored),
                 list(dict.fromkeys(parents)),
                 method=self.label,
                 task=task.name,
@@ -418,13 +422,19 @@ class MethodStages:
         return stages
 
     def _training_inputs(
-        self, task: Task, read_tasks: tuple[Task, ...], step: Step
+        self, task: Task, read_tasks: tuple[Task, ...], step: Step, ignored: frozenset[str]
     ) -> dict[str, Any]:
-        """Return everything that enters the key of a training stage, besides its parents."""
+        """Return everything that enters the key of a training stage, besides its parents.
+
+        Args:
+            task: The task.
+            read_tasks: The tasks whose data the stage reads.
+            step: The step.
+            ignored: Names of the settings of the method that the stage does not read.
+        """
         builder = self.builder
         method = builder.method(self.label)
         train, data = builder.train_and_data(self.label, step.name, task)
-        ignored = method.ignored_settings(step.name)
         data_inputs = key_inputs(data, NOT_IN_KEYS)
         if step.reads_features:  # features do not depend on data settings such as augmentation
             data_inputs = {"val_fraction": data.val_fraction}

@@ -216,12 +216,10 @@ class Builder:
         label: str,
         task: Task,
         tasks: tuple[Task, ...],
+        ignored: frozenset[str] = frozenset(),
         **rest: Any,
     ) -> StageJob:
         """Return the job of a stage of a method.
-
-        A training job contains only the settings that its step reads. The job of an evaluation
-        contains all settings.
 
         Args:
             stage_id: Id of the stage.
@@ -229,6 +227,8 @@ class Builder:
             label: Label of the method.
             task: The task.
             tasks: The tasks so far. For an evaluation, the tasks that the model serves.
+            ignored: Names of settings that the job gets without, because its step does not read
+                them. A bundle can be made from the job of an evaluation, so that one has all.
             rest: Other attributes of `StageJob`.
         """
         # an evaluation serves several tasks, so the settings for a single task do not apply
@@ -236,9 +236,6 @@ class Builder:
         task_name = None if settings_task is None else settings_task.name
         entry = self.config.merge_entry(label, task_name)
         train, data = self.train_and_data(label, step, settings_task)
-        ignored = METHODS[entry.method].ignored_settings(step)
-        if step == "evaluate":  # a bundle can be made from this job, and a bundle has all settings
-            ignored = frozenset()
         settings = {key: value for key, value in entry.settings.items() if key not in ignored}
         return self._job(
             id=stage_id,

@@ -202,6 +202,36 @@ def test_each_setting_of_a_method_changes_a_result(lab: Lab, method: str) -> Non
     assert settings_without_effect(lab, method) == {}
 
 
+LATER = {name: cls for name, cls in METHODS.items() if vars(cls).get("later_settings")}
+
+
+@pytest.mark.parametrize(
+    "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in LATER]
+)
+def test_settings_for_later_tasks_leave_the_first_one_alone(
+    lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = LATER[method]
+    values: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    for name in sorted(cls.later_settings):
+        change = CHANGES.get((method, name), Change())
+        values[name] = changed_value(cls.Settings, name, change)
+        beside |= change.beside
+    usual, changed = (method_run(lab, method, Change(beside=beside), v) for v in ({}, values))
+    (first, *_), (first_changed, *_) = usual.stages(0), changed.stages(0)
+    assert first.step == "train"
+    assert first.key == first_changed.key
+    assert usual.stages(1)[0].key != changed.stages(1)[0].key
+    # Trained with the changed values, the first task has the same results.
+    monkeypatch.delattr(cls, "later_settings")
+    monkeypatch.setattr(lab, "runs", {})  # their keys have been made before
+    usual, changed = (method_run(lab, method, Change(beside=beside), v) for v in ({}, values))
+    (first, *_), (first_changed, *_) = usual.stages(0), changed.stages(0)
+    assert first.key != first_changed.key
+    assert is_equal(usual.artifact(first), changed.artifact(first_changed))
+
+
 ALWAYS_ACTIVE = {("supsup_nn", "outputs")}  # it is at least 1 there
 MARKED = [
     (method, name, mark)

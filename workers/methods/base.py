@@ -353,6 +353,11 @@ class MethodPlan(Generic[S]):
     # Settings, by their names in a config, that a single task may override. The steps of other
     # tasks, serving and `check_backbone` must not depend on their values.
     per_task: ClassVar[frozenset[str]] = frozenset()
+    # For a chain: settings, by their names in a config, that the step `train` does not read before
+    # an earlier task was trained, such as the weight of a penalty on changes. They are not part of
+    # the key of the first task, so a search over them trains it once. A subclass does not inherit
+    # the value, because it can read them.
+    later_settings: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def validate(cls, settings: S, train: TrainSettings, data: DataSettings, scenario: str) -> None:

@@ -98,6 +98,7 @@ class Bic(Rehearsal[BicSettings]):
     Settings = BicSettings
     training_only = (*Rehearsal.training_only, VALIDATION)
     per_task = Rehearsal.per_task | {"tau", "val_share", "beta_decay"}
+    later_settings = frozenset({"tau"})
 
     @classmethod
     def check_backbone(

@@ -123,6 +123,7 @@ class DyTox(Rehearsal[DyToxSettings]):
     encoder_rests = False
     Settings = DyToxSettings
     per_task = Rehearsal.per_task | {"divergence", "tau", "drop_path", "rho"}
+    later_settings = frozenset({"divergence", "tau"})
     heads: TokenHeads
 
     @classmethod

@@ -89,6 +89,7 @@ class E2e(Rehearsal[E2eSettings]):
     distills = True
     Settings = E2eSettings
     per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
+    later_settings = frozenset({"kd", "tau"})
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
         if context.step == "balance":

@@ -101,6 +101,7 @@ class Ewc(WeightImportance[EwcSettings]):
     training_only = (*WeightImportance.training_only, f"{ANCHORS}*", OFFSET)
     penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "lambda"}
     per_task = frozenset({"lambda", "fisher", "samples"})
+    later_settings = frozenset({"lambda"})
 
     def __init__(self, backbone: nn.Module, settings: EwcSettings, seed: int):
         super().__init__(backbone, settings, seed)

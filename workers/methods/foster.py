@@ -113,6 +113,7 @@ class Foster(Rehearsal[FosterSettings]):
     steps = (Step("train"), Step("compress", later=True), Step("herd", trains=False))
     Settings = FosterSettings
     per_task = Rehearsal.per_task | {"beta", "compress_beta", "distillation", "tau"}
+    later_settings = frozenset({"beta", "distillation", "tau"})
     class_weights: Tensor
     step = ""
 

@@ -56,6 +56,7 @@ class Gem(Reservoir[GemSettings]):
     train_defaults = TrainDefaults(lr=1e-4, scratch_lr=1e-3, source="the rates of replay")
     Settings = GemSettings
     per_task = Reservoir.per_task | {"gamma", "eps"}
+    later_settings = frozenset({"eps", "gamma"})
 
     def replay_parts(self, replays: list[Batch], group: Group) -> list[list[Batch]]:
         """Return one part per task with exemplars in the replay batch; see `CombinesGradients`."""

@@ -71,6 +71,7 @@ class Icarl(Rehearsal[IcarlSettings]):
     uses_class_means = True
     Settings = IcarlSettings
     per_task = Rehearsal.per_task | {"loss", "tau"}
+    later_settings = frozenset({"tau"})
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:

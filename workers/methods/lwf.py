@@ -81,6 +81,7 @@ class Lwf(ClassIncremental[LwfSettings]):
     Settings = LwfSettings
     penalty_terms: ClassVar[Mapping[str, str]] = {"kd": "lambda"}
     per_task = frozenset({"lambda", "tau", "head_first"})
+    later_settings = frozenset({"lambda", "tau"})
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:

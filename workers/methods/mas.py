@@ -56,6 +56,7 @@ class Mas(OneAnchor[MasSettings]):
     steps = (Step("train"), Step("importance", trains=False))
     penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "lambda"}
     per_task = frozenset({"lambda", "samples"})
+    later_settings = frozenset({"lambda"})
 
     @classmethod
     def steps_for(cls, settings: MasSettings, position: int) -> tuple[Step, ...]:

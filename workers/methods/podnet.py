@@ -80,6 +80,7 @@ class PodNet(CosineRehearsal[PodNetSettings]):
     vits = BLOCK_VITS
     Settings = PodNetSettings
     per_task = CosineRehearsal.per_task | {"lambda_c", "lambda_f", "delta", "hinge", "clamp"}
+    later_settings = frozenset({"lambda_c", "lambda_f"})
 
     @classmethod
     def validate(

@@ -53,6 +53,7 @@ class Si(OneAnchor[SiSettings]):
     Settings = SiSettings
     penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "c"}
     per_task = frozenset({"c", "xi"})
+    later_settings = frozenset({"c"})
 
     def weight(self) -> float:
         return self.settings.c

@@ -69,6 +69,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
     )
     Settings = UcirSettings
     per_task = CosineRehearsal.per_task | {"lambda", "margin"}
+    later_settings = frozenset({"lambda", "margin", "top_k"})
 
     @classmethod
     def validate(

@@ -63,6 +63,7 @@ class Wa(Rehearsal[WaSettings]):
     distills = True
     Settings = WaSettings
     per_task = Rehearsal.per_task | {"tau", "nonnegative"}
+    later_settings = frozenset({"tau"})
     gamma: float | None = None  # factor of the alignment; None in steps other than `align`
 
     def begin(self, context: StepContext) -> list[ParamGroup]:

@@ -13,13 +13,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from tests import small_run
 from workers import loop
 from workers.data.feed import Feed
-from workers.dist import Group
+from workers.dist import GradientSum, Group
 from workers.job import StageJob
 from workers.methods.base import Method
 
@@ -64,7 +63,7 @@ def _rank(
     )
     steps_by_stage: list[Steps] = []
     train_step = loop.train_step
-    sum_gradients = Group.sum_gradients
+    finish = GradientSum.finish
 
     def recording_step(method: Method, optimizer: Any, batches: Any, *rest: Any) -> Any:
         steps = steps_by_stage[-1]
@@ -76,14 +75,14 @@ def _rank(
         steps.trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)
         return train_step(method, optimizer, batches, *rest)
 
-    def recording_sum(group: Group, parameters: list[Tensor]) -> int:
-        num_bytes = sum_gradients(group, parameters)
+    def recording_sum(sums: GradientSum) -> int:
+        num_bytes = finish(sums)
         steps_by_stage[-1].synchronised.append(num_bytes)
         return num_bytes
 
     with (
         mock.patch.object(loop, "train_step", recording_step),
-        mock.patch.object(Group, "sum_gradients", recording_sum),
+        mock.patch.object(GradientSum, "finish", recording_sum),
     ):
         group = Group(rank, world)
         for job in jobs:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 32 << 20  # approximate bytes of gradients in one all-reduce
+# Bounds on the bytes of gradients in one all-reduce, and the number that is aimed at in between.
+BUCKET_BYTES = 1 << 20, 32 << 20
+NUM_BUCKETS = 8
 WAIT_S = 600.0  # maximum seconds that a rank waits for other ranks in a collective
 STORE_ANSWER_S = 10.0  # maximum seconds to wait for an answer of rank 0, which holds the store
 TIMED_OUT = "Timed out waiting"  # text of gloo's error after WAIT_S
@@ -55,57 +57,16 @@ class Group:
                 # The host reads the sum next, and would wait for missing ranks inside NCCL, whose
                 # error does not name them. This gather waits for them by gloo, whose error does.
                 self.gather(None)
-            with self._arriving("a sum"):
+            with self.arriving("a sum"):
                 dist.all_reduce(tensor)
         return tensor
-
-    def sum_gradients(self, parameters: list[Tensor]) -> int:
-        """Sum the gradients of `parameters` over ranks, in a few flat buckets.
-
-        A missing gradient becomes zero, also with one rank, because the effect on the optimizer
-        must not depend on the number of ranks.
-
-        Returns:
-            The number of summed bytes per rank.
-        """
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        if self.world == 1:
-            return 0
-        with self._arriving("the sum of the gradients"):
-            return self._sum_in_buckets([p.grad for p in parameters if p.grad is not None])
-
-    def _sum_in_buckets(self, gradients: list[Tensor]) -> int:
-        total = 0
-        bucket: list[Tensor] = []
-        bucket_bytes = 0
-        for gradient in gradients:
-            bucket.append(gradient)
-            bucket_bytes += gradient.numel() * gradient.element_size()
-            if bucket_bytes >= BUCKET_BYTES:
-                total += self._sum_bucket(bucket)
-                bucket = []
-                bucket_bytes = 0
-        if bucket:
-            total += self._sum_bucket(bucket)
-        return total
-
-    @staticmethod
-    def _sum_bucket(bucket: list[Tensor]) -> int:
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        dist.all_reduce(flat)
-        sums = flat.split([grad.numel() for grad in bucket])
-        for grad, summed in zip(bucket, sums, strict=True):
-            grad.copy_(summed.view_as(grad))
-        return flat.numel() * flat.element_size()
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value (a picklable object) on every rank."""
         if self.world == 1:
             return value
         box = [value]
-        with self._arriving("a value of rank 0"):
+        with self.arriving("a value of rank 0"):
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -114,12 +75,12 @@ class Group:
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
-        with self._arriving("the values of all ranks"):
+        with self.arriving("the values of all ranks"):
             dist.all_gather_object(box, value)
         return box
 
     @contextmanager
-    def _arriving(self, purpose: str) -> Iterator[None]:
+    def arriving(self, purpose: str) -> Iterator[None]:
         """Context manager around a collective. It first records that this rank has arrived.
 
         The number of the collective is written to the store of torch.distributed, without waiting
@@ -156,6 +117,103 @@ class Group:
             return missing
         except RuntimeError:  # rank 0 holds the store, and does not answer
             return [0]
+
+
+class GradientSum:
+    """Sums the gradients of parameters over ranks, in flat buckets, in place.
+
+    Inside `overlap` a bucket is sent as soon as it has all its gradients, while the backward pass
+    computes others; `finish` sends the rest and waits for all. Buckets are sent in the same order
+    on all ranks, whichever fills first: from the last parameter to the first, as backward passes
+    compute them. When a bucket is sent has no effect on the sums.
+
+    Example:
+        sums = GradientSum(group, parameters)
+        with sums.overlap():
+            loss.backward()
+        sums.finish()
+
+    Args:
+        group: The rank.
+        parameters: The parameters, in the order of the network.
+    """
+
+    def __init__(self, group: Group, parameters: list[Tensor]):
+        self.group = group
+        self.parameters = parameters
+        self.buckets = fill_buckets(parameters) if group.world > 1 else []
+        self.sent: list[tuple[Tensor, Any]] = []  # flat gradients of a bucket, handle of the sum
+
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Send filled buckets inside the context, which is the last backward pass of a step."""
+        unfilled = [len(bucket) for bucket in self.buckets]
+
+        def note(index: int, _: Tensor) -> None:
+            unfilled[index] -= 1
+            while len(self.sent) < len(unfilled) and not unfilled[len(self.sent)]:
+                self._send()
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(note, index))
+            for index, bucket in enumerate(self.buckets)
+            for parameter in bucket
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self) -> int:
+        """Wait until the gradients are those of all ranks.
+
+        A missing gradient becomes zero, also with one rank, because the effect on the optimizer
+        must not depend on the number of ranks.
+
+        Returns:
+            The number of summed bytes per rank.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.group.world == 1:
+            return 0
+        num_bytes = 0
+        with self.group.arriving("the sum of the gradients"):
+            while len(self.sent) < len(self.buckets):
+                self._send()
+            for bucket, (flat, handle) in zip(self.buckets, self.sent, strict=True):
+                handle.wait()
+                sums = flat.split([parameter.numel() for parameter in bucket])
+                for parameter, summed in zip(bucket, sums, strict=True):
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(summed.view_as(parameter))
+                num_bytes += flat.numel() * flat.element_size()
+        return num_bytes
+
+    def _send(self) -> None:
+        """Send the next bucket, without waiting for its sum."""
+        bucket = self.buckets[len(self.sent)]
+        flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+        self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
+
+
+def fill_buckets(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Divide parameters into buckets, from the last to the first."""
+    sizes = {id(p): p.numel() * p.element_size() for p in parameters}
+    least, most = BUCKET_BYTES
+    limit = min(max(sum(sizes.values()) // NUM_BUCKETS, least), most)
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for parameter in reversed(parameters):
+        if room <= 0:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(parameter)
+        room -= sizes[id(parameter)]
+    return buckets
 
 
 def get_shared_store() -> Any:

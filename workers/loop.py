@@ -585,13 +585,21 @@ def compute_gradients(
     """
     optimizer.zero_grad(set_to_none=True)
     replays = isinstance(method, ReplaysSamples) and not isinstance(method, CombinesGradients)
-    terms: dict[str, torch.Tensor] = {}
+    losses: list[tuple[LossFunction, Batch, Batch]] = []
     for batch in batches:
-        add_gradients(method, method.loss, batch, batch, terms, progress, job, group)
+        losses.append((method.loss, batch, batch))
         if batch.replay is not None and replays:
             replay_loss: LossFunction = method.replay_loss  # type: ignore[assignment]
-            add_gradients(method, replay_loss, batch, batch.replay, terms, progress, job, group)
-    group.sum_gradients(list_parameters(optimizer))
+            losses.append((replay_loss, batch, batch.replay))
+    terms: dict[str, torch.Tensor] = {}
+    parameters = list_parameters(optimizer)
+    if group.world > 1:
+        parameters = sort_parameters(method, parameters)
+    sums = dist.GradientSum(group, parameters)
+    for index, (compute, batch, samples) in enumerate(losses):
+        sending = sums.overlap() if index == len(losses) - 1 else contextlib.nullcontext()
+        add_gradients(method, compute, batch, samples, terms, progress, job, group, sending)
+    sums.finish()
     return terms
 
 
@@ -604,6 +612,7 @@ def add_gradients(
     progress: Progress,
     job: StageJob,
     group: dist.Group,
+    sending: contextlib.AbstractContextManager[None] | None = None,
 ) -> None:
     """Add the gradients of a loss to the parameters, and the loss and its terms to `terms`.
 
@@ -616,12 +625,14 @@ def add_gradients(
         progress: The position in the training.
         job: The stage.
         group: The rank.
+        sending: Context of the backward pass.
     """
     noise.draw_paths(method, samples.draw)
     with autocast_context(job, group):
         loss, parts = compute(batch, progress)
     weight = samples.weight
-    (loss if weight == 1 else loss * weight).backward()
+    with sending or contextlib.nullcontext():
+        (loss if weight == 1 else loss * weight).backward()
     for name, value in {"loss": loss.detach(), **parts}.items():
         weighted = value if weight == 1 else value * weight
         terms[name] = terms[name] + weighted if name in terms else weighted
@@ -657,7 +668,7 @@ def combine_gradients(
         for batch, replay in zip(batches, part, strict=True):
             own = replace(batch, replay=replay)
             add_gradients(method, method.replay_loss, own, replay, terms, progress, job, group)
-        group.sum_gradients(parameters)
+        dist.GradientSum(group, parameters).finish()
         replayed.append(flatten_gradients(parameters))
     with torch.no_grad():
         combined = method.combine(gradient, torch.stack(replayed))
@@ -679,6 +690,12 @@ def list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for param_group in optimizer.param_groups:
         parameters += param_group["params"]
     return parameters
+
+
+def sort_parameters(method: Method, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sort parameters by their order in the method's modules."""
+    positions = {id(parameter): index for index, parameter in enumerate(method.parameters())}
+    return sorted(parameters, key=lambda parameter: positions.get(id(parameter), -1))
 
 
 def autocast_context(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:

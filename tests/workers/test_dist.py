@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ COLLECTIVES: dict[str, tuple[Callable[[dist.Group], object], str]] = {
     "broadcast": (lambda group: group.broadcast("x"), "a value of rank 0"),
     "gather": (lambda group: group.gather("x"), "the values of all ranks"),
     "sum": (lambda group: group.sum(torch.ones(3)), "a sum"),
-    "gradients": (lambda group: group.sum_gradients([weight()]), "the sum of the gradients"),
+    "gradients": (lambda group: sum_weight(group), "the sum of the gradients"),
 }
 
 
-def weight() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.ones(3))
+def sum_weight(group: dist.Group) -> None:
+    dist.GradientSum(group, [torch.nn.Parameter(torch.ones(3))]).finish()
 
 
 def events_of_ranks(folder: Path, collective: str, missing: int) -> dict[int, tuple[str, str]]:
@@ -74,6 +75,73 @@ def _run_rank(rank: int, folder: str, collective: str, missing: int) -> None:
     if rank != missing:
         Path(folder, f"rank-{rank}").write_text(f"{event.kind}\n{event.message}")
     time.sleep(LIMIT_S)  # a process that ends closes its connections
+
+
+class Layers(torch.nn.Module):
+    """Six layers: the first is not used, the second twice, and the fourth on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        for index in (1, 1, 2, 3, 4, 5):
+            if index != 3 or rank == 0:
+                x = self.layers[index](x).tanh()
+        return x.square().mean()
+
+
+def sum_gradients(group: dist.Group, overlapped: bool) -> tuple[list[torch.Tensor], int, int]:
+    """Return the sums of the gradients of two micro-batches, the buckets sent early, and all."""
+    model = Layers()
+    parameters: list[torch.Tensor] = list(model.parameters())
+    images = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(group.rank))
+    sums = dist.GradientSum(group, parameters)
+    for index, image in enumerate(images):
+        loss = model(image, group.rank)
+        with sums.overlap() if overlapped and index == 1 else nullcontext():
+            loss.backward()
+        if index == 0:
+            assert not sums.sent, "a micro-batch is not the whole gradient"
+    num_early = len(sums.sent)
+    assert sums.finish() == (sum(p.numel() * 4 for p in parameters) if group.world > 1 else 0)
+    return [p.grad for p in parameters if p.grad is not None], num_early, len(sums.buckets)
+
+
+def _sum_on_rank(rank: int, folder: str, world: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/meet", timeout=timedelta(seconds=60), rank=rank, world_size=world
+    )
+    group = dist.Group(rank, world)
+    with mock.patch.object(dist, "BUCKET_BYTES", (100, 100)):
+        results = [sum_gradients(group, overlapped) for overlapped in (True, False, True)]
+    torch.save(results, f"{folder}/rank-{rank}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_summed_during_the_backward_pass_have_the_same_bits(
+    tmp_path: Path, world: int
+) -> None:
+    small_run.processes()
+    start_processes(_sum_on_rank, (str(tmp_path), world), nprocs=world, start_method="forkserver")
+    ranks = [torch.load(tmp_path / f"rank-{rank}") for rank in range(world)]
+    # Each layer fills a bucket. Buckets wait for those of the layers after theirs.
+    assert [overlapped[1:] for overlapped, _, _ in ranks] == [(5, 6)] + [(2, 6)] * (world - 1)
+    sums = [gradients for runs in ranks for gradients, _, _ in runs]
+    for parameter, gradients in enumerate(zip(*sums, strict=True)):
+        assert all(torch.equal(gradients[0], other) for other in gradients)
+        expected = sum(alone_on(rank)[parameter] for rank in range(world))
+        torch.testing.assert_close(gradients[0], expected)
+
+
+def alone_on(rank: int) -> list[torch.Tensor]:
+    """Return the gradients of one rank."""
+    return sum_gradients(dist.Group(rank), overlapped=False)[0]
 
 
 @pytest.mark.few(2)

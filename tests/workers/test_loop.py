@@ -21,7 +21,7 @@ from rank_runs import Steps, on_ranks, small_batches
 from pipeline.testing.lab import OPTIMIZERS, TINY, Lab, Run, again, history
 from pipeline.testing.promises import CARRIED, STATE, Interrupted, interrupted_after
 from workers import loop, preemption
-from workers.dist import Group
+from workers.dist import GradientSum, Group
 from workers.errors import UserError
 from workers.job import StageJob
 from workers.methods.base import Progress
@@ -414,7 +414,7 @@ def test_the_reported_loss_of_two_ranks_counts_what_a_checkpoint_brought_once() 
 
 def test_a_rank_alone_needs_no_process_group() -> None:
     assert not torch.distributed.is_initialized()
-    assert Group().sum_gradients([torch.zeros(3)]) == 0
+    assert GradientSum(Group(), [torch.zeros(3)]).finish() == 0
     assert Group().gather(5) == [5]
 
 

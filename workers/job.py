@@ -573,6 +573,11 @@ class TrainSettings(Frozen):
         description="`true`: torch.compile compiles the blocks of the backbone; `step`: on a GPU, "
         "each optimizer step is captured as a CUDA graph; false: neither",
     )
+    recompute: Annotated[bool, ActiveIf("compile", (False,))] = Field(
+        False,
+        description="whether the backward pass computes the activations within each block again, "
+        "which takes less memory and more time; the results are the same",
+    )
     keep: Literal["last", "best"] = Field(
         "last",
         description="epoch whose weights are the result: `last`, or `best`: the one with the "

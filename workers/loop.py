@@ -47,6 +47,7 @@ from workers.methods.symptoms import (
     find_training_symptoms,
 )
 from workers.model import frozen, noise, vit
+from workers.model.recompute import recompute_blocks
 from workers.restore import load_carried, load_settings, load_states, new_method
 from workers.rng import derive_seed
 from workers.storage import checkpoint
@@ -298,8 +299,18 @@ def fit(
         trained_ids.update(id(p) for p in param_group["params"])
     for p in method.parameters():
         p.requires_grad_(id(p) in trained_ids)
+    warnings: list[str] = []
     if job.train.compile is True:
         vit.compile_blocks(method.backbone)
+    if job.train.recompute:
+        blocks = vit.list_blocks(method.backbone)
+        if not blocks or not method.can_recompute:
+            reason = (
+                f"method {method.name!r} keeps" if blocks else "a backbone without blocks keeps"
+            )
+            warnings.append(f"train.recompute is true, but {reason} its activations")
+        else:
+            recompute_blocks(blocks)
     optimizer = optim.build_optimizer(param_groups, job.train)
     method.train()
     if isinstance(method, PrecomputesFeatures):
@@ -312,7 +323,6 @@ def fit(
     length = optim.describe_length(job.train, feed.num_samples)
     if feed.replay is not None:
         length["replayed"] = length["steps"] * feed.replay.images_per_step
-    warnings = []
     if job.train.compile == "step":
         obstacle = find_obstacle(method, group)
         if obstacle is not None:

@@ -33,7 +33,7 @@ REPORT_REVISION = 3  # part of the key: increase it if the content of the report
 # of how weights are loaded or resampled
 BACKBONE_REVISION = 1
 TRAINING_SPLITS = ("train", "val")  # validation images can be held out of the train images
-NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that do not change a result
+NOT_IN_KEYS = ("resident_mb", "recompute")  # settings of `data`, `train` with equal results
 
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
 
@@ -187,7 +187,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
         "task": base.name,
         "classes": base.classes,
         "images": builder.digest_images((base,), TRAINING_SPLITS),
-        "train": key_inputs(config.backbone_train()),
+        "train": key_inputs(config.backbone_train(), NOT_IN_KEYS),
         "data": key_inputs(config.data, NOT_IN_KEYS),
         "finetune": METHODS["finetune"].revision,
         **shared_revisions(),
@@ -449,7 +449,7 @@ class MethodStages:
             "settings": key_inputs(builder.settings(self.label, task), ignored),
             "scenario": builder.config.stream.scenario,
             "seed": builder.config.seed,
-            "train": key_inputs(train) if step.trains else {},
+            "train": key_inputs(train, NOT_IN_KEYS) if step.trains else {},
             "data": data_inputs,
             **shared_revisions(),
         }

@@ -572,6 +572,21 @@ def check_training_draws_from_the_batch_alone(lab: Lab, method: str, optimizer: 
     assert not drawn, f"the steps of {job.id} drew from {', '.join(sorted(drawn))}"
 
 
+@promise(
+    (
+        "keep what blocks of the backbone use in a forward pass in their modules, or in objects "
+        "that are hooks of these; or set can_recompute to False"
+    ),
+    lambda cls: cls.has_training() and cls.can_recompute,
+)
+def check_recomputed_activations_give_the_same_bytes(lab: Lab, method: str, optimizer: str) -> None:
+    """A stage gives the same bytes with `train.recompute`."""
+    job = find_stage_with_epochs(lab.run(method, optimizer))
+    train = job.train.model_copy(update={"recompute": True})
+    recomputed = lab.stage(again(job, "recomputed", train=train))
+    assert_same_results(job.id, recomputed, Artifact.need(job.root, job.key))
+
+
 def generators() -> dict[str, Any]:
     """Return the states of the random generators of this process: name of a function -> state."""
     return {

@@ -470,11 +470,12 @@ def test_each_setting_that_can_change_results_changes_the_keys_of_these(
         ), name
 
 
-def test_where_images_are_kept_decoded_is_in_no_key(tmp_path: Path) -> None:
-    assert build.NOT_IN_KEYS == ("resident_mb",)
+def test_what_saves_memory_is_in_no_key(tmp_path: Path) -> None:
+    assert build.NOT_IN_KEYS == ("resident_mb", "recompute")
     for start in (config, without_base):
         body = dump(start())
         body["data"]["resident_mb"] = 1
+        body["train"]["recompute"] = True
         assert not changed(keys_of(start(), tmp_path), keys_of(check(body, "test"), tmp_path))
 
 

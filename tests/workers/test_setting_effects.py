@@ -306,6 +306,7 @@ IN_SECTIONS: dict[tuple[str, str], Change] = {
 }
 KEEPS_RESULTS = {
     ("data", "resident_mb"): "in no key: decoded images come from memory or are decoded again",
+    ("train", "recompute"): "in no key: the activations of a block are computed again",
     ("train", "compile"): "compiled blocks compute the same, up to rounding",
 }
 

@@ -348,6 +348,9 @@ class MethodPlan(Generic[S]):
     # random numbers from `Batch.draw`. A subclass does not inherit the value, because it can change
     # the step.
     has_constant_step: ClassVar[bool] = False
+    # Whether a block of the backbone computes the same again in the backward pass, from its input
+    # and the attributes of its modules and their hooks (`train.recompute`).
+    can_recompute: ClassVar[bool] = True
     # Whether a task has the features of the backbone before its first optimizer step.
     starts_as_backbone: ClassVar[bool] = True
     # Settings, by their names in a config, that a single task may override. The steps of other

@@ -94,6 +94,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     """
 
     name = "supsup_nn"
+    can_recompute = False  # `torch.func.grad` allows no hooks on saved tensors
     has_constant_step = True
     family = "masks"
     keeps = "bits"

@@ -13,7 +13,7 @@ does not run again, so only methods with `MethodPlan.has_constant_step` are capt
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -151,6 +151,26 @@ class TapedProgress(Progress):
         return self.numbers[name][1]
 
 
+@dataclass
+class TapedBatch(Batch):
+    """A batch whose numbers are scalar tensors, written before each step.
+
+    Attributes:
+        source: The batch that the step gets.
+        numbers: Name -> (function of the batch, tensor).
+    """
+
+    source: Batch | None = None
+    numbers: dict[str, tuple[Callable[[Batch], float], Tensor]] = field(default_factory=dict)
+
+    def number(self, name: str, compute: Callable[[Batch], float]) -> float | Tensor:
+        assert self.source is not None
+        if name not in self.numbers:
+            value = torch.tensor(float(compute(self.source)), device=self.images.device)
+            self.numbers[name] = compute, value
+        return self.numbers[name][1]
+
+
 class FixedBatch:
     """A batch in tensors that keep their addresses. `load` copies another batch to them.
 
@@ -166,8 +186,9 @@ class FixedBatch:
         values = {f.name: getattr(batch.draw, f.name) for f in fields(StepRng)}
         draw = TapedRng(**values, tape=self.tape)
         draw.note_copy(batch.draw.positions_on_device.clone())
-        self.batch: Batch = replace(
-            batch,
+        self.batch: TapedBatch = TapedBatch(
+            source=batch,
+            weight=batch.weight,
             images=batch.images.clone(),
             labels=batch.labels.clone(),
             tasks=batch.tasks.clone(),
@@ -181,7 +202,10 @@ class FixedBatch:
         )
 
     def load(self, batch: Batch) -> None:
-        """Copy a batch with the same layout (`describe_layout`), and draw its random numbers."""
+        """Copy a batch with the same layout (`describe_layout`), its numbers and random draws."""
+        self.batch.source = batch
+        for compute, number in self.batch.numbers.values():
+            number.fill_(compute(batch))
         targets = self.batch.device_tensors()
         for target, source in zip(targets, batch.device_tensors(), strict=True):
             target.copy_(source)
@@ -263,7 +287,7 @@ class StepCapture:
                 self.device,
                 self.numbers,
             )
-            fixed = [batch.batch for batch in self.batches]
+            fixed: list[Batch] = [batch.batch for batch in self.batches]
             if self.warm_ups < WARM_UPS:
                 self.warm_ups += 1
                 return self.backend.warm_up(lambda: update(fixed, taped))

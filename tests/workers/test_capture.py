@@ -28,7 +28,6 @@ from workers.rng import StepRng
 NOT_CONSTANT = {
     "gem": "solves a quadratic program on the host",
     "mir": "chooses samples on the host",
-    "ucir": "divides by the number of old samples in the batch",
     "ranpac": "trains only in its first session, as `aper`",
 }
 CONSTANT = {name for name, cls in METHODS.items() if vars(cls).get("has_constant_step")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +52,18 @@ class Batch:
 
     def __len__(self) -> int:
         return self.images.shape[0]
+
+    def number(self, name: str, compute: Callable[[Batch], float]) -> float | Tensor:
+        """Return a number that follows from values of the host, such as `counts`.
+
+        In a captured step (`train.compile: step`) it is a tensor () that is written before each
+        step.
+
+        Args:
+            name: Name of the number, unique in the method.
+            compute: Function that returns the number for a batch.
+        """
+        return compute(self)
 
     def take(self, rows: Tensor, size: int) -> Batch:
         """Return some samples of this micro-batch, as part of a smaller global batch.

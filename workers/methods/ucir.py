@@ -59,6 +59,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
     """
 
     name = "ucir"
+    has_constant_step = True
     family = "rehearsal"
     keeps = "class vectors"
     paper = "Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019"
@@ -115,7 +116,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
         # `margin_losses` is 0 for samples of new classes. The loop scales the loss by b / global
         # batch size and sums over ranks, so this becomes a mean over all old samples of the global
         # batch.
-        num_old = max(self.count_old_samples(batch), 1)
+        num_old = batch.number("old samples", lambda batch: max(self.count_old_samples(batch), 1))
         margin_loss = margin_losses.mean() * batch.draw.size / num_old
         growth = math.sqrt(new_classes.start / (new_classes.stop - new_classes.start))
         weight = self.settings.lambda_ * growth

@@ -385,6 +385,25 @@ class BundlesNoNetwork(FineTune):
     training_only = ("*",)
 
 
+class ResetsAHook(FineTune):
+    """A hook reads a factor that is another one in the backward pass."""
+
+    factor = 1.0
+
+    def __init__(self, backbone: Any, settings: Any, seed: int):
+        super().__init__(backbone, settings, seed)
+        backbone.blocks[0].attn.register_forward_hook(
+            lambda module, _, output: output * self.factor
+        )
+
+    def features(self, images: Tensor) -> Tensor:
+        self.factor = 0.5
+        try:
+            return super().features(images)
+        finally:
+            self.factor = 1.0
+
+
 BROKEN = [
     (Thaws, "the_backbone_stays_frozen"),
     (HoldsGradientsOnly, "old_answers_stay"),
@@ -412,6 +431,7 @@ BROKEN = [
     (CarriesTheLatestAlone, "a_chain_forgets_nothing_that_it_carries"),
     (DropsBetweenSteps, "a_chain_forgets_nothing_that_it_carries"),
     (LearnsNothing, "it_learns"),
+    (ResetsAHook, "recomputed_activations_give_the_same_bytes"),
     (ServesByACommonScale, "what_a_task_may_have_of_its_own_has_no_part_in_serving"),
     (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file"),
     (BundlesNoNetwork, "a_bundle_leaves_out_what_only_training_needs"),

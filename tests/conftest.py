@@ -98,6 +98,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: `make test-all` takes more than an hour."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}", file=sys.__stderr__, flush=True)
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage less often: imported modules are millions of objects, and stay."""
     gc.collect()

@@ -305,10 +305,10 @@ def fit(
     if job.train.recompute:
         blocks = vit.list_blocks(method.backbone)
         if not blocks or not method.can_recompute:
-            reason = (
-                f"method {method.name!r} keeps" if blocks else "a backbone without blocks keeps"
-            )
-            warnings.append(f"train.recompute is true, but {reason} its activations")
+            owner = f"method {method.name!r}"
+            if not blocks:
+                owner = f"a backbone of class {type(method.backbone).__name__}"
+            warnings.append(f"train.recompute is true, but {owner} keeps its activations")
         else:
             recompute_blocks(blocks)
     optimizer = optim.build_optimizer(param_groups, job.train)

@@ -33,7 +33,7 @@ REPORT_REVISION = 3  # part of the key: increase it if the content of the report
 # of how weights are loaded or resampled
 BACKBONE_REVISION = 1
 TRAINING_SPLITS = ("train", "val")  # validation images can be held out of the train images
-NOT_IN_KEYS = ("resident_mb", "recompute")  # settings of `data`, `train` with equal results
+NOT_IN_KEYS = ("resident_mb", "recompute")  # settings that do not change a result
 
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
 

@@ -227,8 +227,8 @@ class Builder:
             label: Label of the method.
             task: The task.
             tasks: The tasks so far. For an evaluation, the tasks that the model serves.
-            ignored: Names of settings that the job gets without, because its step does not read
-                them. A bundle can be made from the job of an evaluation, so that one has all.
+            ignored: Names of settings that the step does not read; the job has their defaults. The
+                job of an evaluation needs all settings, because bundles are made from it.
             rest: Other attributes of `StageJob`.
         """
         # an evaluation serves several tasks, so the settings for a single task do not apply

@@ -470,7 +470,7 @@ def test_each_setting_that_can_change_results_changes_the_keys_of_these(
         ), name
 
 
-def test_what_saves_memory_is_in_no_key(tmp_path: Path) -> None:
+def test_settings_that_save_memory_are_in_no_key(tmp_path: Path) -> None:
     assert build.NOT_IN_KEYS == ("resident_mb", "recompute")
     for start in (config, without_base):
         body = dump(start())

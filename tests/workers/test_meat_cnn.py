@@ -135,7 +135,7 @@ def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
         UserError, match=r"token_mask_blocks is \[4\], but the backbone has blocks 0 to 3"
     ):
         meat(token_mask_blocks=[4])
-    with pytest.raises(UserError, match=r"token_masks is 'nested'.* mask channels.* `free`"):
+    with pytest.raises(UserError, match=r"token_masks is 'nested'.* masks of channels.* `free`"):
         meat(token_masks="nested")
     with pytest.raises(UserError, match="has blocks"):
         meat(token_mask_blocks=[0, 1], ffn_masks="off").load_task(with_random_masks(method))

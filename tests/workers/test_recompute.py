@@ -102,10 +102,10 @@ def test_the_key_is_the_same(lab: Lab) -> None:
     ("method", "backbone", "reason"),
     [
         ("supsup_nn", TINY, "method 'supsup_nn' keeps its activations"),
-        ("finetune", {"name": "resnet10t", "img_size": 32}, "without blocks keeps its activations"),
+        ("finetune", {"name": "resnet10t", "img_size": 32}, "class ResNet keeps its activations"),
     ],
 )
-def test_what_is_not_recomputed_is_recorded(
+def test_activations_that_are_kept_give_a_warning(
     method: str, backbone: Any, reason: str, tmp_path: Path
 ) -> None:
     run = Lab(tmp_path).run_of(method, TRAIN | {"recompute": True}, backbone=backbone)

@@ -208,7 +208,7 @@ LATER = {name: cls for name, cls in METHODS.items() if vars(cls).get("later_sett
 @pytest.mark.parametrize(
     "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in LATER]
 )
-def test_settings_for_later_tasks_leave_the_first_one_alone(
+def test_later_settings_do_not_change_the_first_task(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls = LATER[method]

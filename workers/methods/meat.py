@@ -72,7 +72,7 @@ class MeatSettings(MethodSettings):
         description="whether to mask image tokens as keys and values of attention; on a "
         "ResNet: channels inside residual blocks. `free`, as `true`: each block has its own "
         "mask; `nested`: each block keeps a part of the tokens of the block before; `shared`: "
-        "one mask for all blocks. The last two save most of the time of inference",
+        "one mask for all blocks. With the last two, inference skips more tokens",
     )
     token_mask_blocks: Annotated[
         Literal["all"] | tuple[int, ...], ActiveIf("token_masks", but=(False,))
@@ -250,15 +250,15 @@ class Meat(Method[MeatSettings]):
         return {name: self.tie(name, mask.hard()) for name, mask in self.masks.items()}
 
     def tie(self, name: str, mask: Tensor) -> Tensor:
-        """Return the masks of all blocks from the trained one, as `token_masks` says.
+        """Compute the masks of all blocks from a trained mask, according to `token_masks`.
 
         Args:
             name: Name of the mask; only gates are tied.
             mask: (..., blocks, n), or (..., 1, n) of `shared`; 0/1 floats or booleans.
 
         Returns:
-            (..., blocks, n). With `nested` a block's mask is the product of its own and all earlier
-            ones.
+            (..., blocks, n). With `nested`, the mask of a block is the product of the trained masks
+            up to this block.
         """
         if name in self.sites.gates and self.settings.token_masks == "shared":
             return mask.expand(*mask.shape[:-2], *self.sites.gates[name]).contiguous()
@@ -358,9 +358,9 @@ def _sites(backbone: nn.Module, settings: MeatSettings) -> Sites:
     )
     if isinstance(settings.token_masks, str) and sites.kinds[0] != "token":
         raise UserError(
-            f"token_masks is {settings.token_masks!r}, which relates the tokens of one block to "
-            f"those of the next, and the backbone's blocks mask {sites.kinds[0]}s, which are "
-            "others in each block; choose `free`, or a ViT"
+            f"token_masks is {settings.token_masks!r}, which relates the masks of tokens in "
+            f"different blocks, but a {type(backbone).__name__} has masks of {sites.kinds[0]}s, "
+            "and each block has its own; choose `free`, or a ViT"
         )
     return sites
 

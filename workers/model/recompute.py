@@ -27,11 +27,11 @@ class Recomputing(nn.Module):
             return compute(*inputs, **named)
         state = copy_state(self)
 
-        def compute_as_now(*inputs: Any, **named: Any) -> Any:
+        def compute_with_state(*inputs: Any, **named: Any) -> Any:
             with restored(state):
                 return compute(*inputs, **named)
 
-        return checkpoint(compute_as_now, *inputs, use_reentrant=False, **named)
+        return checkpoint(compute_with_state, *inputs, use_reentrant=False, **named)
 
 
 def recompute_blocks(blocks: list[nn.Module]) -> None:

@@ -72,6 +72,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             file = super()._split_scope(nodeid)
             return "alone" if Path(file).name in ALONE else file
 
+        def _assign_work_unit(self, node: object) -> None:
+            if "alone" in self.workqueue:  # the longest: it must not begin when all else has ended
+                self.workqueue.move_to_end("alone", last=False)
+            super()._assign_work_unit(node)
+
     return Scheduling(config, log)
 
 

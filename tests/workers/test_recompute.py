@@ -14,6 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.testing.lab import TINY, Lab
 from workers.errors import UserError
+from workers.methods.adapter import find_adapter_sites
+from workers.model.adapters import Bottlenecks
 from workers.model.recompute import Recomputing, recompute_blocks
 
 TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1}
@@ -63,6 +65,24 @@ def test_a_copy_of_a_recomputed_block_computes_with_its_own_weights() -> None:
             parameter.mul_(2.0)
     assert torch.equal(teacher(images), before)
     assert isinstance(teacher.blocks[0], Recomputing)
+
+
+def test_a_hook_of_a_block_gets_the_input_of_a_module_within() -> None:
+    """AdaptFormer's adapters add to the output of a block, and read the input of its FFN."""
+    gradients = []
+    for recompute in (False, True):
+        model, images = vit(), method_steps.images(2, img_size=32)
+        sites = find_adapter_sites(model, "adaptformer")
+        bottlenecks = Bottlenecks(len(sites), sites.width, 8, up_std=0.1)
+        if recompute:
+            recompute_blocks([*model.blocks])
+        with sites.using(bottlenecks.tensors()):
+            loss = model(images).sum()
+        loss.backward()
+        parameters = [*model.parameters(), *bottlenecks.parameters()]
+        gradients.append([parameter.grad for parameter in parameters])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
 
 
 def results(lab: Lab, method: str, settings: Any, recompute: bool, **rest: Any) -> Any:

@@ -26,8 +26,13 @@ class Recomputing(nn.Module):
         if not torch.is_grad_enabled():
             return compute(*inputs, **named)
         state = copy_state(self)
+        has_run = False
 
         def compute_with_state(*inputs: Any, **named: Any) -> Any:
+            nonlocal has_run
+            if not has_run:  # the forward pass: hooks of the block see what its modules note
+                has_run = True
+                return compute(*inputs, **named)
             with restored(state):
                 return compute(*inputs, **named)
 

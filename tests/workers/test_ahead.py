@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -101,3 +104,21 @@ def test_what_is_dropped_ends_the_wait_of_its_jobs_and_leaves_no_thread() -> Non
 
 def preparing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches-")]
+
+
+def test_a_process_ends_while_its_threads_make_results() -> None:
+    """The traceback of an error can keep the generator until the interpreter ends."""
+    program = """
+        import sys, time
+        from workers.data.ahead import make_ahead
+
+        def jobs():
+            yield int
+            while True:
+                time.sleep(0.01)
+
+        sys.results = make_ahead(jobs(), int, 1, 2)
+        next(sys.results)
+        time.sleep(0.1)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)

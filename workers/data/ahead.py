@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, NamedTuple, TypeVar
@@ -49,10 +50,12 @@ def make_ahead(
             yield outcome.value  # type: ignore[misc]  # the value is None only if a job returned it
             del outcome
     finally:
-        line.close()
-        for thread in threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join()
+        # When the interpreter ends, daemon threads have stopped, and still hold their locks.
+        if not sys.is_finalizing():
+            line.close()
+            for thread in threads:
+                if thread.ident is not None and thread is not threading.current_thread():
+                    thread.join()
 
 
 class _JobResult(NamedTuple, Generic[T]):

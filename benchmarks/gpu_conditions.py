@@ -20,7 +20,6 @@ from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
 from pipeline.launch.local import LocalExecutor
 from workers import loop, preemption
-from workers.dist import Group
 from workers.job import StageJob
 from workers.rng import StepRng
 
@@ -100,9 +99,9 @@ def recorded_steps() -> Iterator[defaultdict[str, list[Step]]]:
     train_step = loop.train_step
 
     def record(
-        method: Any, optimizer: Any, batches: Any, progress: Any, job: StageJob, group: Group
+        method: Any, optimizer: Any, batches: Any, progress: Any, job: StageJob, *rest: Any
     ) -> Any:
-        terms = train_step(method, optimizer, batches, progress, job, group)
+        terms = train_step(method, optimizer, batches, progress, job, *rest)
         step = Step(
             float(terms["loss"]),
             labels=torch.cat([batch.labels for batch in batches]).cpu(),
@@ -134,9 +133,9 @@ def interrupted_steps() -> Iterator[Interruptions]:
     train_step = loop.train_step
 
     def interrupt(
-        method: Any, optimizer: Any, batches: Any, progress: Any, job: StageJob, group: Group
+        method: Any, optimizer: Any, batches: Any, progress: Any, job: StageJob, *rest: Any
     ) -> Any:
-        terms = train_step(method, optimizer, batches, progress, job, group)
+        terms = train_step(method, optimizer, batches, progress, job, *rest)
         steps.taken[job.id] += 1
         steps.total[job.id] = progress.total
         if progress.global_step == progress.total // 2 and job.id not in steps.interrupted:

@@ -38,11 +38,11 @@ class Finder(importlib.abc.MetaPathFinder):
         def execute_and_change(module):
             execute(module)
             train_step = module.train_step
-            def step_of_this_node(method, optimizer, batches, progress, job, group):
+            def step_of_this_node(method, optimizer, batches, progress, job, *rest):
                 if job.task.name == "a":
                     print({NOTE!r}, file=sys.stderr)
                     FAULT
-                return train_step(method, optimizer, batches, progress, job, group)
+                return train_step(method, optimizer, batches, progress, job, *rest)
             module.train_step = step_of_this_node
         spec.loader.exec_module = execute_and_change
         return spec

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import gpu, gpu_cases, gpu_pool, gpu_speed, methods, stream
+from benchmarks import gpu, gpu_cases, gpu_conditions, gpu_pool, gpu_speed, methods, stream
+from pipeline.testing.lab import Lab, again
+from workers import preemption
 from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.linear import Linear
@@ -64,6 +66,18 @@ def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 # ---- the rehearsal -------------------------------------------------------------------------------
+def test_steps_are_recorded_and_interrupted_in_the_train_loop(tmp_path: Path) -> None:
+    run = Lab(tmp_path).run_of("finetune", {"optimizer": "sgd", "lr": 0.1, "epochs": 2})
+    job = run.stages(0)[0]
+    with gpu_conditions.recorded_steps() as steps:
+        run.artifact(job)
+    with gpu_conditions.interrupted_steps() as interruptions, pytest.raises(preemption.Preempted):
+        run.lab.stage(again(job, "interrupted", checkpoint_s=0.0))
+    preemption.requested.clear()
+    assert len(steps[job.id]) == interruptions.total[job.id]
+    assert interruptions.taken[job.id] == len(steps[job.id]) // 2 + 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",

@@ -9,8 +9,10 @@ import hashlib
 import math
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 HoldOut = Literal["rank", "threshold"]  # see `Card.hold_out`
 SHARE_DIGITS = 12  # number of hexadecimal digits that decide whether an image is held out
@@ -53,22 +55,28 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
         fraction: Share of the images for val.
         rule: `hold_out` of the card.
     """
+    if not fraction:
+        return table, table.slice(0, 0)
     if rule == "threshold":
         below = find_held_out(table["sha256"], fraction, "val")
         return table.filter(pc.invert(below)), table.filter(below)
-    # image -> lowest sha256 of the image's keys, and the class of this key
-    first: dict[str, tuple[bytes, str]] = {}
-    columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
-    for name, key, image in zip(*columns, strict=True):
-        found = (hashlib.sha256(key.encode()).digest(), name)
-        first[image] = min(first.get(image, found), found)
-    members: dict[str, list[tuple[bytes, str]]] = {}  # class -> (sha256 of the key, image)
-    for image, (digest, name) in first.items():
-        members.setdefault(name, []).append((digest, image))
-    val: list[str] = []
-    for ranked in members.values():
-        least = 1 if fraction > 0 else 0
-        count = min(max(round(fraction * len(ranked)), least), len(ranked) - 1)
-        val += [image for _, image in sorted(ranked)[:count]]
-    is_val = pc.is_in(table["sha256"], pa.array(val, table["sha256"].type))
+    keys = table["key"].to_pylist()
+    digests = pa.array([hashlib.sha256(key.encode()).hexdigest() for key in keys])
+    ranked = pa.table({"digest": digests, "class": table["class"], "image": table["sha256"]})
+    ranked = ranked.sort_by([(name, "ascending") for name in ranked.column_names])
+    # the first row of each image, which has its key with the lowest sha256
+    firsts = ranked.take(np.sort(np.unique(_encode(ranked["image"]), return_index=True)[1]))
+    classes = _encode(firsts["class"])
+    by_class = np.argsort(classes, kind="stable")
+    sizes = np.bincount(classes)
+    num_val = [min(max(round(fraction * size), 1), size - 1) for size in sizes.tolist()]
+    ranks = np.arange(len(classes)) - (np.cumsum(sizes) - sizes)[classes[by_class]]
+    val = firsts["image"].take(by_class[ranks < np.array(num_val, int)[classes[by_class]]])
+    is_val = pc.is_in(table["sha256"], val.combine_chunks())
     return table.filter(pc.invert(is_val)), table.filter(is_val)
+
+
+def _encode(column: pa.ChunkedArray) -> NDArray[np.int32]:
+    """Return numbers that are equal where the values of a column are."""
+    codes: NDArray[np.int32] = column.combine_chunks().dictionary_encode().indices.to_numpy()
+    return codes

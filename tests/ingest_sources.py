@@ -174,7 +174,7 @@ def result_of(card: Card, root: Path, map_fn: MapFn) -> dict[str, Any]:
     """Ingest a card below `root`, and return what must stay the same of the result."""
     manifest = ingest(card, str(root), "k", map_fn, {"step": "ingest"})
     artifact = Artifact.need(str(root), "k")
-    rows = Shards.open(str(root), "k").index.to_pylist()
+    rows = Shards.open(str(root), "k").read_index().to_pylist()
     files = manifest["files"]
     return {
         "shards": {n: info["sha256"] for n, info in sorted(files.items()) if n.endswith(".tar")},

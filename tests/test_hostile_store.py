@@ -8,6 +8,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,15 +109,16 @@ INDICES: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("case", INDICES)
 def test_a_hostile_index_is_refused(case: Any, site: Any) -> None:
-    key = ingested(site, INDICES[case]())
-    with pytest.raises(
-        DamagedArtifact, match=r"not readable as an index .*; run the same command again"
-    ):
-        Shards.open(str(site.own_folder), key)
+    shards = Shards.open(str(site.own_folder), ingested(site, INDICES[case]()))
+    for read in (shards.read_index, partial(shards.select, "train", ["a"])):
+        with pytest.raises(
+            DamagedArtifact, match=r"not readable as an index .*; run the same command again"
+        ):
+            read()
 
 
 def test_a_valid_index_is_read(site: Any) -> None:
-    assert Shards.open(str(site.own_folder), ingested(site)).index.num_rows == 1
+    assert Shards.open(str(site.own_folder), ingested(site)).read_index().num_rows == 1
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -348,8 +350,8 @@ def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, 
     )
     key = next((site.own_folder / "storage" / "stages").iterdir()).name
     shards = Shards.open(str(site.own_folder / "storage" / "stages"), key)
-    assert {*shards.index["class"].to_pylist()} == {"a", name}
-    for path in shards.index["key"].to_pylist():
+    assert {*shards.read_index()["class"].to_pylist()} == {"a", name}
+    for path in shards.read_index()["key"].to_pylist():
         assert len(path.split("/")) == 3
         assert not {"..", ".", ""} & {*path.split("/")}
     tasks = (Task("t", "card", key, ("a", name)),)

@@ -49,7 +49,7 @@ def problem_of_index(layout: Layout, store: str) -> str:
     """Return how the index differs from the truth; empty if it does not."""
     truth = {picture.sha256: picture for picture in layout.pictures}
     seen: Counter[str] = Counter()
-    for row in Shards.open(store, "key").index.to_pylist():
+    for row in Shards.open(store, "key").read_index().to_pylist():
         picture = truth.get(row["sha256"])
         if picture is None:
             return f"{row['key']} is not an image of the data set"

@@ -77,7 +77,7 @@ from pipeline.data.shard_writer import (
     write_shards,
 )
 from pipeline.data.splits import SPLITS
-from workers.data.shards import INDEX, SCHEMA
+from workers.data.shards import GROUP_ROWS, INDEX, SCHEMA
 from workers.errors import UserError
 from workers.storage.artifact import (
     Artifact,
@@ -363,7 +363,7 @@ def commit_ingest(
         extra: Further fields of the manifest; `started` is the start of the ingest in seconds of
             `time.monotonic`.
     """
-    attempt.write(INDEX, _encode_parquet(index))
+    attempt.write(INDEX, _encode_index(index))
     attempt.write(REJECTED_CSV, to_csv(REJECTED.names, rejected_rows(contents.rejected)))
     attempt.write(ACCOUNT, contents.account.to_json())
     groups = contents.selected.group_by(["split", "label"]).aggregate([([], "count_all")])
@@ -583,7 +583,7 @@ def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
         )
 
 
-def _encode_parquet(table: pa.Table) -> bytes:
+def _encode_index(index: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
+    pq.write_table(index, buffer, row_group_size=GROUP_ROWS, compression="zstd")
     return buffer.getvalue()

@@ -109,7 +109,7 @@ def test_every_image_is_found_again_byte_for_byte(source: Any, tmp_path: Path) -
     assert manifest["counts"] == {"train": 20, "test": 8}
     assert manifest["step"] == "ingest"
     assert manifest["wall_s"] > 0, "the report shows how long it took"
-    rows = shards.index.to_pylist()
+    rows = shards.read_index().to_pylist()
     expected = {shard_name(split, name) for split in ("train", "test") for name in CLASSES}
     expected |= {shard_name("train", name, 1) for name in CLASSES}
     assert {r["shard"] for r in rows} == expected
@@ -147,7 +147,7 @@ def test_the_index_is_sorted_by_split_class_and_image(source: Any, tmp_path: Pat
         (source / "train" / "dog" / "00.png").read_bytes()
     )
     _, shards = run(card_of(source), tmp_path)
-    rows = shards.index.to_pylist()
+    rows = shards.read_index().to_pylist()
     order = [(r["split"] == "test", r["class"], r["sha256"], r["key"]) for r in rows]
     assert order == sorted(order)
     places = [(r["split"] == "test", r["class"], r["shard"], r["offset"]) for r in rows]
@@ -211,7 +211,7 @@ def test_corrupt_unlabelled_and_other_files_are_listed_with_a_reason(
     (source / "train" / "bird" / "a.png").write_bytes(whole)
     manifest, shards = run(card_of(source, max_bad_fraction=0.5, max_pixels=1000), tmp_path)
     assert manifest["rejected"] == {"corrupt": 3, "unlabelled": 2, "other file": 1}
-    assert shards.index.num_rows == 28
+    assert shards.read_index().num_rows == 28
     reasons = {r["source"]: r["reason"] for r in listed(tmp_path)}
     assert reasons["train/cat/text.jpg"] == "corrupt: not an image"
     assert "truncated" in reasons["train/cat/cut.png"].lower()
@@ -237,7 +237,7 @@ def test_subset_keeps_equal_images_for_any_location(source: Any, tmp_path: Path)
     manifest, shards = run(card_of(source, per_class={"train": 3, "test": 1}), tmp_path)
     assert manifest["counts"] == {"train": 6, "test": 2}
     assert manifest["rejected"] == {"left out": 20}
-    rows = shards.index.to_pylist()
+    rows = shards.read_index().to_pylist()
     for split, count in (("train", 3), ("test", 1)):
         for name in CLASSES:
             keys = sorted(
@@ -282,7 +282,9 @@ def test_non_utf8_images_are_read_and_classes_listed(source: Any, tmp_path: Path
     assert fingerprint(card_of(source))
     manifest, shards = run(card_of(source, max_bad_fraction=0.1), tmp_path)
     assert manifest["counts"] == {"train": 22, "test": 8}
-    keys = [key for key in shards.index["key"].to_pylist() if key.startswith("train/cat/caf_")]
+    keys = [
+        key for key in shards.read_index()["key"].to_pylist() if key.startswith("train/cat/caf_")
+    ]
     assert len(set(keys)) == 2
     assert reasons(tmp_path) == {
         "train/caf\\xe9/a.png": "unlabelled: class 'caf\\\\xe9' is not on the card"
@@ -357,7 +359,7 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(
         link_path.symlink_to(target)
     manifest, shards = run(card_of(source, max_bad_fraction=0.2), tmp_path)
     assert manifest["counts"] == {"train": 21, "test": 8}
-    assert "train/cat/new" in shards.index["key"].to_pylist()
+    assert "train/cat/new" in shards.read_index()["key"].to_pylist()
     reason_by_name = {name: reason.split(";")[0] for name, reason in reasons(tmp_path).items()}
     again, out = "other file: a link to {} read anyway", "link: to a folder outside the source"
     holds = again.format("a folder that holds others which are")
@@ -397,7 +399,7 @@ def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_
     (source / "train" / "cat" / "00.png").symlink_to(blob)
     manifest, shards = run(card_of(source), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
-    assert hashlib.sha256(expected).hexdigest() in shards.index["sha256"].to_pylist()
+    assert hashlib.sha256(expected).hexdigest() in shards.read_index()["sha256"].to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -458,7 +460,7 @@ def test_shards_and_members_whose_names_are_no_utf8_are_read(
     os.rename(old, os.fsencode(source_folder) + b"/train-caf\xe9." + form.encode())
     manifest, shards = run(card, tmp_path)
     assert manifest["counts"]["train"] == 20 + (form == "tar")
-    assert ("train/cat/caf_" in shards.index["key"].to_pylist()) == (form == "tar")
+    assert ("train/cat/caf_" in shards.read_index()["key"].to_pylist()) == (form == "tar")
 
 
 def strings(*values: bytes) -> pa.Array:
@@ -485,7 +487,7 @@ def test_text_in_parquet_that_is_no_utf8_is_listed_or_left_aside(
     card = card_of(tmp_path / "pq", "parquet", max_bad_fraction=0.5, leaks="allow")
     manifest, shards = run(card, tmp_path)
     assert manifest["rejected"] == {"unlabelled": 2, "in train too": 2}
-    assert shards.index["key"].to_pylist()[:2] in (
+    assert shards.read_index()["key"].to_pylist()[:2] in (
         ["train/cat/a", "train/dog/00000001"],
         ["train/dog/00000001", "train/cat/a"],
     )
@@ -507,7 +509,7 @@ def test_a_source_in_a_bucket_is_read_as_one_on_a_disk(
     assert fingerprint(card) == before
     _, expected = run(card_of(source), tmp_path, "disk")
     manifest, shards = run(card, tmp_path, "bucket")
-    assert shards.index.equals(expected.index)
+    assert shards.read_index().equals(expected.read_index())
     assert manifest["rejected"] == {"corrupt": 1, "other file": 1}
     assert "which no URI can hold; rename it" in reasons(tmp_path, "bucket")["train/cat/a#1.png"]
 
@@ -523,7 +525,7 @@ def test_equal_names_in_two_archives_of_one_name_get_keys_of_their_own(
         (tmp_path / "tars" / split / "b" / "0.tar").write_bytes(file.read_bytes())
         file.rename(tmp_path / "tars" / split / "a" / "0.tar")
     _, shards = run(card, tmp_path)
-    keys = shards.index["key"].to_pylist()
+    keys = shards.read_index()["key"].to_pylist()
     assert len(keys) == len(set(keys)) == 56
 
 
@@ -555,9 +557,9 @@ def test_a_class_is_the_same_in_both_unicode_forms(
         card = card_of(tmp_path / "pq", "parquet")
     manifest, shards = run(card.model_copy(update={"classes": ("cat", on_card)}), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
-    assert set(shards.index["class"].to_pylist()) == {"cat", on_card}
+    assert set(shards.read_index()["class"].to_pylist()) == {"cat", on_card}
     if form == "folder":
-        assert f"train/{NFC}/{NFC}" in shards.index["key"].to_pylist()
+        assert f"train/{NFC}/{NFC}" in shards.read_index()["key"].to_pylist()
         assert fingerprint(card) == fingerprint_of_other_form(source, folder)
 
 
@@ -719,7 +721,7 @@ def parquet_card(folder: Path, source: Path, as_struct: bool = True, numbers: bo
 
 
 def digests(shards: Shards) -> set[tuple[str, str, str]]:
-    return {(r["split"], r["class"], r["sha256"]) for r in shards.index.to_pylist()}
+    return {(r["split"], r["class"], r["sha256"]) for r in shards.read_index().to_pylist()}
 
 
 @pytest.mark.parametrize("as_struct", [True, False])
@@ -799,7 +801,7 @@ def test_rare_formats_become_png_and_keep_their_pixels(source: Any, tmp_path: Pa
     (source / "train" / "cat" / "00.png").unlink()
     (source / "train" / "cat" / "00.bmp").write_bytes(picture(3, form="BMP"))
     _, shards = run(card_of(source), tmp_path)
-    row = next(r for r in shards.index.to_pylist() if r["key"] == "train/cat/00")
+    row = next(r for r in shards.read_index().to_pylist() if r["key"] == "train/cat/00")
     assert row["ext"] == "png"
     stored = shards.read(row["shard"], row["offset"], row["bytes"])
     assert np.array_equal(decode(stored, 9), decode(picture(3), 9))
@@ -809,7 +811,7 @@ def test_equal_names_in_a_class_get_keys_of_their_own(source: Any, tmp_path: Pat
     (source / "train" / "cat" / "00.jpg").write_bytes(picture(5, form="JPEG"))
     (source / "train" / "cat" / "a.b.png").write_bytes(picture(6))
     _, shards = run(card_of(source), tmp_path)
-    keys = shards.index["key"].to_pylist()
+    keys = shards.read_index()["key"].to_pylist()
     assert len(set(keys)) == 30
     assert "train/cat/a_b" in keys
     assert not any("." in key for key in keys)
@@ -818,7 +820,7 @@ def test_equal_names_in_a_class_get_keys_of_their_own(source: Any, tmp_path: Pat
 def test_digits_need_no_network(tmp_path: Path) -> None:
     manifest, shards = run(load_card_file("digits"), tmp_path)
     assert manifest["counts"] == {"train": 1438, "test": 359}
-    assert len(set(shards.index["class"].to_pylist())) == 10
+    assert len(set(shards.read_index()["class"].to_pylist())) == 10
 
 
 def test_torchvision_data_is_read_with_its_own_split(
@@ -839,7 +841,7 @@ def test_torchvision_data_is_read_with_its_own_split(
     monkeypatch.setattr(datasets, "Fake", Fake, raising=False)
     manifest, shards = run(card_of(tmp_path, "torchvision", source={"name": "Fake"}), tmp_path)
     assert manifest["counts"] == {"train": 6, "test": 4}
-    row = next(r for r in shards.index.to_pylist() if r["key"] == "test/dog/00000003")
+    row = next(r for r in shards.read_index().to_pylist() if r["key"] == "test/dog/00000003")
     stored = shards.read(row["shard"], row["offset"], row["bytes"])
     assert np.array_equal(decode(stored, 9), decode(picture(53), 9))
 
@@ -868,7 +870,7 @@ def test_torchvision_data_has_splits_of_several_names(
     source = {"name": "Words", "splits": splits}
     manifest, shards = run(card_of(tmp_path, "torchvision", source=source), tmp_path)
     assert manifest["counts"] == {"train": 10, "test": 2}
-    row = next(r for r in shards.index.to_pylist() if r["key"] == "train/dog/00000007")
+    row = next(r for r in shards.read_index().to_pylist() if r["key"] == "train/dog/00000007")
     stored = shards.read(row["shard"], row["offset"], row["bytes"])
     assert np.array_equal(decode(stored, 9), decode(picture(301), 9)), "second image of val"
     wrong = card_of(tmp_path, "torchvision", source={**source, "splits": {"train": "train"}})
@@ -878,7 +880,7 @@ def test_torchvision_data_has_splits_of_several_names(
 
 def test_a_flipped_bit_in_a_shard_is_detected(source: Any, tmp_path: Path) -> None:
     _, shards = run(card_of(source), tmp_path)
-    row = shards.index.to_pylist()[3]
+    row = shards.read_index().to_pylist()[3]
     path = Path(shards.uri(row["shard"]))
     data = bytearray(path.read_bytes())
     data[row["offset"] + row["bytes"] // 2] ^= 1
@@ -899,8 +901,8 @@ def test_a_real_data_set_holds_what_its_card_promises(
     manifest, shards = run(card, tmp_path, map_fn=threads)
     assert manifest["rejected"] == {}
     assert hashlib.sha256(
-        shards.read(*(shards.index[n][0].as_py() for n in ("shard", "offset", "bytes")))
-    ).hexdigest() == (shards.index["sha256"][0].as_py())
+        shards.read(*(shards.read_index()[n][0].as_py() for n in ("shard", "offset", "bytes")))
+    ).hexdigest() == (shards.read_index()["sha256"][0].as_py())
 
 
 # ---- images without labels -----------------------------------------------------------------------

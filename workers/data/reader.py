@@ -21,6 +21,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from workers.data.cache import Cache, LocalFile
@@ -122,15 +123,15 @@ class Ranges:
         example of another split or task, use the same files of a cache.
         """
         data = samples.table["data"].to_numpy()
-        positions = samples.table["position"].to_numpy()
         of_row = np.empty(len(samples), np.int64)
         starts: list[Ints] = []
         ends: list[Ints] = []
         num_pieces = 0
         for number, shards in enumerate(samples.shards):
             rows = np.flatnonzero(data == number)
-            pieces = IndexPieces.of(shards.index)
-            used, piece_of_row = np.unique(pieces.of_row[positions[rows]], return_inverse=True)
+            pieces = IndexPieces.of(shards.read_index())
+            found = pieces.find(samples.table.select(["shard", "offset"]).take(rows))
+            used, piece_of_row = np.unique(found, return_inverse=True)
             of_row[rows] = num_pieces + piece_of_row
             starts.append(pieces.starts[used])
             ends.append(pieces.ends[used])
@@ -193,31 +194,48 @@ class IndexPieces(NamedTuple):
     """The pieces of the shards of one index.
 
     Attributes:
-        of_row: The piece of each row of the index.
+        shards: Names of the shards.
+        numbers: Numbers of the pieces, ascending: `per_shard` times the index of the shard, plus
+            the position of the piece in the shard.
+        per_shard: Larger than all positions.
         starts: First byte of each piece.
         ends: End of each piece.
     """
 
-    of_row: Ints
+    shards: pa.Array
+    numbers: Ints
+    per_shard: int
     starts: Ints
     ends: Ints
 
     @classmethod
     def of(cls, index: pa.Table) -> IndexPieces:
         """Cut where the records of a shard pass a multiple of PIECE_BYTES."""
-        shards = index["shard"].combine_chunks().dictionary_encode().indices.to_numpy()
+        shards = index["shard"].combine_chunks().dictionary_encode()
         offsets = index["offset"].to_numpy()
         ends = offsets + index["bytes"].to_numpy()
-        number_in_shard = offsets // PIECE_BYTES
-        most = int(number_in_shard.max(initial=0)) + 1
-        pieces, of_row = np.unique(shards * most + number_in_shard, return_inverse=True)
+        position = offsets // PIECE_BYTES
+        per_shard = int(position.max(initial=0)) + 1
+        numbers, of_row = np.unique(
+            shards.indices.to_numpy() * per_shard + position, return_inverse=True
+        )
         by_piece = np.argsort(of_row, kind="stable")
-        lines = np.searchsorted(of_row[by_piece], np.arange(len(pieces)))
+        lines = np.searchsorted(of_row[by_piece], np.arange(len(numbers)))
         return cls(
-            of_row,
+            shards.dictionary,
+            numbers,
+            per_shard,
             np.minimum.reduceat(offsets[by_piece], lines),
             np.maximum.reduceat(ends[by_piece], lines),
         )
+
+    def find(self, rows: pa.Table) -> Ints:
+        """Return the index of the piece of each row, by its columns `shard` and `offset`."""
+        names = rows["shard"].cast(self.shards.type)
+        shards = pc.index_in(names, self.shards).to_numpy().astype(np.int64)
+        position = rows["offset"].to_numpy() // PIECE_BYTES
+        found: Ints = np.searchsorted(self.numbers, shards * self.per_shard + position)
+        return found
 
 
 class BucketReader:

@@ -48,8 +48,7 @@ class SampleTable:
 
     Attributes:
         shards: One object per data set.
-        table: Rows of the shards' indexes, with the added columns `data` (index into `shards`) and
-            `position` (row in the index of that data set).
+        table: Columns of the shards' indexes, and `data` (index into `shards`).
         labels: Indices into the class list of each row's task, (n,).
         tasks: Indices into the argument `tasks` of `select`, (n,).
     """
@@ -72,7 +71,7 @@ class SampleTable:
         """Locations of the bytes of all rows."""
         shard_names = _column(self.table, "shard").dictionary_encode()
         names = shard_names.dictionary.to_pylist()
-        data = _column(self.table, "data").to_numpy()
+        data = _column(self.table, "data").to_numpy().astype(np.int64)
         # each pair (data set, shard name) as one number
         pairs = data * len(names) + shard_names.indices.to_numpy()
         occurs = np.zeros(len(self.shards) * len(names), bool)
@@ -166,7 +165,9 @@ def select(
     keys = list(dict.fromkeys(task.data for task in tasks))
     urls = {task.data: task.shard_urls for task in tasks}
     shards = tuple(Shards.open(root, key, urls[key]) for key in keys)
-    in_order = []
+    in_order: list[pa.Table] = []
+    labels: list[NDArray[np.int64]] = []
+    tasks_of_rows: list[NDArray[np.int64]] = []
     for index, task in enumerate(tasks):
         if memory and not memory.get(task.name, True):
             continue
@@ -175,22 +176,30 @@ def select(
         _refuse_empty(task, split, part, val_fraction)
         if memory and task.name in memory:
             part = _select_remembered(task, split, part, memory[task.name])
-        labels = pc.index_in(part["class"], pa.array(task.classes, pa.string()))
-        columns = {
-            "label": labels.cast(pa.int64()),
-            "task": pa.array(np.full(len(part), index)),
-            "data": pa.array(np.full(len(part), data)),
-        }
-        for name, values in columns.items():
-            part = part.append_column(name, values)
-        in_order.append(_sort_rows(part, shards[data].is_in_place))
-    table = pa.concat_tables(in_order).combine_chunks()
+        names = pc.index_in(part["class"], pa.array(task.classes, pa.string()))
+        part = _sort_rows(part.append_column("label", names), shards[data].is_in_place)
+        labels.append(part["label"].to_numpy().astype(np.int64))
+        tasks_of_rows.append(np.full(len(part), index))
+        in_order.append(_drop_columns(part, data))
+        del part, names
+    for opened in shards:
+        opened.release_index()
+    table = pa.concat_tables(in_order).unify_dictionaries().combine_chunks()
     return SampleTable(
         shards,
         table,
-        labels=torch.from_numpy(table["label"].to_numpy().copy()),
-        tasks=torch.from_numpy(table["task"].to_numpy().copy()),
+        labels=torch.from_numpy(np.concatenate(labels)),
+        tasks=torch.from_numpy(np.concatenate(tasks_of_rows)),
     )
+
+
+def _drop_columns(part: pa.Table, data: int) -> pa.Table:
+    """Return the columns of `SampleTable.table`, with few bytes per row."""
+    columns = {name: part[name] for name in ("key", "offset", "bytes", "sha256")}
+    for name in ("class", "shard"):
+        columns[name] = part[name].dictionary_encode()
+    columns["data"] = pa.array(np.full(len(part), data, np.int32))
+    return pa.table(columns)
 
 
 def _sort_rows(part: pa.Table, is_in_place: bool) -> pa.Table:

@@ -11,13 +11,13 @@ import math
 import resource
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from threading import RLock
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pyarrow import fs
 
 from workers.data import in_place
@@ -29,10 +29,10 @@ from workers.errors import DamagedArtifact, SourceChanged, UserError
 from workers.job import ShardUrls
 from workers.storage.artifact import Artifact, FileInfo, is_local, resolve, withdraw
 from workers.storage.filesystem import access_remedy
-from workers.storage.parquet import read_table
 from workers.storage.regular_file import regular_descriptor
 
 INDEX = "index.parquet"
+GROUP_ROWS = 1 << 16  # rows of the index that ingest writes, and a rank reads, at a time
 OPEN_SHARE = 4  # shards use at most 1 / OPEN_SHARE of the file descriptors of a process
 SCHEMA = pa.schema(
     [
@@ -98,8 +98,6 @@ class Shards:
     """The images of one ingest stage.
 
     Attributes:
-        index: One row per image, in the order of the shards: split, key, class, shard (name),
-            offset and bytes of the image in the shard, sha256, ext.
         files: Size and digest of each shard, by name.
         urls: Location of each shard that is used in place, by name. The locations come from the
             user's own card.
@@ -112,12 +110,10 @@ class Shards:
     def __init__(
         self,
         artifact: Artifact,
-        index: pa.Table,
         files: Mapping[str, FileInfo] | None = None,
         urls: Mapping[str, str] | None = None,
     ):
         self.artifact = artifact
-        self.index = index
         self.files = artifact.manifest["files"] if files is None else files
         self.urls = urls
         self.is_in_place = in_place.is_in_place(artifact)
@@ -126,6 +122,7 @@ class Shards:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.limits = get_limits(artifact)
         self.hold_out = read_hold_out(artifact)
+        self._index: IndexFile | None = None
         # Open objects are all kept: they need no file descriptor, and opening one is a request.
         self._objects: dict[str, RangeFile] = {}
         # Paths are kept, because a shuffled epoch opens a shard many times, and resolving its path
@@ -143,7 +140,7 @@ class Shards:
             urls: Locations of the shards, needed to read shards that are used in place.
 
         Raises:
-            DamagedArtifact: If the result is missing or its index is damaged.
+            DamagedArtifact: If the result is missing.
         """
         artifact = Artifact.need(root, key)
         files = artifact.manifest["files"]
@@ -152,7 +149,7 @@ class Shards:
             files = in_place.read_shard_list(artifact)
             if urls is not None:
                 shard_urls = in_place.urls_by_name(urls)
-        return cls(artifact, read_index(artifact, files), files, shard_urls)
+        return cls(artifact, files, shard_urls)
 
     @property
     def key(self) -> str:
@@ -160,14 +157,21 @@ class Shards:
         return self.artifact.key
 
     def select(self, split: str, classes: Sequence[str]) -> pa.Table:
-        """Return the rows of a split and of `classes`, in index order.
+        """Return the rows of a split and of `classes` in the index, see `read_index`.
 
-        The added column `position` is the row in the index.
+        The file of the index stays in memory until `release_index`.
         """
-        table = self.index.append_column("position", pa.array(np.arange(self.index.num_rows)))
-        in_split = pc.equal(table["split"], split)
-        in_classes = pc.is_in(table["class"], pa.array(classes, pa.string()))
-        return table.filter(pc.and_(in_split, in_classes))
+        if self._index is None:
+            self._index = IndexFile(self.artifact, self.files)
+        return self._index.read(split, classes)
+
+    def read_index(self) -> pa.Table:
+        """Return the whole index, see `read_index`."""
+        return read_index(self.artifact, self.files)
+
+    def release_index(self) -> None:
+        """Free the memory of the index file. The next call of `select` reads it again."""
+        self._index = None
 
     def uri(self, shard: str) -> str:
         """Return the URI of a file of the stage, or of the folder for an empty name.
@@ -346,34 +350,90 @@ def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
         artifact: Result of the stage.
         files: Its shards, by name.
 
+    Returns:
+        One row per image, in the order of the shards: split, key, class, shard (name), offset and
+        bytes of the image in the shard, sha256, ext.
+
     Raises:
         DamagedArtifact: If the file is not an index, or refers to bytes outside of the shards.
     """
-    try:
-        table = read_table(artifact.read(INDEX))
-        _check_index(table, files)
-    except (pa.ArrowException, OSError) as error:
-        raise DamagedArtifact(
-            artifact.key,
-            f"{artifact.uri(INDEX)} is not readable as an index ({str(error).splitlines()[0]}); "
-            "run the same command again to repeat the ingest",
-        ) from None
-    return table
+    return IndexFile(artifact, files).read()
 
 
-def _check_index(table: pa.Table, files: Mapping[str, FileInfo]) -> None:
-    """Raise `pa.ArrowInvalid` if a table is not an index of the shards in `files`."""
-    if table.schema != SCHEMA:
-        columns = ", ".join(f"{column.name}: {column.type}" for column in table.schema)
-        raise pa.ArrowInvalid(f"its columns are {columns[:200]}")
-    shards = table["shard"].combine_chunks().dictionary_encode()
+class IndexFile:
+    """The index of an ingest stage, in memory as compressed bytes.
+
+    Args:
+        artifact: Result of the stage.
+        files: Its shards, by name.
+
+    Raises:
+        DamagedArtifact: If the file is not an index.
+    """
+
+    def __init__(self, artifact: Artifact, files: Mapping[str, FileInfo]):
+        self.artifact = artifact
+        self.files = files
+        with self._explain_damage():
+            self.file = pq.ParquetFile(pa.BufferReader(artifact.read(INDEX)))
+            schema = self.file.schema_arrow
+            if schema != SCHEMA:
+                columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
+                raise pa.ArrowInvalid(f"its columns are {columns[:200]}")
+
+    def read(self, split: str | None = None, classes: Sequence[str] = ()) -> pa.Table:
+        """Return the rows, or only those of a split and of `classes`, in the order of the index.
+
+        One group of rows after the other is read, so that other rows need no memory. pyarrow's own
+        threads are not used, see `read_table`.
+
+        Raises:
+            DamagedArtifact: If a row refers to bytes outside of the shards.
+        """
+        parts = [SCHEMA.empty_table()]
+        with self._explain_damage():
+            for number in range(self.file.num_row_groups):
+                if split is None:
+                    rows = self.file.read_row_group(number, use_threads=False)
+                else:
+                    rows = self._read_selected(number, split, classes)
+                _check_rows(rows, self.files)
+                parts.append(rows)
+        return pa.concat_tables(parts).combine_chunks()
+
+    def _read_selected(self, number: int, split: str, classes: Sequence[str]) -> pa.Table:
+        names = ["split", "class"]
+        table = self.file.read_row_group(number, names, use_threads=False)
+        in_classes = pc.is_in(table["class"], pa.array(classes, pa.string()))
+        if any(column.null_count for column in table.columns):
+            raise pa.ArrowInvalid("it leaves out values")
+        is_selected = pc.and_(pc.equal(table["split"], split), in_classes)
+        if not pc.any(is_selected).as_py():
+            return SCHEMA.empty_table()
+        return self.file.read_row_group(number, use_threads=False).filter(is_selected)
+
+    @contextmanager
+    def _explain_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedArtifact(
+                self.artifact.key,
+                f"{self.artifact.uri(INDEX)} is not readable as an index "
+                f"({str(error).splitlines()[0]}); run the same command again to repeat the ingest",
+            ) from None
+
+
+def _check_rows(rows: pa.Table, files: Mapping[str, FileInfo]) -> None:
+    """Raise `pa.ArrowInvalid` if rows of an index do not fit the shards in `files`."""
+    shards = rows["shard"].combine_chunks().dictionary_encode()
     names = shards.dictionary.to_pylist()
-    if any(column.null_count for column in table.columns) or not set(names) <= files.keys():
+    if any(column.null_count for column in rows.columns) or not set(names) <= files.keys():
         raise pa.ArrowInvalid("it leaves out values, or names shards that are not there")
     sizes = pa.array([files[name]["bytes"] for name in names], pa.int64())
-    end = pc.add_checked(table["offset"], table["bytes"])  # end of the image in its shard
+    end = pc.add_checked(rows["offset"], rows["bytes"])  # end of the image in its shard
     remainder = pc.subtract(sizes.take(shards.indices), end)
-    for column in (table["offset"], table["bytes"], remainder):
+    for column in (rows["offset"], rows["bytes"], remainder):
         least = pc.min(column).as_py()
         if least is not None and least < 0:
             raise pa.ArrowInvalid("it points outside its shards")

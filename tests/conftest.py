@@ -18,8 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 # Ray would kill its workers when the test processes themselves take most of the memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-# Workers of Ray have the lowest priority but four: beside two other test processes on two cores they
-# would get 3 % of a core, and take minutes to start.
+# Ray gives its workers the niceness 15: beside two other test processes on two cores they would get
+# 3 % of a core, and take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Modules besides test files whose failing assertions show the compared values.
 HELPERS = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import tempfile
 import time
 import tracemalloc
@@ -39,8 +40,9 @@ from workers.data.decoding import decode
 from workers.data.order import Deal, EpochOrder, Ints
 from workers.data.reader import FETCH_THREADS, cut_ranges
 from workers.data.rows import Locations, SampleTable, select
-from workers.data.shards import SCHEMA
+from workers.data.shards import GROUP_ROWS, INDEX, SCHEMA
 from workers.job import Task
+from workers.storage.artifact import Artifact, Attempt
 
 ROWS, SHARDS, NODES, RANKS, CORES = 13_000_000, 21_841, 64, 8, 16
 BATCH = 4096  # global: 8 images of each of 512 ranks
@@ -55,7 +57,8 @@ CONNECTION_MB = 85.0  # per second of one connection
 # The photographs that are read and decoded.
 WIDTH, HEIGHT, QUALITY, GRAIN, SIDE = 500, 375, 92, 24, 224
 
-INDEX_ROWS = 100_000  # of which the bytes of an index are measured
+INDEX_ROWS, CLASS_ROWS = 1_300_000, 1000  # of an index that a rank reads
+SHARD_BYTES = 200_000_000
 
 
 class ByteRanges(NamedTuple):
@@ -157,32 +160,61 @@ def measure_order(report: Report, index: Locations) -> tuple[Deal, ByteRanges, f
     return deal, ranges, epoch_s
 
 
-def measure_index(report: Report) -> None:
-    """Bytes of an index as ingest writes it, and as a rank holds it."""
+def write_index(folder: Path, key: str) -> None:
+    """Write an artifact without pixels: an index of INDEX_ROWS rows, a shard for each class."""
     generator = np.random.default_rng(0)
-    digests = [generator.bytes(32).hex() for _ in range(INDEX_ROWS)]
-    per_class = ROWS // SHARDS
-    names = [f"n{row // per_class:08d}" for row in range(INDEX_ROWS)]
-    shards = [f"train-{hashlib.sha256(name.encode()).hexdigest()[:16]}-00000.tar" for name in names]
-    columns = {
-        "split": pa.array(["train"] * INDEX_ROWS),
-        "key": pa.array([f"train/{name}/{name}_{row}" for row, name in enumerate(names)]),
-        "class": pa.array(names),
-        "shard": pa.array(shards),
-        "offset": pa.array(generator.integers(0, 120_000_000, INDEX_ROWS)),
-        "bytes": pa.array(generator.integers(30_000, 300_000, INDEX_ROWS)),
-        "sha256": pa.array(digests),
-        "ext": pa.array(["jpg"] * INDEX_ROWS),
-    }
-    table = pa.table(columns, SCHEMA)
+    attempt = Attempt(str(folder), key)
+    tables = []
+    for label in range(INDEX_ROWS // CLASS_ROWS):
+        name = f"n{label:08d}"
+        shard = f"train-{hashlib.sha256(name.encode()).hexdigest()[:16]}-00000.tar"
+        attempt.write(shard, b"")
+        path = folder / key / attempt.name / shard
+        os.truncate(path, SHARD_BYTES)
+        attempt.files[shard]["bytes"] = SHARD_BYTES
+        digests = sorted(generator.bytes(32).hex() for _ in range(CLASS_ROWS))
+        columns = {
+            "split": pa.array(["train"] * CLASS_ROWS),
+            "key": pa.array([f"train/{name}/{name}_{row}" for row in range(CLASS_ROWS)]),
+            "class": pa.array([name] * CLASS_ROWS),
+            "shard": pa.array([shard] * CLASS_ROWS),
+            "offset": pa.array(np.sort(generator.integers(0, 120_000_000, CLASS_ROWS))),
+            "bytes": pa.array(generator.integers(30_000, 300_000, CLASS_ROWS)),
+            "sha256": pa.array(digests),
+            "ext": pa.array(["jpg"] * CLASS_ROWS),
+        }
+        tables.append(pa.table(columns, SCHEMA))
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
-    stored = buffer.tell() / INDEX_ROWS * ROWS
-    held = table.nbytes / INDEX_ROWS * ROWS
-    report.note(
-        f"the index of {ROWS:,} rows, from {INDEX_ROWS:,} made-up ones",
-        f"{stored / 1e9:.1f} GB in the storage, read by each rank; {held / 1e9:.1f} GB in memory",
-    )
+    index = pa.concat_tables(tables)
+    pq.write_table(index, buffer, row_group_size=GROUP_ROWS, compression="zstd")
+    attempt.write(INDEX, buffer.getvalue())
+    attempt.commit({"kind": "ingest"})
+
+
+def measure_index(report: Report) -> None:
+    """Time and memory of a rank that selects the samples of a task from an index."""
+    pool = pa.default_memory_pool()
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), "index")
+        stored = Artifact.need(folder, "index").manifest["files"][INDEX]["bytes"]
+        report.note(f"the index of {INDEX_ROWS:,} rows", f"{stored / 1e6:.0f} MB in the storage")
+        num_classes = INDEX_ROWS // CLASS_ROWS
+        for count in (num_classes // 100, num_classes // 10, num_classes):
+            task = Task("t", "card", "index", tuple(f"n{label:08d}" for label in range(count)))
+            before = pool.bytes_allocated()
+            began = time.process_time()
+            samples = select(folder, (task,), "train", 0.0)
+            seconds = time.process_time() - began
+            locations = samples.locations
+            arrays = (samples.labels, samples.tasks, locations.shards)
+            kept = samples.table.nbytes + sum(array.nbytes for array in arrays)
+            peak = pool.max_memory() - before + stored  # of this or a smaller task
+            report.note(
+                f"the rows of {count} of its {num_classes} classes, in each rank",
+                f"{seconds:.2f} s of one core; at most {peak / 1e6:.0f} MB, "
+                f"{kept / 1e6:.0f} MB kept",
+            )
+            del samples, locations, arrays
 
 
 def measure_requests(report: Report, deal: Deal, ranges: ByteRanges) -> tuple[float, float]:

@@ -37,47 +37,54 @@ HELPERS = (
 )
 pytest.register_assert_rewrite(*HELPERS)
 # Files whose tests start clusters, or kill processes at moments that a reference run gave. One
-# process runs them one after the other: several beside each other exceed their time limits on two
-# cores.
-ALONE = (
-    "test_failure_elsewhere.py",
-    "test_gpu_benchmark.py",
-    "test_growing_story.py",
-    "test_ingest_on_ray.py",
-    "test_killed_additions.py",
-    "test_kills.py",
-    "test_on_s3.py",
-    "test_outside_methods.py",
-    "test_plugins.py",
-    "test_recovery.py",
-    "test_recovery_of_a_chain.py",
-    "test_recovery_on_ray.py",
-    "test_removals.py",
-    "test_search.py",
-    "test_server_load.py",
-    "test_server_updates.py",
-    "test_servers.py",
-    "test_several_nodes.py",
-    "test_slurm.py",
-    "test_stage_limits.py",
-    "test_two_drivers.py",
-    "test_wheel.py",
-)
+# process runs those of a group one after the other: all beside each other exceed their time limits
+# on two cores.
+GROUPS = {
+    "kills": (
+        "test_failure_elsewhere.py",
+        "test_killed_additions.py",
+        "test_kills.py",
+        "test_recovery.py",
+        "test_recovery_of_a_chain.py",
+        "test_recovery_on_ray.py",
+        "test_removals.py",
+        "test_several_nodes.py",
+        "test_two_drivers.py",
+    ),
+    "services": (
+        "test_gpu_benchmark.py",
+        "test_growing_story.py",
+        "test_ingest_on_ray.py",
+        "test_on_s3.py",
+        "test_outside_methods.py",
+        "test_plugins.py",
+        "test_search.py",
+        "test_server_load.py",
+        "test_server_updates.py",
+        "test_servers.py",
+        "test_slurm.py",
+        "test_stage_limits.py",
+        "test_wheel.py",
+    ),
+}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give the tests of a file to one process, and those of all files of `ALONE` to one."""
+    """Give the tests of a file to one process, and those of a group of `GROUPS` to one."""
     from xdist.scheduler import LoadFileScheduling
+
+    group_of_file = {file: group for group, files in GROUPS.items() for file in files}
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "alone" if Path(file).name in ALONE else file
+            file: str = super()._split_scope(nodeid)
+            return group_of_file.get(Path(file).name, file)
 
         def _assign_work_unit(self, node: object) -> None:
-            if "alone" in self.workqueue:  # the longest: it must not begin when all else has ended
-                self.workqueue.move_to_end("alone", last=False)
+            for group in GROUPS:  # the longest: they must not begin when all else has ended
+                if group in self.workqueue:
+                    self.workqueue.move_to_end(group, last=False)
             super()._assign_work_unit(node)
 
     return Scheduling(config, log)

@@ -1,7 +1,7 @@
 """Simulate the feed of ImageNet-21k on a cluster, without its pixels: 13 million rows in 21,841
 shards, one of each class, dealt to 64 nodes of 8 ranks.
 
-`python -m benchmarks.feed_cluster`; about 15 seconds and 2 GB of memory. The order, its ranges, the
+`python -m benchmarks.feed_cluster`; about 25 seconds and 2 GB of memory. The order, its ranges, the
 requests and the node's cache are those that the feed computes, for two nodes of the 64 (the others
 differ by their streams alone). CPU times are measured on one core with made-up photographs. What a
 network and a bucket do is assumed, and printed beside what follows from it.

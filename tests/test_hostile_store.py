@@ -94,6 +94,8 @@ INDICES: dict[str, Callable[[], bytes]] = {
     "shard that is absolute": lambda: rows(shard="/etc/passwd"),
     "no shard": lambda: rows(shard=None),
     "no key": lambda: rows(key=None),
+    "no split": lambda: rows(split=None),
+    "no class": lambda: rows(**{"class": None}),
     "columns of other types": lambda: parquet(
         pa.table({**{k: [v] for k, v in ROW.items()}, "offset": ["512"]})
     ),

@@ -86,7 +86,8 @@ def measure(group: dist.Group) -> dict[str, Any]:
     backward_s = statistics.median(step(False)[0] for _ in range(4))
     backward_s = max(group.gather(backward_s))
     num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    dist.dist = LinkedCollectives(Link(num_bytes / (LINK_SHARE * backward_s)))  # type: ignore[attr-defined, assignment]
+    link = Link(num_bytes / (LINK_SHARE * backward_s))
+    dist.dist = LinkedCollectives(link)  # type: ignore[attr-defined, assignment]
     waited: dict[bool, list[float]] = {True: [], False: []}
     total: dict[bool, list[float]] = {True: [], False: []}
     is_equal = True

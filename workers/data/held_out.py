@@ -77,6 +77,6 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
 
 
 def _encode(column: pa.ChunkedArray) -> NDArray[np.int32]:
-    """Return numbers that are equal where the values of a column are."""
+    """Return one number per row: equal values of the column have equal numbers."""
     codes: NDArray[np.int32] = column.combine_chunks().dictionary_encode().indices.to_numpy()
     return codes

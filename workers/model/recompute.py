@@ -30,7 +30,7 @@ class Recomputing(nn.Module):
 
         def compute_with_state(*inputs: Any, **named: Any) -> Any:
             nonlocal has_run
-            if not has_run:  # the forward pass: hooks of the block see what its modules note
+            if not has_run:  # the forward pass, whose new attributes hooks of the block can need
                 has_run = True
                 return compute(*inputs, **named)
             with restored(state):

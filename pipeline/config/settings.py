@@ -124,10 +124,31 @@ class Slices(Frozen):
     seed: int = Field(0, ge=0, description="draws which class comes in which task")
 
 
+MAX_SPLIT = 100_000  # tasks of an entry of the stream, or classes of a task in a list
+
+
+def _check_split(value: Any) -> Any:
+    """Return a value of `split`. Raise `ValueError` if it is neither a number nor a list."""
+    is_list = isinstance(value, (list, tuple)) and len(value) > 1
+    numbers = value if is_list else [value]
+    if any(type(number) is not int or not is_list <= number <= MAX_SPLIT for number in numbers):
+        raise ValueError(
+            "give the number of tasks, or a list with the number of classes of each of two or more "
+            f"tasks (at most {MAX_SPLIT})"
+        )
+    return value
+
+
+TaskSizes = Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_SPLIT)], ...], Field(min_length=2)]
+Split = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_SPLIT)] | TaskSizes, BeforeValidator(_check_split)
+]
+
+
 class TaskEntry(Frozen):
     """A task of the stream.
 
-    With `split` the entry is several tasks, with equally many classes each, in the card's order.
+    With `split` the entry is several tasks, whose classes are divided in the card's order.
     With `slices` the entry is several tasks that have all classes, and images of some classes.
     """
 
@@ -147,8 +168,10 @@ class TaskEntry(Frozen):
         "or a whole number: the card's classes, permuted by numpy's RandomState of it. Replaces "
         "`classes`",
     )
-    split: int = Field(
-        0, ge=0, description="number of tasks that the classes are divided into; 0: one task"
+    split: Split = Field(
+        0,
+        description="number of tasks that the classes are divided into equally; 0: one task. Or a "
+        "list: the number of classes of each task, as in `[50, 10, 10, 10, 10, 10]`",
     )
     slices: Annotated[Slices | None, Neutral(None)] = Field(
         None, description="divides the images of all classes into tasks, in scenario `domain`"
@@ -163,6 +186,8 @@ class TaskEntry(Frozen):
         """Return the names of the tasks that the entry defines. `card` is the name of the card."""
         name = self.name or card
         count = self.slices.tasks if self.slices else self.split
+        if isinstance(count, tuple):
+            count = len(count)
         if not count:
             return [name]
         digits = len(str(count - 1))

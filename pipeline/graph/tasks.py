@@ -234,17 +234,36 @@ def _make_tasks(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
             parts = tuple((class_name, *part) for class_name, part in by_class.items())
             tasks.append(replace(whole, name=task_name, parts=parts))
         return tasks
-    if len(classes) % len(names):
-        raise UserError(
-            f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "
-            f"{entry.split} equal tasks; choose a divisor"
-        )
-    size = len(classes) // len(names)
     tasks = []
-    for index, task_name in enumerate(names):
-        task_classes = tuple(classes[index * size : (index + 1) * size])
+    start = 0
+    for task_name, size in zip(names, _list_sizes(entry, name, len(classes)), strict=True):
+        task_classes = tuple(classes[start : start + size])
         tasks.append(Task(task_name, card.name, key, task_classes, entry.role, urls, has_val))
+        start += size
     return tasks
+
+
+def _list_sizes(entry: TaskEntry, name: str, num_classes: int) -> Sequence[int]:
+    """Return the numbers of classes of an entry's tasks.
+
+    Raises:
+        UserError: If `split` does not divide the classes.
+    """
+    if isinstance(entry.split, tuple):
+        if sum(entry.split) != num_classes:
+            raise UserError(
+                f"stream.tasks: split of {name!r} is {list(entry.split)}, which is "
+                f"{sum(entry.split)} classes, and there are {num_classes}; make the sum equal, or "
+                "select classes with `classes`"
+            )
+        return entry.split
+    count = entry.split or 1
+    if num_classes % count:
+        raise UserError(
+            f"stream.tasks: {num_classes} classes of {name!r} cannot be split into {count} equal "
+            "tasks; choose a divisor, or give a list with the number of classes of each task"
+        )
+    return [num_classes // count] * count
 
 
 def _list_classes(entry: TaskEntry, card: Card) -> Sequence[str]:

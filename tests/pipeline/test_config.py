@@ -658,6 +658,27 @@ def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path: Path) -> 
     ]
 
 
+def test_a_stream_can_begin_with_half_of_the_classes(tmp_path: Path) -> None:
+    entry: dict[str, Any] = {"name": "d", "card": "digits", "split": [5, 3, 2]}
+    _, tasks = build.build_graph(config(stream={"tasks": [entry]}), Store(str(tmp_path)))
+    assert [(task.name, "".join(task.classes)) for task in tasks] == [
+        ("d-0", "01234"),
+        ("d-1", "567"),
+        ("d-2", "89"),
+    ]
+    entry["split"] = [5, 2, 2]
+    with pytest.raises(UserError, match=r"split of 'd' is \[5, 2, 2\], .* 9 classes, .* are 10"):
+        build.build_graph(config(stream={"tasks": [entry]}), Store(str(tmp_path)))
+
+
+@pytest.mark.parametrize("split", [[], [10], [9, 0, 1], [5, "half"], -1, 2.5, 10**12])
+def test_a_split_into_impossible_tasks_is_refused(split: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"stream\.tasks\.0\.split is .*: give the number of tasks, or"
+    ):
+        config(stream={"tasks": [{"name": "d", "card": "digits", "split": split}]})
+
+
 # ---- configs that build on others ----------------------------------------------------------------
 def written(folder: Any, **files: Any) -> Any:
     for name, text in files.items():

@@ -257,6 +257,36 @@ def blank_split(tree: Tree) -> None:
     tree.csv("labels.csv", "filename,label,split", rows)
 
 
+def split_columns(**splits_of_table: str) -> Callable[[Tree], None]:
+    """Return a function that writes tables with a column of splits, such as `train="train,val"`."""
+
+    def build(tree: Tree) -> None:
+        for table, splits in splits_of_table.items():
+            rows: list[list[str]] = []
+            for split in splits.split(","):
+                rows += [[*row, split] for row in tree.flat(f"images/{table}", split, 9)]
+            rows = [[f"{table}{name}", *rest] for name, *rest in rows]
+            tree.csv(f"{table}.csv", "filename,label,split", rows)
+
+    return build
+
+
+def split_column_of_one_table(tree: Tree) -> None:
+    split_columns(train="train,test")(tree)
+    tree.csv("test.csv", "filename,label", tree.flat("more/", "test", 9))
+
+
+def tables_without_headers(tree: Tree) -> None:
+    for split in ("train", "test"):
+        rows = [[n.removesuffix(".png"), c, "x"] for n, c in tree.flat("images/", split)]
+        tree.write(f"{split}.csv", "\n".join(",".join(row) for row in rows))
+
+
+def table_in_a_folder_beside_images(tree: Tree) -> None:
+    tree.csv("a/lists/train.csv", "filename,label", tree.flat("a/images/"))
+    tree.write("readme.md", b"x")
+
+
 def table_in_a_folder(tree: Tree) -> None:
     tree.csv("meta/labels.csv", "filename,label", tree.flat("images/"))
     tree.write("notes.pdf", b"x")
@@ -465,6 +495,18 @@ CASES: dict[str, Case] = {
         split_column({"train": "train", "test": "test", "train2": "extra"}),
         "'extra'",
     ),
+    "tables and columns that agree": (split_columns(train="train", test="test"), RIGHT),
+    "tables and columns that differ": (
+        split_columns(train="train,val", test="test"),
+        "column 'split' of train.csv has 'train', 'val', which does not follow from the names",
+    ),
+    "parts with a split column": (
+        split_columns(part1="train,test", part2="train,test"),
+        "name different images",
+    ),
+    "a split column of one table": (split_column_of_one_table, "source.split=null"),
+    "tables without headers": (tables_without_headers, RIGHT),
+    "a table in a folder beside images": (table_in_a_folder_beside_images, RIGHT),
     "a blank split": (blank_split, "(row 4) is not one"),
     "a table in a folder": (table_in_a_folder, RIGHT),
     "masks of the same names": (masks_of_the_same_names, "source.files"),

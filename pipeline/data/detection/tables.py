@@ -1,7 +1,7 @@
 """Detect a data set in tables of paths and labels.
 
 `group_tables` finds the tables of one data set. `read_tables` reads them: it finds the roles of the
-columns (image, label, split), and the patterns (`source.files`) that lead from rows to image files.
+columns (image, label, split), and the patterns (`source.files`) that map rows to image files.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ from workers.storage.artifact import join
 
 MAX_SAMPLED_ROWS = 2000  # rows sampled to find the roles of columns
 MAX_PLACED_ROWS = 20_000  # rows sampled to find the patterns of image files
-# Values without an extension are not ids of images if their column has more rows per distinct value
-# than this (labels repeat so often), or the source has more files per distinct value.
+# Values without an extension can be ids of images or labels. They are not taken for ids if, per
+# distinct value, the column has more than MAX_ROWS_PER_ID rows on average (labels repeat so often),
+# or the source has more than MAX_IMAGES_PER_ID files.
 MAX_ROWS_PER_ID = 20
 MAX_IMAGES_PER_ID = 20
 MAX_SAMPLED_VALUES = 40  # values per column that are looked up among the files
@@ -116,8 +117,8 @@ class TableReading(NamedTuple):
         is_strong: Whether the label column has a usual name, for example `label`, or the folders of
             the paths are the labels.
         is_weak: Whether the label column is named like something else (`photographer`).
-        files: Path of each row's file below the requested path -> its label.
-        splits: Path of each row's file -> its split.
+        files: Path of each row's file below `Tables.base` -> its label.
+        splits: The same paths -> split.
     """
 
     data_set: DataSet
@@ -136,7 +137,7 @@ class ColumnRoles:
         label: Column of labels; equal to `image` if the folders of the paths are the labels.
         split: Columns of splits, or ().
         words: The values of the split columns for each split, or None without a split column.
-        has_header: As in `tables.read_rows`.
+        has_header: See `pipeline.data.tables.read_rows`.
         notes: Notes about the choice of the label.
     """
 
@@ -159,13 +160,14 @@ def read_tables(tables: Tables) -> TableReading:
     request = tables.request
     roles = _find_roles(tables)
     tables, notes = _drop_other_tables(tables, roles)
-    notes = [*roles.notes, *notes]
+    roles, more = _settle_splits(tables, roles)
+    notes = [*roles.notes, *notes, *more]
     rows = _read_sample(tables, roles)
     placement = _choose_placement(tables, rows, roles)
-    are_known = request.given.get("files") is None  # otherwise `placement` has no files
+    has_files = request.given.get("files") is None  # patterns in the request come without files
     for split in SPLITS[1:]:  # drop a val or test table if none of its images exists
         of_split = [f for r, f in zip(rows, placement.files, strict=True) if r.split == split]
-        if are_known and of_split and not any(of_split) and split in tables.names.values():
+        if has_files and of_split and not any(of_split) and split in tables.names.values():
             tables, more = _drop_split(tables, split, "names images that are not there")
             notes += more
             rows = _read_sample(tables, roles)
@@ -201,11 +203,11 @@ def read_tables(tables: Tables) -> TableReading:
 
 
 def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
-    """Let a card with a table in a subfolder read all files below the requested path.
+    """Rewrite the patterns of a table in a subfolder, so that its card covers the whole source.
 
-    The folder of such a card is one level higher for each `../` in its patterns (see
-    `csv.list_tables`). The new patterns lead up and down again, for example `../labels/{}`, and
-    match the same files.
+    A card that names a single table covers the folder of the table, or a folder one level higher
+    for each `../` in its patterns (see `csv.list_tables`). For a table in `labels`, the pattern
+    `{}` becomes `../labels/{}`, which matches the same files.
     """
     folder = posixpath.dirname(tables.first)
     if source["path"] == tables.base or not folder or tables.is_whole:
@@ -219,10 +221,10 @@ def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list
     """Drop val and test tables without the image or the label column.
 
     Returns:
-        The other tables, and a note about each dropped split.
+        The remaining tables, and a note about each dropped split.
     """
     notes: list[str] = []
-    # val before test, because val replaces a dropped test
+    # val before test, because `_drop_split` renames val to test if test is dropped
     for name, split in sorted(tables.names.items(), key=itemgetter(1), reverse=True):
         if name not in tables.names:
             continue
@@ -234,8 +236,41 @@ def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list
     return tables, notes
 
 
+def _settle_splits(tables: Tables, roles: ColumnRoles) -> tuple[ColumnRoles, list[str]]:
+    """Decide whether the split column or the names of several tables give the splits.
+
+    Returns:
+        The roles, without a split column if there are several tables; and a note about that.
+
+    Raises:
+        SplitUnclear: If there are several tables, and the column does not agree with their names.
+    """
+    if not roles.split or len(tables.names) < 2:
+        return roles, []
+    column = roles.split[0]
+    split_of_word: dict[str, str] = {}
+    for split, words in (roles.words.splits if roles.words else {}).items():
+        split_of_word.update(dict.fromkeys(words, split))
+    for name, split in tables.names.items():
+        uri = tables.uri(name)
+        values: set[str] = set()
+        finding = f"{name} has no column {quoted(column)}"
+        if column in column_names(uri, roles.has_header):
+            values.update(row.values[0] or "" for row in read_rows(uri, [column], roles.has_header))
+            finding = f"column {quoted(column)} of {name} has {listed(sorted(values))}"
+        if len(roles.split) > 1 or {split_of_word.get(value, "") for value in values} != {split}:
+            command = tables.request.command("source.split=null")
+            raise SplitUnclear(
+                f"{printable(tables.base)} has the tables {listed(tables.names)}, and {finding}, "
+                "which does not follow from the names of the tables; to go by the names: "
+                f"`{command}`; to go by the column, join the tables into one"
+            )
+    note = f"column {quoted(column)} gives the same splits as the names of the tables"
+    return replace(roles, split=(), words=None), [note]
+
+
 def _drop_split(tables: Tables, split: str, reason: str) -> tuple[Tables, list[str]]:
-    """Drop the tables of a split. Return the other tables and a note.
+    """Drop the tables of a split. Return the remaining tables and a note.
 
     If test is dropped, val becomes test.
     """
@@ -262,9 +297,9 @@ def _suggest_other_label(tables: Tables, roles: ColumnRoles, error: UserError) -
 
 # ---- columns -------------------------------------------------------------------------------------
 class TableScan:
-    """Column values of some tables, read in one pass.
+    """Column values of the tables of one data set. Each table is read once.
 
-    The distinct values are those of all tables.
+    Distinct values are collected from all tables, the sample from the first table only.
 
     Attributes:
         names: Names of the columns of the first table.
@@ -290,7 +325,8 @@ class TableScan:
         rows = chosen.values()
         self.sample = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
         for name in [*tables.names][1:]:
-            shared = [column for column in columns if column in column_names(tables.uri(name))]
+            names = column_names(tables.uri(name), has_header)
+            shared = [column for column in columns if column in names]
             for row in read_rows(tables.uri(name), shared, has_header):
                 for column, text in zip(shared, row.values, strict=True):
                     self._add(column, text or "")
@@ -338,8 +374,8 @@ def _find_roles(tables: Tables) -> ColumnRoles:
         is_taken_for_header = scan.names == first
         has_header = False
         scan = TableScan(tables, has_header)
-        # Columns without a header are called 0, 1, ... If the first row has such cells too, a card
-        # cannot say which of the two readings it means.
+        # Without a header, columns are named 0, 1, ... If the first row contains such a name too,
+        # a column name on the card does not tell whether the first row is a header.
         if is_taken_for_header and {*scan.names} & {*first}:
             raise LabelUnclear(
                 f"{where}: its first row ({format_columns(first)}) can be a header or an image; "
@@ -375,8 +411,9 @@ def _find_roles(tables: Tables) -> ColumnRoles:
 def _is_first_row(tables: Tables, scan: TableScan) -> bool:
     """Return whether the first row, which was read as the header, is the row of an image.
 
-    This is the case if all its cells are numbers other than 0, 1, 2, ..., or if a cell above a
-    column of images names a file, too. A header such as `image` does not count as a file name.
+    This is the case if all its cells are whole numbers, but not 0, 1, 2, ... in this order, or if
+    its cell in a column of images also names a file. A usual header such as `image` is not taken
+    for a file name.
     """
     names = scan.names
     are_numbers = bool(names) and all(WHOLE.fullmatch(name) for name in names)
@@ -392,7 +429,7 @@ def _is_first_row(tables: Tables, scan: TableScan) -> bool:
 def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
     """Return whether most values of a column name files.
 
-    Values without an extension are not ids of images if there are only a few distinct values.
+    Values without the extension of an image do not count if only a few of them are distinct.
     """
     present = [text for text in texts if text]
     some = present
@@ -435,7 +472,9 @@ def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> st
     """Choose the image column.
 
     Raises:
-        UserError: If several columns are possible, or if no column names existing files.
+        LabelUnclear: If several columns are possible.
+        NoTable: If no column names existing files.
+        UserError: If the table does not have exactly one column of the requested name.
     """
     requested = tables.request.given.get("image")
     if requested is not None:
@@ -445,11 +484,12 @@ def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> st
     if images:
         likely = [name for name in images if name in known] or [*images]
         paths = _find_path_columns(columns.sample)
-        are_alike = all(name in paths for name in images) or len(images) == 1
+        # several columns of ids without an extension are ambiguous, even if one has a usual name
+        is_certain = all(name in paths for name in images) or len(images) == 1
         others = [name for name in known if name not in images]
         # If only masks exist, but another column is named like images, the images are missing.
         are_masks = _is_mask(likely[0])
-        if len(likely) == 1 and are_alike and not (are_masks and others):
+        if len(likely) == 1 and is_certain and not (are_masks and others):
             return columns.check(likely[0])
         if are_masks and others:
             raise _missing_images_error(tables, next(filter(None, columns.sample[others[0]]), ""))
@@ -560,8 +600,8 @@ def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | N
     """
     where = printable(tables.uri(tables.first))
     files = [file for file in placement.files if file is not None]
-    # `train` alone divides nothing. Parts of names are weaker than whole folder names: they count
-    # only if they name train and another split.
+    # If all words mean train, they are no split. Whole folder names are the strongest evidence;
+    # parts of names count only if they name train and another split.
     for find in (_find_folder_word, _find_folder_part, _find_name_word):
         words = {find(file) for file in files} - {""}
         roles = set(map(find_role, words))
@@ -603,9 +643,9 @@ def _find_name_word(path: str) -> str:
 
 # ---- rows and files ------------------------------------------------------------------------------
 def _read_sample(tables: Tables, roles: ColumnRoles) -> list[NamedRow]:
-    """Sample at most MAX_PLACED_ROWS rows from all tables, with their labels and splits.
+    """Sample at most MAX_PLACED_ROWS rows from all tables, with their labels and split words.
 
-    If the tables are in several folders, relative paths are changed to start at the source.
+    If the tables are in several folders, relative paths are rewritten to be relative to the source.
     """
     rows: list[NamedRow] = []
     columns = [roles.image, roles.label, *roles.split[:1]]
@@ -675,7 +715,7 @@ def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRol
 def _check_labels(tables: Tables, rows: Sequence[NamedRow]) -> None:
     """Raise LabelUnclear if rows with the same path have two labels.
 
-    It is not an error if no such file exists in any folder: the images are missing then.
+    Nothing is raised if none of these paths names a file: the caller reports missing images then.
     """
     labels: dict[str, str] = {}
     twice: dict[str, tuple[str, str]] = {}

@@ -140,6 +140,39 @@ def test_what_the_class_does_not_use_is_not_in_the_digest(old: str, new: str) ->
     assert code_digest(class_from(SOURCE.replace(old, new))) == code_digest(class_from())
 
 
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("[[1], 2]", "[[1, 2]]"),
+        ("{'a': {'b': 1}, 'c': 2}", "{'a': {'b': 1, 'c': 2}}"),
+        # the text of a large array names few of its values
+        ("torch.zeros(2000)", "torch.eye(2000)[1000]"),
+        ("torch.zeros(4)", "torch.zeros(2, 2).reshape(4).to(torch.int32)"),
+        ("numpy.zeros(2000)", "numpy.eye(2000)[1000]"),
+        ("numpy.array(['a', None])", "numpy.array(['b', None])"),
+    ],
+)
+def test_values_that_look_alike_have_different_digests(one: str, two: str) -> None:
+    digests = set()
+    for value in (one, two):
+        source = SOURCE.replace("import math", "import math\nimport numpy\nimport torch")
+        source = source.replace('name = "outside"', f'name = "outside"\n    value = {value}')
+        digests.add(code_digest(class_from(source)))
+        assert digests == {*digests, code_digest(class_from(source))}
+    assert len(digests) == 2
+
+
+def test_special_methods_are_in_the_digest() -> None:
+    digests = {code_digest(class_from())}
+    for body in ("super().__new__(cls)", "object.__new__(cls)"):
+        method = f"    def __new__(cls, *args):\n        return {body}\n\n    @property"
+        digests.add(code_digest(class_from(SOURCE.replace("    @property", method))))
+    for name in ("a", "b"):
+        method = f"    def __init_subclass__(cls):\n        cls.{name} = 1\n\n    @property"
+        digests.add(code_digest(class_from(SOURCE.replace("    @property", method))))
+    assert len(digests) == 5
+
+
 def test_the_digest_is_the_same_in_a_notebook_and_in_a_module() -> None:
     assert code_digest(class_from(module="my_methods")) == code_digest(class_from())
 

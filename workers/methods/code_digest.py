@@ -9,9 +9,10 @@ Code is included if it belongs to the package of the class, or to a module that 
 project, not in the standard library, and not an installed package. Other definitions are included
 by name only.
 
-Not included are comments, file names, line numbers, the docstrings of classes and the text of the
-docstrings of functions. Definitions inside a function are an exception: their docstrings are
-included. The digest also changes if a function gets its first docstring or loses it.
+Not included are comments, file names, line numbers, special attributes of classes that are not
+functions (for example `__doc__` and `__slots__`), and the text of the docstrings of functions.
+Definitions inside a function are an exception: their docstrings are included. The digest also
+changes if a docstring is added to a function or removed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+from numpy import ndarray
+from torch import Tensor
+
 PROJECT = ("pipeline", "workers")
 PACKAGE_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 NOT_CODE = ("_abc_impl",)  # entries of a class namespace that are not code: caches of `abc`
-READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")  # bytecode instructions that read a global
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # a memory address in the repr of an object
 
 
@@ -78,11 +83,14 @@ class _CodeDigest:
                 self._note(value.__name__)
             case Mapping() | list() | tuple() | set() | frozenset():
                 self._add_container(value)
+            case Tensor() | ndarray():
+                self._add_array(value)
             case _:
                 self._add_object(value)
+        self._note(")")  # so that `[[1], 2]` and `[[1, 2]]` differ
 
     def _note(self, *parts: str) -> None:
-        """Add texts to the hash, each with its length."""
+        """Add texts to the hash, each preceded by its length."""
         for part in parts:
             self.hash.update(f"{len(part)}:{part};".encode())
 
@@ -103,8 +111,18 @@ class _CodeDigest:
             self._add_items(enumerate(value))
         self.containers.pop()
 
+    def _add_array(self, values: Tensor | ndarray[Any, Any]) -> None:
+        """Add a tensor or an array. Its `repr` would abbreviate many values."""
+        self._note(str(values.dtype), str(tuple(values.shape)))
+        if isinstance(values, Tensor):
+            values = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if values.dtype.hasobject:
+            self.add("values", values.tolist())
+        else:
+            self.hash.update(values.tobytes())
+
     def _add_definition(self, value: Any) -> None:
-        """Add a class or a function: its name, and its code if `_is_included`."""
+        """Add the name of a class or function, and its code, or its module if code is excluded."""
         module = str(value.__module__ or "")
         self._note(value.__qualname__)
         if not self._is_included(module):
@@ -119,7 +137,7 @@ class _CodeDigest:
             self._add_function(value)
 
     def _is_included(self, module: str) -> bool:
-        """Return whether the code of a module is hashed, and not only names of its definitions."""
+        """Return whether the code of a module is hashed, instead of only the names it defines."""
         root = _find_root(module)
         if root == self.package:
             return True
@@ -132,7 +150,8 @@ class _CodeDigest:
         self._add_items(enumerate(value.__bases__))
         for name, member in sorted(vars(value).items()):
             is_dunder = name.startswith("__") and name.endswith("__")
-            if name not in NOT_CODE and (not is_dunder or isinstance(member, FunctionType)):
+            is_code = isinstance(member, (FunctionType, staticmethod, classmethod))
+            if name not in NOT_CODE and (not is_dunder or is_code):
                 self.add(name, member)
 
     def _add_function(self, function: FunctionType) -> None:
@@ -148,7 +167,8 @@ class _CodeDigest:
     def _add_global(self, name: str, value: Any, code: CodeType) -> None:
         """Add a global that `code` reads.
 
-        If it is a module whose code is included, also add its attributes that `code` names.
+        If it is a module whose code is included, also add its attributes whose names occur in
+        `code`.
         """
         self.add(name, value)
         if not isinstance(value, ModuleType) or not self._is_included(value.__name__):
@@ -158,7 +178,7 @@ class _CodeDigest:
                 self.add(f"{name}.{attribute}", vars(value)[attribute])
 
     def _add_code(self, code: CodeType, docstring: str | None = None) -> None:
-        """Add compiled code, without the constant `docstring`."""
+        """Add compiled code. `docstring` is skipped if it is the first constant."""
         self._note(code.co_code.hex(), str(code.co_flags), code.co_exceptiontable.hex())
         self._note(*code.co_names, "", *code.co_varnames, "", *code.co_freevars, *code.co_cellvars)
         constants = list(code.co_consts)
@@ -177,7 +197,7 @@ class _CodeDigest:
 
 
 def _unwrap(value: Any) -> list[Any]:
-    """Return the functions that an object wraps, and the arguments of a partial; [] without any."""
+    """Return the functions that an object wraps, and the arguments of a partial. Can be empty."""
     match value:
         case property():
             return [value.fget, value.fset, value.fdel]

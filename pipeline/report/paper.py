@@ -1,7 +1,7 @@
 """Tables and figures of a comparison for papers. Start with `paper_files`.
 
-Tables are LaTeX (booktabs), Markdown, CSV and Parquet. Figures are PDF and SVG in the width of a
-column. The pages of reports show the same tables as HTML.
+Tables are LaTeX (booktabs), Markdown, CSV and Parquet. Figures are PDF and SVG, as wide as a column
+of a two-column paper. The pages of reports show the same tables as HTML.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.results.intervals import Interval
 from pipeline.results.training import TrainingBudget
 
 HtmlRows = list[list[tuple[str, str]]]  # rows of cells (content, CSS class)
-COLUMN_INCHES = 3.3  # width of a figure: a column of a two-column paper
+COLUMN_INCHES = 3.3  # width of a figure
 FIGURE_INCHES = 2.5  # height of a figure
 # special character -> its escaped form
 LATEX = {
@@ -49,9 +49,9 @@ class Cell(NamedTuple):
     """A number of a table.
 
     Attributes:
-        spread: Mean and deviation over replicas.
+        spread: Mean and standard deviation over replicas.
         interval: 95 % interval of the mean.
-        is_best: Whether the number is the winner of the column (see `Comparison.winner`).
+        is_best: Whether the method is the winner of the column (see `Comparison.winner`).
     """
 
     spread: Spread
@@ -61,12 +61,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class AccuracyTable:
-    """A table of methods x tasks, with averages.
+    """A table with a row per method: accuracy on each task, average accuracy and forgetting.
 
     Attributes:
-        heading: Headings of all columns except the first.
+        heading: Headings of all columns except the first, which names the method.
         rows: Method -> cells.
-        average: Index of the only column that also shows intervals.
+        average: Index in `heading` of the average, the only column that also shows intervals.
     """
 
     heading: Sequence[str]
@@ -79,10 +79,10 @@ def accuracy_table(comparison: Comparison) -> AccuracyTable:
     columns = []
     for position, task in enumerate(comparison.tasks):
         columns.append(Column(task, ACCURACY_ON.format(position), max))
-    count = len(columns)
+    average = len(columns)
     columns.append(Column("average", "average_accuracy", max))
     columns.append(Column("forgetting", "forgetting", min))
-    winners = {one.metric: comparison.winner(one.metric, one.pick_best) for one in columns}
+    winners = {c.metric: comparison.winner(c.metric, c.pick_best) for c in columns}
     rows = {}
     for entry in comparison.entries:
         cells = []
@@ -91,7 +91,7 @@ def accuracy_table(comparison: Comparison) -> AccuracyTable:
             is_best = winners[column.metric] is entry
             cells.append(Cell(entry.spread(column.metric), interval, is_best))
         rows[entry.name] = cells
-    return AccuracyTable([column.title for column in columns], rows, count)
+    return AccuracyTable([column.title for column in columns], rows, average)
 
 
 # ---- the same table in each form -----------------------------------------------------------------
@@ -112,7 +112,7 @@ def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
 
 
 def _tabular(caption: Sequence[str], heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return cells, which are LaTeX, as a `tabular` in the style of booktabs."""
+    """Return cells, which are LaTeX already, as a `tabular` in the style of booktabs."""
     lines = [f"% {sentence}" for sentence in caption]
     lines += ["% \\usepackage{booktabs}", f"\\begin{{tabular}}{{l{'r' * (len(heading) - 1)}}}"]
     heading_line, *row_lines = [" & ".join(cells) + r" \\" for cells in (heading, *rows)]
@@ -224,11 +224,15 @@ def table_rows(table: AccuracyTable) -> list[Row]:
 
 def format_caption(comparison: Comparison) -> list[str]:
     """Return sentences that explain the numbers of the table."""
-    count = max((len(group.runs) for group in comparison.groups), default=0)
+    counts = [len(group.runs) for group in comparison.groups]
+    names = {", ".join(map(str, group.runs)) for group in comparison.groups}
     sentences = ["Accuracy in per cent on each task after the last one."]
-    if count > 1:
-        names = ", ".join(map(str, comparison.groups[0].runs))
-        sentences.append(f"Mean and sample standard deviation of {count} replicas ({names}).")
+    if max(counts, default=0) > 1:
+        is_equal = min(counts) == max(counts)
+        replicas = f"{counts[0] if is_equal else f'{min(counts)} to {max(counts)}'} replicas"
+        if len(names) == 1:
+            replicas += f" ({names.pop()})"
+        sentences.append(f"Mean and sample standard deviation of {replicas}.")
     else:
         sentences.append("One seed: differences between methods may be chance.")
     if comparison.draws:
@@ -249,11 +253,11 @@ BUDGET_COLUMNS = {
 
 
 def budgets(comparison: Comparison) -> dict[str, TrainingBudget]:
-    """Return name of the entry -> training budget, averaged over replicas."""
+    """Return the training budget of each entry by name, averaged over replicas."""
     means = {}
     for entry in comparison.entries:
-        parts = [run.budget(entry.label) for run in entry.group.runs.values()]
-        means[entry.name] = TrainingBudget(*map(statistics.fmean, zip(*parts, strict=True)))
+        by_run = [run.budget(entry.label) for run in entry.group.runs.values()]
+        means[entry.name] = TrainingBudget(*map(statistics.fmean, zip(*by_run, strict=True)))
     return means
 
 
@@ -276,7 +280,10 @@ def budget_html_rows(comparison: Comparison) -> HtmlRows:
 
 def budgets_latex(comparison: Comparison) -> str:
     """Return the table of budgets as a LaTeX `tabular` in the style of booktabs."""
-    caption = "Training budget of each method, without the backbone; mean over replicas."
+    caption = (
+        "Training budget of each method, without the training of the backbone; the bytes include "
+        "the backbone; mean over replicas."
+    )
     heading = ["method", *(title for title, _ in BUDGET_COLUMNS.values())]
     rows = []
     for name, budget in budgets(comparison).items():
@@ -290,10 +297,7 @@ def _latex_number(value: float) -> str:
 
 # ---- figures -------------------------------------------------------------------------------------
 def curve_figure(comparison: Comparison, metric: str, title: str) -> Figure:
-    """Draw a metric after each task, with one curve and band per entry.
-
-    The figure has the width of a column.
-    """
+    """Draw a metric after each task, with one curve and band per entry."""
     figure, (axes,) = plots.new_figure(COLUMN_INCHES, FIGURE_INCHES)
     plots.style_axes(axes, "", "tasks learned", title)
     for index, entry in enumerate(comparison.entries):
@@ -330,7 +334,7 @@ def paper_files(comparison: Comparison) -> dict[str, bytes]:
 
 # ---- differences ---------------------------------------------------------------------------------
 def difference_html_rows(comparison: Comparison) -> HtmlRows:
-    """Return the differences of all methods from the most accurate method, for `method_table`."""
+    """Return the rows of the differences from the most accurate method, for `method_table`."""
     first, *others = rank_by_accuracy(comparison.entries)
     metric = "average_accuracy"
     rows: HtmlRows = []

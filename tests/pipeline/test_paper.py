@@ -71,6 +71,13 @@ def test_nothing_is_bold_in_a_run_of_one_seed(storage: Any) -> None:
     assert "One seed" in " ".join(paper.format_caption(comparison(storage, shifts=(0,))))
 
 
+def test_the_caption_counts_the_replicas_of_each_run(storage: Any) -> None:
+    compared = comparison(storage)
+    assert "of 3 replicas (seed-0, seed-1, seed-2)." in " ".join(paper.format_caption(compared))
+    compared.groups.append(comparison(storage, shifts=(0,)).groups[0])
+    assert "deviation of 1 to 3 replicas." in " ".join(paper.format_caption(compared))
+
+
 def test_methods_that_are_equal_have_no_winner(storage: Any, monkeypatch: Any) -> None:
     compared = comparison(storage)
     compared.entries = [compared.entries[0], comparison(storage).entries[0]]

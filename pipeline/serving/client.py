@@ -1,4 +1,4 @@
-"""A small client for the server that `serve` starts. NumPy is needed only for arrays."""
+"""A small client for the server that `accrete serve` starts. NumPy is needed only for arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Client:
     Args:
         url: Address of the server, for example http://127.0.0.1:8000.
         token: The server's token; "" if the server requires none.
-        timeout_s: Seconds until a request without an answer fails.
+        timeout_s: Seconds without data from the server after which a request fails.
         patience_s: Seconds during which a request is repeated if the server answers status 503.
 
     Example:
@@ -48,7 +48,7 @@ class Client:
         rule: str = "refuse",
         top: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return class, probability, task, confidence and probabilities of each image.
+        """Return a dict with class, probability, task, confidence and probabilities of each image.
 
         Args:
             images: Paths or bytes of JPEG, PNG or WebP files, or an array uint8 (N, H, W, 3) or
@@ -95,7 +95,7 @@ class Client:
 
         Args:
             path: Path of the route, with the query if it has one, for example `/tasks`.
-            body: Body of a POST request; None: send a GET request.
+            body: Body of a POST request. None: a GET request is sent.
             content_type: Type of the body.
 
         Raises:
@@ -114,7 +114,8 @@ class Client:
                     return answer
             except urllib.error.HTTPError as error:
                 with error:
-                    wait_s = float(error.headers.get("Retry-After", "1"))
+                    seconds = error.headers.get("Retry-After", "")  # a proxy can send a date
+                    wait_s = float(seconds) if seconds.isascii() and seconds.isdecimal() else 1.0
                     if error.code != 503 or time.monotonic() + wait_s > deadline:
                         raise UserError(read_message(error)) from None
             time.sleep(wait_s)
@@ -138,7 +139,7 @@ def read_image(image: str | os.PathLike[str] | bytes) -> bytes:
 
 def encode_npy(images: Any) -> bytes:
     """Return an array as a `.npy` file."""
-    import numpy as np  # needed only for arrays
+    import numpy as np
 
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(images), allow_pickle=False)
@@ -146,7 +147,7 @@ def encode_npy(images: Any) -> bytes:
 
 
 def encode_form(fields: Sequence[tuple[str, str]], images: Sequence[bytes]) -> tuple[bytes, str]:
-    """Return a form with text fields and image files, and its content type."""
+    """Return a multipart form with text fields and image files, and its content type."""
     boundary = uuid.uuid4().hex
     lines: list[bytes] = []
     for name, value in fields:

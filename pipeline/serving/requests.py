@@ -1,7 +1,6 @@
 """Parse the bodies of POST /predict: JSON, a form with files, or an array.
 
-Every body is validated before it is used. A body cannot run code, because arrays are read without
-pickle.
+A body cannot run code, because arrays are read without pickle.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from workers.errors import UserError
 
 # Maximum number of lists and objects in JSON: each takes memory before the body can be validated.
 MAX_JSON_PARTS = 1 << 22
-MAX_PARTS = 256  # parts of a form (one per image and per task), and images of an array
-MAX_HEAD_BYTES = 4096  # size of the head of one part of a form
+MAX_PARTS = 256  # images of an array, or parts of a form: one for each image, task and other field
+MAX_FIELDS = MAX_PARTS + 2  # fields of a query: a task for each image, `rule` and `top`
+MAX_HEAD_BYTES = 4096  # maximum size of the headers of one part of a form
 OPTIONS = ("tasks", "rule", "top")
 FIELDS = {"images", *OPTIONS}
 FORM = "multipart/form-data"
@@ -51,8 +51,9 @@ class ParsedRequest:
         images: Base64 strings or nested lists (JSON), bytes of files (form), or an array uint8
             (N, H, W, 3).
         tasks: One name for all images, or a name or None for each image. None: the task is unknown.
-        rule: Not checked yet; see `Predictor.check_request`.
-        top: Not checked yet; see `Predictor.check_request`.
+        rule: How to choose the task of an image without a task. Not checked yet: see
+            `Predictor.check_request`.
+        top: Number of probabilities per image. Not checked yet: see `Predictor.check_request`.
     """
 
     images: list[Any] | NDArray[np.uint8]
@@ -80,7 +81,8 @@ def parse_json(data: bytes) -> ParsedRequest:
     """Parse JSON with `images` and optionally `tasks`, `rule` and `top`.
 
     Raises:
-        UserError: If the body is not JSON, or a field has a wrong type.
+        UserError: If the body is not JSON, has no list of images, or has an unknown field or
+            invalid `tasks`. The other values are not checked.
     """
     shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
     if data.count(b"[") + data.count(b"{") > MAX_JSON_PARTS:
@@ -157,11 +159,12 @@ def split_form(data: bytes, content_type: str) -> list[tuple[str, bytes]]:
         The name and the content of each part.
 
     Raises:
-        UserError: If the body is not a form, or has too many parts.
+        UserError: If the body is not a complete form, or has too many parts.
     """
     boundary = get_parameter("content-type", content_type, "boundary")
     delimiter = b"\r\n--" + boundary.encode()
-    if not boundary or (b"\r\n" + data).count(delimiter) > MAX_PARTS:
+    # another delimiter is at the end of the form
+    if not boundary or (b"\r\n" + data).count(delimiter) > MAX_PARTS + 1:
         raise UserError(
             f"the form has no boundary in its Content-Type, or more than {MAX_PARTS} parts; "
             "send several requests"
@@ -217,7 +220,7 @@ def convert_fields(texts: dict[str, list[str]]) -> tuple[str | list[str | None] 
         texts: Name in OPTIONS -> texts of the field, one for each occurrence; [] if it is missing.
 
     Raises:
-        UserError: If `top` is not a number.
+        UserError: If `top` is not a whole number of at most 18 digits.
     """
     tasks: str | list[str | None] | None = None
     if len(texts["tasks"]) == 1:
@@ -236,16 +239,16 @@ def parse_array(data: bytes, query: str) -> ParsedRequest:
     """Parse an array in NumPy's format.
 
     Args:
-        data: The bytes of an array uint8 (N, H, W, 3) or (N, 3, H, W).
+        data: A `.npy` file with an array uint8 (N, H, W, 3) or (N, 3, H, W).
         query: `tasks`, `rule` and `top`, as in a form.
 
     Raises:
         UserError: If the body is not such an array, or the query has unknown fields.
     """
     try:
-        fields = urllib.parse.parse_qs(query, keep_blank_values=True, max_num_fields=MAX_PARTS)
+        fields = urllib.parse.parse_qs(query, keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError:
-        raise UserError(f"the address has more than {MAX_PARTS} fields; send fewer") from None
+        raise UserError(f"the address has more than {MAX_FIELDS} fields; send fewer") from None
     check_fields([*fields])
     texts = {name: fields.get(name, []) for name in OPTIONS}
     return ParsedRequest(parse_npy(data), *convert_fields(texts))
@@ -257,7 +260,7 @@ def parse_npy(data: bytes) -> NDArray[np.uint8]:
     The shape in the header is compared with the number of bytes before any memory is allocated.
 
     Raises:
-        UserError: If the file has another type, shape or size.
+        UserError: If the file has another type, shape or size, or more than MAX_PARTS images.
     """
     need = "uint8 (N, H, W, 3) or (N, 3, H, W), by numpy.save"
     stream = io.BytesIO(data)

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -619,6 +620,23 @@ def test_a_client_repeats_what_there_was_no_room_for() -> None:
         with pytest.raises(UserError, match="requires its token"):
             Client(url).predict([b"x"])
     assert not Client(url).is_ready()
+
+
+def test_a_client_ignores_a_date_of_a_proxy() -> None:
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(429)
+            self.send_header("Retry-After", "Wed, 21 Oct 2026 07:28:00 GMT")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="answered with status 429"):
+            Client(f"http://127.0.0.1:{proxy.server_port}").ask("/tasks")
+        proxy.shutdown()
 
 
 def test_answers_are_as_the_description_says(model: tuple[Server, Finished]) -> None:

@@ -12,6 +12,7 @@ from pipeline.serving.client import encode_form, encode_npy
 from pipeline.serving.requests import (
     ARRAY,
     FORM,
+    MAX_FIELDS,
     MAX_PARTS,
     RawRequest,
     parse_npy,
@@ -69,6 +70,13 @@ def test_what_the_client_sends_is_read() -> None:
     assert (request.tasks, request.top) == (["two", None], 1)
 
 
+def test_as_many_images_as_the_limit_says_are_read() -> None:
+    assert len(parse_form(*[part("images", b"a")] * MAX_PARTS).images) == MAX_PARTS
+    images = np.zeros((MAX_PARTS, 1, 1, 3), np.uint8)
+    query = "rule=entropy&top=1" + "&tasks=two" * MAX_PARTS
+    assert parse_array(saved(images), query).tasks == ["two"] * MAX_PARTS
+
+
 @pytest.mark.parametrize(
     ("parts", "more", "message"),
     [
@@ -103,7 +111,7 @@ def test_a_form_that_is_none_gets_one_sentence(parts: Any, more: Any, message: s
         (saved(np.asfortranarray(PIXELS)), "", "is uint8"),
         (saved(np.zeros((MAX_PARTS + 1, 1, 1, 3), np.uint8)), "", "257 images in one request"),
         (saved(PIXELS), "taks=two", "has a field 'taks'"),
-        (saved(PIXELS), "tasks=" + "&tasks=" * MAX_PARTS, "more than 256 fields"),
+        (saved(PIXELS), "tasks=" + "&tasks=" * MAX_FIELDS, "more than 258 fields"),
     ],
 )
 def test_an_array_that_is_none_gets_one_sentence(data: bytes, query: str, message: str) -> None:

@@ -59,8 +59,8 @@ MAX_NAMES = 8  # maximum number of runs that an error message lists
 class MethodAccuracy(NamedTuple):
     """The average accuracy of a method after its last finished task.
 
-    It is the mean over replicas for a run with several seeds or class orders, and None if a replica
-    has no finished task.
+    For a run with several seeds or class orders, it is the mean over the replicas. It is None if
+    one of them has no readable record, no finished task, or damaged results.
     """
 
     label: str
@@ -183,7 +183,8 @@ def list_runs(storage: str) -> list[RunOverview]:
     """Return the runs of a storage. The last started run comes first.
 
     Raises:
-        UserError: If the storage does not exist.
+        UserError: If the storage is a local folder that does not exist or cannot be listed.
+        OSError: If the storage is a bucket and cannot be read.
     """
     check_readable(storage)
     store = Store(storage)
@@ -203,13 +204,13 @@ def _make_overview(
 ) -> RunOverview | None:
     """Return the entry of a run in the list; None for a folder without a record.
 
-    On a disk, a record that cannot be read makes the run `damaged`. In a bucket, an `OSError` is
-    raised.
+    A run is `damaged` if its record is invalid, or cannot be read from a disk. If the record cannot
+    be read from a bucket, the `OSError` is raised.
     """
     try:
         record = store.record(name)
         if record is not None and can_be_shown(record):
-            return _overview(store, record, has_result)
+            return _summarize_record(store, record, has_result)
         if not exists(store.record_path(name)):
             return None
     except OSError:
@@ -235,7 +236,10 @@ def _key_finder(storage: str, area: str, file: str) -> Callable[[str], bool]:
     return lambda key: f"{key}/{file}" in files
 
 
-def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]) -> RunOverview:
+def _summarize_record(
+    store: Store, record: RunRecord, has_result: Callable[[str], bool]
+) -> RunOverview:
+    """Return the entry of a run with a valid record in the list."""
     stages = _list_computed_stages(record)
     num_done = sum(1 for stage in stages if has_result(stage["key"]))
     live = read_status(store.storage, record["name"])
@@ -245,6 +249,8 @@ def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]
         for replica in store.records(record).values()
         if can_be_shown(replica)
     ]
+    if len(runs) < max(1, len(record.get("replicas") or ())):
+        runs = []  # a mean over fewer replicas would look like the mean over all
     labels = dict.fromkeys(stage["label"] for stage in record["stages"] if stage["label"])
     methods = [MethodAccuracy(label, _mean_accuracy(runs, label)) for label in labels]
     return RunOverview(
@@ -269,7 +275,7 @@ def _evaluations(record: RunRecord) -> RunRecord:
 
 
 def _mean_accuracy(runs: Sequence[RunTables], label: str) -> float | None:
-    """Return the average accuracy of a method, averaged over replicas; None if one is missing."""
+    """Return the mean over replicas of the average accuracy; None if a replica has none."""
     values = [_read_average_accuracy(tables, label) for tables in runs]
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
@@ -292,7 +298,7 @@ def _find_run_state(storage: str, live: LiveStatus | None, is_whole: bool) -> St
     Args:
         storage: Folder or URI of the storage.
         live: Status file of the driver, or None.
-        is_whole: Whether all results of the run exist.
+        is_whole: Whether all results of the run exist, except the report.
     """
     if live is not None and is_alive(storage, live):
         return "running"
@@ -373,15 +379,14 @@ def _stage_status(
     state: str = live.get("state", "waiting")
     is_saved = False
     if not is_alive:
-        stands = has_result(stage["key"])
-        if stands and state not in ("done", "reused"):
+        is_done = has_result(stage["key"])
+        if is_done and state not in ("done", "reused"):
             state = "done"
-        elif not stands:
+        elif not is_done:
             is_saved = has_checkpoint(stage["key"])
             if state not in ("failed", "blocked"):
                 state = "interrupted" if is_saved else "missing"
     since = live.get("since")
-    shows_time = is_alive and since is not None
     return StageStatus(
         stage["id"],
         stage["step"],
@@ -390,7 +395,7 @@ def _stage_status(
         stage["key"],
         state,
         where=live.get("where", ""),
-        since_s=max(0.0, now - since) if shows_time and since is not None else None,
+        since_s=max(0.0, now - since) if is_alive and since is not None else None,
         wall_s=live.get("wall_s"),
         tries=int(live.get("tries", 0)),
         message=live.get("message", ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline.graph import build
 from pipeline.graph.replica_configs import make_replica_configs
 from pipeline.graph.replicas import unite_graphs
 from pipeline.graph.store import Store
-from pipeline.results.runs import run_status
+from pipeline.results.runs import list_runs, run_status
 from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.errors import UserError
@@ -212,6 +213,19 @@ def test_the_record_names_its_replicas(small: Any) -> None:
     assert record["replicas"] == {"seed-0": "small-seed-0", "seed-1": "small-seed-1"}
     assert "seed" not in record["config"]
     assert run_status(str(folder / "storage"), "small").state == "finished"
+
+
+@pytest.mark.slow
+def test_no_mean_is_listed_where_a_replica_is_missing(small: Any, tmp_path: Path) -> None:
+    folder, _ = small
+    storage = tmp_path / "storage"
+    shutil.copytree(folder / "storage", storage)
+    means: list[list[bool]] = []
+    for _ in range(2):
+        (listed,) = [run for run in list_runs(str(storage)) if run.name == "small"]
+        means.append([method.average_accuracy is not None for method in listed.methods])
+        (storage / "runs/small-seed-1/run.json").unlink(missing_ok=True)
+    assert means == [[True] * len(listed.methods), [False] * len(listed.methods)]
 
 
 @pytest.mark.slow

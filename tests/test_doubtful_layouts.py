@@ -459,6 +459,14 @@ def captions_beside_labels(tree: Tree) -> None:
     tree.samples("a.tar", extra=lambda label, *_: caption, key="k{index}")
 
 
+def numbers_beside_names(tree: Tree) -> None:
+    def members(label: str, index: int, split: str) -> list[tuple[str, bytes]]:
+        number = str(NAMES.index(label)).encode()
+        return [("cls", number), ("json", json.dumps({"label": label}).encode())]
+
+    tree.samples("a.tar", extra=members, label="", key="k{index}")
+
+
 def folders_against_labels(tree: Tree) -> None:
     tree.samples("a.tar", key="bee/k{index}")
 
@@ -551,6 +559,7 @@ CASES: dict[str, Case] = {
     "two images of a sample": (samples_with_two_images, "source.image="),
     "labels that differ": (labels_that_differ, "contradict each other"),
     "captions": (captions_beside_labels, RIGHT),
+    "numbers beside names in JSON": (numbers_beside_names, RIGHT),
     "folders against labels": (folders_against_labels, "in folder 'bee'"),
 }
 

@@ -1,6 +1,8 @@
 """Detect a data set in WebDataset tars: find its labels and splits among the members of samples.
 
-For example, the sample `0001` can have the members `0001.jpg`, `0001.cls` and `0001.json`.
+For example, the sample `0001` can have the members `0001.jpg`, `0001.cls` and `0001.json`. A member
+is named by its extension. A role is the part of a data set that a word stands for, and a weak word
+often means something else (see `pipeline.data.splits`).
 """
 
 from __future__ import annotations
@@ -47,25 +49,28 @@ from pipeline.data.splits import (
 )
 from workers.errors import UserError
 
-MAX_SAMPLES = 2_000_000  # samples in all shards together
+MAX_SAMPLES = 2_000_000  # samples in all shards of a split
 MAX_COMPARED = 20_000  # samples per split, used to compare labels from several members
-IN_PLACE = frozenset(("jpg", "jpeg", "png", "webp"))  # image formats read without a copy
+# Tars with only these image extensions are used in place. From others, ingest copies the images.
+IN_PLACE = frozenset(("jpg", "jpeg", "png", "webp"))
 FOLDER = "folder"  # source name for the folder of a sample
 KEY = "key"  # source name for the key of a sample
 
 
 @dataclass
 class Survey:
-    """Counts of the labels, splits and images in some shards.
+    """Counts of the labels, splits and images in the shards of a split.
 
     A "source" of labels or splits is a member (`cls`), a JSON field (`json:label`), FOLDER or KEY.
+    Collections stop growing one value above MAX_CLASSES (labels, folders) or MAX_SPLIT_VALUES.
 
     Attributes:
-        samples: Number of samples.
-        images: Extension -> number of images.
-        several: Extensions of a sample that has several images; () if no sample has.
+        samples: Number of samples, with or without images.
+        images: Extension -> number of samples whose first image has it.
+        several: Extensions of the images of a sample with several; () if there is none.
         labels: Source -> label -> number of samples.
-        compared: For each of the first MAX_COMPARED samples, source -> label.
+        compared: For each of the first MAX_COMPARED samples: source -> label, and FOLDER -> name of
+            the innermost folder.
         splits: Source -> values that look like splits.
         folders: Folders that contain images.
         endings: Extension -> number of members.
@@ -81,7 +86,7 @@ class Survey:
     endings: Counter[str] = field(default_factory=Counter)
 
     def add(self, key: str, images: Sequence[str], texts: Mapping[str, Any]) -> None:
-        """Add a sample.
+        """Add a sample with at least one image.
 
         Args:
             key: Key of the sample, for example `train/0001`.
@@ -102,6 +107,7 @@ class Survey:
             counter = self.labels.setdefault(source, Counter())
             if label is not None and (label in counter or len(counter) <= MAX_CLASSES):
                 counter[label] += 1
+        # A word that is also the label of the sample names its class, not a split.
         label_texts = {str(label) for label in labels.values()}
         for source, word in (*((FOLDER, part) for part in folders), (KEY, _find_first_word(stem))):
             if parse_role(word) and not is_weak(word) and word not in label_texts:
@@ -132,7 +138,11 @@ def _is_label(source: str) -> bool:
 
 
 def _is_split(source: str, text: Any) -> bool:
-    """Return whether a member or a JSON field looks like a split, by its name or its value."""
+    """Return whether a member or a JSON field looks like a split.
+
+    It does if its name is that of a split column (`split`), if its name and value are those of a
+    flag (`is_train: 1`), or if its value is a word for a split (`train`).
+    """
     name = source.removeprefix(JSON_PREFIX)
     if normalize_word(name) in SPLIT_COLUMNS and not isinstance(text, str):
         return classify_split_column(name) == "column"
@@ -200,7 +210,7 @@ def _check_image_members(files: Files, surveys: Mapping[str, Survey]) -> None:
 
 # ---- splits --------------------------------------------------------------------------------------
 def _check_sample_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
-    """Raise SplitUnclear if samples name a different split than their shards."""
+    """Raise SplitUnclear if samples name another split than that of their shards, or none."""
     request = files.request
     if {"split", "splits"} & request.given.keys():
         return
@@ -228,18 +238,22 @@ def _check_sample_splits(files: Files, surveys: Mapping[str, Survey]) -> None:
 
 
 def _parse_sample_role(source: str, value: str) -> Role | None:
-    """Return the role that a value names; a flag such as `is_train: 0` names the other one."""
-    flag = parse_flag_column(source.removeprefix(JSON_PREFIX))
-    if flag is not None and (is_yes(value) or is_no(value)):
-        other: Role = "test" if flag == "train" else "train"
-        return flag if is_yes(value) else other
+    """Return the role that a value names, or None.
+
+    A flag that is off names test if it is a flag of train (`is_train: 0`), otherwise train.
+    """
+    flag_role = parse_flag_column(source.removeprefix(JSON_PREFIX))
+    if flag_role is not None and (is_yes(value) or is_no(value)):
+        other: Role = "test" if flag_role == "train" else "train"
+        return flag_role if is_yes(value) else other
     return parse_role(value)
 
 
 def _agrees(role: Role, split: str, surveys: Mapping[str, Survey]) -> bool:
     """Return whether samples of a role may be in the shards of a split.
 
-    Validation samples may be test samples if there is no split val.
+    Samples with role `held out` may be in any split except train. Validation samples may be in test
+    if there is no split val.
     """
     if role == "held out":
         return split != "train"
@@ -253,11 +267,13 @@ def _choose_label_member(
     """Choose the member that holds the label.
 
     Returns:
-        The member or `json:FIELD`, its classes, and the setting `source.numbers` or None. The
-        classes are empty unless `.cls` has numbers and `.txt` has their names.
+        The member or `json:FIELD`, its classes, and the setting `source.numbers` or None. If `.cls`
+        has numbers and `.txt` has their names, the classes are these names and the setting is
+        `places`. Otherwise the classes are empty and the setting is None.
 
     Raises:
-        UserError: If no member holds a label, or if two members disagree.
+        UserError: If no member holds a label, the requested member is missing, or members or
+            folders contradict each other.
     """
     requested = files.request.given.get("label")
     known = {source for survey in surveys.values() for source in survey.labels}
@@ -270,7 +286,7 @@ def _choose_label_member(
             )
         return source, (), None
     train = surveys["train"]
-    of_train = candidates = _find_label_candidates(train)
+    train_candidates = candidates = _find_label_candidates(train)
     if not candidates:
         raise _no_label_error(files, train)
     for survey in surveys.values():  # every split with labels must have the member
@@ -286,19 +302,22 @@ def _choose_label_member(
         for first in candidates[:index]:
             _check_agree(files, rows, first, other)
     _check_folders(files, rows, candidates[0])
-    if candidates[0] == LABEL_SUFFIX and NAME_SUFFIX in of_train:
+    if candidates[0] == LABEL_SUFFIX and NAME_SUFFIX in train_candidates:
         _check_agree(files, rows, LABEL_SUFFIX, NAME_SUFFIX)
-        numbers = _find_numbered_names(train, [*_iterate_pairs(rows, LABEL_SUFFIX, NAME_SUFFIX)])
-        if numbers or NAME_SUFFIX in candidates:
-            return (LABEL_SUFFIX, numbers, "places") if numbers else (NAME_SUFFIX, (), None)
-    names = [s for s in candidates if any(not isinstance(v, int) for v in train.labels[s])]
-    return (names or candidates)[0], (), None
+        names = _find_numbered_names(train, [*_iterate_pairs(rows, LABEL_SUFFIX, NAME_SUFFIX)])
+        if names or NAME_SUFFIX in candidates:
+            return (LABEL_SUFFIX, names, "places") if names else (NAME_SUFFIX, (), None)
+    # names of classes rather than their numbers
+    with_names = [s for s in candidates if not all(str(v).isdecimal() for v in train.labels[s])]
+    return (with_names or candidates)[0], (), None
 
 
 def _find_label_candidates(survey: Survey) -> list[str]:
     """Return the members that may be the label: members with few distinct values.
 
-    Members with a single value are returned only if no other candidates exist.
+    On average, each value must occur in two images or more. This does not apply to the only member
+    with a label if it has at most FEW_CLASSES values. Members with a single value are returned only
+    if no other candidates exist.
     """
     num_images = sum(survey.images.values())
     candidates = [
@@ -322,7 +341,11 @@ def _iterate_pairs(
 def _check_agree(
     files: Files, rows: Sequence[Mapping[str, Label]], first: str, second: str
 ) -> None:
-    """Raise LabelUnclear if two members give samples different classes."""
+    """Raise LabelUnclear if two members give samples different classes.
+
+    Two members agree if their labels are equal. They also agree if their labels map one to one and
+    have no value in common, for example numbers and names.
+    """
     pairs = [*_iterate_pairs(rows, first, second)]
     differ = [(a, b) for a, b in pairs if a != b]
     have_same_names = bool({a for a, _ in pairs} & {b for _, b in pairs})
@@ -333,12 +356,13 @@ def _check_agree(
         f"`{files.request.command(f'source.label={to_yaml(source)}')}`"
         for source in (first, second)
     )
-    one = differ[0][0]
+    first_label = differ[0][0]
     partners: dict[tuple[str, str], set[str]] = {}  # (member, label) -> labels in the other member
     for a, b in pairs:
         partners.setdefault((first, a), set()).add(b)
         partners.setdefault((second, b), set()).add(a)
-    example = next((key for key, others in partners.items() if len(others) > 1), (first, one))
+    ambiguous = (key for key, others in partners.items() if len(others) > 1)
+    example = next(ambiguous, (first, first_label))
     others = listed(sorted(partners[example]))
     raise LabelUnclear(
         f"{files.where}: .{first} and .{second} contradict each other: {quoted(example[1])} in "
@@ -363,7 +387,12 @@ def _check_folders(files: Files, rows: Sequence[Mapping[str, Label]], source: st
 def _find_numbered_names(train: Survey, pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     """Return the class names in the order of the numbers in `.cls`.
 
-    The result is () if the numbers are not 0, 1, 2, ..., or a number of train has no name.
+    The result is () if the numbers with a name are not 0, 1, 2, ..., or are not exactly the numbers
+    in train.
+
+    Args:
+        train: Survey of train.
+        pairs: Pairs of a number in `.cls` and a name in `.txt`, from all splits.
     """
     names = dict(pairs)
     numbers = sort_labels(names)
@@ -398,7 +427,7 @@ def _no_label_error(files: Files, survey: Survey) -> UserError:
 
 # ---- reading -------------------------------------------------------------------------------------
 def _survey_shards(files: Files, names: Sequence[str]) -> Survey:
-    """Read the labels and splits in some shards."""
+    """Count the labels, splits and images in the shards of a split."""
     survey = Survey()
     for uri in files.uris(names):
         for key, members, shard in read_samples(uri):
@@ -418,6 +447,7 @@ def _survey_shards(files: Files, names: Sequence[str]) -> Survey:
                     texts |= _parse_fields(shard.read_start(member, MAX_JSON_BYTES))
                 elif suffix in LABEL_ENDINGS or normalize_word(suffix) in SPLIT_COLUMNS:
                     texts[suffix] = read_field(suffix, shard.read_start(member, MAX_LABEL_BYTES))
+            # The first of several equivalent label members is chosen, so their order matters.
             order = {source: position for position, source in enumerate(LABEL_ENDINGS)}
             texts = dict(sorted(texts.items(), key=lambda one: order.get(one[0], len(order))))
             survey.add(key, images, texts)

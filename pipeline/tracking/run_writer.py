@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from pipeline.results.masks import MaskView
     from pipeline.results.tables import RunTables
 
-MAX_STATE_BYTES = 32 << 20  # maximal size of an uploaded task state; the tag `store` has its URI
-MASK_CACHE_BYTES = 256 << 20  # maximal size of cached masks, to compare them with later tasks
+# Maximum size of an uploaded task state. A larger state is only in the store: see the tag `store`.
+MAX_STATE_BYTES = 32 << 20
+MASK_CACHE_BYTES = 256 << 20  # maximum size of the masks kept in memory to compare later tasks
 MAX_TAG = 4000  # characters of the value of a tag
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"  # the tag with the description of a run
@@ -59,9 +60,9 @@ MAIN_PARAMS = (
     "cluster.workers",
     "cluster.gpus_per_worker",
 )
-PICTURES_S = 60.0  # minimal seconds between two uploads of a method's pictures during a run
+PICTURES_S = 60.0  # minimum seconds between two uploads of a method's pictures during a run
 OPENED = "accrete.opened"  # tag of a run whose parameters and graph were logged completely
-BACKBONE_TASK = "backbone"  # name of the run for stages that all methods share
+BACKBONE_TASK = "backbone"  # name of the run for the training of the shared backbone
 
 
 class RecordLocation(NamedTuple):
@@ -95,7 +96,8 @@ class RunIdentity:
         params: Parameters of the graph's run. None: the result of `main_params`.
         note: Description of the graph's run (Markdown). "": the result of `format_run_note`.
         data: Images of the evaluations, `test` or `validation`.
-        pictures: Whether pictures, tables, task states and report files are uploaded.
+        pictures: Whether pictures, tables, the config, task states and report files are uploaded,
+            and points of masks are logged.
     """
 
     kind: str = "run"
@@ -142,7 +144,8 @@ class RunWriter:
         self.mask_views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
         # labels of methods with an evaluation recorded since the last `finish`
         self.newly_evaluated: set[str] = set()
-        self.pictured: dict[str, float] = {}  # label -> monotonic time of the last pictures
+        # label -> monotonic time of the last pictures, or of the first evaluation before them
+        self.pictured: dict[str, float] = {}
         self.forget()
 
     def begin(self, record: RunRecord, graph_svg: str = "") -> None:
@@ -280,7 +283,7 @@ class RunWriter:
         self.client.tag(run, {OPENED: "true"})
 
     def _method_params(self, label: str) -> dict[str, Any]:
-        """Return the inputs of the first stage of a method, except the data."""
+        """Return the inputs of the first training stage of a method, except `seen` (its tasks)."""
         for stage in self.record["stages"]:
             if stage["label"] == label and stage["step"] not in ("evaluate", "report"):
                 return {name: value for name, value in stage["inputs"].items() if name != "seen"}
@@ -413,7 +416,9 @@ class RunWriter:
         if manifest.get("warnings"):
             files[get_warnings_file(stage["step"])] = "\n".join(manifest["warnings"]).encode()
         self.ready().log_files(run, files)
-        return mask_points(views[-1] if views else None)
+        # Before the last step of a task, the last view is that of the task before.
+        view = views[-1] if views else None
+        return mask_points(view if view is not None and view.task == task else None)
 
     def _mask_views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
         """Return the masks of the finished tasks up to `task`, from the cache or from the store.
@@ -463,7 +468,9 @@ class RunWriter:
         self._close(run)
 
     def _record_metrics(self, label: str, tables: RunTables, again: bool = False) -> None:
-        """Log the known part of the matrix, averages and sizes of a method.
+        """Log the matrix, averages, sizes and inferred tasks of a method, as far as they are known.
+
+        The averages in `compared` are also logged to the run of the graph.
 
         Args:
             label: Label of the method.
@@ -529,7 +536,7 @@ class RunWriter:
         is_recorded = parent.data.tags.get("accrete.report") == digest
         if parent.info.status == status and is_recorded and not self.newly_evaluated:
             return
-        # only new points were logged during the run, so points of earlier processes may be missing
+        # The last pictures may be older than the last evaluation, see PICTURES_S.
         for label in self.newly_evaluated:
             self._record_metrics(label, tables, again=True)
         if self.identity.pictures:
@@ -589,7 +596,7 @@ class RunWriter:
     def _link_pictures(self, names: Mapping[str, Sequence[str]]) -> None:
         """Insert links to pages and pictures at the beginning of the descriptions of runs.
 
-        A description whose end a user has edited is kept.
+        A description that does not end with the generated text was edited by a user, and is kept.
 
         Args:
             names: Id of a run -> its artifacts. Only pages and pictures are linked.
@@ -651,7 +658,8 @@ def make_key_tag(stage: Mapping[str, Any]) -> str:
 def make_key_tags(record: RunRecord, label: str) -> dict[str, str]:
     """Return the keys of the stages of a method as tags, for the run of the method.
 
-    Ingest stages are left out, because they get a tag when they are recorded.
+    Ingest stages are left out, because their tag marks them as recorded, see `RunWriter.stage`. The
+    report is left out, too.
 
     Args:
         record: Record of the run.

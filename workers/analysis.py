@@ -42,7 +42,7 @@ def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tenso
     stride = max(1, -(-feed.num_samples // most))
     batch_start = 0
     for batch in feed.evaluate():
-        first = -batch_start % stride
+        first = -batch_start % stride  # position in the batch of its first image to yield
         batch_start += len(batch)
         if first < len(batch):
             yield batch.images[first::stride], batch.labels[first::stride]
@@ -69,11 +69,11 @@ class Maps:
     """Images of a task with attention maps.
 
     Attributes:
-        images: Float array (n, H, W, 3) in [0, 1].
+        images: Float tensor (n, H, W, 3) in [0, 1].
         right: True class of each image.
         answered: Predicted class of each image.
-        looks: Title of a map -> attention of the class token to the patches, float array (n, h, w).
-            The values are relative to uniform attention, which is 1 (see `ClassAttention`).
+        looks: Title of a map -> attention of the class token to the patches, (n, h, w) for a grid
+            of h x w patches. Uniform attention has the value 1 (see `ClassAttention`).
         selected: Weight with which top-down feedback selects each patch, (n, h, w) in [0, 1]. None
             for methods without feedback.
     """
@@ -89,14 +89,14 @@ class Maps:
 def compute_attention_maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     """Return attention maps of `method` on at most `most` images of `task`.
 
-    Return None if no network of the method has both a class token and patch tokens.
+    Return None if no ViT that processes these images has a class token.
     """
     batches = list(spread(job, task, most))
     images = torch.cat([batch_images for batch_images, _ in batches])
     labels = torch.cat([batch_labels for _, batch_labels in batches])
     with record_class_attention(method) as recorded:
         logits_with_task(method, images, task.name)
-    # Networks that did not run on these images have no maps.
+    # Drop networks that did not run, or whose last pass did not have all images.
     blocks = [block for block in recorded if block.passes and len(block.passes[-1]) == len(images)]
     has_feedback = isinstance(getattr(method, "top_down", None), TopDown)
     looks = _choose_titled_maps(blocks, has_feedback)
@@ -114,13 +114,14 @@ def compute_attention_maps(method: Method, job: StageJob, task: Task, most: int)
 
 
 def _choose_titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[str, Tensor]:
-    """Return the maps of the few most informative blocks by title, each (n, h, w).
+    """Return the maps to show, by title, each (n, h, w).
 
-    With several networks, these are the last block of each network. With one network, they are a
-    middle block and the last block. With top-down feedback, they are both passes of the last block
-    that ran twice, and the last block of the network if that is a different block.
+    - Several networks: the last block of each.
+    - One network: a middle block and the last block.
+    - One network with top-down feedback: both passes of the last block that ran twice, and the last
+      block of the network if it is a different one.
     """
-    last_blocks = {block.network: block for block in blocks}  # a later block replaces an earlier
+    last_blocks = {block.network: block for block in blocks}  # the last one is kept
     titled: dict[str, Tensor] = {}
     if len(last_blocks) > 1:
         for index, block in enumerate(last_blocks.values()):
@@ -141,16 +142,16 @@ def _choose_titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) ->
 
 
 def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
-    """Return how much the second pass of a method with top-down feedback selects each patch.
+    """Return the weight of each patch in the top-down feedback, (n, h, w).
 
-    The weights (n, h, w) come from the tokens of the first pass. Return None if the method has no
-    top-down feedback for this task.
+    The weights are computed from the output tokens of the first pass (see `selection`). Return None
+    if the method has no top-down feedback for this task.
     """
     top_down = getattr(method, "top_down", None)
     if not isinstance(top_down, TopDown):
         return None
     method.activate_task(task)
-    if "prior" not in method.weight_overrides:  # a base task: the backbone alone computes logits
+    if "prior" not in method.weight_overrides:  # a base task has no feedback
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
     num_patches = math.prod(grid)
@@ -199,11 +200,14 @@ def measure_robustness(method: Method, job: StageJob, task: Task, most: int) -> 
 
     Args:
         method: The method.
-        job: A job of an evaluation.
+        job: A job of the evaluation stage.
         task: The task.
         most: Maximum number of images.
+
+    Returns:
+        Rows with `kind` ("occlusion" or "fgsm"), `level` (the share or epsilon) and the accuracy.
     """
-    num_correct: Counter[tuple[str, float]] = Counter()  # key: kind and level of the disturbance
+    num_correct: Counter[tuple[str, float]] = Counter()  # by kind and level
     num_images: Counter[tuple[str, float]] = Counter()
 
     def count(kind: str, level: float, images: Tensor, targets: Tensor) -> None:
@@ -238,12 +242,12 @@ def measure_shifted_accuracy(
 
     The method chooses only among the classes that both sources have. There are two rows for each
     other source: first, for comparison, the accuracy on the images of `task` with these classes;
-    then the accuracy on the images of the other source. The entry `card` names the other source,
-    and `images` the source of the images.
+    then the accuracy on the images of the other source. The column `card` names the other source
+    in both rows, and `images` the source of the images.
 
     Args:
         method: The method.
-        job: A job of an evaluation.
+        job: A job of the evaluation stage.
         task: The task.
         other_tasks: Tasks of other sources. A task with a class that `task` lacks is skipped.
     """
@@ -310,8 +314,14 @@ def attacked(
 ) -> Tensor:
     """Return the images after an FGSM attack (Goodfellow et al., ICLR 2015).
 
-    Each pixel value, in [0, 1], moves by `epsilon` along the sign of the gradient, and is clipped
-    to [0, 1].
+    Each pixel value moves by `epsilon` in the direction of `gradient_sign`, and is clipped to
+    [0, 1].
+
+    Args:
+        images: Normalised images (b, 3, H, W).
+        gradient_sign: Result of `slope`.
+        epsilon: Step for pixel values in [0, 1].
+        backbone: Mean and standard deviation of the normalisation.
     """
     mean = torch.tensor(backbone.mean, device=images.device).view(3, 1, 1)
     std = torch.tensor(backbone.std, device=images.device).view(3, 1, 1)

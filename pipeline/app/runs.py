@@ -98,7 +98,7 @@ class RunResult:
         outcome: How the stages ended.
         report: The written report.
         run: The run, with the final keys: keys change if data is ingested during the run.
-        replicas: Tables of each replica of a run with several seeds or class orders.
+        replicas: Name -> tables of each replica, for a run with several seeds or class orders.
     """
 
     tables: RunTables
@@ -146,10 +146,11 @@ def prepare(
         source: Path of the config, or its values.
         overrides: Overrides in the form of `--set`.
         to_run: Prepare to run stages: check that the storage is writable, delete temporary files of
-            killed processes, and read raw data again that was rewritten in place (same paths and
-            sizes, other modification times). If false, a data source on another machine is not
-            contacted if its data was ingested.
-        say: Called with each line about raw data rewritten in place.
+            killed processes, and compare the content of raw data that was rewritten in place (same
+            paths and sizes, other modification times). If false, a data source on another machine
+            is not contacted if its data was ingested.
+        say: Called with each line about progress and about raw data rewritten in place, if `to_run`
+            is true.
         with_jobs: Build stages that can be run. If false, the graph comes from the cache, without
             importing torch, unless an input of the graph has changed.
         allow_replicas: Accept a config with several seeds or class orders.
@@ -173,7 +174,8 @@ def _prepare(
     allow_replicas: bool,
 ) -> PreparedRun:
     """Prepare a run without a progress message. See `prepare`."""
-    # The cache saves the import of torch: if it is already imported, the cache is not needed.
+    # The cache of graphs avoids the imports of BUILD_MODULE (torch, timm). It is not needed if this
+    # module is already imported.
     may_use_cache = BUILD_MODULE not in sys.modules
     config = configs.load(source, list(overrides), with_methods=not may_use_cache)
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
@@ -184,7 +186,7 @@ def _prepare(
         )
     storage = absolute(config.storage)
     if may_use_cache and "://" not in storage and not os.path.isdir(storage):
-        # check the config completely: no storage folder is created for an invalid config
+        # check the config completely, so that no storage folder is created for an invalid config
         config = configs.load(source, list(overrides))
     store = Store(storage)
     store.check_usable(to_write=to_run)
@@ -311,7 +313,7 @@ def plan(run: PreparedRun) -> RunPlan:
 
 
 def find_previous_record(store: Store, config: Config) -> RunRecord | None:
-    """Return the record used to explain misses.
+    """Return the record of an earlier run that is used to explain why results are missing.
 
     It is the last record of this run, or else of the run of the same config without `--set`.
     """
@@ -360,10 +362,9 @@ def _execute(
     previous = find_previous_record(run.store, run.config)
     record = make_record(graph, config, run.tasks, provenance())
     records = make_replica_records(run)
+    # before the look-up, because from now on `gc` keeps the results that this run needs
     for saved in (record, *records.values()):
-        store.save_record(
-            saved
-        )  # before the look-up, because from now on `gc` keeps the results that this run needs
+        store.save_record(saved)
     with at_work(lambda: "looking for results in the storage"):
         lookups = force(graph, look_up_all(graph, store, previous), selection)
     todo = select_stages_to_run(graph, lookups, selection)
@@ -429,7 +430,7 @@ def _run_and_record(
     is built again after them. Only a whole run, which leaves out no missing stage, is logged as
     finished, with its models.
     """
-    # imported here to keep the start-up fast: they import torch and matplotlib
+    # imported here to keep the start-up fast
     from pipeline.graph.walk import State
     from pipeline.launch.time_left import TimeLeftEstimator
 
@@ -495,8 +496,8 @@ def _run_and_record(
         links = recorder.links()
         location = recorder.writer.location
         if config.tracking.enabled and is_whole and not recorder.warnings:
-            # Read the manifests from the store. The state needs the name of the attempt, which
-            # `Attempt.commit` adds, so a manifest from an event of the executor can lack it.
+            # The manifests in `outcome` come from events of the executor. They can lack the name of
+            # the attempt, which `Attempt.commit` adds and the state needs, so read the stored ones.
             stored = look_up_all(graph, store, None, "nothing")
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.compute_state(config.tracking, store.storage, record, manifests, files)
@@ -538,9 +539,9 @@ def _look_up_again(
 class Walks:
     """Runs the two walks of a run on one executor: the ingest stages, then all other stages.
 
-    Two walks (`graph.walk.Walk`) are needed because the keys of the other stages depend on the
-    ingested data. The screen, the log and the journal observe both walks; the MLflow recorder and
-    the measurement of GPU use observe the second one.
+    A walk (`graph.walk.Walk`) schedules the stages of one graph. Two are needed because the keys of
+    the other stages depend on the ingested data. The screen, the log and the journal observe both
+    walks; the MLflow recorder and the measurement of GPU use observe the second one.
 
     Args:
         run: The run before its data is ingested.
@@ -614,7 +615,7 @@ class Walks:
             ingested: Outcome of the ingest stages. None if no ingest stage ran.
             recorder: Logs to MLflow.
         """
-        # imported here to keep the start-up fast: they import torch
+        # imported here to keep the start-up fast: the executor imports torch
         from pipeline.graph.walk import Event, EventKind
         from pipeline.launch.executor import count_parallel_stages
 
@@ -702,7 +703,8 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
 def _read_account(store: Store, key: str) -> tuple[list[str], str]:
     """Return the lines of an ingest stage's account, and the location of the preview page.
 
-    Both are empty if the result lacks them, as results of older versions do.
+    Both are empty if the result lacks one of the files, as results of older versions do, or if the
+    account cannot be parsed.
     """
     artifact = Artifact.open(store.root, key)
     if artifact is None or not {ACCOUNT, PREVIEW} <= artifact.manifest["files"].keys():

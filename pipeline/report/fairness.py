@@ -1,8 +1,8 @@
 """Compare the conditions under which the methods of a table were trained.
 
 A method can lead because it had better weights, more exemplars or longer training. The caption of
-each table lists these conditions. The best value is not set in bold if the conditions may explain
-the lead.
+each table lists these conditions. The best accuracy is not set in bold if the conditions may
+explain the lead.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from pipeline.results.tables import RunTables
 
-# The best value of a column is bold only if its method equals every other method in the conditions
-# SAME, and exceeds none in the conditions NO_MORE. Other conditions are only listed.
+# The best value of a column of accuracies is bold only if its method equals every other method in
+# the conditions SAME, and exceeds none in the conditions NO_MORE. Other conditions are only listed.
 SAME = ("backbone", "weights", "order", "validation", "seeds")
 NO_MORE = ("exemplars", "images")
 TOLERANCE = 1.01  # for NO_MORE: up to 1 % more is allowed, because numbers of steps are rounded
@@ -29,7 +29,7 @@ TITLES = {
     "images": "images trained on",
     "parameters": "trained parameters",
 }
-MAX_VALUES = 3  # maximum number of distinct texts of a condition that a sentence lists
+MAX_VALUES = 3  # maximum number of distinct values of a condition that a sentence lists as texts
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Conditions:
     Attributes:
         backbone: Name, image size and other settings of the backbone.
         weights: Initial weights of the backbone.
-        order: The shared tasks in stream order, with their classes.
-        validation: Share of held-out training images.
+        order: The tasks that all compared runs share, in stream order, with their classes.
+        validation: Share of the training images that are held out for validation.
         seeds: Seeds, or other names of replicas.
         exemplars: Maximum number of stored images of earlier tasks.
         epochs: Mean number of epochs per task.
         images: Number of images that training steps read, over all tasks and epochs.
-        parameters: Maximum number of trained parameters of a task.
+        parameters: Number of trained parameters of the task with the most.
     """
 
     backbone: str | None
@@ -120,7 +120,10 @@ def describe_conditions(conditions: Sequence[Conditions]) -> list[str]:
 
 
 def _text_in_brackets(name: str, values: Sequence[Any]) -> str:
-    """Return the values of a condition as ` (values)`; a range for numbers, "" for class orders."""
+    """Return the values of a condition in brackets, after a space; "" for class orders.
+
+    Numbers are given as a range. More than MAX_VALUES distinct texts are only counted.
+    """
     if name == "order":
         return ""
     distinct = list(dict.fromkeys(values))
@@ -143,7 +146,7 @@ def _format_number(value: float) -> str:
 
 
 def describe_backbone(settings: Mapping[str, Any]) -> str | None:
-    """Return name, image size, options and context of a backbone as text.
+    """Return name, image size, options and `backbone.context` settings of a backbone as text.
 
     The result is None if the settings of the backbone are unknown.
     """

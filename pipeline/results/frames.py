@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.results.masks import MaskView
     from pipeline.results.model import Model
 
-COLUMNS = ("replica", "seed", "label")  # first columns of every table
+COLUMNS = ("replica", "seed", "label")  # first columns of all tables except `accuracy_matrix`
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Results:
     """The stored results of a run. An unfinished run has the results so far.
 
     Tables are built at each call, from the stages that were finished when this object was created.
-    The first columns of a table are `replica` (empty for a run with one seed and class order,
-    otherwise a name such as `seed-1`), `seed`, and `label` (the name of the method in the config).
-    Rates are between 0 and 1.
+    A table, except `accuracy_matrix`, has the rows of all replicas. Its first columns are `replica`
+    (empty for a run with one seed and class order, otherwise a name such as `seed-1`), `seed`, and
+    `label` (the name of the method in the config). Rates are between 0 and 1.
 
     Attributes:
         name: Name of the run.
@@ -85,6 +85,9 @@ class Results:
         Args:
             label: Label of the method. It is optional for a run with one method.
             replica: Name of the replica; "" for a run with one seed and class order.
+
+        Raises:
+            UserError: If the label or the replica is unknown.
         """
         label = self._label(label)
         matrix = self._tables(replica).matrix(label)
@@ -128,7 +131,7 @@ class Results:
             label: See `accuracy_matrix`.
             replica: See `accuracy_matrix`.
         """
-        from pipeline.results.masks import load_masks  # start-up time: imports torch
+        from pipeline.results.masks import load_masks  # imported here for fast start-up: torch
 
         self._check_task(task)
         label = self._label(label)
@@ -142,10 +145,10 @@ class Results:
             replica: See `accuracy_matrix`.
 
         Raises:
-            UserError: If the run is not finished.
+            UserError: If the run is not finished, or the label or the replica is unknown.
         """
         label = self._label(label)
-        self._tables(replica)
+        self._tables(replica)  # raises `UserError` for an unknown replica
         return self.open_model(replica, label)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -229,6 +232,6 @@ def choose_label(run: str, labels: Sequence[str], label: str | None, word: str =
 
 
 def _mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
-    from pipeline.results.masks import load_mask_view  # start-up time: imports torch
+    from pipeline.results.masks import load_mask_view  # imported here for fast start-up: torch
 
     return load_mask_view(tables, label, task)

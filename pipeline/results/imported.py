@@ -43,7 +43,7 @@ class ImportedTables(RunTables):
     Attributes:
         methods: Label -> results of the method.
         stream_scenario: `task`, `class` or `domain`.
-        versions: Property of the environment, such as a package -> its values.
+        versions: Environment of the run: commit, device or package -> its values.
         digests: Task -> digest of the images.
         has_task_names: Whether the file names the tasks. False if they only have positions.
     """
@@ -82,8 +82,8 @@ class ImportedTables(RunTables):
 
         Args:
             label: Label of the method.
-            correct: Determines only the chance level (see `RunTables.matrix`). The predictions are
-                always those of the file, which has no other counts.
+            correct: As in `RunTables.matrix`, but it affects only the chance level: the file has no
+                other counts, so `Matrix.correct` is always the same.
         """
         method = self.methods[label]
         shape = method.correct.shape
@@ -108,7 +108,12 @@ class ImportedTables(RunTables):
         return {name: list(values) for name, values in self.versions.items()}
 
     def rename_tasks(self, names: Sequence[str], classes: Mapping[str, Sequence[str]]) -> None:
-        """Set names and classes of the tasks, in order, for a file without task names."""
+        """Name the tasks of a file without task names.
+
+        Args:
+            names: Names of the tasks, in stream order.
+            classes: Name of a task -> its classes.
+        """
         methods = self.methods.items()
         self.methods = {label: replace(one, tasks=tuple(names)) for label, one in methods}
         self.record["tasks"] = [

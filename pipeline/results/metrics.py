@@ -1,10 +1,10 @@
 """Metrics of a run. Each metric is an entry of METRICS, which all tables, pages and records read.
 
-R[t, i] is the accuracy on task i after stage t, shape (T, T). It is given as integer counts
-`correct` and `total` of this shape, or as rates with the default `total=1`, which gives all tasks
-the same weight. Entries above the diagonal belong to tasks not learned yet, and no metric
-reads them. Forward transfer (GEM) is therefore not included: it needs predictions on future tasks,
-for which the model has no head and no outputs yet.
+For a stream of T tasks, R[t, i] is the accuracy on task i after stage t, the training on task t;
+its shape is (T, T). It is given as counts `correct` and `total` of this shape, or as rates with the
+default `total=1`, which gives all tasks the same weight. Entries above the diagonal belong to tasks
+not learned yet, and no metric reads them. Forward transfer (GEM) is therefore not included: it
+needs predictions on future tasks, for which the model has no head and no outputs yet.
 
 An entry is missing if `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
 missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
@@ -31,19 +31,19 @@ from workers.errors import UserError
 NAN = float("nan")
 Array = NDArray[np.float64]
 Place = Literal[
-    # no page: the metric also has variants `top5_...` and `task_aware_...` in the scenarios `class`
-    # and `domain`, see `tables.EXTRA_COUNTS`
+    # not a place, but a mark: in the scenarios `class` and `domain`, the metric is also computed as
+    # `top5_...` and `task_aware_...`, see `tables.EXTRA_COUNTS`
     "variants",
     "draws",  # bootstrap intervals
     "report",
     "bars",  # figure that compares the methods of a report
     "console",
-    "comparison",
-    "comparison_text",
-    "replicas_text",
+    "comparison",  # comparison of runs: page and files
+    "comparison_text",  # comparison of runs in the terminal
+    "replicas_text",  # comparison of the methods of replicas in the terminal
     "mlflow",
-    "mlflow_replicas",
-    "search_tests",
+    "mlflow_replicas",  # mean and standard deviation over replicas, in MLflow
+    "search_tests",  # test results of the best trial of a search
 ]
 
 
@@ -72,8 +72,9 @@ class Metric:
     Attributes:
         name: Name in tables, files, MLflow and Python.
         meaning: Explanation on the pages and in the documentation, as a phrase.
-        unit: `rate`, `bytes`, `times` or `count`, see `format_value`.
-        better: `max` or `min`, which picks the best value. None: no value is better than another.
+        unit: `rate`, `bytes`, `times` or `count`, see `report.html_parts.format_value`.
+        better: The function `max` or `min`, which returns the best of several values. None: no
+            value is better than another.
         shown_in: Places that show the metric.
         function: Formula, (..., T, T) -> (...). None for a metric that is not computed from the
             accuracy matrix but is a column of `RunTables.summary`.
@@ -214,10 +215,10 @@ def learning_accuracy(a: Accuracies) -> Array:
 
 
 def forgetting_continuum_pre_2022_05(a: Accuracies) -> Array:
-    """Compute 1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]).
+    """Compute 1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]); 0 for T < 3.
 
-    The library continuum used this formula before May 2022. It ignores task T-2 and the model after
-    it, but still divides by T-1. Use it only to compare with the paper of DyTox.
+    The library continuum used this formula before May 2022. It ignores task T-2 and stage T-2, but
+    still divides by T-1. Use it only to compare with the paper of DyTox.
     """
     r = a.rates
     count = r.shape[-1]
@@ -473,7 +474,7 @@ def _all_values(accuracies: Accuracies) -> dict[str, float]:
 def order_disparity(accuracies: ArrayLike) -> Array:
     """Compute the range (max - min) of each task's final accuracy over several task orders.
 
-    APD reports the maximum and the mean of this range as order robustness.
+    APD (Yoon et al. 2020) reports the maximum and the mean of this range as order robustness.
 
     Args:
         accuracies: R[T-1] of streams of the same tasks in different orders, (orders, T). A column

@@ -65,10 +65,9 @@ class Model:
             task: One task for all images, or a task or None for each image. None: the method infers
                 the task.
             rule: How to choose the task of an image for which `task` is None, if the method cannot
-                infer it.
-                `refuse` raises an error; `confident`, `entropy`, `nearest` and `ranpac` choose a
-                task; `recommended` is the rule among these that was right most often when the
-                model was written. See `workers/serving/task_rules.py`.
+                infer it. `refuse` raises an error; `confident`, `entropy`, `nearest` and `ranpac`
+                choose a task; `recommended` is the one of these four rules that was right most
+                often when the model was written. See `workers/serving/task_rules.py`.
             top: Number of probabilities per image; 0 for all.
 
         Returns:

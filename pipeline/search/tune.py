@@ -57,7 +57,7 @@ TrialObserver = Callable[[Trial], None]
 def draw_point(search: Search, number: int, first: int) -> Params | None:
     """Return the point of a trial in a random search or a grid, or None after a grid's last point.
 
-    The point depends only on the settings and the number.
+    The point depends only on the settings and the arguments, so a resumed search draws it again.
 
     Args:
         search: The search.
@@ -121,9 +121,9 @@ class Optuna:
             is_finished: Whether the trial has learned all tasks. Otherwise, it is reported as
                 pruned, because its accuracy covers fewer tasks, or it forgets too much.
         """
-        known = result or {}
+        last_result = result or {}
         objectives = self.search.settings.objectives
-        values = [float(known.get(name, math.nan)) for name in objectives]
+        values = [float(last_result.get(name, math.nan)) for name in objectives]
         trial = self.asked.pop(number)
         states = self.optuna.trial.TrialState
         if any(math.isnan(value) for value in values):
@@ -132,7 +132,7 @@ class Optuna:
             self.study.tell(trial, values)
         else:
             if len(values) == 1:  # Optuna accepts no intermediate values for two objectives
-                trial.report(values[0], known["position"] + 1)
+                trial.report(values[0], last_result["position"] + 1)
             self.study.tell(trial, state=states.PRUNED)
 
 
@@ -152,7 +152,7 @@ def run_population(search: Search, plan: PhasePlan, first: int, notify: TrialObs
             if record["status"] == "running" and len(record["rounds"]) <= position
         ]
         if unfinished or not records or search.is_gpu_budget_used:
-            return  # the budget is used up before the round is complete
+            return  # the budget is used up; the round may be incomplete
 
 
 def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver) -> None:
@@ -169,27 +169,29 @@ def run_phase(search: Search, plan: PhasePlan, first: int, notify: TrialObserver
     settings = search.settings
     name = make_actor_name(ray, search=True)
     driver = register_actor(ray, DriverRegistration, name)
-    room = count_parallel_trials(ray.get(driver.get_cluster_state.remote()), search.cluster, name)
+    cluster_state = ray.get(driver.get_cluster_state.remote())
+    max_parallel = count_parallel_trials(cluster_state, search.cluster, name)
     budget_s = None
     end = math.inf
     if settings.budget.hours is not None:
         budget_s = max(1.0, 3600 * settings.budget.hours - search.elapsed_s)
-        # One second early: a trial that Tune stops at its own deadline must count as interrupted.
+        # One second before Tune's deadline, so that each trial that Tune stops then counts as
+        # interrupted.
         end = time.monotonic() + budget_s - 1
-    bookkeeping = join(search.storage, "ray", get_tune_folder(search))
-    delete_dir(bookkeeping)  # files of a killed session
+    tune_folder = join(search.storage, "ray", get_tune_folder(search))
+    delete_dir(tune_folder)  # may have files of a killed session
     tuner = build_tuner(
         search,
         plan,
         AskingSearcher(search, plan, first),
         RecordCallback(search, plan, notify, end),
-        min(settings.concurrent or room, room),
+        min(settings.concurrent or max_parallel, max_parallel),
         budget_s,
     )
     try:
         tuner.fit()
     finally:
-        delete_dir(bookkeeping)  # not needed to resume
+        delete_dir(tune_folder)  # not needed to resume
 
 
 def get_tune_folder(search: Search) -> str:
@@ -243,8 +245,9 @@ def build_tuner(
 class AskingSearcher(Searcher):
     """A searcher for Tune that numbers the trials and chooses their parameters.
 
-    Trials of earlier sessions come first. They report their results again, so that the scheduler
-    and Optuna know them. Then new trials start until the budget is used up.
+    Trials with a record, from earlier sessions or earlier rounds, come first. They report their
+    results again, so that the scheduler and Optuna know them. Then new trials start until the
+    budget is used up.
     """
 
     def __init__(self, search: Search, plan: PhasePlan, first: int):
@@ -254,12 +257,13 @@ class AskingSearcher(Searcher):
         self.plan = plan
         self.first = first
         self.next = first
+        # number -> record of a trial from an earlier session or round
         self.known = {record["number"]: record for record in search.records(plan.phase)}
         self.max_trials = settings.budget.trials
         if settings.algorithm == "grid":
             self.max_trials = len(search.space.grid())
         self.optuna = Optuna(search) if settings.algorithm == "tpe" else None
-        self.numbers: dict[str, int] = {}  # Tune's id of a trial -> number; for Optuna
+        self.numbers: dict[str, int] = {}  # Tune's id of a trial -> its number, as Optuna knows it
 
     def suggest(self, trial_id: str) -> Any:
         """Return the argument `tuned` of `trainable`, or FINISHED if no further trial starts."""
@@ -271,7 +275,7 @@ class AskingSearcher(Searcher):
             return Searcher.FINISHED
         if known is not None and _is_in_later_round(known, self.plan):
             self.next = number + 1
-            position = len(known["rounds"])
+            position = len(known["rounds"])  # index of the task that the trial learns next
             records = list(self.known.values())
             start = choose_start(
                 number, position, records, self.search.space, self.search.settings.seed
@@ -338,7 +342,10 @@ class AskingSearcher(Searcher):
 
 
 def _is_in_later_round(record: Trial, plan: PhasePlan) -> bool:
-    """Return whether this is not the first round, and a trial is ready to start it."""
+    """Return whether a trial has finished the previous round, but not this one.
+
+    In the first round, and in phases without rounds, the result is False.
+    """
     if plan.until is None or plan.until == 1:
         return False
     return len(record["rounds"]) == plan.until - 1
@@ -355,12 +362,14 @@ class GpuBudgetStopper(tune.Stopper):
         return self.search.is_gpu_budget_used
 
     def stop_all(self) -> bool:
-        """Return False: each trial ends at its own next result."""
+        """Return False, because `__call__` stops each trial at its own next result."""
         return False
 
 
 class RecordCallback(TrialProgressCallback):
-    """Calls `notify` for each trial that has a new result or has ended. Replaces Tune's output.
+    """Calls `notify` for each trial that has a new result or has ended.
+
+    As a `TrialProgressCallback`, it replaces the callback that prints Tune's output.
 
     Attributes:
         search: The search.
@@ -400,6 +409,8 @@ class RecordCallback(TrialProgressCallback):
     def _notify(self, trial: TuneTrial, end_status: str = "") -> None:
         """Update the record of a trial if Tune has ended the trial, and call `notify` with it.
 
+        If Tune has only interrupted the trial, neither is done, because the trial will continue.
+
         Args:
             trial: Tune's trial.
             end_status: Status to write if the trial has ended but its record still says `running`;
@@ -411,9 +422,9 @@ class RecordCallback(TrialProgressCallback):
             return
         search.add_cost(record)
         if end_status and record["status"] == "running":
-            is_over = time.monotonic() > self.end or search.is_gpu_budget_used
-            if end_status == "stopped" and (is_over or not self.plan.is_last):
-                return  # not final: it continues in the next round, or after the budget is raised
+            is_budget_used = time.monotonic() > self.end or search.is_gpu_budget_used
+            if end_status == "stopped" and (is_budget_used or not self.plan.is_last):
+                return  # the trial continues in the next round, or after the budget is raised
             record["status"] = end_status
             record["message"] = ""
             if end_status == "failed":
@@ -454,7 +465,8 @@ def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
         }
         tune.report(metrics)
 
-    # The record of a failed trial has its message. After other errors, Tune retries the trial.
+    # `TrialFailed` is no error for Tune, because the record has the message. After any other error,
+    # Tune retries the trial.
     with suppress(TrialFailed):
         run_trial(plan, number, tuned["params"], report, tuned["parent"])
 
@@ -462,7 +474,8 @@ def trainable(tuned: dict[str, Any], plan: PhasePlan) -> None:
 def make_scheduler(search: Search) -> ASHAScheduler | None:
     """Create the scheduler `asha`, with the number of learned tasks as time.
 
-    The last task has no rung, because a trial that has learned the last task is finished.
+    A rung is a number of learned tasks after which trials are compared. The last task has no rung,
+    because a trial that has learned the last task is finished.
 
     Returns:
         The scheduler; None for `none` and `pbt`, because `run_population` implements `pbt`.
@@ -504,7 +517,7 @@ def count_parallel_trials(cluster_state: ClusterState, cluster: ClusterSettings,
     Raises:
         UserError: If no trial fits.
     """
-    trial = cluster.of_any_step().model_copy(update={"workers": max(1, cluster.workers)})
-    check_fits(cluster_state, trial)
-    as_many_as_fit = trial.model_copy(update={"groups": 0})
+    trial_cluster = cluster.of_any_step().model_copy(update={"workers": max(1, cluster.workers)})
+    check_fits(cluster_state, trial_cluster)
+    as_many_as_fit = trial_cluster.model_copy(update={"groups": 0})
     return len(compute_group_sizes(cluster_state, as_many_as_fit, name, sys.maxsize))

@@ -1,9 +1,9 @@
 """The OpenAPI document of the HTTP server: pydantic models of requests and answers, and the routes.
 
-The models are only a description: `requests.parse_request` parses requests, and
-`http_server.Front` answers them. FastAPI is not used: its routing and middleware took 1.2 to 1.5
-times the CPU time per request, and its OpenAPI documents declare error responses with the content
-type of the successful response.
+The models are only a description: `pipeline.serving.requests.parse_request` parses requests, and
+`http_server.Front` answers them. FastAPI is not used: with its routing and middleware, a request
+took 1.2 to 1.5 times as much CPU time, and its OpenAPI documents declare error responses with the
+content type of the successful response.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ def build_document() -> dict[str, Any]:
         refusals: Iterable[int] = (401, 403, 421),
         **more: Any,
     ) -> dict[str, Any]:
+        """Return the OpenAPI operation of a route. `kind` is the content type of the answer."""
         responses = {"200": {"description": answer, "content": {kind: {"schema": schema}}}}
         for status in refusals:
             content = {"application/json": {"schema": error}}
@@ -196,7 +197,7 @@ def build_document() -> dict[str, Any]:
 
 
 def describe_requests() -> dict[str, Any]:
-    """Return the parameters and bodies of POST /predict. The module `requests` parses them."""
+    """Return the parameters and bodies of POST /predict, which `parse_request` parses."""
     form = FormBody.model_json_schema()
     query = {"in": "query", "description": "Only for an array.", "explode": True}
     parameters = [{"name": name, "schema": form["properties"][name], **query} for name in OPTIONS]

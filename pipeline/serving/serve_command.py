@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from pipeline.serving.model_source import ModelSource
     from workers.serving.bundle import Bundle
 
-# Maximum number of pixels of all images of a request, and of all images decoded at a time.
+# Default maximum number of pixels of all images of a request, and of all images that a replica
+# decodes at a time.
 MAX_PIXELS = 1 << 26
-TOKEN = "ACCRETE_SERVE_TOKEN"  # environment variable
+TOKEN = "ACCRETE_SERVE_TOKEN"  # name of the environment variable with the token
 MAX_TOKEN_BYTES = 4096  # maximum size of a token file
 
 
@@ -142,7 +143,7 @@ def serve(source: ModelSource, settings: ServerSettings) -> int:
     """
     with running(source, settings) as address:
         stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handlers
+        for number in (signal.SIGINT, signal.SIGTERM):  # replace the handlers that Ray installed
             signal.signal(number, lambda *_: stop.set())
         print(
             f"serving on {address}: POST /predict, "
@@ -160,7 +161,7 @@ def read_token(path: str) -> str:
         path: File with the token; "": read the environment variable ACCRETE_SERVE_TOKEN.
 
     Returns:
-        The token; "" without a file and without a value in the environment.
+        The token, or "" if neither a file nor the environment variable gives one.
 
     Raises:
         UserError: If the file cannot be read, if the token has fewer than 16 characters, or if it
@@ -187,7 +188,7 @@ def read_token(path: str) -> str:
 
 @contextmanager
 def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
-    """Context manager that serves the model of a source, and each later version.
+    """Context manager that serves the model of a source, and replaces it by each later version.
 
     Args:
         source: The source of the model.
@@ -212,6 +213,7 @@ def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
         from pipeline.serving.updates import Updates, following
 
         tasks = application.deploy(bundle)
+        # `Bounds.requests` is for one replica; each further replica runs more requests at a time.
         requests = Bounds.requests + MAX_ONGOING_REQUESTS * (settings.replicas.maximum - 1)
         front = Front(
             make_predict(application.handle),

@@ -1,8 +1,8 @@
 """Decode the bytes of an image file into upright RGB pixels.
 
-If simplejpeg is installed, it decodes JPEGs. It is several times as fast as Pillow, returns the
-same pixels, and can also reduce images during decoding (DCT scaling). Pillow decodes all other
-formats, and JPEGs that simplejpeg refuses.
+If simplejpeg is installed, it decodes JPEGs. It is several times as fast as Pillow and returns the
+same pixels. Pillow decodes all other formats, and JPEGs that simplejpeg cannot decode. Both can
+decode a JPEG at a reduced size (DCT scaling).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.job import Interpolation
 
 try:
     import simplejpeg
-except ImportError:  # only the packages for training are installed
+except ImportError:  # Pillow decodes all images
     simplejpeg = None
 
 # Version of the decoding, a part of the keys of stages and caches. Increase it if `decode` or
@@ -45,7 +45,9 @@ PHOTOMETRIC = 262  # TIFF tag
 SAMPLE_FORMAT = 339  # TIFF tag
 EIGHT_BITS = 255  # largest value of 8 bits
 SIXTEEN_BITS = 65535  # largest value of 16 bits
-MAXIMUM = "maximum"  # key in Pillow's `info`: largest value that the format declares for an image
+# Key that `open_image` adds to Pillow's `info`: largest value that the format declares, if it needs
+# more than 8 bits.
+MAXIMUM = "maximum"
 TILE = (322, 323)  # TIFF tags of width and height of a tile
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 ORIENTATION = 274  # EXIF tag of the orientation
@@ -56,11 +58,13 @@ END_OF_IMAGE = b"\xd9"  # second byte of the JPEG marker EOI
 # a JPEG marker with a segment, or EOI: not the escapes and restart markers in the data of a scan
 MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
 MAX_SCANS = 100  # a progressive JPEG has about 10
-MAX_SCANNED_PIXELS = 2_000_000_000  # number of scans * pixels; takes half a second to decode
+MAX_SCANNED_PIXELS = 2_000_000_000  # limit of scans * pixels; takes half a second to decode
 # Bytes that precede an orientation in a JPEG. The search for them takes a few microseconds.
 ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
-DCT_SCALES = (8, 4, 2)  # divisors of the sides that both decoders support
-SHORTEST_SCALED = 16  # pixels of the long side; a shorter image can have equal size at two scales
+DCT_SCALES = (8, 4, 2)  # divisors of height and width that both decoders support
+# A JPEG whose long side is shorter is not reduced: simplejpeg gets the reduced size instead of the
+# scale, and two scales can result in the same size.
+SHORTEST_SCALED = 16
 # Pillow's limit is off. `open_image` applies `max_pixels` before it decodes pixels.
 Image.MAX_IMAGE_PIXELS = None
 
@@ -72,15 +76,15 @@ class ImageLimits(NamedTuple):
 
     Attributes:
         max_pixels: Largest number of pixels of an image.
-        value_range: Values of black and white in images with more than 8 bits per value. None: the
-            range that the format declares (see `to_rgb`).
+        value_range: Values of black and white in images with more than 8 bits per channel. None:
+            the range that the format declares (see `to_rgb`).
     """
 
     max_pixels: int = MAX_PIXELS
     value_range: tuple[float, float] | None = None
 
 
-ANY_RANGE = ImageLimits()
+ANY_RANGE = ImageLimits()  # the default limits
 
 
 class Picture(NamedTuple):
@@ -108,7 +112,7 @@ def open_image(
     """Open an image: read its header, but not its pixels.
 
     A small TIFF image can be a part of one huge tile, which is decoded completely. Therefore the
-    limit applies to tiles, too.
+    limit applies to tiles, too. If values have more than 8 bits, `info[MAXIMUM]` is set.
 
     Args:
         data: Bytes of the file.
@@ -116,7 +120,7 @@ def open_image(
         formats: Accepted formats.
 
     Raises:
-        ValueError: If it is not an image, or has too many pixels.
+        ValueError: If it is not an image, or has too many pixels or scans.
         OSError: If it is not an image.
     """
     image = Image.open(io.BytesIO(data), formats=formats)
@@ -126,8 +130,8 @@ def open_image(
         _check_pixel_count(width, height, max_pixels)
     if image.format in ("JPEG", "MPO"):
         _check_scans(data, image.width * image.height)
-    # Pillow's arguments of the decoder: they contain the format of the stored values, for example
-    # "I;16B" or "RGB;16L". For a PPM they are (format, largest value).
+    # The arguments that Pillow passes to its decoder. They contain the format of the stored values,
+    # for example "I;16B" or "RGB;16L". For a PPM they are (format, largest value).
     arguments = image.tile[0][3] if image.tile else None
     if ";16" in str(arguments):
         image.info[MAXIMUM] = SIXTEEN_BITS
@@ -142,7 +146,8 @@ def _check_pixel_count(width: int, height: int, max_pixels: int) -> None:
 
 
 def _check_scans(data: bytes, pixels: int) -> None:
-    """Raise ValueError for a JPEG with so many scans that it takes seconds to decode."""
+    """Raise ValueError for a JPEG with so many scans that decoding takes too long."""
+    # An upper bound first, which is fast: `SCAN` can also occur inside a segment.
     if data.count(SCAN) <= MAX_SCANS and data.count(SCAN) * pixels <= MAX_SCANNED_PIXELS:
         return
     scans = count_scans(data)
@@ -166,20 +171,20 @@ def count_scans(data: bytes) -> int:
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Return whether an image has values of more than 8 bits, which `to_rgb` scales."""
+    """Return whether Pillow holds values of more than 8 bits, which `to_rgb` scales."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def is_reduced(image: Image.Image) -> bool:
-    """Return whether Pillow reduces 16-bit values to 8 bits, because there are several channels."""
+    """Return whether Pillow reads values of more than 8 bits as 8 bits (several channels)."""
     return not is_deep(image) and MAXIMUM in image.info
 
 
 def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -> Image.Image:
     """Convert an image of any mode to RGB, upright. Transparent pixels are blended with white.
 
-    Values of more than 8 bits are scaled by a fixed range, not by the smallest and largest value in
-    the image.
+    Values of more than 8 bits are scaled by a fixed range, not by the minimum and maximum of the
+    image.
 
     Args:
         image: Result of `open_image`.
@@ -188,7 +193,8 @@ def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -
             PGM), and 0 to 1 for float.
 
     Raises:
-        ValueError: If the format declares no range, or a float value is outside of 0 to 1.
+        ValueError: If a float value is not finite, or if `value_range` is None and the format
+            declares no range or a float value is outside of 0 to 1.
     """
     if is_deep(image):
         image = ImageOps.exif_transpose(_scale_to_8_bits(image, value_range))
@@ -201,7 +207,7 @@ def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -
 
 
 def _find_declared_range(image: Image.Image) -> tuple[float, float]:
-    """Return the values of black and white that the format of a deep image declares.
+    """Return the declared values of black and white, on the scale of the values that Pillow read.
 
     Raises:
         ValueError: If the format declares no range.
@@ -230,7 +236,7 @@ def _read_raw_values(image: Image.Image) -> NDArray[Any]:
 
 
 def _scale_to_8_bits(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
-    """Scale a deep image to 8 bits. Transparent pixels become white."""
+    """Scale a deep image (see `is_deep`) to 8 bits. Transparent pixels become white."""
     if value_range is None:
         low, high = _find_declared_range(image)
         values = np.asarray(image)
@@ -249,13 +255,14 @@ def _scale_to_8_bits(image: Image.Image, value_range: tuple[float, float] | None
     else:
         spread = (values.astype(np.float64) - low) * (255 / (high - low))
         scaled = spread.round().clip(0, 255).astype(np.uint8)
-    if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0:  # 0 is white; Pillow does not invert it
+    # A TIFF in which 0 is white. Pillow does not invert deep images.
+    if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0:
         scaled = 255 - scaled
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         scaled = np.where(np.asarray(image) == transparent, np.uint8(255), scaled)
     result = Image.fromarray(scaled)
-    result.getexif().update(image.getexif())
+    result.getexif().update(image.getexif())  # with the orientation
     return result
 
 
@@ -276,7 +283,7 @@ def decode(
         interpolation: Interpolation of the resize, which is antialiased.
 
     Returns:
-        uint8 (side, side, 3).
+        Pixels, uint8 (side, side, 3).
 
     Raises:
         UserError: If the bytes cannot be decoded.
@@ -337,8 +344,8 @@ def _read_jpeg(
 ) -> Picture | None:
     """Decode a JPEG with simplejpeg. Return None if Pillow must decode the image.
 
-    These are images of other formats or colour spaces, JPEGs with an orientation, and JPEGs that
-    simplejpeg refuses.
+    Pillow decodes other formats and colour spaces, JPEGs that are not upright, and JPEGs that
+    simplejpeg cannot decode.
 
     Raises:
         ValueError: If the image has too many pixels.
@@ -378,7 +385,7 @@ def _read_with_pillow(data: bytes, longest_side: int | None, limits: ImageLimits
     if scale > 1:
         image.draft(None, (width // scale, height // scale))  # has an effect only on JPEGs
         try:
-            image.load()
+            image.load()  # decodes now, to catch the error here
         except OSError:  # a lossless JPEG cannot be decoded at a smaller scale
             image = open_image(data, limits.max_pixels)
     is_turned = image.getexif().get(ORIENTATION) in TURNED
@@ -411,7 +418,7 @@ def _choose_dct_scale(height: int, width: int, longest_side: int | None) -> int:
 
 
 def _reduce_picture(picture: Picture, longest_side: int) -> Picture:
-    """Resize a picture if its pixels exceed `longest_side`."""
+    """Resize a picture if the long side of its pixels exceeds `longest_side`."""
     height, width, _ = picture.pixels.shape
     if max(height, width) <= longest_side:
         return picture

@@ -2,15 +2,19 @@
 
 This is timm's `rand-m<magnitude>-mstd0.5-inc1`: Cubuk et al. 2020 (arXiv 1909.13719) in the form
 that DeiT, MEAT and DyTox use. An image gets a fixed number of operations. Each is one of 15, drawn
-with replacement, and is applied with probability 0.5 at a strength drawn from N(magnitude, 0.5).
-The host sorts the images by operation. Therefore each operation gets a slice of the batch, whose
-length is known before the device has computed anything. Tables and blends equal Pillow's. There are
-two deviations from timm. Posterize keeps at least 1 bit; timm asks for 0 bits at high magnitude,
-which Pillow 13 refuses. Affine maps are bilinear; timm draws bilinear or bicubic.
+with replacement, and is applied with probability 0.5. Its strength is drawn from a normal
+distribution with mean `magnitude` and standard deviation 0.5, and clipped to [0, 10].
 
-Shapes: b images of a rank; `size` images of the global batch; in `Policy` and `draw_policy` n
-operations per image; in the functions of operations n images that get the operation. Levels are
-(n,), signed, in [-10, 10]. Params are (n, 6), parameters of the operation for each image.
+The host sorts the images by operation. Therefore each operation gets a slice of the batch, whose
+length is known before the device has computed anything. Lookup tables and blends give the same
+values as Pillow. There are two deviations from timm. Posterize keeps at least 1 bit; timm asks for
+0 bits at high magnitude, which Pillow 13 refuses. Affine maps are bilinear; timm draws bilinear or
+bicubic.
+
+Shapes: b images of a rank; `size` images of the global batch; S side of an image in pixels; in
+`Policy` and `draw_policy` n operations per image; in the functions of operations n images that get
+the operation. There, levels are signed strengths (n,) in [-10, 10], and params are the parameters
+(n, 6) of the operation for each image.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ NUM_PARAMS = 6
 class Policy:
     """The operations on each sample of the global batch.
 
-    They are on the CPU, so that sorting them does not wait for the device.
+    The tensors are on the CPU, so that sorting the images does not wait for the device.
 
     Attributes:
         ops: Indices into OPS, -1 for no operation, (size, n).
@@ -88,7 +92,7 @@ class Schedule:
     restored: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors for the device."""
+        """Return the tensors that are copied to the device."""
         tensors = [self.restored]
         for turn in self.rounds:
             tensors += [turn.order, turn.params]
@@ -141,7 +145,7 @@ def _params(ops: Tensor, levels: Tensor) -> Tensor:
 def _groups(ops: Tensor) -> tuple[OperationGroup, ...]:
     """Return the groups of the sorted batch, given the operations (b,) of the images in any order.
 
-    Adjacent operations with the same function form one group.
+    Adjacent entries of OPERATIONS with the same function form one group.
     """
     counts = (ops + 1).bincount(minlength=len(OPS) + 1).tolist()
     start = counts[0]  # images without an operation come first
@@ -179,8 +183,8 @@ def _make_lookup(table_of: Callable[[Tensor], Tensor]) -> Apply:
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
         tables = table_of(pixels)
-        first_values = torch.arange(0, tables.numel(), 256, device=pixels.device).int()
-        indices = pixels + first_values.view(-1, 3, 1, 1)
+        starts = torch.arange(0, tables.numel(), 256, device=pixels.device).int()  # of each table
+        indices = pixels + starts.view(-1, 3, 1, 1)
         return tables.view(-1).index_select(0, indices.view(-1)).view_as(pixels)
 
     return apply
@@ -234,14 +238,14 @@ def _posterize(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
 
 def _solarize(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
     threshold = params[:, 0].to(torch.int16).view(-1, 1, 1, 1)  # up to 256
-    below = (threshold - 1) - pixels.to(torch.int16)  # negative from the threshold on
+    below = (threshold - 1) - pixels.to(torch.int16)  # negative if the pixel >= threshold
     is_inverted = (below >> 15).to(torch.uint8)  # 255 where negative, else 0
     return pixels ^ is_inverted
 
 
 def _solarize_add(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
     amount = params[:, 0].to(torch.uint8).view(-1, 1, 1, 1)  # up to 110, so that no sum overflows
-    is_bright = pixels >> 7  # 1 from 128 on, else 0
+    is_bright = pixels >> 7  # 1 if the pixel >= 128, else 0
     return pixels + (1 - is_bright) * amount
 
 
@@ -310,7 +314,7 @@ def _black(image: Tensor) -> Tensor:
 
 
 def _smooth(image: Tensor) -> Tensor:
-    """Apply Pillow's SMOOTH, exactly: a 3x3 box with weight 5 in the middle.
+    """Apply Pillow's SMOOTH, exactly: a 3x3 mean in which the middle has weight 5, others 1.
 
     The pixels at the edge do not change. The integers and the floor of the division are exact in
     fp32.
@@ -325,9 +329,11 @@ def _smooth(image: Tensor) -> Tensor:
 
 # ---- affine maps ---------------------------------------------------------------------------------
 def _warp(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """Apply affine maps. params: rows of (2, 3), from output to input coordinates in [-1, 1].
+    """Apply affine maps.
 
-    Pixels from outside the image have the colour `fill`.
+    Each row of `params` is a flattened (2, 3) matrix. It maps output coordinates to input
+    coordinates; both are in [-1, 1] inside the image. Pixels from outside the image have the colour
+    `fill`.
     """
     side = pixels.shape[-1]
     x_x, x_y, x_0, y_x, y_y, y_0 = params.view(-1, NUM_PARAMS, 1, 1).unbind(1)  # (n, 1, 1) each
@@ -352,7 +358,7 @@ def _make_affine_maps(rows: list[list[float]]) -> Tensor:
 
 
 def _rotation(level: Tensor) -> Tensor:
-    # Scalar cosines: the vectorised one may round differently in a batch of another size.
+    # `math.cos` per image, because a vectorised cosine can round differently at another batch size
     rows = []
     for strength in level.tolist():
         angle = math.radians(30.0 * strength / STRONGEST)

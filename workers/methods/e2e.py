@@ -48,24 +48,25 @@ class E2eSettings(RehearsalSettings):
 class E2e(Rehearsal[E2eSettings]):
     """L = CE over all classes + mean over tasks s of KD_s.
 
-    KD_s is the distance of softmax(z_s / tau) to the teacher's softmax(y_s / tau), over the classes
-    of s only. z and y are the logits of network and teacher. The memory has M exemplars. Task t has
-    O_t old classes, and A_t classes including its own.
+    KD_s is the cross-entropy (see `kd`) of softmax(z_s / tau) with the teacher's
+    softmax(y_s / tau) as the target, over the classes of s only. z and y are the logits of the
+    network and the teacher. M = `memory` is the number of exemplars. O_t is the number of classes
+    before task t, and A_t this number with the classes of t.
 
     - `train`: the teacher is the network before the task, and s runs over earlier tasks.
-    - `balance` selects as many images of each new class as there are exemplars of each old one,
-      floor(M / O_t).
+    - `balance` selects as many images of each new class as there are exemplars of each old one:
+      floor(M / O_t), or `per_class`.
     - `finetune` trains all weights again on these images and the old exemplars. The teacher is the
       network after `train`, and s runs over all tasks.
-    - `herd` creates the memory for the next task: floor(M / A_t) exemplars of each class. Exemplars
-      of new classes are selected again, with the network after `finetune`.
+    - `herd` creates the memory for the next task: floor(M / A_t), or `per_class`, exemplars of each
+      class. Exemplars of new classes are selected again, with the network after `finetune`.
 
     `finetune` has the learning rate of `train` unless the config sets another. The paper uses a
     tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
 
-    Differences from the paper: KD_s is a mean, over tasks and with `kd: bce` over classes too,
-    while the paper sums cross-entropies; gradients are noisy only with `noise`; images are
-    augmented when they are drawn, not twelvefold in advance.
+    Differences from the paper: the distillation loss is averaged over tasks, and with `kd: bce`
+    also over classes, while the paper sums cross-entropies; gradients are noisy only with `noise`;
+    images are augmented when they are read, instead of stored in twelve augmented versions.
     """
 
     name = "e2e"
@@ -107,7 +108,7 @@ class E2e(Rehearsal[E2eSettings]):
         return groups
 
     def program(self, progress: Progress) -> int | None:
-        """Return the step if gradients get noise, whose size differs between steps."""
+        """Return the step if noise is added, because its deviation differs between steps."""
         return progress.global_step if self.settings.noise else None
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,16 +118,16 @@ class E2e(Rehearsal[E2eSettings]):
         ce = self.classification_loss(features, batch)
         if self.teacher is None:
             return ce, {"ce": ce.detach()}
-        distance = kd_bce if self.settings.kd == "bce" else kd_ce
-        distances = []
+        kd_loss = kd_bce if self.settings.kd == "bce" else kd_ce
+        kd_losses = []
         for name, teacher_logits in self.teacher.logits(batch.images).items():
             student_logits = self.heads[name](features)
-            distances.append(distance(student_logits, teacher_logits, self.settings.tau))
-        kd = torch.stack(distances).mean()
+            kd_losses.append(kd_loss(student_logits, teacher_logits, self.settings.tau))
+        kd = torch.stack(kd_losses).mean()
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
-        """Add noise to gradients: g <- g + N(0, 0.3 / (1 + iteration)^0.55).
+        """Add noise to gradients: g <- g + N(0, variance), variance 0.3 / (1 + iteration)^0.55.
 
         The gradients are already summed over ranks, and all ranks draw the same noise.
         """

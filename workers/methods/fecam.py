@@ -1,4 +1,4 @@
-"""FeCAM: the Mahalanobis distance to each class, with a covariance per class. Nothing is trained.
+"""FeCAM: classify by Mahalanobis distance, with a covariance per class. Nothing is trained.
 
 Goswami, Liu, Twardowski, van de Weijer: FeCAM: Exploiting the Heterogeneity of Class Distributions
 in Exemplar-Free Continual Learning, NeurIPS 2023.
@@ -18,7 +18,7 @@ from workers.methods.bases.statistics import ClassStatistics, DerivedHeads, clas
 from workers.model.exemplars import normalise
 from workers.storage.taskstate import Carried, TaskState
 
-# Names of stored tensors; a precision is an inverse C^-1.
+# Names of the stored tensors. A precision is the inverse C^-1 of a correlation matrix C.
 MEANS, PRECISIONS = "means", "precisions"
 
 
@@ -42,9 +42,9 @@ class Fecam(ClassStatistics[FecamSettings]):
     """Tasks are independent (a star). The logit of class c is -(f - mu_c)^T C_c^-1 (f - mu_c).
 
     f are features of unit length, mu_c their mean over the class, and Sigma_c their unbiased
-    covariance. It is shrunk to Sigma_c + gamma_1 V_1 I + gamma_2 V_2 (1 - I), where V_1 and V_2 are
-    the means of the diagonal and of the other entries of Sigma_c, and 1 is the matrix of ones. C_c
-    is the correlation matrix of the shrunk covariance.
+    covariance. Sigma_c is shrunk to Sigma_c + gamma_1 V_1 I + gamma_2 V_2 (1 - I), where V_1 and
+    V_2 are the means of the diagonal and of the other entries of Sigma_c, and 1 is the matrix of
+    ones. C_c is the correlation matrix of the shrunk covariance.
     """
 
     name = "fecam"
@@ -59,6 +59,7 @@ class Fecam(ClassStatistics[FecamSettings]):
 
     def __init__(self, backbone: nn.Module, settings: FecamSettings, seed: int):
         super().__init__(backbone, settings, seed)
+        # The heads only define the number of classes of each task. Their weights are not used.
         self.heads = DerivedHeads(self.heads.width)
         self.means: dict[str, Tensor] = {}  # task -> (K, d)
         self.precisions: dict[str, Tensor] = {}  # task -> C^-1 per class, (K, d, d)
@@ -75,16 +76,16 @@ class Fecam(ClassStatistics[FecamSettings]):
         self.precisions[task.name] = torch.stack(precisions).float()
 
     def correlation(self, covariance: Tensor) -> Tensor:
-        """Return the correlation matrix of a shrunk covariance (d, d)."""
+        """Shrink a covariance (d, d), and return the correlation matrix of the result."""
         width = len(covariance)
         diagonal = covariance.diagonal()
-        others = covariance.sum() - diagonal.sum()
+        off_diagonal_sum = covariance.sum() - diagonal.sum()
         identity = torch.eye(width, dtype=covariance.dtype)
         shrunk = covariance + self.settings.diagonal * diagonal.mean() * identity
         if width > 1 and self.settings.off_diagonal:
-            mean = others / (width * (width - 1))
+            mean = off_diagonal_sum / (width * (width - 1))
             shrunk = shrunk + self.settings.off_diagonal * mean * (1 - identity)
-        # a class of equal images has no variance: its distance is Euclidean
+        # If all images of a class are equal, the result is the identity: a Euclidean distance.
         deviation = shrunk.diagonal().clamp(min=torch.finfo(shrunk.dtype).tiny).sqrt()
         correlation = shrunk / deviation[:, None] / deviation
         return correlation + torch.diag((correlation.diagonal() == 0).to(shrunk.dtype))
@@ -117,7 +118,7 @@ class Fecam(ClassStatistics[FecamSettings]):
         return torch.cat([self.task_logits(features, name) for name in self.class_slices()], 1)
 
     def task_logits(self, features: Tensor, task: str) -> Tensor:
-        """Return negative squared distances (b, K) of features (b, d) to the classes of a task."""
+        """Return minus the squared distances (b, K) of features (b, d) to the classes of a task."""
         self.heads[task]  # raises `UserError` for an unknown task
         means, precisions = self.means[task], self.precisions[task]
         means, precisions = means.to(features.device), precisions.to(features.device)

@@ -1,6 +1,6 @@
-"""RPS-Net: every few tasks a random path through banks of parallel modules is added and trained.
+"""RPS-Net: every few tasks, a random path through banks of parallel modules is added and trained.
 
-The modules of earlier paths are frozen.
+A path has one module of each bank. The modules of earlier paths are frozen.
 
 Rajasegaran, Hayat, Khan, Khan, Shao: Random Path Selection for Continual Learning, NeurIPS 2019. A
 reconstruction: the paper's banks are the convolutional layers of its own network, and no
@@ -81,29 +81,31 @@ class Rival(nn.Module):
 class Rpsnet(Rehearsal[RpsnetSettings]):
     """A reconstruction: a ViT, the trunk, with a bank of M bottlenecks after each block.
 
-    The outputs of the modules in any path are added to the residual stream (`PathNetwork`), in
-    training and in serving. Every J = `every` tasks a path is drawn, with one module of each bank,
-    and is trained during these tasks. Modules of earlier paths stay active and are frozen, also if
-    the new path uses them. The trunk is trained with the first path, pretrained or not, and then
-    frozen; in a stream with a base task only that task trains it. Heads are always trained.
+    The outputs of the modules of all paths so far are added to the residual stream (`PathNetwork`),
+    in training and in serving. Every J = `every` tasks a path is drawn, with one module of each
+    bank, and is trained during these tasks. Modules of earlier paths stay active and are frozen,
+    even if the new path includes them. The trunk, pretrained or not, is trained with the first path
+    and then frozen. If the stream has a base task, on which the backbone was trained, the trunk is
+    frozen from the start. Heads are always trained.
 
     L = CE over all classes + w KD_ce(tau) over the old classes, with the network before the task as
     teacher. w = 1 for t <= J earlier tasks (including a base task), then `phi` (t - J). From the
     second path on, `candidates` paths are drawn. Each trains as if it were alone, with its own
-    heads, on the same batches: the sum of their losses is minimised. The candidate with the lowest
-    L after training is kept. L is then measured with the evaluation transform, on the task's
-    held-out images, or on all training data if there are none. During training, validation uses the
-    first candidate.
+    heads, on the same batches: the sum of their losses is minimised. After the first task of the
+    path, the candidate with the lowest L is kept. For this, L is measured with the evaluation
+    transform, on the task's held-out images, or on all training data if there are none. During
+    training, validation uses the first candidate.
 
     Stored: a path of at most B (2 d m + d + m) floats, for B blocks of width d and modules of m
-    units, in the state of the last task that trained it. With the first path, this state also has
-    the trunk if the path trained it. Before that, the path is carried from task to task.
+    units, in the state of the last task that trained it. If the trunk was trained with the first
+    path, it is stored with this path. Until then both are carried from task to task.
 
     Differences from the paper: modules are parallel to a trunk, while in the paper they are the
     network. The official script selects candidates by test accuracy; this code reads no test image.
-    There are 2 candidates, because each is trained separately; the first path has no other
-    candidate, because all paths are equivalent before any module is frozen. The head grows, while
-    the paper's head has 1000 outputs from the start, and its loss uses those of the classes so far.
+    There are 2 candidates by default, instead of 8, because each is trained separately; the first
+    path has only one, because all paths are equivalent before any module is frozen. The head grows,
+    while the paper's has 1000 outputs from the start, and its loss uses those of the classes so
+    far.
     With `train.clip` the gradients of all candidates are clipped together.
     """
 
@@ -139,7 +141,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        # Frozen paths. Key: index in `heads` of the last task that trained the path.
+        # Frozen paths, by the index in `heads` of the last task that trained the path.
         self.frozen = nn.ModuleDict()
         self.path: Path | None = None  # the path in training
         # The candidates. Checkpoints contain the name of this attribute: do not rename it.
@@ -148,7 +150,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
 
     # ---- the network -----------------------------------------------------------------------------
     def build_network(self, path: Path | None) -> PathNetwork:
-        """Return the trunk with all frozen modules and those of `path`."""
+        """Return the trunk with the modules of all frozen paths and of `path`."""
         paths = [*self.frozen.values()]
         if path is not None:
             paths.append(path)
@@ -206,7 +208,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
 
     @property
     def kd_weight(self) -> float:
-        """The weight of distillation at this task."""
+        """The weight w of the distillation loss at this task."""
         excess = len(self.old) - self.settings.every
         if excess <= 0:
             return 1.0
@@ -239,7 +241,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return torch.stack(terms)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum over candidates of L = CE + w KD, and the mean of each term."""
+        """Return the sum over candidates of L = CE + w KD, and the means of CE and KD."""
         target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
         ce, kd = self.compute_candidate_terms(batch.images, target).unbind(1)
         means = {"ce": ce.detach().mean()}
@@ -258,6 +260,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         split = "val" if self.context.data.has_validation else "train"
         feed = self.context.data.feed(split)
         slices = self.class_slices()
+        # position of the first class of each task among all classes so far
         first_class = torch.tensor([slices[task.name].start for task in feed.tasks])
         rank_losses: list[list[float]] = []  # a row per batch, a column per candidate
         for batch in feed.evaluate():
@@ -352,5 +355,5 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         paths: list[Any] = list(self.frozen.values())
         if self.path is not None:
             paths.append(self.path)
-        parameters = sum(2 * path.down.numel() for path in paths)
-        return 1 + compute_added_share(self.backbone, parameters)
+        weights = sum(2 * path.down.numel() for path in paths)  # `up` has the size of `down`
+        return 1 + compute_added_share(self.backbone, weights)

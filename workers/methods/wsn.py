@@ -43,12 +43,13 @@ class Wsn(WeightMasks[WsnSettings]):
     """A mask m_t per task chooses a share of each layer's weights: W_eff = m_t .* W.
 
     m_t is 1 for the weights with the highest |score|, a share c (`density`) of each layer, else 0.
-    The gradient of m_t is passed unchanged to |score|. Weights that any earlier task uses are
-    locked (M = m_1 or ... or m_{t-1}, Eq. 4): task t can use them, but changes only the rest.
+    The gradient of m_t is passed unchanged to |score|. The mask M = m_1 or ... or m_{t-1} (Eq. 4)
+    marks the weights that earlier tasks use. Task t can use them, but changes only the others.
 
-    Stored for a task: a bit per weight, and its head; carried: the weights, and M as bits. Biases,
-    norms, class token and position embedding keep the values of the backbone. A base task in the
-    stream has no mask: it is served by the current weights, so later tasks change its predictions.
+    Stored for a task: a bit per weight, and its head. Carried to the next task: the weights, and
+    the updated M as bits. Biases, norms, class token and position embedding keep the values of the
+    backbone. A base task in the stream has no mask: it is served by the current weights, so later
+    tasks change its predictions.
 
     Differences from the paper: training starts from a pretrained backbone, and a random choice of
     its weights would destroy it, so scores start at |W|. Scores are initialised for each task,
@@ -75,7 +76,7 @@ class Wsn(WeightMasks[WsnSettings]):
         super().__init__(backbone, settings, seed)
         self.union = {
             site: torch.zeros_like(weight, dtype=torch.bool) for site, weight in self.sites.items()
-        }  # site -> M, True for weights that earlier tasks use
+        }  # site (name of a layer) -> M
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         if self.settings.start == "magnitude":
@@ -112,7 +113,7 @@ class Wsn(WeightMasks[WsnSettings]):
         """Return three shares of all weights.
 
         `density`: used by the task. `reused`: used by the task and an earlier one. `used`: used by
-        any task.
+        the task or an earlier one.
         """
         total = sum(weight.numel() for weight in self.sites.values())
         # Counts stay on the device until the end: one copy to the host instead of three per layer.

@@ -1,10 +1,12 @@
 """Adapters: small trained layers after or parallel to modules of a frozen backbone.
 
-Forward hooks insert them into any timm ViT with plain blocks; its modules do not change. Axes:
-S sites (positions of an adapter, in the order of blocks), B images, N tokens, d width of the
-backbone, m width of the bottleneck. All adapters of a task are stacked: each kind of weight is one
-tensor with the sites as its first axis. A *form* is the function of an adapter, for example
-`houlsby` or `parallel`; its keyword arguments are the adapter's tensors.
+Forward hooks insert them into any timm ViT with plain blocks; its modules do not change. A *form*
+is the function that an adapter computes, for example `houlsby` or `parallel`; its keyword arguments
+are the adapter's tensors. All adapters of a task are stacked: each kind of weight is one tensor
+with the sites as its first axis.
+
+Axes: S sites (the places of adapters, in the order of blocks), B images, N tokens, d width of the
+backbone, m width of the bottleneck.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from torch.nn import functional as F
 
 from workers.errors import UserError
 
-# Modules of a block that an adapter follows: attention (with its projection) and the FFN. The
-# residual addition comes after the adapter.
+# Modules of a block that a Houlsby adapter follows: attention (with its projection) and the FFN.
+# The adapter comes before the residual addition.
 HOULSBY = ("attn", "mlp")
-# Names of tensors that a form uses only as weights and biases of linear layers.
+# Names of tensors that forms use only as weights and biases of linear layers. Under autocast,
+# `AdapterSites.using` casts them.
 LINEAR = frozenset({"down", "down_bias", "up", "up_bias", "a", "b"})
 PARALLEL_SCALE = 0.1  # factor of AdaptFormer's parallel branch
 
@@ -59,7 +62,7 @@ def parallel(
         down_bias: b_down, (m,).
         up: W_up, (d, m).
         up_bias: b_up, (d,).
-        kept: Factors of dropout, (B, N, m). None: no dropout.
+        kept: Factors of the hidden units for dropout, (B, N, m). None: no dropout.
     """
     hidden = F.relu(F.linear(x, down, down_bias))
     return out + PARALLEL_SCALE * F.linear(hidden if kept is None else hidden * kept, up, up_bias)
@@ -70,8 +73,8 @@ class Bottlenecks(nn.Module):
 
     Down-projections are initialised like PyTorch's Linear, but with zero bias. Up-projections are
     drawn from a normal distribution with standard deviation `up_std`. With the default 0 they are
-    zero, and each adapter is the identity at first. The projections must not both be zero, because
-    then neither would get a gradient.
+    zero, and each adapter adds zero at first. The down-projections must then not be zero, because
+    neither projection would get a gradient.
 
     Args:
         sites: Number of adapters S.
@@ -117,9 +120,9 @@ class Bottlenecks(nn.Module):
 
 
 def cast_for_autocast(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype of matrix products under autocast; outside, the tensor itself.
+    """Cast a tensor to the autocast dtype. Outside autocast, return the tensor itself.
 
-    Autocast casts each weight of a linear layer by itself. A stack of weights is cast at once.
+    This casts a stack of weights at once. Autocast would cast the weight of each layer separately.
     """
     device = tensor.device.type
     if not torch.is_autocast_enabled(device):
@@ -131,8 +134,8 @@ class SwitchedForm:
     """A function x -> form(x, **tensors) in a backbone. While `tensors` is None, it returns x.
 
     The object stays in the backbone for the backbone's lifetime, and only `tensors` changes. The
-    guards of `torch.compile` check `tensors`, so compiled code depends on it, too. A copy of the
-    backbone gets forms without tensors, so the copy is the plain backbone.
+    guards of `torch.compile` check `tensors`, so compiled code respects the change. In a deep copy
+    of the backbone `tensors` is None, so the copy computes the plain backbone.
     """
 
     def __init__(self, form: Callable[..., Tensor]):
@@ -150,7 +153,7 @@ class SwitchedForm:
 
 
 class Hook(SwitchedForm):
-    """Forward hook that replaces the output of a module by `form(output, **tensors)`."""
+    """Forward hook that replaces the output of a module with `form(output, **tensors)`."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if self.tensors is None:
@@ -181,7 +184,7 @@ class KeywordHook(SwitchedForm):
 
 
 class BesideHook(Hook):
-    """Hook with a form that also gets the input of a module: `form(output, input, **tensors)`.
+    """Hook whose form also gets the input of a module: `form(output, input, **tensors)`.
 
     Input and output can belong to different modules. `note` must be registered as a forward
     pre-hook of the module whose input is used.
@@ -190,7 +193,7 @@ class BesideHook(Hook):
     input: Tensor | None = None
 
     def note(self, module: nn.Module, inputs: Any) -> None:
-        """Store the input of the module. This is a forward pre-hook."""
+        """Store the input of the module, as a forward pre-hook."""
         self.input = None if self.tensors is None else inputs[0]
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
@@ -206,12 +209,13 @@ class AdapterSites:
 
     Args:
         backbone: A timm ViT.
-        form: Function that computes an adapter, called as form(x, **tensors of the site) with the
-            output x (B, N, d) of the module at the site.
+        form: Function that computes an adapter from the output x (B, N, d) of the module at the
+            site. It is called as form(x, **tensors of the site), or with `beside` as form(x, input,
+            **tensors of the site).
         positions: Names of modules of a block. An adapter follows each of these modules; the empty
             name is the block itself.
-        beside: Name of a module of a block. The form gets the input of this module as its second
-            argument. None: the form has no such argument.
+        beside: Name of the module of a block whose input the form gets. None: the form gets no
+            input.
 
     Raises:
         UserError: If a block lacks one of the modules.
@@ -248,11 +252,12 @@ class AdapterSites:
 
     @contextmanager
     def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
-        """Apply adapters inside the context. The forward pass is differentiable in their tensors.
+        """Apply adapters inside the context. Gradients flow to their tensors.
 
         Args:
-            stacked: Tensors (S, ...) by name, or a sequence with one tensor per site if the sizes
-                of the adapters differ. Empty: no adapters.
+            stacked: Tensors by name. Each is stacked (S, ...), or a sequence with one tensor per
+                site if the sizes of the adapters differ; sequences are not cast for autocast.
+                Empty: no adapters.
         """
         by_site: dict[str, Sequence[Tensor]] = {}
         for name, tensor in stacked.items():

@@ -1,6 +1,7 @@
 """Selection of exemplars: the number of images of each class in a memory, and which images.
 
-The selection is deterministic: among images with equal scores, the first image is chosen.
+The selection is deterministic: among images with equal scores, the first image is chosen. Only
+`at_random` uses its random generator.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# maximum number of rounds of `rebuffi_herding`; after that the original code adds unused images in
-# arbitrary order
+# Maximum number of rounds of `rebuffi_herding`, as in the original code.
 MAX_REBUFFI_ROUNDS = 1000
 
-# arguments: features (n, d) of one class, number of images, random generator; result: indices of
-# the chosen rows, best first
+# Arguments: features (n, d) of one class, number of images, random generator. Result: indices of
+# the chosen rows, in the order of choice.
 Selection = Callable[[Tensor, int, torch.Generator], list[int]]
 
 
@@ -35,8 +35,8 @@ def quota(memory: int, per_class: int, classes: int) -> int:
 def normalise(features: Tensor) -> Tensor:
     """Return the rows of (n, d) scaled to unit length, in fp64.
 
-    With fp64, rounding errors that depend on the order of summation do not change which row is the
-    nearest.
+    In fp64, rounding errors, which depend on the order of summation, are too small to change which
+    image is selected.
     """
     features = features.double()
     lengths: Tensor = features.norm(dim=1, keepdim=True)
@@ -72,9 +72,10 @@ def herding(features: Tensor, count: int, generator: torch.Generator) -> list[in
 def rebuffi_herding(features: Tensor, count: int, generator: torch.Generator) -> list[int]:
     """Choose by herding like the code of iCaRL's authors (also used by DyTox, UCIR, PODNet, DER).
 
-    A round can select an image that is already chosen. Then the round adds no image and only
-    changes the direction. After 1000 rounds, the first unused images are added until there are
-    `count` images.
+    Each round selects the image with the largest d_i . w, for features d_i scaled to unit length.
+    The direction w is the class mean mu at first, and w <- w + mu - d_i after each round. If the
+    image is already chosen, the round only changes w. After 1000 rounds, unused images are added in
+    their order until there are `count` images; the original code adds them in arbitrary order.
 
     Args:
         features: Features of one class, (n, d).

@@ -1,8 +1,8 @@
-"""Mask parametrisations: trainable tensors that become masks with straight-through gradients.
+"""Mask parametrisations: modules that compute masks from trained scores, logits or embeddings.
 
-Each class has a trained tensor (fp32), a method `sample(...)` that returns the mask as floats with
-a gradient, for training, and a method `hard()` that returns the mask without a gradient, for
-storage and serving.
+Each `nn.Module` has a trained tensor (fp32), a method `sample(...)` that returns the mask as floats
+with a gradient, for training, and a method `hard()` that returns the mask without a gradient, for
+storage and serving. The gradient is a straight-through gradient, except in `AnnealedSigmoid`.
 
 `GumbelHard` belongs to MEAT, `Threshold` to Piggyback and SupSup, `SoftBinary` to KSM, `TopK` to
 SupSup and WSN, `AnnealedSigmoid` to HAT. Equation numbers are those of the papers, which the module
@@ -27,8 +27,8 @@ class GumbelHard(nn.Module):
 
     MEAT trains a pair of logits (t1, t2). The difference of two Gumbel draws is logistic, so m =
     1[u + logistic > 0] has the same distribution as the mask of the pair, and sigmoid((u +
-    logistic) / tau) is the pair's first softmax output. The mask and the gradient on t1 are the
-    same, with half the numbers. u starts at 2 gamma, because the pair starts at (+gamma, -gamma).
+    logistic) / tau) is the pair's first softmax output. The gradient on u equals that on t1, with
+    half as many parameters. u starts at 2 gamma, because the pair starts at (+gamma, -gamma).
     Under Adam, u moves by lr per step while t1 - t2 moves by 2 lr. Therefore the learning rate of u
     must be twice that of the pair.
 
@@ -52,7 +52,8 @@ class GumbelHard(nn.Module):
         """Sample a 0/1 float mask with a straight-through gradient.
 
         Args:
-            uniform: [0, 1) numbers of shape (..., *shape), which is also the shape of the mask.
+            uniform: Random numbers from U[0, 1) of shape (..., *shape), which is also the shape of
+                the returned mask.
         """
         mask: Tensor = HardSample.apply(self.logits, torch.logit(uniform.float()), self.tau)
         return mask
@@ -66,13 +67,13 @@ class GumbelHard(nn.Module):
 class HardSample(torch.autograd.Function):
     """m = 1[u + logit(U) > 0], with the gradient of sigmoid((u + logit(U)) / tau).
 
-    The second argument is the logistic noise logit(U).
+    `noise` is the logistic noise logit(U), with U uniform in [0, 1).
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, noise: Tensor, tau: float) -> Tensor:
         noisy = noise + logits
-        # The comparison writes floats, instead of booleans that are converted.
+        # `out` makes the comparison write floats, so that no booleans are converted.
         mask = torch.gt(noisy, 0, out=torch.empty_like(noisy))
         soft = (noisy if tau == 1 else noisy.div_(tau)).sigmoid_()
         ctx.save_for_backward(soft)
@@ -82,7 +83,7 @@ class HardSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (soft,) = ctx.saved_tensors
-        # s (1 - s) g / tau
+        # soft (1 - soft) gradient / tau
         slope = torch.addcmul(soft, soft, soft, value=-1)
         is_same = slope.dtype == ctx.dtype
         into = slope if is_same else slope.new_empty(slope.shape, dtype=ctx.dtype)
@@ -138,7 +139,8 @@ class Threshold(nn.Module):
     def _floats(self) -> Tensor:
         """Return the mask as floats.
 
-        The comparison writes floats; this is several times faster than a conversion of booleans.
+        `out` makes the comparison write floats, which is several times faster than converting
+        booleans.
         """
         compare = torch.ge if self.inclusive else torch.gt
         mask = compare(self.scores, self.theta, out=torch.empty_like(self.scores))
@@ -266,14 +268,14 @@ class TopK(nn.Module):
         parts = np.partition(flat.numpy(), dropped - 1)
         cut = parts[dropped - 1]
         torch.gt(size, float(cut), out=mask)
-        missing = np.count_nonzero(parts[dropped:] == cut)  # entries equal to cut to keep
+        missing = np.count_nonzero(parts[dropped:] == cut)  # entries equal to `cut` that are kept
         if missing:
             mask.view(-1)[(flat == float(cut)).nonzero()[:missing, 0]] = 1.0
         return mask
 
 
 def _reads_on_host(size: Tensor) -> bool:
-    """Return whether NumPy selects the largest: its partition is 20 times as fast as `kthvalue`."""
+    """Return whether to use NumPy's partition, which is 20 times as fast as `kthvalue` on a CPU."""
     return size.device.type == "cpu"
 
 
@@ -285,7 +287,7 @@ def keep_largest(size: Tensor, dropped: int) -> Tensor:
     """
     cut = size.kthvalue(dropped).values
     larger, equal = size > cut, size == cut
-    missing = size.numel() - dropped - larger.sum()  # number of entries equal to cut to keep
+    missing = size.numel() - dropped - larger.sum()  # number of entries equal to `cut` to keep
     return larger | (equal & (equal.cumsum(0) <= missing))
 
 
@@ -293,12 +295,13 @@ Start = Literal["normal", "dense", "sparse", "uniform"]
 
 
 class AnnealedSigmoid(nn.Module):
-    """a = sigmoid(s e) (HAT, Eq. 1): soft at a small scale s, the step 1[e > 0] at a large scale.
+    """a = sigmoid(s e) of an embedding e (HAT, Eq. 1).
 
-    See `compute_annealed_scale` for s. The gradient of e is s_max sigmoid(e) sigmoid(-e) times the
-    gradient of a, for any s, and 0 if |s e| > 50: the effect of HAT's compensation (Sec. 2.5).
+    The mask is soft at a small scale s, and close to the step 1[e > 0] at a large scale. See
+    `compute_annealed_scale` for s. Because of HAT's gradient compensation (Sec. 2.5), the gradient
+    of e is s_max sigmoid(e) sigmoid(-e) times the gradient of a, for any s; it is 0 if |s e| > 50.
 
-    With compensation `official`, the gradient is computed in two steps like in the released code.
+    With compensation `official`, the gradient is computed in two steps as in the released code.
     If s e > 17, the sigmoid is exactly 1 in fp32 and the gradient is 0. Therefore a unit that is on
     cannot be switched off late in an epoch, when s is large. A unit that is off has a gradient as
     long as s e > -88.

@@ -1,11 +1,14 @@
-"""CTR's knowledge-sharing module in few operators: functions with a gradient that is written out.
+"""CTR's knowledge-sharing module as autograd functions with hand-written backward passes.
 
-Values and gradients have the bits of the plain expressions (`plain_*`). An operator with `out`
-writes its result in the dtype or the memory format that the next operator needs. In compiled code
-the plain expressions are used: compilers join operators by themselves.
+They run fewer operators than the plain functions (`plain_*`); values and gradients are bitwise
+equal. With `out`, an operator writes its result in the dtype or memory format that the next
+operator needs. `torch.compile` gets the plain functions, because it fuses operators itself.
 
 Axes: B images, T tasks (the current task is the last), N tokens, C channels, R filters of each
-kernel size K. Results for several kernel sizes are stacked in the order of the filters.
+kernel size K. Results for several kernel sizes are stacked in the order of the filters. Key filters
+see the tokens of every task, query filters only those of the current task. Each of these B T + B
+inputs (N, C) is a row; the rows of keys come first. In `backward`, `into_x` is the gradient with
+respect to x.
 """
 
 from __future__ import annotations
@@ -19,20 +22,21 @@ from torch import Tensor
 
 from workers.data.torch_internals import keep_gradient_above
 
-# Smallest |z|^2 with a gradient of |z| in `squash`.
+# In `squash`, |z|^2 is clamped to this minimum before the square root.
 MIN_SQUARE = 1e-16
 
 
 class Windows(NamedTuple):
-    """Indices of the tokens in the windows of all maxima, for `find_maxima`.
+    """Constant indices for gathering the windows of the maxima in `WindowMaxima`.
 
-    The rows (kernel size, B T keys and B queries, R, token of the window) are flattened.
+    Each attribute is flat, with an entry for each kernel size, row, filter and token of the window.
 
     Attributes:
-        maximum: Index of the row's maximum, in all maxima flattened.
-        offset: The row's token, for a window that starts at token 0; in all tokens flattened.
-        part: Added to the row's token, this is an index into tokens that are separate for the keys
-            and the queries of each kernel size.
+        maximum: Index of the entry's maximum in the maxima (sizes, B T + B, R), flattened.
+        offset: Index of the entry's token in the tokens (B, T, N), flattened, if its window starts
+            at token 0. For another window, its start is added.
+        part: Added to the index of the entry's token, this is the index of the token in
+            (sizes, B T + B, N), flattened. There each row of each kernel size has its own tokens.
     """
 
     maximum: Tensor
@@ -44,23 +48,23 @@ class Windows(NamedTuple):
 def list_windows(
     batch: int, tasks: int, tokens: int, filters: int, sizes: tuple[int, ...], device: torch.device
 ) -> Windows:
-    """Return the constant indices for `find_maxima`."""
+    """Return the indices for `filters` filters of each kernel size in `sizes`."""
     with torch.inference_mode(False):  # the cached tensors are also used in training
         images = torch.arange(batch * tasks, device=device)
         of_queries = images[tasks - 1 :: tasks]
-        starts = torch.cat([images, of_queries]) * tokens  # first token of the image of each row
-        # The tokens of the keys of a kernel size are followed by those of its queries.
-        places = torch.arange(len(starts), device=device) * tokens
+        # First token of each row, (B T + B,): in (B, T, N), and in (B T + B, N).
+        starts = torch.cat([images, of_queries]) * tokens
+        separate_starts = torch.arange(len(starts), device=device) * tokens
         maxima = torch.arange(len(sizes) * len(starts) * filters, device=device)
         maximum, offset, part = [], [], []
         by_size = maxima.view(len(sizes), len(starts), filters, 1)
         for index, size in enumerate(sizes):
             shape = (len(starts), filters, size)
-            own = starts[:, None, None] + torch.arange(size, device=device)
-            moved = places - starts + index * len(starts) * tokens
+            window = starts[:, None, None] + torch.arange(size, device=device)
+            shift = separate_starts - starts + index * len(starts) * tokens
             maximum.append(by_size[index].expand(shape).flatten())
-            offset.append(own.expand(shape).flatten())
-            part.append(moved[:, None, None].expand(shape).flatten())
+            offset.append(window.expand(shape).flatten())
+            part.append(shift[:, None, None].expand(shape).flatten())
         return Windows(torch.cat(maximum), torch.cat(offset), torch.cat(part))
 
 
@@ -77,19 +81,20 @@ class WindowMaxima(torch.autograd.Function):
         rows = images + batch
         sizes = tuple(f.shape[1] for f in filters[::2])
         flat = u.flatten(0, 1)  # (B T, N, C)
+        # first token of the window of each maximum
         starts = torch.empty(len(sizes), rows, count, dtype=torch.int64, device=u.device)
         for index, size in enumerate(sizes):
             key, query = (f.flatten(1) for f in scoring[2 * index : 2 * index + 2])  # (R, K C)
             windows = flat.unfold(1, size, 1).transpose(2, 3).flatten(2)  # (B T, N - K + 1, K C)
             of_queries = windows.unflatten(0, (batch, tasks))[:, -1]
             scores = u.new_empty(rows, count, windows.shape[1])
-            into_keys, into_queries = scores.split([images, batch])
-            torch.bmm(key.expand(images, -1, -1), windows.transpose(1, 2), out=into_keys)
-            torch.bmm(query.expand(batch, -1, -1), of_queries.transpose(1, 2), out=into_queries)
+            key_scores, query_scores = scores.split([images, batch])
+            torch.bmm(key.expand(images, -1, -1), windows.transpose(1, 2), out=key_scores)
+            torch.bmm(query.expand(batch, -1, -1), of_queries.transpose(1, 2), out=query_scores)
             torch.max(scores, 2, out=(u.new_empty(rows, count), starts[index]))
         constants = list_windows(batch, tasks, tokens, count, sizes, u.device)
         positions = starts.flatten().index_select(0, constants.maximum).add_(constants.offset)
-        winners = flat.flatten(0, 1).index_select(0, positions)
+        winners = flat.flatten(0, 1).index_select(0, positions)  # tokens of the windows, (-1, C)
         maxima = torch.empty(starts.shape, dtype=torch.result_type(u, filters[0]), device=u.device)
         for index, won in enumerate(split_sizes(winners, sizes, rows, count)):
             products = torch.empty(won.shape, dtype=maxima.dtype, device=u.device)
@@ -123,6 +128,7 @@ class WindowMaxima(torch.autograd.Function):
         parts = winners.new_zeros(len(sizes) * rows * tokens, channels)
         parts.index_add_(0, positions + constants.part, into_winners)
         keys, queries = parts.view(len(sizes), rows, tokens, channels).split([images, batch], 1)
+        # For equal bits: add in the order in which autograd adds gradients in `plain_maxima`.
         *others, last = keys.unflatten(1, (batch, tasks)).unbind()
         total = into_u + last
         for part in reversed(others):
@@ -134,42 +140,43 @@ class WindowMaxima(torch.autograd.Function):
 
 
 def split_sizes(winners: Tensor, sizes: tuple[int, ...], rows: int, filters: int) -> list[Tensor]:
-    """Split rows of `Windows` into a view (rows, R, K C) for each kernel size."""
+    """Split the tokens at the entries of `Windows` into a view (rows, R, K C) per kernel size."""
     parts = winners.split([rows * filters * size for size in sizes])
     return [part.view(rows, filters, -1) for part in parts]
 
 
 def multiply_filters(x: Tensor, pair: Sequence[Tensor], keys: int, out: Tensor) -> None:
-    """Multiply the first rows of x by the key filters, and the others by the query filters.
+    """Multiply the rows of keys in x by the key filters, and those of queries by the query filters.
 
     Args:
         x: Values (rows, R, K C) or (rows, R, 1).
         pair: Key and query filters, (R, K, C) each.
-        keys: Number of rows of keys.
+        keys: Number of rows of keys, which come first.
         out: Result (rows, R, K C).
     """
-    for part, f, into in zip(
+    for part, f, result in zip(
         x.split([keys, len(x) - keys]), pair, out.split([keys, len(x) - keys]), strict=True
     ):
-        torch.mul(part, f.flatten(1), out=into)
+        torch.mul(part, f.flatten(1), out=result)
 
 
 def find_maxima(
     u: Tensor, filters: Sequence[Tensor], scoring: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the maximum over tokens of each filter: key filters on all tasks, query filters on one.
+    """Return the maximum over tokens of the convolution of u with each filter.
 
-    The query filters see the current task. Only the window of a maximum has a gradient. Therefore
-    the maxima are found without a gradient, and their windows are multiplied again with one.
+    Key filters see each task, query filters only the current task. Only the window of a maximum
+    gets a gradient. Therefore the maxima are located without autograd, and then only their windows
+    are multiplied by the filters, with a gradient.
 
     Args:
         u: Tokens (B, T, N, C).
         filters: Key and query filters of the first kernel size, then of the next, (R, K, C) each.
-        scoring: The filters in the dtype of u, in which the maxima are found.
+        scoring: The filters in the dtype of u, used to locate the maxima.
 
     Returns:
-        u, through which all gradients of u must flow; maxima of keys (sizes, B T, R), and of
-        queries (sizes, B, R).
+        u, which the caller must use from now on, because `backward` adds all gradients of u; maxima
+        of keys (sizes, B T, R); maxima of queries (sizes, B, R).
     """
     if torch.compiler.is_compiling():
         return plain_maxima(u, filters, scoring)
@@ -194,7 +201,7 @@ def find_maximum(u: Tensor, f: Tensor, scoring: Tensor) -> Tensor:
     with torch.no_grad():
         windows = u.unfold(1, size, 1).transpose(2, 3).flatten(2)  # (b, N - K + 1, K C)
         scores = torch.bmm(scoring.flatten(1).expand(batch, -1, -1), windows.transpose(1, 2))
-        window_starts = scores.max(2).indices  # (b, R), a token of the image
+        window_starts = scores.max(2).indices  # (b, R), first token of the window of the maximum
         window_tokens = torch.arange(size, device=u.device)
         image_starts = tokens * torch.arange(batch, device=u.device)
         # (b, R, K), positions in u flattened over images and tokens
@@ -245,7 +252,7 @@ class JoinKernels(torch.autograd.Function):
 
 
 def sum_backwards(parts: Tensor) -> Tensor:
-    """Return the sum over the first axis, from the last to the first, with each sum rounded."""
+    """Return the sum over axis 0, added from the last entry to the first, each time rounded."""
     *others, total = parts.unbind()
     for part in reversed(others):
         total = total + part
@@ -255,16 +262,16 @@ def sum_backwards(parts: Tensor) -> Tensor:
 def join_kernels(
     maxima: Tensor, bias: Tensor, dtype: torch.dtype, query: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return relu(maxima + bias + query) (rows, sizes R), twice, for two uses.
+    """Return relu(maxima + bias + query), (rows, sizes R), as two equal tensors.
 
-    Two results instead of one keep their gradients apart, which are then added in the dtype of the
-    maxima.
+    If each is used once, `backward` gets both gradients and adds them in the dtype of the maxima.
+    Autograd would add the gradients of a single result in `dtype`.
 
     Args:
-        maxima: Maxima (sizes, rows, R).
+        maxima: Maxima (sizes, rows, R), with B T or B rows.
         bias: Biases (sizes, R).
         dtype: Type of the result.
-        query: Added to the rows of each image, (B, R). None: nothing is added.
+        query: Added to all rows of an image for each kernel size, (B, R). None: nothing is added.
     """
     if torch.compiler.is_compiling():
         return plain_join(maxima, bias, dtype, query)
@@ -305,15 +312,15 @@ class Squash(torch.autograd.Function):
         z, square, root, total, factor = ctx.saved_tensors
         gradient = gradient.transpose(1, 2)
         into_factor = (gradient * z).sum(-1, keepdim=True)
-        # twice the gradient of |z|^2
-        slope = keep_gradient_above(into_factor / total / root, square, MIN_SQUARE)
-        slope.sub_(into_factor * (factor / total), alpha=2)
-        into_z: Tensor = (z * slope).to(z.dtype)
+        # The gradient with respect to |z|^2, times 2 because the gradient of |z|^2 is 2 z.
+        twice_into_square = keep_gradient_above(into_factor / total / root, square, MIN_SQUARE)
+        twice_into_square.sub_(into_factor * (factor / total), alpha=2)
+        into_z: Tensor = (z * twice_into_square).to(z.dtype)
         return into_z.add_((gradient * factor).to(z.dtype))
 
 
 def squash(z: Tensor) -> Tensor:
-    """Return (|z|^2 / (1 + |z|^2)) z / |z| over the channels; at 0 the gradient is finite.
+    """Return (|z|^2 / (1 + |z|^2)) z / |z|, |z| over the channels; the gradient at 0 is finite.
 
     Args:
         z: Capsules (B, N, T, channels).
@@ -356,10 +363,10 @@ class MixCapsules(torch.autograd.Function):
 
 
 def mix_capsules(similarity: Tensor, delta: Tensor, u: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum over tasks of delta a .* u, (B, N, C).
+    """Return sum_t delta_t a_t .* u_t, (B, N, C).
 
     Args:
-        similarity: a (B, T, C).
+        similarity: Similarities a (B, T, C) of each task to the current task.
         delta: Gates (B, T).
         u: Capsules (B, T, N, C).
         dtype: Type of the result.

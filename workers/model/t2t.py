@@ -3,7 +3,7 @@
 The model is registered in timm.
 
 Yuan et al.: Tokens-to-Token ViT: Training Vision Transformers from Scratch on ImageNet, ICCV 2021.
-Axes: B images, N tokens, D width of the performer, M random features.
+Axes: B images, N tokens, D width of the `Performer`, M random features.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STRIDE = 16  # stride of the three soft splits together, in pixels
-MODULE = "patch_embed."  # prefix of timm's names; in the released weights: tokens_to_token.
+MODULE = "patch_embed."  # prefix of the tokens-to-token module in timm; see `T2TVit.released`
 
 
 class Performer(nn.Module):
     """One head of attention with random features, then an MLP: (B, N, inputs) -> (B, N, D).
 
     The cost is linear in N. The matrix exp(q k^T) of softmax attention is estimated by phi(q)
-    phi(k)^T with phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The random features w, (M, D), are drawn
-    once. They are a buffer: they are never trained, and belong to the backbone's weights and
-    digest. The residual connection around attention adds the values and not the inputs, because
-    the widths of inputs and outputs differ. The paper's dropout of 0.1 is left out, because it
-    would be drawn separately on each rank.
+    phi(k)^T with the random features phi(x) = exp(w x - |x|^2 / 2) / sqrt(M). The projections w,
+    (M, D), are drawn once. They are a buffer: they are never trained, but are part of the
+    backbone's weights and digest. The residual connection around attention adds the values and not
+    the inputs, because the widths of inputs and outputs differ. The paper's dropout of 0.1 is left
+    out, because it would be drawn separately on each rank.
 
     Args:
         inputs: Width of the inputs.
@@ -121,7 +121,7 @@ def windows(images: Tensor, size: int, stride: int, padding: int) -> Tensor:
     Args:
         images: Images.
         size: Side of a window in pixels.
-        stride: Distance of windows in pixels.
+        stride: Distance between windows in pixels.
         padding: Number of zeros added at each edge.
     """
     return F.unfold(images, size, stride=stride, padding=padding).transpose(1, 2)
@@ -157,7 +157,7 @@ class Times(nn.Module):
 
 
 class T2TVit(VisionTransformer):
-    """A T2T-ViT of the lite kind (T2T-ViT-7, -10 and -12).
+    """A small T2T-ViT, which the paper calls lite (T2T-ViT-7, -10 and -12).
 
     It has no qkv bias, an MLP of twice the width, and fixed sinusoidal position embeddings. The
     released weights were trained with attention scores divided by the square root of the width of
@@ -191,7 +191,7 @@ class T2TVit(VisionTransformer):
             embed_layer=TokensToToken,
         )
         for module in self.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, Attention):  # timm applies q_norm to the queries
                 module.q_norm = Times(num_heads**-0.5)
         del self.pos_embed  # replaced by a buffer, because it must not be trained
         self.register_buffer("pos_embed", sinusoids(1 + self.patch_embed.num_patches, embed_dim))

@@ -1,4 +1,4 @@
-"""Hidden units of a ViT that a task can switch off, and the entries of weights of each unit.
+"""Hidden units of a ViT that a task can switch off, and the parameter entries of each unit.
 
 A block has three kinds of units: `qk`, channels of queries and keys; `v`, channels of values; `ff`,
 hidden neurons of the FFN. A site is all units of one kind in one block, for example `blocks.0.qk`.
@@ -33,13 +33,13 @@ _rows_of: WeakKeyDictionary[nn.Module, list[UnitRows]] = WeakKeyDictionary()
 class UnitRows(NamedTuple):
     """A parameter whose rows, or columns, belong to units.
 
-    The rows consist of consecutive parts of equal size, for example those of queries, keys and
-    values in a fused projection. Each row of a part belongs to one unit.
+    The rows (or columns) consist of consecutive parts of equal size, for example those of queries,
+    keys and values in a fused projection. Each row of a part belongs to one unit.
 
     Attributes:
         name: Name of the parameter.
         kinds: Kind of the units of each part.
-        num_masked: Number of leading parts that are multiplied by a task's mask.
+        num_masked: Number of leading parts that `masked_weights` multiplies by a task's mask.
         are_columns: The columns of the parameter belong to units. Otherwise its rows do.
     """
 
@@ -78,10 +78,10 @@ def _has_units(attn: Any, mlp: Any) -> bool:
     """Return whether attention and FFN have known classes, and masks can separate their units.
 
     A gated FFN is accepted, because its gate acts on each neuron separately. Rotary embeddings mix
-    two channels of queries and keys. They are accepted, because the keys are masked, too (see
+    pairs of channels of queries and keys. They are accepted, because the keys are masked, too (see
     `list_unit_rows`). Gated attention is not accepted, because `list_unit_rows` does not include
-    the gate's weights. The first layer of the FFN must be linear, and attention must have as
-    many key as query heads.
+    the gate's weights. The first layer of the FFN must be linear, norms must not mix units, and
+    attention must have as many key as query heads.
     """
     if type(attn) not in ATTENTIONS or type(mlp) not in FFNS:
         return False
@@ -104,9 +104,8 @@ def list_unit_rows(vit: Any) -> list[UnitRows]:
 
     In each block, weights come before biases.
 
-    `UnitRows.num_masked` of a projection of queries and keys depends on the position embeddings. It
-    is enough to mask the queries, because scores are products of queries and keys. Rotary
-    embeddings mix two channels, so with these the keys are masked, too.
+    It is enough to mask the queries, because scores are products of queries and keys. Rotary
+    embeddings mix pairs of channels after the projection, so with these the keys are masked, too.
     """
     if vit not in _rows_of:  # cached, because it is called in every training step
         _rows_of[vit] = _find_unit_rows(vit)
@@ -118,8 +117,8 @@ def _find_unit_rows(vit: Any) -> list[UnitRows]:
     parameters: list[UnitRows] = []
     for index, block in enumerate(vit.blocks):
         rows = [*_list_attention_parameters(block.attn, is_rotary), *_ffn_rows(block.mlp)]
-        # after `attn.qkv.weight`: `hat` passes the weights to its optimizer in this order, and
-        # checkpoints number the parameters of the optimizer
+        # Keep this position, after `attn.qkv.weight`: `hat` passes the weights to its optimizer in
+        # this order, and checkpoints identify them by their position.
         rows.insert(1, UnitRows("attn.proj.weight", ("v",), 1, are_columns=True))
         rows.append(UnitRows("mlp.fc2.weight", ("ff",), 1, are_columns=True))
         existing = dict(block.named_parameters())
@@ -157,9 +156,9 @@ def _ffn_rows(mlp: Any) -> list[UnitRows]:
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of `vit` that a mask changes, multiplied by the mask, by name.
 
-    The mask changes the rows of queries with their bias (with rotary embeddings also the rows of
-    keys), and the columns of proj and fc2. This equals masking the outputs of units, but the
-    operations are on weights instead of activations.
+    The mask changes the rows of queries with their bias (with rotary embeddings also those of
+    keys), and the columns of proj and fc2. The network then computes the same as with masked
+    outputs of units, but the mask is multiplied by weights instead of activations.
 
     Args:
         vit: The backbone.
@@ -167,7 +166,7 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     factors: dict[tuple[str, ...], Tensor] = {}  # factors of weights, used again for biases
-    ones: dict[int, Tensor] = {}  # by their number
+    ones: dict[int, Tensor] = {}  # factors of unmasked parts, by their length
     for rows in list_unit_rows(vit):
         if not rows.num_masked:
             continue
@@ -204,13 +203,13 @@ def sum_by_site(values: Tensor, sizes: list[int]) -> Tensor:
         sizes: Number of units of each site.
 
     Returns:
-        Sums (sites,), with the bits of a sum per site.
+        Sums (sites,), bitwise equal to a separate sum for each site.
     """
-    of_block = sizes[: len(KINDS)]
-    blocks = len(sizes) // len(KINDS)
-    if sizes != of_block * blocks:
+    block_sizes = sizes[: len(KINDS)]
+    num_blocks = len(sizes) // len(KINDS)
+    if sizes != block_sizes * num_blocks:
         return torch.stack([part.sum() for part in values.split(sizes)])
-    parts = values.view(blocks, -1).split(of_block, 1)
+    parts = values.view(num_blocks, -1).split(block_sizes, 1)  # equal blocks: few operators
     return torch.stack([part.sum(1) for part in parts], 1).flatten()
 
 
@@ -228,9 +227,8 @@ def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor,
 def spread_unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the value of the unit that each parameter entry belongs to, by parameter name.
 
-    For example, the value of a unit is whether earlier tasks use it. Then the result is a lock for
-    `Protector`. Or the value is the number of tasks that use the unit. Results broadcast to their
-    parameters.
+    A value can be whether earlier tasks use the unit; then the results are locks for `Protector`.
+    Or it can be the number of tasks that use the unit. Each result broadcasts to its parameter.
 
     In HAT, the value of a weight between two layers of units is the minimum of the values of both
     units (Eq. 2). Here each weight connects a unit with the residual stream. All tasks use this
@@ -267,7 +265,7 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
     Args:
         vit: A VisionTransformer with a fused projection of queries, keys and values.
     """
-    sizes: dict[str, Tensor] = {}
+    by_site: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
         name = f"blocks.{index}"
         qkv = block.attn.qkv
@@ -276,10 +274,10 @@ def magnitudes(vit: Any) -> dict[str, Tensor]:
         neuron = append_bias_column(block.mlp.fc1)
         out_of_values = block.attn.proj.weight.detach().norm(dim=0)
         out_of_neurons = block.mlp.fc2.weight.detach().norm(dim=0)
-        sizes[f"{name}.qk"] = query.norm(dim=1) * key_weights.norm(dim=1)
-        sizes[f"{name}.v"] = value.norm(dim=1) * out_of_values
-        sizes[f"{name}.ff"] = neuron.norm(dim=1) * out_of_neurons
-    return sizes
+        by_site[f"{name}.qk"] = query.norm(dim=1) * key_weights.norm(dim=1)
+        by_site[f"{name}.v"] = value.norm(dim=1) * out_of_values
+        by_site[f"{name}.ff"] = neuron.norm(dim=1) * out_of_neurons
+    return by_site
 
 
 def append_bias_column(linear: nn.Linear) -> Tensor:
@@ -323,7 +321,7 @@ def unpack(
         vit: The backbone.
         tensors: The packed parameters.
         masks: The masks of `pack`.
-        fill: Entries of units that are off get the values of `vit`. Otherwise they are 0.
+        fill: Whether entries of units that are off get the values of `vit`. Otherwise they are 0.
 
     Raises:
         UserError: If tensors, masks and `vit` do not belong together.
@@ -364,12 +362,13 @@ def unpack(
 def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
     """Remove units that are off from the layers of `vit`, in place.
 
-    The weights must be those of `masked_weights`, because some inactive units stay.
-
     All heads of a block keep the same number of channels of queries, keys and values. This number
     is the largest number of active units in a head, at least 1. A head with fewer active units also
-    keeps some inactive units. timm divides scores by the square root of the number of channels,
-    which is smaller now, so the queries are scaled to compensate.
+    keeps some inactive units, and an FFN keeps at least one neuron. Therefore the weights must be
+    masked already (results of `masked_weights`, or of `unpack` without `fill`).
+
+    timm divides scores by the square root of the number of channels, which is smaller now, so the
+    queries are scaled to compensate.
 
     Args:
         vit: A VisionTransformer with a fused projection of queries, keys and values.

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import forkserver
@@ -148,21 +149,29 @@ def start_server() -> None:
 
 
 def start(
-    argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = ""
+    argv: list[str],
+    out: Path,
+    kill_before: int = 0,
+    by: int = signal.SIGKILL,
+    within: str = "",
+    temporary: str = "",
 ) -> Any:
     """Start `python -m pipeline ARGV` in a new process, and return it (see `processes`).
 
     Its output goes to the file `out`. Its report has no pictures, which take longer than all the
     rest. kill_before: the process sends itself the signal `by` before its n-th system call that
     makes something durable; 0 for never. within: the id of a stage; only calls while this process
-    runs that stage are counted.
+    runs that stage are counted. temporary: folder of its temporary files.
     """
-    process = processes().Process(target=main_into, args=(argv, str(out), kill_before, by, within))
+    arguments = (argv, str(out), kill_before, by, within, temporary)
+    process = processes().Process(target=main_into, args=arguments)
     process.start()
     return process
 
 
-def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str) -> None:
+def main_into(
+    argv: list[str], out: str, kill_before: int, by: int, within: str, temporary: str = ""
+) -> None:
     """Run the command line in this process with its output in the file `out`, and exit."""
     import torch
 
@@ -170,6 +179,9 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
     from pipeline.report import page
 
     torch.set_num_threads(1)
+    if temporary:
+        os.environ["TMPDIR"] = temporary
+        tempfile.tempdir = None  # forget the folder that was found before
     # a shell ignores it for what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
     page.build_run_report = lambda *_: {"report.html": b"a page"}
@@ -222,12 +234,12 @@ def kill_before_call(calls: int, by: int, within: str) -> None:
     vars(local)["run_stage"] = counting_run_stage
 
 
-def run(argv: list[str], out: Path, timeout: float = 900) -> str:
+def run(argv: list[str], out: Path, timeout: float = 900, temporary: str = "") -> str:
     """Run a command to its end in a new process, and return its output.
 
     Raise AssertionError when its exit code is not 0.
     """
-    process = start(argv, out)
+    process = start(argv, out, temporary=temporary)
     process.join(timeout)
     output = out.read_text()
     assert process.exitcode == 0, f"exit code {process.exitcode}: {output}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,19 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     )
 
 
-def leftovers(storage: Path, before: set[str]) -> list[str]:
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder of its own for temporary files: other tests run beside these."""
+    with tempfile.TemporaryDirectory(prefix="acc", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)  # of the nodes that the test starts
+        yield folder
+
+
+def leftovers(storage: Path, temporary: str) -> list[str]:
     """Return what no finished run may leave behind.
 
-    These are temporary files in the storage, stages without exactly one attempt, and new temporary
-    files of this project. before: see `names_in_tmp`.
+    These are temporary files in the storage, stages without exactly one attempt, and temporary
+    files of this project in the folder `temporary`.
     """
     paths = []
     for path in storage.rglob("*"):
@@ -62,19 +71,15 @@ def leftovers(storage: Path, before: set[str]) -> list[str]:
         attempts = [path for path in stage.iterdir() if path.is_dir()]
         if len(attempts) != 1:
             paths.append(str(stage))
-    paths += [name for name in names_in_tmp() - before if "accrete" in name]
+    paths += [str(path) for path in Path(temporary).iterdir() if "accrete" in path.name]
     return paths
 
 
-def names_in_tmp() -> set[str]:
-    """Return the names of all files and folders in the system's temporary folder."""
-    return {path.name for path in Path(tempfile.gettempdir()).iterdir()}
-
-
-def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path) -> None:
+def test_a_run_in_one_process_is_killed_at_120_moments(
+    both: Any, tmp_path: Path, temporary: str
+) -> None:
     """A run is killed and started again until it is done; then the next one begins."""
     rng = random.Random(MOMENTS)
-    before = names_in_tmp()
     kills = 0
     storages = 0
     while kills < IN_PROCESS:
@@ -82,7 +87,8 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path
         config = both.config(storage_folder)
         storages += 1
         while kills < IN_PROCESS:
-            process = small_run.start(["run", config], storage_folder / "killed.txt")
+            out = storage_folder / "killed.txt"
+            process = small_run.start(["run", config], out, temporary=temporary)
             process.join(rng.uniform(0.05, 0.6) * both.seconds)
             if not process.is_alive():
                 break
@@ -90,16 +96,16 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path
             process.join()
             kills += 1
         attempts = published_attempts(storage_folder)
-        output = small_run.run(["run", config], storage_folder / "again.txt")
+        again = storage_folder / "again.txt"
+        output = small_run.run(["run", config], again, temporary=temporary)
         check_recovered(both, storage_folder, attempts, output)
-        assert leftovers(storage_folder / "storage", before) == []
+        assert leftovers(storage_folder / "storage", temporary) == []
 
 
 def test_eighty_kills_end_with_equal_digests(
-    both: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    both: Any, tmp_path: Path, temporary: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(MOMENTS + 1)
-    before = names_in_tmp()
     kills = dict.fromkeys(KINDS, 0)
     storages = 0
     with nodes_up([1, 1]) as nodes, capsys.disabled():
@@ -114,7 +120,8 @@ def test_eighty_kills_end_with_equal_digests(
             }
             config = both.config(storage_folder, cluster=cluster)
             done: dict[str, str] = {}
-            driver = small_run.start(["run", config], storage_folder / "out.txt")
+            out = storage_folder / "out.txt"
+            driver = small_run.start(["run", config], out, temporary=temporary)
             while sum(kills.values()) < ON_RAY:
                 kind = kill_at_random(rng, nodes, driver)
                 if not kind:
@@ -126,10 +133,10 @@ def test_eighty_kills_end_with_equal_digests(
                     done_before = done
                     done = published_attempts(storage_folder)
                     assert done_before.items() <= done.items()
-                    driver = small_run.start(["run", config], storage_folder / "out.txt")
+                    driver = small_run.start(["run", config], out, temporary=temporary)
             driver.join(900)
-            assert driver.exitcode in (0, 2), (storage_folder / "out.txt").read_text()
-            small_run.run(["run", config], storage_folder / "again.txt")
+            assert driver.exitcode in (0, 2), out.read_text()
+            small_run.run(["run", config], storage_folder / "again.txt", temporary=temporary)
             assert done.items() <= small_run.attempts(storage_folder / "storage").items(), (
                 "a result that stood was computed again"
             )
@@ -140,7 +147,7 @@ def test_eighty_kills_end_with_equal_digests(
             time.sleep(0.5)
         assert not our_processes(nodes), "processes that only a run needs are left behind"
     for number in range(storages):
-        assert leftovers(tmp_path / str(number) / "storage", before) == []
+        assert leftovers(tmp_path / str(number) / "storage", temporary) == []
 
 
 def our_processes(nodes: Nodes) -> list[psutil.Process]:

@@ -271,6 +271,37 @@ def split_columns(**splits_of_table: str) -> Callable[[Tree], None]:
     return build
 
 
+def val_in_another_table(tree: Tree) -> None:
+    for split in ("train", "test"):
+        rows = tree.flat(f"{split}/", split)
+        lines = [json.dumps({"file_name": name, "label": label}) for name, label in rows]
+        tree.write(f"{split}/metadata.jsonl", "\n".join(lines))
+    tree.csv("validation/metadata.csv", "file_name,label", tree.flat("validation/", "val", 6))
+
+
+def val_in_class_folders(tree: Tree) -> None:
+    for split in ("train", "test"):
+        tree.csv(f"{split}.csv", "filename,label", tree.flat(f"{split}/", split))
+    tree.classes("val/", "val")
+
+
+def spaces_before_quotes(tree: Tree) -> None:
+    lines = [f'"{name}", "{label}"' for name, label in tree.flat("images/")]
+    tree.write("labels.csv", "\n".join(['"filename", "label"', *lines]))
+
+
+def labels_in_quotes(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    rows[0][1] = f"'{rows[0][1]}'"
+    tree.csv("labels.csv", "filename,label", rows)
+
+
+def wide_letters(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    rows[0][1] = "\uff41\uff4e\uff54"
+    tree.csv("labels.csv", "filename,label", rows)
+
+
 def split_column_of_one_table(tree: Tree) -> None:
     split_columns(train="train,test")(tree)
     tree.csv("test.csv", "filename,label", tree.flat("more/", "test", 9))
@@ -493,6 +524,9 @@ CASES: dict[str, Case] = {
     "two columns of labels": (two_columns_of_labels, "which is the label is not clear"),
     "is_test": (flag("is_test", "1", "0"), RIGHT),
     "istrain": (flag("istrain", "True", "False"), RIGHT),
+    "a test of the patient": (flag("pcr_test", "1", "0"), "source.split=null"),
+    "test_passed": (flag("test_passed", "yes", "no"), "source.split=null"),
+    "is_test_image": (flag("is_test_image", "1", "0"), RIGHT),
     "holdout in a column": (split_column({"train": "learn", "test": "holdout"}), RIGHT),
     "three words": (split_column({"train": "tr", "val": "dev", "test": "tst"}, "subset"), RIGHT),
     "words that say nothing": (
@@ -512,6 +546,11 @@ CASES: dict[str, Case] = {
         split_columns(part1="train,test", part2="train,test"),
         "name different images",
     ),
+    "validation images of another table": (val_in_another_table, "looks like a val image"),
+    "validation images in class folders": (val_in_class_folders, "looks like a val image"),
+    "spaces before quotes": (spaces_before_quotes, RIGHT),
+    "labels in quotes": (labels_in_quotes, "written in two ways"),
+    "wide letters": (wide_letters, "written in two ways"),
     "a split column of one table": (split_column_of_one_table, "source.split=null"),
     "tables without headers": (tables_without_headers, RIGHT),
     "a table in a folder beside images": (table_in_a_folder_beside_images, RIGHT),
@@ -576,6 +615,33 @@ def test_a_flag_in_json_gives_the_splits_with_the_printed_remedy(
         detect(Request(str(tree.folder)))
     (data_set,) = detect(Request(str(tree.folder), given=given))
     assert data_set.counts == {"train": 12, "test": 12}
+
+
+def test_a_printed_command_repeats_the_settings_of_the_request(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    rows = [[*row, "xy"[i % 2], "AB"[i % 2]] for i, row in enumerate(tree.flat("images/"))]
+    tree.csv("labels.csv", "filename,label,breed,split", rows)
+    request = Request(str(tree.folder), given={"label": "breed", "image": "filename"})
+    with pytest.raises(UserError) as caught:
+        detect(request)
+    command = "--set source.label=breed --set source.image=filename --set source.split=null"
+    assert command in str(caught.value)
+
+
+@pytest.mark.parametrize("classes", [("Ant", "Bee", "Cow"), ("ant", "bee", "Cow")])
+def test_classes_that_no_image_has_are_refused(classes: tuple[str, ...], tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    tree.csv("labels.csv", "filename,label", tree.flat("images/"))
+    with pytest.raises(UserError, match=r"no train image has the label .*'Cow'; labels .*'cow'"):
+        detect(Request(str(tree.folder), classes=classes))
+
+
+def test_classes_of_numbers_are_refused_with_the_setting(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    rows = [[name, NAMES.index(label)] for name, label in tree.flat("images/")]
+    tree.csv("labels.csv", "filename,label", rows)
+    with pytest.raises(UserError, match=r"--set source\.numbers=places"):
+        detect(Request(str(tree.folder), classes=NAMES))
 
 
 def test_a_meaning_of_numbers_is_refused_where_labels_are_folders(tmp_path: Path) -> None:

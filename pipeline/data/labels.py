@@ -14,6 +14,7 @@ The rules:
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,7 +73,8 @@ def sort_labels(labels: Iterable[str]) -> list[str]:
 def check_spelling(where: str, labels: Iterable[str]) -> None:
     """Check that no two labels are probably one class in two spellings.
 
-    For example, `1` and `01`, `Cat` and `cat`, or `red ant` and `red_ant`. Single letters may
+    For example, `1` and `01`, `Cat` and `cat`, `'cat'` and `cat`, or `red ant` and `red_ant`.
+    Single letters may
     differ in case: `A` and `a` are two classes.
 
     Raises:
@@ -80,8 +82,10 @@ def check_spelling(where: str, labels: Iterable[str]) -> None:
     """
     first: dict[str, str] = {}
     for label in sorted(labels):
-        same = re.sub(r"[\s_-]+", " ", label.casefold()) if len(label) > 1 else label
-        reason = "the same name except for capitals and separators"
+        plain = unicodedata.normalize("NFKC", label)
+        same = re.sub(r"[\s_-]+", " ", plain.casefold()) if len(plain) > 1 else plain
+        same = same.strip(" '\"")
+        reason = "the same name except for capitals, separators, quotes and the width of letters"
         if WHOLE.fullmatch(label):
             same = str(int(label))
             reason = "the same number"

@@ -134,6 +134,16 @@ def parse_flag_column(column: str) -> Role | None:
     return find_role(column) or (parse_role(rests[0]) if rests else None)
 
 
+def is_flag_name(column: str) -> bool:
+    """Return whether a column is called by a split alone: `is_test_image`, but not `pcr_test`."""
+    plain = normalize_word(column)
+    if any(parse_role(plain.removeprefix(start)) for start in ("", "is", "in")):
+        return True
+    tokens = [token.lower() for token in tokenize_name(column)]
+    rest = [token for token in tokens if not parse_role(token) and token not in ("is", "in")]
+    return all(token in GENERIC or token.isdecimal() for token in rest)
+
+
 def is_yes(value: str | None) -> bool:
     """Return whether a flag value means yes: 1, 1.0, true, ..."""
     return str(normalize_label(value)).lower() in TRUE_WORDS

@@ -179,7 +179,9 @@ def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
         lines = _lines(uri, text)
         for _ in range(start.num_lines):
             next(lines)
-        reader = csv.reader(chain(lines, (END,)), delimiter=start.delimiter)
+        # `"a.png", "ant"`: without spaces before a quote, the quotes would be a part of the cell
+        skips = start.delimiter != " "
+        reader = csv.reader(chain(lines, (END,)), delimiter=start.delimiter, skipinitialspace=skips)
         line = start.num_lines + 1
         for cells in reader:
             if cells == [END]:

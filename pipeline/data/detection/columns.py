@@ -23,6 +23,7 @@ from pipeline.data.splits import (
     SplitUnclear,
     SplitWords,
     find_role,
+    is_flag_name,
     is_generic_split_name,
     is_no,
     is_weak,
@@ -294,7 +295,7 @@ def find_split_columns(
         role = parse_flag_column(column)
         if kind == "role" and not any(map(find_role, values)):
             is_flag = bool(values) and all(is_yes(value) or is_no(value) for value in values)
-            if role is not None and is_flag:
+            if role is not None and is_flag and is_flag_name(column):
                 flags[column] = role
                 continue
             if len(values) > MAX_ROLE_VALUES:

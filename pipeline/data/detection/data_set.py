@@ -7,6 +7,7 @@ Detection proposes sources. This module reads a proposed source with the code of
 from __future__ import annotations
 
 import io
+import math
 import re
 import shlex
 from collections import Counter
@@ -25,7 +26,7 @@ from pipeline.data.cards import FROM_SOURCE, LIST_MARK, Card, Source
 from pipeline.data.formats import count_labels, get_format, list_source, require_entries, units
 from pipeline.data.formats.base import LIBRARIES, Item, LabelCounts, read_items
 from pipeline.data.formats.folder import LABEL, class_folders
-from pipeline.data.labels import check_meaning, check_spelling
+from pipeline.data.labels import NUMBER, check_meaning, check_spelling
 from pipeline.data.listing import Entry
 from pipeline.data.names import listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
@@ -36,6 +37,7 @@ from workers.errors import UserError
 
 TEST_FRACTION = 0.2  # held out by hash if a source has no test images
 MAX_FILES = 1_000_000  # files that `init` lists below one path
+ABOUT_FILES = ("source.format", "source.splits", "source.files")
 MAX_SIZED = 16  # images whose size is read
 MAX_PREVIEWED = 4000  # images read from archives for a preview
 MAX_PREVIEW_BYTES = 64 << 20  # bytes read from one archive for a preview
@@ -63,12 +65,23 @@ class Request:
     def command(self, *settings: str, path: str = "") -> str:
         """Format the command that repeats the request with other settings.
 
+        Settings of the request that are not among these are repeated.
+
         Args:
             settings: Settings, for example `source.split=fold`.
             path: Another path, or "" to keep the path.
         """
         words = ["init", path or self.path]
-        for setting in settings:
+        changed = {setting.partition("=")[0] for setting in settings}
+        given = {f"source.{key}": value for key, value in self.given.items()}
+        if path:  # these settings are about the files below the old path
+            given = {k: v for k, v in given.items() if k not in ABOUT_FILES}
+        if self.classes:
+            given["classes"] = [*self.classes]
+        repeated = [
+            f"{key}={_to_flow(value)}" for key, value in given.items() if key not in changed
+        ]
+        for setting in (*repeated, *settings):
             words += ["--set", setting]
         return f"{self.program} {shlex.join(words)}"
 
@@ -141,7 +154,12 @@ class DataSet:
 
 def to_yaml(text: str) -> str:
     """Format a text as YAML, quoted if a YAML list needs it."""
-    return dump_yaml([text], default_flow_style=True).strip()[1:-1]
+    return _to_flow(text)
+
+
+def _to_flow(value: Any) -> str:
+    """Format a value as YAML in one line."""
+    return dump_yaml([value], default_flow_style=True, width=math.inf).strip()[1:-1]
 
 
 def format_splits(splits: Mapping[str, Sequence[str]]) -> str:
@@ -324,6 +342,11 @@ def _assemble(
     totals: dict[str, int] = {}
     for split in SPLITS:
         totals[split] = sum(n for (image_split, _), n in images.items() if image_split == split)
+    given = request.classes if request is not None else ()
+    missing = [name for name in given if not images["train", name]]
+    if missing or not totals["train"]:
+        labels = sorted({label for split, label in unknown if split == "train"})
+        raise _no_class_error(request, where, missing or card.classes, labels)
     all_notes = [*notes]
     for split in SPLITS[1:]:
         others = {label: n for (image_split, label), n in unknown.items() if image_split == split}
@@ -380,6 +403,26 @@ def _assemble(
         account=account,
         images=images,
     )
+
+
+def _no_class_error(
+    request: Request | None, where: str, classes: Sequence[str], labels: Sequence[str]
+) -> UserError:
+    """Return the error for classes without a train image.
+
+    Args:
+        request: The user's request.
+        where: Name of the source.
+        classes: The classes.
+        labels: Labels of train images that are no class.
+    """
+    remedy = "write the classes as the source does"
+    texts = [label.removeprefix(NUMBER) for label in labels]
+    if request is not None and texts and all(text.isdecimal() for text in texts):
+        command = request.command("source.numbers=places")
+        remedy = f"if the numbers are places in the list of classes, say so: `{command}`"
+    others = f"; labels that are no class: {listed(texts)}" if texts else ""
+    return UserError(f"{where}: no train image has the label {listed(classes)}{others}; {remedy}")
 
 
 def _format_ignore_command(request: Request | None, card: Card, left_out: str) -> str:

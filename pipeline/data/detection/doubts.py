@@ -316,9 +316,13 @@ class Checks:
         )
 
     def check_unread(self, files: Sequence[Entry]) -> None:
-        """Raise SplitUnclear if an image without a row is in a folder like `test`."""
-        if self.splits_read & {"val", "test"}:
-            return
+        """Raise SplitUnclear if an image without a row is in a folder like `test`.
+
+        Only splits of which no image was read count.
+        """
+        unread_roles = {"val", "test"} - self.splits_read
+        if not self.splits_read & {"val", "test"}:
+            unread_roles.add("held out")
         read = {image.path.rpartition("/")[2] for image in self.images}
         for entry in files:
             folders = entry.name.split("/")[:-1]
@@ -326,7 +330,7 @@ class Checks:
             is_image = not entry.problem and get_suffix(entry.name) in IMAGE_FILES
             if (
                 is_image
-                and role not in (None, "train")
+                and role in unread_roles
                 and folders
                 and nfc(entry.name.rpartition("/")[2]) not in read
             ):

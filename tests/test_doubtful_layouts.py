@@ -290,6 +290,73 @@ def spaces_before_quotes(tree: Tree) -> None:
     tree.write("labels.csv", "\n".join(['"filename", "label"', *lines]))
 
 
+def tables_of_two_kinds(
+    column: str = "label", extra: str = "", latin: bool = False
+) -> Callable[[Tree], None]:
+    """Return a function that writes two tables of different images; `summer.csv` is unusual."""
+
+    def build(tree: Tree) -> None:
+        tree.csv("spring.csv", "filename,label", tree.flat("a/"))
+        rows: list[list[str]] = tree.flat("b/")
+        header = f"filename,{column}"
+        if extra:
+            rows = [[*row, extra[i % 2]] for i, row in enumerate(rows)]
+            header += ",split"
+        tree.csv("summer.csv", header, rows)
+        if latin:
+            text = (tree.folder / "summer.csv").read_text().replace("ant", "fourmi à miel")
+            (tree.folder / "summer.csv").write_bytes(text.encode("latin-1"))
+
+    return build
+
+
+def table_of_splits(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    tree.csv("labels.csv", "filename,label", rows)
+    splits = [[name, "train" if i < 8 else "test"] for i, (name, _) in enumerate(rows)]
+    tree.csv("info.csv", "filename,split", splits)
+
+
+def table_of_folds(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    tree.csv("labels.csv", "filename,label", rows)
+    tree.csv("cv.csv", "filename,fold", [[name, i % 3] for i, (name, _) in enumerate(rows)])
+
+
+def sites_below_splits(tree: Tree) -> None:
+    for split in ("train", "test"):
+        for site in ("berlin", "paris"):
+            tree.classes(f"{split}/{site}/", f"{split}{site}")
+
+
+def images_below_classes(tree: Tree) -> None:
+    for split in ("train", "test"):
+        for name in NAMES:
+            for index in range(4):
+                tree.image(f"{split}/{name}/images/{split}{name}{index}.png", name, split)
+
+
+def labels_of_folders(tree: Tree) -> None:
+    rows = []
+    for number in range(9):
+        label = NAMES[number % 3]
+        for index in range(3):
+            tree.image(f"P{number:02d}/{index}.png", label)
+        rows.append([f"P{number:02d}", label])
+    tree.csv("labels.csv", "patient,label", rows)
+
+
+def labels_of_unknown_ids(tree: Tree) -> None:
+    for number in range(12):
+        tree.image(f"{('berlin', 'paris')[number % 2]}/{number}.png")
+    tree.csv("labels.csv", "id,label", [[f"x{100 + i}", NAMES[i % 3]] for i in range(12)])
+
+
+def names_of_folders(tree: Tree) -> None:
+    tree.classes()
+    tree.csv("labels.csv", "label,name", [[name, name.upper()] for name in NAMES])
+
+
 def labels_in_quotes(tree: Tree) -> None:
     rows = tree.flat("images/")
     rows[0][1] = f"'{rows[0][1]}'"
@@ -546,7 +613,26 @@ CASES: dict[str, Case] = {
         split_columns(part1="train,test", part2="train,test"),
         "name different images",
     ),
-    "validation images of another table": (val_in_another_table, "looks like a val image"),
+    "validation images of another table": (val_in_another_table, "'validation'"),
+    "tables of other images, one in latin-1": (
+        tables_of_two_kinds(latin=True),
+        "not text in UTF-8",
+    ),
+    "tables of other images, one by species": (
+        tables_of_two_kinds(column="species"),
+        "name different images",
+    ),
+    "tables of other images, one with parts": (
+        tables_of_two_kinds(extra="AB"),
+        "looks like a split",
+    ),
+    "a table of splits beside labels": (table_of_splits, "source.split=null"),
+    "a table of folds beside labels": (table_of_folds, "source.split=null"),
+    "sites below splits": (sites_below_splits, "train/*/{label}"),
+    "wrappers below classes": (images_below_classes, RIGHT),
+    "labels of folders": (labels_of_folders, "source.format=folder"),
+    "labels of unknown ids": (labels_of_unknown_ids, "source.format=folder"),
+    "names of folders": (names_of_folders, RIGHT),
     "validation images in class folders": (val_in_class_folders, "looks like a val image"),
     "spaces before quotes": (spaces_before_quotes, RIGHT),
     "labels in quotes": (labels_in_quotes, "written in two ways"),
@@ -615,6 +701,15 @@ def test_a_flag_in_json_gives_the_splits_with_the_printed_remedy(
         detect(Request(str(tree.folder)))
     (data_set,) = detect(Request(str(tree.folder), given=given))
     assert data_set.counts == {"train": 12, "test": 12}
+
+
+def test_the_printed_patterns_read_the_inner_folders(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    sites_below_splits(tree)
+    splits = {"train": ["train/*/{label}"], "test": ["test/*/{label}"]}
+    (data_set,) = detect(Request(str(tree.folder), given={"splits": splits}))
+    assert data_set.classes == NAMES
+    assert data_set.counts == {"train": 24, "test": 24}
 
 
 def test_a_printed_command_repeats_the_settings_of_the_request(tmp_path: Path) -> None:

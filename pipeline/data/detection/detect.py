@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.text import format_count
 from pipeline.data.detection.archives import Files, holds_images, read_columns
-from pipeline.data.detection.columns import LabelUnclear
+from pipeline.data.detection.columns import LabelUnclear, classify_split_column
 from pipeline.data.detection.data_set import (
     MAX_FILES,
     DataSet,
@@ -42,7 +42,7 @@ from pipeline.data.detection.tables import (
     group_tables,
     read_tables,
 )
-from pipeline.data.detection.words import LABEL_TABLES, is_part, says_no_labels
+from pipeline.data.detection.words import LABEL_COLUMNS, LABEL_TABLES, is_part, says_no_labels
 from pipeline.data.file_index import FileIndex
 from pipeline.data.file_kinds import (
     COLUMN_FILES,
@@ -63,7 +63,8 @@ from pipeline.data.listing import (
     list_entries,
 )
 from pipeline.data.names import get_file_name, get_suffix, is_utf8, listed, nfc, printable, quoted
-from pipeline.data.splits import IGNORE, SplitUnclear, tokenize_name
+from pipeline.data.splits import IGNORE, SplitUnclear, normalize_word, tokenize_name
+from pipeline.data.tables import column_names, read_rows
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
 from workers.storage.secrets import refuse_secrets
@@ -193,14 +194,16 @@ class SourceFolder:
         settings = self.request.given
         if settings.get("format") is not None:
             return self._read_format(str(settings["format"]))
-        found_table, table_error = self._read_table()
+        found_table, table_error, unused = self._read_table()
         archive, archive_error = self._read_archive()
         folders, folder_error = self._read_folders()
         about_columns = {"label", "image", "split", "files"} & settings.keys()
         if about_columns and (found_table or table_error):
             folders, folder_error = [], None
         if found_table and folders:
-            return self._choose_table_or_folders(found_table, folders)
+            chosen = self._choose_table_or_folders(found_table, folders)
+            self._check_unused(unused, chosen)
+            return chosen
         if folders and table_error and not isinstance(table_error, NoTable):
             as_folders = self.request.command("source.format=folder")
             raise LabelUnclear(f"{table_error}; if the folders are the classes: `{as_folders}`")
@@ -209,6 +212,7 @@ class SourceFolder:
         if len(possible) > 1:
             raise self._ambiguous_error(possible)
         if possible:
+            self._check_unused(unused, possible[0])
             return possible[0]
         raise self._choose_error(table_error, archive_error, folder_error)
 
@@ -227,7 +231,7 @@ class SourceFolder:
         if source_format == "folder":
             data_sets, error = self._read_folders()
         elif source_format == "csv":
-            table, error = self._read_table()
+            table, error, _ = self._read_table()
             data_sets = [table.data_set] if table else []
         else:
             data_sets, error = self._read_archive()
@@ -298,14 +302,15 @@ class SourceFolder:
         return data_sets
 
     # ---- tables ----------------------------------------------------------------------------------
-    def _read_table(self) -> tuple[TableReading | None, UserError | None]:
+    def _read_table(self) -> tuple[TableReading | None, UserError | None, list[Tables]]:
         """Read the table of images and labels, or return the error of the likeliest table.
 
         All tables are read. Tables with a clear label column are preferred, and those that remain
         must agree. Tables of one data set, such as `train.csv` and `test.csv`, count as one.
 
         Returns:
-            The table and None, or None and the error, which is None if there is no table.
+            The table and None, or None and the error, which is None if there is no table; and the
+            tables that are not tables of images and labels.
         """
         names = [
             entry.name
@@ -324,20 +329,22 @@ class SourceFolder:
         # likeliest first: no plain text, and few folders deep
         names.sort(key=lambda name: (get_suffix(name) == ".txt", name.count("/"), name))
         if not names:
-            return None, None
+            return None, None, []
         index = _index_images(self.entries)
         readings: list[tuple[str, TableReading]] = []
         errors: list[UserError] = []
+        unused: list[Tables] = []
         try:
             groups = [*group_tables(names)]
         except SplitUnclear as error:
-            return None, self._add_location(error)
+            return None, self._add_location(error), []
         if len(groups) > MAX_TABLES:
             command = self.request.command(path=join(self.request.path, names[0]))
-            return None, LabelUnclear(
+            too_many = LabelUnclear(
                 f"{printable(self.uri)} has {len(groups)} tables ({listed(names)}), and at most "
                 f"{MAX_TABLES} are compared; give the one with the labels, as in `{command}`"
             )
+            return None, too_many, []
         for group in groups:
             tables = Tables(self.request, self.uri, self.name, group, index)
             is_plain_text = get_suffix(tables.first) == ".txt" and not _is_label_table(tables)
@@ -346,20 +353,64 @@ class SourceFolder:
             except UserError as error:
                 if not is_plain_text:
                     errors.append(error)
-        if any(reading.is_strong for _, reading in readings):
-            readings = [(name, reading) for name, reading in readings if reading.is_strong]
+                if isinstance(error, NoTable) and not is_plain_text:
+                    unused.append(tables)
+        strong = [(name, reading) for name, reading in readings if reading.is_strong]
+        if strong:
+            known = {file for _, reading in strong for file in reading.files}
+            others = [(name, reading) for name, reading in readings if not reading.is_strong]
+            others = [(name, reading) for name, reading in others if {*reading.files} - known]
+            if others:  # a weak table is superseded only if its images are those of strong ones
+                return None, self._conflicting_tables_error([*strong, *others], True), unused
+            readings = strong
         labels = {tuple(sorted(reading.files.items())) for _, reading in readings}
         with_splits = [(name, one) for name, one in readings if len(one.data_set.counts) > 1]
         if len(labels) == 1 and with_splits:  # the others have equal labels and no splits
             readings = with_splits
         splits = {tuple(sorted(reading.splits.items())) for _, reading in readings}
         if len(labels) > 1 or len(splits) > 1:
-            return None, self._conflicting_tables_error(readings, len(labels) > 1)
+            return None, self._conflicting_tables_error(readings, len(labels) > 1), unused
         serious = [e for e in errors if not isinstance(e, NoTable)]
         serious.sort(key=lambda error: isinstance(error, LabelUnclear))
-        if readings and (readings[0][1].is_strong or not serious):
-            return readings[0][1], None
-        return None, next(iter(serious or errors), None)
+        if readings and not serious:
+            return readings[0][1], None, unused
+        return None, next(iter(serious or errors), None), unused
+
+    def _check_unused(self, unused: Sequence[Tables], data_sets: Sequence[DataSet]) -> None:
+        """Check that no table which is not read has labels or splits.
+
+        Args:
+            unused: The tables.
+            data_sets: The data sets that were read, from folders or from another table.
+
+        Raises:
+            LabelUnclear: If a table beside class folders has labels.
+            SplitUnclear: If a table has splits, and the data sets have none.
+        """
+        as_folders = f"`{self.request.command('source.format=folder')}`"
+        is_folder = data_sets[0].card.source.format == "folder"
+        classes = {name for data_set in data_sets for name in data_set.classes}
+        has_splits = any(len(data_set.counts) > 1 for data_set in data_sets)
+        has_splits = has_splits or bool({"split", "splits"} & self.request.given.keys())
+        for tables in unused:
+            name = quoted(tables.first)
+            for column in column_names(tables.uri(tables.first)):
+                is_label = is_folder and normalize_word(column) in LABEL_COLUMNS
+                if is_label and _has_other_labels(tables, column, classes):
+                    raise LabelUnclear(
+                        f"{printable(self.uri)} has class folders ({listed(sorted(classes))}), and "
+                        f"its table {name} has labels in {quoted(column)}, but names no image; add "
+                        "a column with the paths of the images, or, if the folders are the "
+                        f"classes: {as_folders}"
+                    )
+                if not has_splits and classify_split_column(column) == "column":
+                    none = f"`{self.request.command('source.split=null')}`"
+                    raise SplitUnclear(
+                        f"{printable(self.uri)}: table {name} has a column {quoted(column)}, which "
+                        "looks like a split, but no labels; add the column to the table with the "
+                        "labels, sort the images into train/ and test/, or say that it is not a "
+                        f"split: {as_folders if is_folder else none}"
+                    )
 
     def _conflicting_tables_error(
         self, readings: Sequence[tuple[str, TableReading]], differ: bool
@@ -565,6 +616,13 @@ class SourceFolder:
                 f"one has the labels, give its path: `{command}`"
             )
         return ACCEPTED_LAYOUTS
+
+
+def _has_other_labels(tables: Tables, column: str, classes: set[str]) -> bool:
+    """Return whether values of a column repeat like labels, and are not the given classes."""
+    texts = [row.values[0] or "" for row in read_rows(tables.uri(tables.first), [column])]
+    labels = {*texts} - {""}
+    return 2 <= len(labels) <= len(texts) // 2 and not labels <= classes
 
 
 def _get_stem(name: str) -> str:

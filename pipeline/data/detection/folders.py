@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import posixpath
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from pipeline.data.detection.data_set import format_splits
@@ -18,6 +19,7 @@ from pipeline.data.detection.words import (
     WITHOUT_LABELS,
     WRAPPERS,
     is_called,
+    is_part,
 )
 from pipeline.data.formats.folder import LABEL
 from pipeline.data.listing import Folder
@@ -282,10 +284,39 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
         splits[split] = [root.name]
         ignored += [child.name for child in root.with_images if child not in kept]
         notes += more_notes
+    _check_depth(_find_class_root(train), splits)
     folder_names = " and ".join(f"{names[0]}/" for names in splits.values())
     if ignored:
         splits[IGNORE] = ignored
     return Layout(splits, f"class folders in {folder_names}", tuple(notes))
+
+
+def _check_depth(root: Folder, splits: Mapping[str, Sequence[str]]) -> None:
+    """Raise SplitUnclear if the folders in a split and the folders in these can be the classes.
+
+    Args:
+        root: Folder of the train classes.
+        splits: Split -> folder of its classes.
+    """
+    children = root.with_images
+    if not all(has_subfolders(child) and not child.images for child in children):
+        return
+    inner = [
+        [
+            one.base_name
+            for one in child.with_images
+            if not is_called(one.base_name, WRAPPERS) and not is_part(one.base_name)
+        ]
+        for child in children
+    ]
+    if max(map(len, inner)) > 1:
+        below = {split: f"{folder}/*/{LABEL}" for split, (folder, *_) in splits.items()}
+        raise SplitUnclear(
+            f"in {quoted(root.name)}, the folders {listed(child.base_name for child in children)} "
+            f"hold folders such as {listed(sorted({*chain(*inner)}))}, and both can be the "
+            f"classes; for the outer ones: {format_option(**{s: f[0] for s, f in splits.items()})}"
+            f"; for the inner ones: {format_option(**below)}"
+        )
 
 
 def _has_labels(child: Folder, train: Folder) -> bool:

@@ -497,6 +497,56 @@ def parquet_files(*names: str) -> Callable[[Tree], None]:
     return build
 
 
+def class_labels(label: str = "", **declared: tuple[str, ...]) -> Callable[[Tree], None]:
+    """Return a function that writes Parquet files with columns of classes of the hub.
+
+    label: the column with the labels, for layouts that are read. A column has its values in turn.
+    """
+
+    def build(tree: Tree) -> None:
+        number = 12
+        data = [tree.png() for _ in range(number)]
+        values = {name: [i % len(names) for i in range(number)] for name, names in declared.items()}
+        features = {name: {"_type": "ClassLabel", "names": [*n]} for name, n in declared.items()}
+        if label:
+            names = [declared[label][value] for value in values[label]]
+            tree.truth += [
+                Picture("train", name, "a.parquet", image)
+                for name, image in zip(names, data, strict=True)
+            ]
+        table = pa.table({"image": data, **values})
+        info = {"info": {"features": {"image": {"_type": "Image"}, **features}}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+        tree.folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tree.folder / "a.parquet")
+
+    return build
+
+
+def parquet_nested(name: str, make: Callable[[int], Any]) -> Callable[[Tree], None]:
+    """Return a function that writes a Parquet file with a nested column and one of sources."""
+
+    def build(tree: Tree) -> None:
+        table = {
+            "image": [tree.png() for _ in range(12)],
+            name: [make(i) for i in range(12)],
+            "source": ["xy"[i % 2] for i in range(12)],
+        }
+        tree.folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(table), tree.folder / "a.parquet")
+
+    return build
+
+
+def parquet_sorted(tree: Tree) -> None:
+    """Write more rows of a class than are sampled, for classes that two columns name."""
+    tree.folder.mkdir(parents=True, exist_ok=True)
+    images = [tree.png() for _ in range(3)]
+    rows = [i // 2500 for i in range(7500)]
+    table = {"image": [images[i] for i in rows], "class": rows, "target": [i // 2 for i in rows]}
+    pq.write_table(pa.table(table), tree.folder / "a.parquet")
+
+
 def every_fourth_is_test(tree: Tree) -> None:
     for number in range(0, len(tree.truth), 4):
         tree.truth[number] = tree.truth[number]._replace(split="test")
@@ -674,6 +724,31 @@ CASES: dict[str, Case] = {
         "the name of 'train_test.parquet' contains several splits",
     ),
     "capital extension": (parquet_files("train=A.PARQUET", "train=b.parquet"), RIGHT),
+    "fine and coarse classes": (
+        class_labels("fine", fine=("a", "b", "c", "d"), coarse=("x", "y")),
+        RIGHT,
+    ),
+    "two kinds of classes": (
+        class_labels(species=NAMES, country=("a", "b", "c", "d")),
+        "which is the label is not clear",
+    ),
+    "classes and scenes": (
+        class_labels(**{"class": NAMES, "scene": ("a", "b", "c", "d")}),
+        "which is the label is not clear",
+    ),
+    "splits as classes": (
+        class_labels(animal=("a", "b"), split=("train", "val", "test")),
+        "looks like a split",
+    ),
+    "labels in a struct": (
+        parquet_nested("meta", lambda i: {"label": NAMES[i % 3]}),
+        "not read from lists or structs",
+    ),
+    "labels in a list": (
+        parquet_nested("labels", lambda i: [i % 3]),
+        "not read from lists or structs",
+    ),
+    "rows sorted by class": (parquet_sorted, "which is the label is not clear"),
     "a flag in Parquet": (parquet_flag, RIGHT),
     "paths in Parquet": (parquet_paths, RIGHT),
     "two versions in Parquet": (parquet_configs, "hold files of the same names"),

@@ -30,6 +30,7 @@ from pipeline.data.column_files import (
 from pipeline.data.detection.columns import (
     MAX_SPLIT_VALUES,
     Columns,
+    LabelUnclear,
     classify_split_column,
     find_label_column,
     find_split_columns,
@@ -37,7 +38,7 @@ from pipeline.data.detection.columns import (
     note_label,
 )
 from pipeline.data.detection.data_set import DataSet, Request, format_splits, read_labelled
-from pipeline.data.detection.words import IMAGE_COLUMNS, is_part
+from pipeline.data.detection.words import IMAGE_COLUMNS, LABEL_COLUMNS, is_part
 from pipeline.data.names import get_suffix, listed, printable, quoted
 from pipeline.data.splits import (
     IGNORE,
@@ -304,7 +305,9 @@ def read_columns(files: Files) -> DataSet:
     split: tuple[str, ...] = ()
     words: SplitWords | None = None
     if "splits" not in request.given or request.given.get("split"):
-        split, words = find_split_columns(columns, [image, *schema.classes])
+        labels = [name for name in schema.classes if classify_split_column(name) != "column"]
+        split, words = find_split_columns(columns, [image, *labels])
+    _check_nested(files, schema, image)
     label = find_label_column(columns, [image, *split], schema.classes)
     if label is None:
         raise UserError(
@@ -348,6 +351,24 @@ def read_columns(files: Files) -> DataSet:
         f"{f', splits in {listed(split)}' if split else ''}"
     )
     return read_labelled(request, files.name, layout, source, notes)
+
+
+def _check_nested(files: Files, schema: Schema, image: str) -> None:
+    """Raise LabelUnclear if the labels are in a list or a struct, for example `meta: {label}`."""
+    if "label" in files.request.given:
+        return
+    for name, arrow_type in schema.types.items():
+        names = [name]
+        if pa.types.is_struct(arrow_type):
+            names += [field.name for field in arrow_type]
+        is_nested = pa.types.is_nested(arrow_type) and name != image and name not in schema.images
+        if is_nested and any(normalize_word(one) in LABEL_COLUMNS for one in names):
+            raise LabelUnclear(
+                f"{files.where}: column {quoted(name)} has the type {arrow_type}, and labels are "
+                "not read from lists or structs; write the label of an image as a column of its "
+                "own, or name another column, as in "
+                f"`{files.request.command('source.label=COLUMN')}`"
+            )
 
 
 def is_cache(name: str) -> bool:

@@ -139,9 +139,12 @@ def find_label_column(
     if "x" in map(str.lower, columns.names):  # beside a column x, y is a coordinate in the image
         named = [name for name in named if name.lower() != "y"]
     exact = [name for name in named if normalize_word(name) == LABEL]
+    declared = {name: classes for name, classes in (declared or {}).items() if name not in taken}
     if declared and not exact:
-        most = max(map(len, declared.values()))
-        named = [name for name, classes in declared.items() if len(classes) == most] or named
+        finest = max(declared, key=lambda name: len(declared[name]))
+        coarser = [*declared, *named]
+        named = [name for name in coarser if not _refines(columns.sample, finest, name)]
+        named = [finest, *(name for name in named if name != finest)]
     likely = [name for name in others if _looks_like_labels(columns.sample[name], name)]
     # rivals: other columns that may be meant; unless they are equivalent, the user must choose
     if exact:
@@ -246,8 +249,16 @@ def _drop_equivalent(columns: Columns, names: Iterable[str]) -> list[str]:
 
 def _are_equivalent(sample: Values, first: str, second: str) -> bool:
     """Return whether the values of two columns map one to one, such as class ids and names."""
-    pairs = {*zip(sample[first], sample[second], strict=True)}
-    return len({a for a, _ in pairs}) == len(pairs) == len({b for _, b in pairs})
+    return _refines(sample, first, second) and _refines(sample, second, first)
+
+
+def _refines(sample: Values, fine: str, coarse: str) -> bool:
+    """Return whether each value of a column always comes with one value of another one.
+
+    A sample with a single value shows nothing: the rows may be sorted by class.
+    """
+    pairs = {*zip(sample[fine], sample[coarse], strict=True)}
+    return 1 < len(pairs) == len({value for value, _ in pairs})
 
 
 # ---- the split -----------------------------------------------------------------------------------

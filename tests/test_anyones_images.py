@@ -219,7 +219,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no parquet": (table("PAR1", "t.parquet"), "not readable as Parquet"),
     "parquet without images": (parquet(a=[1, 2], b=[3, 4]), "'a', 'b'"),
     "parquet of one class": (parquet(image=[b"x", b"y"], label=["a", "a"]), "one class, 'a'"),
-    "labels that are lists": (parquet(image=[b"x", b"y"], label=[[1], [2]]), "not read from lists or structs"),
+    "labels that are lists": (
+        parquet(image=[b"x", b"y"], label=[[1], [2]]),
+        "not read from lists or structs",
+    ),
     "no tar": (table("no tar" * 200, "t.tar"), "cannot be read as an uncompressed tar"),
     "tar without images": (shard("a.txt", "b.txt"), "no images"),
     "tar without labels": (shard("a.jpg", "b.jpg"), "no label beside them"),

@@ -336,6 +336,20 @@ def images_below_classes(tree: Tree) -> None:
                 tree.image(f"{split}/{name}/images/{split}{name}{index}.png", name, split)
 
 
+def elsewhere(name: str) -> Callable[[Tree], None]:
+    """Return a function that writes class folders below train, and a file that is not read."""
+
+    def build(tree: Tree) -> None:
+        tree.classes("train/")
+        if name == "link":
+            (tree.folder.parent / "elsewhere").mkdir()
+            (tree.folder / "test").symlink_to(tree.folder.parent / "elsewhere")
+        else:
+            tree.write(name, b"x" * 100)
+
+    return build
+
+
 def labels_of_folders(tree: Tree) -> None:
     rows = []
     for number in range(9):
@@ -680,6 +694,10 @@ CASES: dict[str, Case] = {
     "a table of folds beside labels": (table_of_folds, "source.split=null"),
     "sites below splits": (sites_below_splits, "train/*/{label}"),
     "wrappers below classes": (images_below_classes, RIGHT),
+    "a link to test images": (elsewhere("link"), "looks like the images of a split"),
+    "test images in a zip": (elsewhere("test.zip"), "looks like the images of a split"),
+    "validation images in a tar": (elsewhere("val/all.tar.gz"), "looks like the images of a split"),
+    "an archive of other things": (elsewhere("masks.zip"), RIGHT),
     "labels of folders": (labels_of_folders, "source.format=folder"),
     "labels of unknown ids": (labels_of_unknown_ids, "source.format=folder"),
     "names of folders": (names_of_folders, RIGHT),

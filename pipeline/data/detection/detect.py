@@ -25,7 +25,12 @@ from pipeline.data.detection.data_set import (
     format_splits,
     to_yaml,
 )
-from pipeline.data.detection.doubts import check_lists, check_reading, check_siblings
+from pipeline.data.detection.doubts import (
+    check_lists,
+    check_reading,
+    check_siblings,
+    check_unread_parts,
+)
 from pipeline.data.detection.folders import Layout, NoClasses, find_layout
 from pipeline.data.detection.libraries import (
     HUB,
@@ -185,6 +190,7 @@ class SourceFolder:
         data_sets = self._read()
         if len(data_sets) == 1:
             check_reading(self.request, data_sets[0], self.entries)
+            check_unread_parts(self.request, data_sets[0], self.entries)
         elif "format" not in self.request.given:
             check_lists(self.request, data_sets, self.entries)
         return data_sets

@@ -27,7 +27,7 @@ from pipeline.data.detection.words import (
     is_called,
     is_part,
 )
-from pipeline.data.file_kinds import IMAGE_FILES
+from pipeline.data.file_kinds import COLUMN_FILES, IMAGE_FILES, TAR_SUFFIX, is_packed
 from pipeline.data.formats import get_format
 from pipeline.data.formats.folder import LABEL
 from pipeline.data.listing import HIDDEN, Entry, Folder
@@ -56,6 +56,14 @@ LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".
 # example of `source.splits` in an error
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
 SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")  # such as `224x224` in a file name
+ARCHIVES = frozenset((*COLUMN_FILES, TAR_SUFFIX))  # files with images that some format reads
+FORMAT_FILES = {  # format -> files of ARCHIVES that it reads
+    "parquet": frozenset(COLUMN_FILES),
+    "tar": frozenset((TAR_SUFFIX,)),
+    "webdataset": frozenset((TAR_SUFFIX,)),
+    "folder": frozenset[str](),
+    "csv": frozenset(COLUMN_FILES),  # as tables
+}
 STRANGE = ("_", "@", "~", "#recycle", "#snapshot")  # unusual prefixes of class names
 
 
@@ -163,6 +171,43 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
             "cannot be read; give the splits as folders or as a column of a table; if it is not a "
             f"such list: `{request.command(f'source.format={source.format}')}`"
         )
+
+
+def check_unread_parts(request: Request, data_set: DataSet, files: Sequence[Entry]) -> None:
+    """Check that no link or archive that is not read looks like the images of a split.
+
+    Data sets that have validation or test images are not checked.
+
+    Args:
+        request: The user's request.
+        data_set: The data set.
+        files: All files below the requested path.
+
+    Raises:
+        SplitUnclear: If there is one, for example `test.zip` beside class folders.
+    """
+    settings = {"split", "splits", "format"} & request.given.keys()
+    if settings or {"val", "test"} & data_set.counts.keys():
+        return
+    source = data_set.card.source
+    for entry in files:
+        suffix = get_suffix(entry.name)
+        is_link = "folder outside" in (entry.problem or "")
+        is_other_kind = is_packed(entry.name) or suffix in ARCHIVES - FORMAT_FILES.get(
+            source.format, ARCHIVES
+        )
+        if not is_link and not is_other_kind:
+            continue
+        *folders, base = entry.name.split("/")
+        names = [*folders, base.partition(".")[0] if not is_link else base]
+        roles = {parse_role(name) for name in names if not is_weak(name)}
+        if roles & {"val", "test", "held out"}:
+            remedy = "copy the images here" if is_link else "unpack it, or give its path"
+            raise SplitUnclear(
+                f"{printable(source.path)}: {quoted(entry.name)} looks like the images of a split, "
+                f"and is not read; {remedy}; if it is not meant: "
+                f"`{request.command(f'source.format={source.format}')}`"
+            )
 
 
 def check_siblings(request: Request, where: str, folders: Sequence[Folder]) -> None:

@@ -383,6 +383,12 @@ def wide_letters(tree: Tree) -> None:
     tree.csv("labels.csv", "filename,label", rows)
 
 
+def numbered_tables(tree: Tree) -> None:
+    for number, name in enumerate(("train_1", "train_2", "test")):
+        split = name.partition("_")[0]
+        tree.csv(f"{name}.csv", "filename,label", tree.flat(f"part{number}/", split))
+
+
 def split_column_of_one_table(tree: Tree) -> None:
     split_columns(train="train,test")(tree)
     tree.csv("test.csv", "filename,label", tree.flat("more/", "test", 9))
@@ -675,7 +681,7 @@ CASES: dict[str, Case] = {
     ),
     "parts with a split column": (
         split_columns(part1="train,test", part2="train,test"),
-        "name different images",
+        "join them into one table",
     ),
     "validation images of another table": (val_in_another_table, "'validation'"),
     "tables of other images, one in latin-1": (
@@ -705,6 +711,10 @@ CASES: dict[str, Case] = {
     "spaces before quotes": (spaces_before_quotes, RIGHT),
     "labels in quotes": (labels_in_quotes, "written in two ways"),
     "wide letters": (wide_letters, "written in two ways"),
+    "numbered tables of train beside test": (
+        numbered_tables,
+        "source.splits={train: [train_1.csv, train_2.csv], test: [test.csv]}",
+    ),
     "a split column of one table": (split_column_of_one_table, "source.split=null"),
     "tables without headers": (tables_without_headers, RIGHT),
     "a table in a folder beside images": (table_in_a_folder_beside_images, RIGHT),

@@ -68,7 +68,13 @@ from pipeline.data.listing import (
     list_entries,
 )
 from pipeline.data.names import get_file_name, get_suffix, is_utf8, listed, nfc, printable, quoted
-from pipeline.data.splits import IGNORE, SplitUnclear, normalize_word, tokenize_name
+from pipeline.data.splits import (
+    IGNORE,
+    SplitUnclear,
+    find_role,
+    normalize_word,
+    tokenize_name,
+)
 from pipeline.data.tables import column_names, read_rows
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
@@ -440,12 +446,19 @@ class SourceFolder:
                 f"{printable(self.uri)}: the tables {listed(names)} name images with different "
                 f"{kind}; give the path of one, as in {command}"
             )
-        together = self.request.command("source.format=csv", format_splits({"train": names}))
-        paths = [posixpath.join(self.request.path, posixpath.dirname(name)) for name in names]
+        if any(reading.data_set.card.source.split is not None for _, reading in readings):
+            together = "join them into one table"  # only one table can have a column of splits
+        else:
+            splits = _assign_tables(readings)
+            read_all = self.request.command("source.format=csv", format_splits(splits))
+            together = f"read all as one data set: `{read_all}`"
+        paths = {posixpath.join(self.request.path, posixpath.dirname(name)): None for name in names}
+        each = ""
+        if len(paths) == len(names):
+            each = f", or as one task each: `{self.request.program} {shlex.join(['init', *paths])}`"
         return LabelUnclear(
             f"{printable(self.uri)}: the tables {listed(names)} name different images; give the "
-            f"path of one, as in {command}, or read all as one data set: `{together}`, or as one "
-            f"task each: `{self.request.program} {shlex.join(['init', *dict.fromkeys(paths)])}`"
+            f"path of one, as in {command}, or {together}{each}"
         )
 
     def _may_be_table(self, name: str) -> bool:
@@ -622,6 +635,23 @@ class SourceFolder:
                 f"one has the labels, give its path: `{command}`"
             )
         return ACCEPTED_LAYOUTS
+
+
+def _assign_tables(readings: Sequence[tuple[str, TableReading]]) -> dict[str, list[str]]:
+    """Return the tables of each split: as they were read, or by the words in their paths.
+
+    If no table would be train, all are.
+    """
+    by_split: dict[str, list[str]] = {}
+    for name, reading in readings:
+        source = reading.data_set.card.source
+        if get_suffix(source.path) in TABLE_SUFFIXES:  # one table
+            role = find_role(name.rpartition(".")[0]) or "train"
+            by_split.setdefault("test" if role == "held out" else role, []).append(name)
+            continue
+        for split in source.named_splits():
+            by_split.setdefault(split, []).extend(source.list_parts(split))
+    return by_split if "train" in by_split else {"train": [name for name, _ in readings]}
 
 
 def _has_other_labels(tables: Tables, column: str, classes: set[str]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.detection.data_set import Request
+from pipeline.config.yaml_files import parse_yaml
+from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import MAX_TABLES, detect
 from tests.random_layouts import Layout, Maker, Picture
 from tests.test_random_layouts import RIGHT, read_layout
@@ -813,6 +815,66 @@ def test_the_printed_patterns_read_the_inner_folders(tmp_path: Path) -> None:
     (data_set,) = detect(Request(str(tree.folder), given={"splits": splits}))
     assert data_set.classes == NAMES
     assert data_set.counts == {"train": 24, "test": 24}
+
+
+def follow(folder: Path) -> DataSet:
+    """Return the data set that the first command of the error for a folder reads."""
+    with pytest.raises(UserError) as caught:
+        detect(Request(str(folder)))
+    command = re.findall(r"`([^`]*)`", str(caught.value))[0]
+    words = shlex.split(command)
+    settings = [
+        words[index + 1].split("=", 1) for index, word in enumerate(words) if word == "--set"
+    ]
+    given = {key.removeprefix("source."): parse_yaml(value, "") for key, value in settings}
+    (data_set,) = detect(Request(str(folder), given=given))
+    return data_set
+
+
+@pytest.mark.parametrize("name", ["{}/x{}_mask.png", "{}/thumbs/x{}.png"])
+@pytest.mark.parametrize("splits", [("train", "test"), ("",)])
+def test_the_printed_command_leaves_masks_out_of_all_splits(
+    splits: Sequence[str], name: str, tmp_path: Path
+) -> None:
+    tree = Tree(tmp_path / "zoo")
+    for split in splits:
+        for label in NAMES:
+            for index in range(4):
+                folder = f"{split}/{label}".strip("/")
+                tree.image(f"{folder}/x{index}.png", label, split or "train")
+                tree.image(name.format(folder, index))
+    counts = {split or "train": 12 for split in splits}
+    assert follow(tree.folder).counts == counts
+
+
+@pytest.mark.parametrize("doubtful", [("unknown",), ("masks", "previews")])
+@pytest.mark.parametrize("splits", [("train", "test"), ("", "test"), ("",)])
+def test_the_printed_command_leaves_folders_out_of_all_splits(
+    splits: Sequence[str], doubtful: Sequence[str], tmp_path: Path
+) -> None:
+    tree = Tree(tmp_path / "zoo")
+    for split in splits:
+        folder = f"{split}/" if split else ""
+        tree.classes(folder, split or "train")
+        for name in doubtful if split != "test" or "" not in splits else ():
+            for index in range(3):
+                tree.image(f"{folder}{name}/{split}{index}.png")
+    read = follow(tree.folder)
+    assert read.classes == NAMES
+    assert read.counts == {split or "train": 12 for split in splits}
+
+
+def test_named_classes_decide_which_folders_are_classes(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    for split in ("train", "test"):
+        tree.classes(f"{split}/", split)
+        for index in range(3):
+            tree.image(f"{split}/masks/{split}{index}.png", "masks", split)
+            tree.image(f"{split}/previews/{split}{index}.png")
+    classes = (*NAMES, "masks")
+    (data_set,) = detect(Request(str(tree.folder), classes=classes))
+    assert data_set.classes == classes
+    assert data_set.counts == {"train": 15, "test": 15}
 
 
 def test_a_printed_command_repeats_the_settings_of_the_request(tmp_path: Path) -> None:

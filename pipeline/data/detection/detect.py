@@ -31,7 +31,13 @@ from pipeline.data.detection.doubts import (
     check_siblings,
     check_unread_parts,
 )
-from pipeline.data.detection.folders import Layout, NoClasses, find_layout
+from pipeline.data.detection.folders import (
+    Layout,
+    MaybeNoClass,
+    NoClasses,
+    find_class_layout,
+    find_layout,
+)
 from pipeline.data.detection.libraries import (
     HUB,
     TORCHVISION,
@@ -84,6 +90,7 @@ from workers.storage.secrets import refuse_secrets
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
 MAX_TABLES = 50  # tables in a source; each is read to its end
 MAX_DATA_SETS = 200  # data sets in one folder
+MAX_DOUBTFUL = 100  # folders that one command leaves out
 # suffixes of the files that detection reads
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
 ACCEPTED_LAYOUTS = (
@@ -272,7 +279,7 @@ class SourceFolder:
                 # the given splits override those of the layout in `build_data_set`
                 layout: Layout | list[Folder] = Layout({}, "class folders, splits as given")
             else:
-                layout = find_layout(folder_tree(self.entries))
+                layout = self._find_layout()
             if isinstance(layout, list):
                 return self._read_each(layout), None
             source = {"format": "folder", "path": self.uri, "splits": layout.splits}
@@ -283,6 +290,44 @@ class SourceFolder:
             return [], self._no_data_set_error()
         except UserError as error:
             return [], self._add_location(error)
+
+    def _find_layout(self) -> Layout | list[Folder]:
+        """Find the layout of class folders.
+
+        Raises:
+            UserError: If there is none, or if folders can be read in several ways and the request
+                does not name the classes. The remedy leaves out all folders that are in doubt.
+        """
+        tree = folder_tree(self.entries)
+        try:
+            return find_layout(tree)
+        except SplitUnclear as error:
+            named = find_class_layout(tree, self.request.classes) if self.request.classes else None
+            if named is not None:
+                return named
+            if not isinstance(error, MaybeNoClass):
+                raise
+            doubt = error
+        entries = self.entries
+        doubtful: list[str] = []
+        layout: Layout | list[Folder] = []
+        while len(doubtful) < MAX_DOUBTFUL:
+            doubtful.append(doubt.folder)
+            entries = [e for e in entries if not e.name.startswith(f"{doubt.folder}/")]
+            try:
+                layout = find_layout(folder_tree(entries))
+                break
+            except MaybeNoClass as another:
+                doubt = another
+        if not isinstance(layout, Layout):
+            raise doubt
+        ignored = [*layout.splits.get(IGNORE, ()), *doubtful]
+        leave_out = self.request.command(format_splits({**layout.splits, IGNORE: ignored}))
+        keep = self.request.command(format_splits(layout.splits))
+        raise SplitUnclear(
+            f"folders {listed(doubtful)} can be classes, or not part of the data; leave them out "
+            f"with `{leave_out}`; if they are classes: `{keep}`"
+        )
 
     def _read_each(self, folders: Sequence[Folder]) -> list[DataSet]:
         """Read the data sets in each of several subfolders. Each folder can hold several."""

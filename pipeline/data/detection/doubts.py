@@ -275,6 +275,15 @@ class Checks:
         left_out = [*self.source.list_parts(IGNORE), *ignore]
         return splits | ({IGNORE: left_out} if left_out else {})
 
+    def _list_in_classes(self, name: str) -> list[str]:
+        """Return the patterns of a file or folder in the class folders of all splits."""
+        patterns: dict[str, None] = {}
+        for split, parts in self._current_splits().items():
+            for part in parts if split != IGNORE else ():
+                folder = part if LABEL in part else posixpath.join(part.lstrip("."), LABEL)
+                patterns[posixpath.join(folder, name)] = None
+        return [*patterns]
+
     # ---- splits ----------------------------------------------------------------------------------
     def check_splits(self) -> None:
         """Raise SplitUnclear if the folder or the name of an image names another split."""
@@ -400,9 +409,7 @@ class Checks:
                 continue
             remedy = "take these rows out of the table"
             if self.is_folder:
-                splits = self._current_splits()
-                prefixes = [p for p in splits["train"] if p != "." and LABEL not in p] or [""]
-                ignore = [posixpath.join(p, LABEL, part) for p in prefixes]
+                ignore = self._list_in_classes(part)
                 remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
                 f"{self.where}: {format_count(number, 'image')} are in folders {quoted(part)}, "
@@ -427,7 +434,7 @@ class Checks:
                 continue
             remedy = "take them out of the table"
             if self.is_folder:
-                ignore = [f"{LABEL}/*{word}*"]
+                ignore = self._list_in_classes(f"*{word}*")
                 remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
                 f"{self.where}: {format_count(number, 'image')} are named like another image plus "
@@ -465,8 +472,10 @@ class Checks:
             raise self._no_class_error(paired[0], "have images of the same names")
 
     def _no_class_error(self, names: Sequence[str], why: str = "") -> SplitUnclear:
-        train = [part for part in self.source.list_parts("train") if LABEL not in part] or ["."]
-        ignore = [posixpath.normpath(posixpath.join(train[0], name)) for name in names[-1:]]
+        splits = self._current_splits()
+        parts = [part for split in splits if split != IGNORE for part in splits[split]]
+        parts = [part for part in parts if LABEL not in part] or ["."]
+        ignore = [posixpath.normpath(posixpath.join(part, names[-1])) for part in parts]
         command = self._format_command(self._current_splits(ignore))
         why = why or "may be something other than classes"
         return SplitUnclear(

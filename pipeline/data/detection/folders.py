@@ -61,6 +61,18 @@ class NoClasses(UserError):
     """The source has images but no class folders."""
 
 
+class MaybeNoClass(SplitUnclear):
+    """A folder can be a class, or something other than a part of the data.
+
+    Attributes:
+        folder: Path of the folder below the source.
+    """
+
+    def __init__(self, folder: str):
+        super().__init__(f"folder {quoted(folder)} can be a class, or not part of the data")
+        self.folder = folder
+
+
 def has_subfolders(folder: Folder) -> bool:
     """Return whether a folder has subfolders with images."""
     return bool(folder.with_images)
@@ -97,6 +109,26 @@ def find_layout(folder: Folder) -> Layout | list[Folder]:
     return layout
 
 
+def find_class_layout(folder: Folder, classes: Iterable[str]) -> Layout | None:
+    """Return the layout of the folders that contain folders of all given classes, or None.
+
+    None is also returned if there are several such folders, and their names are not splits.
+    """
+    names = {*classes}
+    parents = [one for one in folder.walk() if names <= {c.base_name for c in one.with_images}]
+    splits: dict[str, list[str]] = {}
+    for parent in parents:
+        split = "train" if len(parents) == 1 else str(parse_role(parent.base_name))
+        splits.setdefault(split, []).append(parent.name or ".")
+    if "train" not in splits or not {*splits} <= {*SPLITS} or len(splits) < len(parents):
+        return None
+    others = [child.name for one in parents for child in one.with_images]
+    ignored = [name for name in others if name.rpartition("/")[2] not in names]
+    if ignored:
+        splits[IGNORE] = ignored
+    return Layout(splits, "folders of the given classes")
+
+
 def _is_wrapped(children: Sequence[Folder]) -> bool:
     """Return whether the only folder is a wrapper (`images`) without class folders in it."""
     return (
@@ -125,7 +157,7 @@ def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Fo
         The folders that may be classes or splits, and notes on the dropped folders.
 
     Raises:
-        SplitUnclear: If it is ambiguous whether a folder is a class, for example `masks`.
+        MaybeNoClass: If it is ambiguous whether a folder is a class, for example `masks`.
     """
     kept = [child for child in children if not is_called(child.base_name, NO_CLASSES)]
     if not kept:
@@ -141,10 +173,10 @@ def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Fo
             below_others = {one.base_name for other in others for one in other.with_images}
             is_copy = is_copy or (bool(below) and below <= below_others)
             if not (is_copy or _is_only_flat(child, others) or _matches_names(child, others)):
-                raise _maybe_class_error(folder, child)
+                raise MaybeNoClass(child.name)
             kept.remove(child)
         elif is_copy and len(are_flat) >= len(kept) - 1 and parse_role(child.base_name) is None:
-            raise _maybe_class_error(folder, child)
+            raise MaybeNoClass(child.name)
     left_out = [child.base_name for child in children if child not in kept]
     notes = [f"folders {listed(left_out)} are not read: these are not names of classes"]
     return kept, notes if left_out else []
@@ -181,14 +213,6 @@ def _iterate_stems(folder: Folder) -> Iterator[str]:
             if number > MAX_PAIRED:
                 return
             yield name.rpartition(".")[0].lower()
-
-
-def _maybe_class_error(folder: Folder, child: Folder) -> SplitUnclear:
-    leave_out = format_option(train=folder.name or ".", ignore=child.name)
-    return SplitUnclear(
-        f"folder {quoted(child.name)} can be a class, or not part of the data; leave it out with "
-        f"{leave_out}, or name all classes with --set 'classes=[...]'"
-    )
 
 
 def format_option(**splits: str) -> str:

@@ -391,6 +391,21 @@ def numbered_tables(tree: Tree) -> None:
         tree.csv(f"{name}.csv", "filename,label", tree.flat(f"part{number}/", split))
 
 
+def list_of_nested_folders(tree: Tree) -> None:
+    for split in ("train", "test"):
+        lines = []
+        for number in range(12):
+            name = NAMES[number % 3]
+            path = f"{name}/day{number % 2}/{split}{number}.png"
+            lines.append(tree.image(path, name, split))
+        tree.write(f"{split}.txt", "\n".join(lines))
+
+
+def headers_in_two_cases(tree: Tree) -> None:
+    tree.csv("train.csv", "filename,label", tree.flat("images/"))
+    tree.csv("test.csv", "filename,Label", tree.flat("images/", "test"))
+
+
 def split_column_of_one_table(tree: Tree) -> None:
     split_columns(train="train,test")(tree)
     tree.csv("test.csv", "filename,label", tree.flat("more/", "test", 9))
@@ -717,6 +732,8 @@ CASES: dict[str, Case] = {
         numbered_tables,
         "source.splits={train: [train_1.csv, train_2.csv], test: [test.csv]}",
     ),
+    "a list of paths with two folders": (list_of_nested_folders, "is the label is not clear"),
+    "headers in two cases": (headers_in_two_cases, "write them alike"),
     "a split column of one table": (split_column_of_one_table, "source.split=null"),
     "tables without headers": (tables_without_headers, RIGHT),
     "a table in a folder beside images": (table_in_a_folder_beside_images, RIGHT),
@@ -875,6 +892,14 @@ def test_named_classes_decide_which_folders_are_classes(tmp_path: Path) -> None:
     (data_set,) = detect(Request(str(tree.folder), classes=classes))
     assert data_set.classes == classes
     assert data_set.counts == {"train": 15, "test": 15}
+
+
+def test_an_example_is_not_taken_for_values(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "zoo")
+    split_column({"train": "0", "test": "1"}, "fold")(tree)
+    splits = {"train": ["0", "1"], "test": ["..."]}
+    with pytest.raises(UserError, match=r"names '\.\.\.' for test, and no row has this value"):
+        detect(Request(str(tree.folder), given={"split": "fold", "splits": splits}))
 
 
 def test_a_printed_command_repeats_the_settings_of_the_request(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ def find_split_columns(
         is_list = isinstance(requested, (list, tuple))
         names = tuple(map(columns.check, requested if is_list else [requested]))
         if "splits" in settings:
+            _check_given_values(columns, names, settings["splits"])
             return names, SplitWords({}, [])
         return names, _parse_split_column(columns, names[0], columns.distinct(names[0]))
     taken = {*taken}
@@ -330,6 +331,21 @@ def find_split_columns(
     for column, words in words_by_column.items():
         return (columns.check(column),), words
     return (), None
+
+
+def _check_given_values(columns: Columns, names: Sequence[str], splits: Mapping[str, Any]) -> None:
+    """Raise SplitUnclear if the user assigns a value to a split that the split column lacks."""
+    values = columns.distinct(names[0]) if len(names) == 1 else None
+    known = {normalize_label(value) for value in values or ()}
+    known |= {str(label) for label in known}
+    for split, parts in splits.items() if values is not None else ():
+        for part in parts if isinstance(parts, (list, tuple)) else [parts]:
+            if normalize_label(part) not in known:
+                raise SplitUnclear(
+                    f"{columns.where}: source.splits names {quoted(str(part))} for {split}, and no "
+                    f"row has this value in column {quoted(names[0])}; its values are "
+                    f"{listed(sorted(values or ()))}"
+                )
 
 
 def classify_split_column(column: str) -> str:

@@ -10,6 +10,7 @@ import posixpath
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -163,6 +164,8 @@ def read_tables(tables: Tables) -> TableReading:
     roles, more = _settle_splits(tables, roles)
     notes = [*roles.notes, *notes, *more]
     rows = _read_sample(tables, roles)
+    if roles.label == roles.image:
+        _check_levels(tables, rows)
     placement = _choose_placement(tables, rows, roles)
     has_files = request.given.get("files") is None  # patterns in the request come without files
     for split in SPLITS[1:]:  # drop a val or test table if none of its images exists
@@ -230,6 +233,13 @@ def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list
             continue
         names = column_names(tables.uri(name), roles.has_header)
         missing = [column for column in (roles.image, roles.label) if column not in names]
+        for column in missing:
+            alike = [one for one in names if normalize_word(one) == normalize_word(column)]
+            if alike:
+                raise LabelUnclear(
+                    f"{printable(tables.uri(name))} has a column {quoted(alike[0])}, and "
+                    f"{quoted(tables.first)} a column {quoted(column)}; write them alike"
+                )
         if missing and split not in ("", "train"):
             tables, more = _drop_split(tables, split, f"has no column {quoted(missing[0])}")
             notes += more
@@ -541,6 +551,23 @@ def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[s
     if len(others) > 1:
         raise columns.ambiguous_error("label", sort_label_columns(columns.sample, others))
     raise NoTable(f"{columns.where} has no column of labels; give a table of images and labels")
+
+
+def _check_levels(tables: Tables, rows: Sequence[NamedRow]) -> None:
+    """Raise LabelUnclear if paths have several levels of folders that can be the labels.
+
+    The innermost folder would be the label. Folders named like splits do not count.
+    """
+    folders = {posixpath.dirname(row.text.replace("\\", "/")) for row in rows}
+    paths = [folder.split("/") for folder in folders if folder]
+    levels = [{*names} - {""} for names in zip_longest(*paths, fillvalue="")]
+    varying = [names for names in levels if len(names) > 1 and not all(map(parse_role, names))]
+    if len(varying) > 1 or len({*map(len, paths)}) > 1:
+        raise LabelUnclear(
+            f"{printable(tables.uri(tables.first))}: images are in folders of folders such as "
+            f"{listed(sorted(folders)[:2])}, and which of them is the label is not clear; add a "
+            "column `label`"
+        )
 
 
 def _one_hot_error(columns: Columns, one_hot: Sequence[str]) -> LabelUnclear:

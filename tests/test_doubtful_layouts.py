@@ -534,10 +534,13 @@ def parquet_files(*names: str) -> Callable[[Tree], None]:
     return build
 
 
-def class_labels(label: str = "", **declared: tuple[str, ...]) -> Callable[[Tree], None]:
-    """Return a function that writes Parquet files with columns of classes of the hub.
+def class_labels(
+    declared: Mapping[str, tuple[str, ...]], label: str = ""
+) -> Callable[[Tree], None]:
+    """Return a function that writes a Parquet file with columns of classes of the hub.
 
-    label: the column with the labels, for layouts that are read. A column has its values in turn.
+    declared: column -> classes, which its rows have in turn. label: the column with the labels, for
+    layouts that are read.
     """
 
     def build(tree: Tree) -> None:
@@ -772,19 +775,19 @@ CASES: dict[str, Case] = {
     ),
     "capital extension": (parquet_files("train=A.PARQUET", "train=b.parquet"), RIGHT),
     "fine and coarse classes": (
-        class_labels("fine", fine=("a", "b", "c", "d"), coarse=("x", "y")),
+        class_labels({"fine": ("a", "b", "c", "d"), "coarse": ("x", "y")}, "fine"),
         RIGHT,
     ),
     "two kinds of classes": (
-        class_labels(species=NAMES, country=("a", "b", "c", "d")),
+        class_labels({"species": NAMES, "country": ("a", "b", "c", "d")}),
         "which is the label is not clear",
     ),
     "classes and scenes": (
-        class_labels(**{"class": NAMES, "scene": ("a", "b", "c", "d")}),
+        class_labels({"class": NAMES, "scene": ("a", "b", "c", "d")}),
         "which is the label is not clear",
     ),
     "splits as classes": (
-        class_labels(animal=("a", "b"), split=("train", "val", "test")),
+        class_labels({"animal": ("a", "b"), "split": ("train", "val", "test")}),
         "looks like a split",
     ),
     "labels in a struct": (

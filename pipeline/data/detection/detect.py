@@ -494,8 +494,8 @@ class SourceFolder:
         if any(reading.data_set.card.source.split is not None for _, reading in readings):
             together = "join them into one table"  # only one table can have a column of splits
         else:
-            splits = _assign_tables(readings)
-            read_all = self.request.command("source.format=csv", format_splits(splits))
+            parts = format_splits(_assign_tables(readings))
+            read_all = self.request.command("source.format=csv", parts)
             together = f"read all as one data set: `{read_all}`"
         paths = {posixpath.join(self.request.path, posixpath.dirname(name)): None for name in names}
         each = ""

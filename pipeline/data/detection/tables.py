@@ -259,8 +259,8 @@ def _settle_splits(tables: Tables, roles: ColumnRoles) -> tuple[ColumnRoles, lis
         return roles, []
     column = roles.split[0]
     split_of_word: dict[str, str] = {}
-    for split, words in (roles.words.splits if roles.words else {}).items():
-        split_of_word.update(dict.fromkeys(words, split))
+    for word_split, words in (roles.words.splits if roles.words else {}).items():
+        split_of_word.update(dict.fromkeys(words, word_split))
     for name, split in tables.names.items():
         uri = tables.uri(name)
         values: set[str] = set()

@@ -132,7 +132,14 @@ class Nodes:
     def close(self) -> None:
         """Stop the cluster, and delete its folder."""
         self.cluster.shutdown()
-        self.folder.cleanup()
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                return self.folder.cleanup()
+            except OSError:  # a process that ends has written another file meanwhile
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
 
 def title(process: psutil.Process) -> str:

@@ -249,7 +249,8 @@ def _summarize_record(
         for replica in store.records(record).values()
         if can_be_shown(replica)
     ]
-    if len(runs) < max(1, len(record.get("replicas") or ())):
+    names = record.get("replicas")
+    if isinstance(names, dict) and len(runs) < len(names):
         runs = []  # a mean over fewer replicas would look like the mean over all
     labels = dict.fromkeys(stage["label"] for stage in record["stages"] if stage["label"])
     methods = [MethodAccuracy(label, _mean_accuracy(runs, label)) for label in labels]

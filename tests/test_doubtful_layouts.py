@@ -362,6 +362,47 @@ def labels_of_folders(tree: Tree) -> None:
     tree.csv("labels.csv", "patient,label", rows)
 
 
+def other_table(
+    header: str, make: Callable[[int], Sequence[Sequence[object]]], name: str = "metadata.csv"
+) -> Callable[[Tree], None]:
+    """Return a function that writes labels, and a table of other things about the same images."""
+
+    def build(tree: Tree) -> None:
+        rows = tree.flat("images/")
+        tree.csv("labels.csv", "filename,label", rows)
+        lines = [[file, *more] for i, (file, _) in enumerate(rows) for more in make(i)]
+        tree.csv(name, f"filename,{header}", lines)
+
+    return build
+
+
+def notes_in_latin_1(tree: Tree) -> None:
+    tree.csv("labels.csv", "filename,label", tree.flat("images/"))
+    (tree.folder / "notes.csv").write_bytes("who,what\nn\u00e9,\u00e9t\u00e9".encode("latin-1"))
+
+
+def groups_of_classes(tree: Tree) -> None:
+    tree.classes()
+    groups = [["ant", "insect"], ["bee", "insect"], ["cow", "mammal"], ["dog", "mammal"]]
+    tree.csv("species.csv", "name,category", groups)
+    tree.csv("plants.csv", "species,usage", [["oak", "wood"], ["elm", "wood"]])
+
+
+def videos_of_classes(tree: Tree) -> None:
+    for number, split in enumerate(("train", "test")):
+        for label in ("fake", "real"):
+            for index in range(6):
+                video = f"{number}{label[0]}{index // 2:03d}"
+                tree.image(f"{split}/{label}/{video}/{index}.png", label, split)
+
+
+def zip_beside_its_folder(tree: Tree) -> None:
+    tree.classes("train/")
+    for index in range(6):
+        tree.image(f"test/{index}.png")
+    tree.write("test.zip", b"PK")
+
+
 def labels_of_unknown_ids(tree: Tree) -> None:
     for number in range(12):
         tree.image(f"{('berlin', 'paris')[number % 2]}/{number}.png")
@@ -578,6 +619,10 @@ def parquet_nested(name: str, make: Callable[[int], Any]) -> Callable[[Tree], No
     return build
 
 
+def tags_beside_labels(tree: Tree) -> None:
+    tree.columns("a.parquet", more={"labels": lambda i: [f"t{i}"], "bbox": lambda i: {"y": i}})
+
+
 def parquet_sorted(tree: Tree) -> None:
     """Write more rows of a class than are sampled, for classes that two columns name."""
     tree.folder.mkdir(parents=True, exist_ok=True)
@@ -727,6 +772,19 @@ CASES: dict[str, Case] = {
     "labels of folders": (labels_of_folders, "source.format=folder"),
     "labels of unknown ids": (labels_of_unknown_ids, "source.format=folder"),
     "names of folders": (names_of_folders, RIGHT),
+    "sizes of images": (other_table("width,height", lambda i: [(640 + i % 3, 480)]), RIGHT),
+    "attributes of images": (
+        other_table("Bald,Young", lambda i: [(i % 2, i // 2 % 2)], "list_attr.csv"),
+        RIGHT,
+    ),
+    "boxes of images": (
+        other_table("xmin,xmax,class", lambda i: [(1, 5, "head"), (1, 5, "tail")], "boxes.csv"),
+        RIGHT,
+    ),
+    "notes in latin-1": (notes_in_latin_1, RIGHT),
+    "groups of classes": (groups_of_classes, RIGHT),
+    "videos of classes": (videos_of_classes, RIGHT),
+    "a zip beside its folder": (zip_beside_its_folder, RIGHT),
     "validation images in class folders": (val_in_class_folders, "looks like a val image"),
     "spaces before quotes": (spaces_before_quotes, RIGHT),
     "labels in quotes": (labels_in_quotes, "written in two ways"),
@@ -790,6 +848,11 @@ CASES: dict[str, Case] = {
         class_labels({"animal": ("a", "b"), "split": ("train", "val", "test")}),
         "looks like a split",
     ),
+    "classes and sexes": (
+        class_labels({"diagnosis": NAMES, "sex": ("f", "m", "x", "y")}, "diagnosis"),
+        RIGHT,
+    ),
+    "tags beside labels": (tags_beside_labels, RIGHT),
     "labels in a struct": (
         parquet_nested("meta", lambda i: {"label": NAMES[i % 3]}),
         "not read from lists or structs",

@@ -82,9 +82,10 @@ def check_spelling(where: str, labels: Iterable[str]) -> None:
     """
     first: dict[str, str] = {}
     for label in sorted(labels):
-        plain = unicodedata.normalize("NFKC", label)
-        same = re.sub(r"[\s_-]+", " ", plain.casefold()) if len(plain) > 1 else plain
-        same = same.strip(" '\"")
+        same = label
+        if len(label) > 1:
+            same = re.sub(r"[\s_-]+", " ", unicodedata.normalize("NFKC", label).casefold()).strip()
+            same = re.sub(r"^(['\"])(.*)\1$", r"\2", same)
         reason = "the same name except for capitals, separators, quotes and the width of letters"
         if WHOLE.fullmatch(label):
             same = str(int(label))

@@ -305,7 +305,11 @@ def read_columns(files: Files) -> DataSet:
     split: tuple[str, ...] = ()
     words: SplitWords | None = None
     if "splits" not in request.given or request.given.get("split"):
-        labels = [name for name in schema.classes if classify_split_column(name) != "column"]
+        labels = [
+            name
+            for name in schema.classes
+            if len(splits) > 1 or classify_split_column(name) != "column"
+        ]
         split, words = find_split_columns(columns, [image, *labels])
     _check_nested(files, schema, image)
     label = find_label_column(columns, [image, *split], schema.classes)
@@ -355,12 +359,13 @@ def read_columns(files: Files) -> DataSet:
 
 def _check_nested(files: Files, schema: Schema, image: str) -> None:
     """Raise LabelUnclear if the labels are in a list or a struct, for example `meta: {label}`."""
-    if "label" in files.request.given:
+    usual = [name for name in schema.names if normalize_word(name) in LABEL_COLUMNS]
+    if "label" in files.request.given or any(_may_be_label(schema.types[one]) for one in usual):
         return
     for name, arrow_type in schema.types.items():
         names = [name]
         if pa.types.is_struct(arrow_type):
-            names += [field.name for field in arrow_type]
+            names += [field.name for field in arrow_type if field.name != "y"]  # a coordinate
         is_nested = pa.types.is_nested(arrow_type) and name != image and name not in schema.images
         if is_nested and any(normalize_word(one) in LABEL_COLUMNS for one in names):
             raise LabelUnclear(

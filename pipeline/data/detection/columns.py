@@ -140,6 +140,8 @@ def find_label_column(
         named = [name for name in named if name.lower() != "y"]
     exact = [name for name in named if normalize_word(name) == LABEL]
     declared = {name: classes for name, classes in (declared or {}).items() if name not in taken}
+    usual = [name for name in declared if normalize_word(name) not in NO_LABEL_COLUMNS]
+    declared = {name: declared[name] for name in usual or declared}
     if declared and not exact:
         finest = max(declared, key=lambda name: len(declared[name]))
         coarser = [*declared, *named]

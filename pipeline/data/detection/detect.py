@@ -51,9 +51,10 @@ from pipeline.data.detection.tables import (
     TableReading,
     Tables,
     group_tables,
+    names_images,
     read_tables,
 )
-from pipeline.data.detection.words import LABEL_COLUMNS, LABEL_TABLES, is_part, says_no_labels
+from pipeline.data.detection.words import LABEL_TABLES, is_part, says_no_labels
 from pipeline.data.file_index import FileIndex
 from pipeline.data.file_kinds import (
     COLUMN_FILES,
@@ -90,6 +91,7 @@ from workers.storage.secrets import refuse_secrets
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
 MAX_TABLES = 50  # tables in a source; each is read to its end
 MAX_DATA_SETS = 200  # data sets in one folder
+MAX_UNREAD = 0.05  # share of images that a table may leave out, if others cannot be read
 MAX_DOUBTFUL = 100  # folders that one command leaves out
 # suffixes of the files that detection reads
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
@@ -416,8 +418,10 @@ class SourceFolder:
         if strong:
             known = {file for _, reading in strong for file in reading.files}
             others = [(name, reading) for name, reading in readings if not reading.is_strong]
-            others = [(name, reading) for name, reading in others if {*reading.files} - known]
-            if others:  # a weak table is superseded only if its images are those of strong ones
+            others = [
+                (name, one) for name, one in others if known - {*one.files} and {*one.files} - known
+            ]
+            if others:  # a weak table is superseded if it has the same images, or more of them
                 return None, self._conflicting_tables_error([*strong, *others], True), unused
             readings = strong
         labels = {tuple(sorted(reading.files.items())) for _, reading in readings}
@@ -429,9 +433,25 @@ class SourceFolder:
             return None, self._conflicting_tables_error(readings, len(labels) > 1), unused
         serious = [e for e in errors if not isinstance(e, NoTable)]
         serious.sort(key=lambda error: isinstance(error, LabelUnclear))
-        if readings and not serious:
+        if readings and not (serious and self._leaves_out(readings[0][1], serious)):
             return readings[0][1], None, unused
         return None, next(iter(serious or errors), None), unused
+
+    def _leaves_out(self, reading: TableReading, errors: Sequence[UserError]) -> bool:
+        """Return whether a table may miss what other tables have, which could not be read.
+
+        Args:
+            reading: The table.
+            errors: Errors of the other tables.
+        """
+        if not reading.is_strong:
+            return True
+        if len(reading.data_set.counts) == 1 and any(isinstance(e, SplitUnclear) for e in errors):
+            return True
+        read = {posixpath.basename(file) for file in reading.files}
+        images = [entry.name for entry in self.entries if _is_image(entry)]
+        unread = sum(posixpath.basename(name) not in read for name in images)
+        return unread > MAX_UNREAD * len(images)
 
     def _check_unused(self, unused: Sequence[Tables], data_sets: Sequence[DataSet]) -> None:
         """Check that no table which is not read has labels or splits.
@@ -452,7 +472,7 @@ class SourceFolder:
         for tables in unused:
             name = quoted(tables.first)
             for column in column_names(tables.uri(tables.first)):
-                is_label = is_folder and normalize_word(column) in LABEL_COLUMNS
+                is_label = is_folder and normalize_word(column) in ("label", "labels", "target")
                 if is_label and _has_other_labels(tables, column, classes):
                     raise LabelUnclear(
                         f"{printable(self.uri)} has class folders ({listed(sorted(classes))}), and "
@@ -460,7 +480,8 @@ class SourceFolder:
                         "a column with the paths of the images, or, if the folders are the "
                         f"classes: {as_folders}"
                     )
-                if not has_splits and classify_split_column(column) == "column":
+                is_split = not has_splits and classify_split_column(column) == "column"
+                if is_split and names_images(tables):
                     none = f"`{self.request.command('source.split=null')}`"
                     raise SplitUnclear(
                         f"{printable(self.uri)}: table {name} has a column {quoted(column)}, which "

@@ -201,6 +201,9 @@ def check_unread_parts(request: Request, data_set: DataSet, files: Sequence[Entr
         *folders, base = entry.name.split("/")
         names = [*folders, base.partition(".")[0] if not is_link else base]
         roles = {parse_role(name) for name in names if not is_weak(name)}
+        unpacked = f"{entry.name.partition('.')[0]}/"
+        if not is_link and any(one.name.startswith(unpacked) for one in files):
+            continue
         if roles & {"val", "test", "held out"}:
             remedy = "copy the images here" if is_link else "unpack it, or give its path"
             raise SplitUnclear(

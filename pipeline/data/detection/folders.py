@@ -308,39 +308,51 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
         splits[split] = [root.name]
         ignored += [child.name for child in root.with_images if child not in kept]
         notes += more_notes
-    _check_depth(_find_class_root(train), splits)
+    roots = {split: labelled[names[0]] for split, names in words.splits.items()}
+    _check_depth({split: _find_class_root(root) for split, root in roots.items()})
     folder_names = " and ".join(f"{names[0]}/" for names in splits.values())
     if ignored:
         splits[IGNORE] = ignored
     return Layout(splits, f"class folders in {folder_names}", tuple(notes))
 
 
-def _check_depth(root: Folder, splits: Mapping[str, Sequence[str]]) -> None:
+def _check_depth(roots: Mapping[str, Folder]) -> None:
     """Raise SplitUnclear if the folders in a split and the folders in these can be the classes.
 
+    The inner folders can be classes if those of train recur in another split. Patients or videos,
+    for example, do not.
+
     Args:
-        root: Folder of the train classes.
-        splits: Split -> folder of its classes.
+        roots: Split -> folder of its classes.
     """
+    root = roots["train"]
     children = root.with_images
     if not all(has_subfolders(child) and not child.images for child in children):
         return
-    inner = [
-        [
-            one.base_name
-            for one in child.with_images
-            if not is_called(one.base_name, WRAPPERS) and not is_part(one.base_name)
-        ]
-        for child in children
-    ]
-    if max(map(len, inner)) > 1:
-        below = {split: f"{folder}/*/{LABEL}" for split, (folder, *_) in splits.items()}
+    inner = [_list_inner(child) for child in children]
+    below_others = {
+        name
+        for split, other in roots.items()
+        if split != "train"
+        for child in other.with_images
+        for name in _list_inner(child)
+    }
+    recurring = {*chain(*inner)} & below_others
+    if max(map(len, inner)) > 1 and len(recurring) * 2 > len(below_others):
+        outer = {split: one.name for split, one in roots.items()}
+        below = {split: f"{one.name}/*/{LABEL}" for split, one in roots.items()}
         raise SplitUnclear(
             f"in {quoted(root.name)}, the folders {listed(child.base_name for child in children)} "
-            f"hold folders such as {listed(sorted({*chain(*inner)}))}, and both can be the "
-            f"classes; for the outer ones: {format_option(**{s: f[0] for s, f in splits.items()})}"
-            f"; for the inner ones: {format_option(**below)}"
+            f"hold folders such as {listed(sorted(recurring))}, and both can be the classes; for "
+            f"the outer ones: {format_option(**outer)}; for the inner ones: "
+            f"{format_option(**below)}"
         )
+
+
+def _list_inner(folder: Folder) -> list[str]:
+    """Return the names of subfolders that can be classes, and not wrappers or parts."""
+    names = [child.base_name for child in folder.with_images]
+    return [name for name in names if not is_called(name, WRAPPERS) and not is_part(name)]
 
 
 def _has_labels(child: Folder, train: Folder) -> bool:

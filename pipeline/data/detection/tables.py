@@ -33,6 +33,7 @@ from pipeline.data.detection.words import (
     LABEL_COLUMNS,
     NO_IMAGE_TOKENS,
     NO_LABEL_COLUMNS,
+    is_part,
 )
 from pipeline.data.file_index import (
     ANYWHERE,
@@ -203,6 +204,11 @@ def read_tables(tables: Tables) -> TableReading:
     is_strong = normalize_word(roles.label) in LABEL_COLUMNS or roles.label == roles.image
     is_weak = normalize_word(roles.label) in NO_LABEL_COLUMNS
     return TableReading(data_set, is_strong, is_weak, files, splits)
+
+
+def names_images(tables: Tables) -> bool:
+    """Return whether a column of the first table names images of the source."""
+    return bool(_find_image_columns(tables, TableScan(tables, None).sample))
 
 
 def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
@@ -562,6 +568,8 @@ def _check_levels(tables: Tables, rows: Sequence[NamedRow]) -> None:
     paths = [folder.split("/") for folder in folders if folder]
     levels = [{*names} - {""} for names in zip_longest(*paths, fillvalue="")]
     varying = [names for names in levels if len(names) > 1 and not all(map(parse_role, names))]
+    # parts above the labels, such as `part_1/cat`, are no labels
+    varying = [names for names in varying[:-1] if not all(map(is_part, names))] + varying[-1:]
     if len(varying) > 1 or len({*map(len, paths)}) > 1:
         raise LabelUnclear(
             f"{printable(tables.uri(tables.first))}: images are in folders of folders such as "
